@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from hetero_framework import config as schema
-from hetero_framework.config import Config, foreign
+from hetero_framework.config import Config, foreign, resuming
 
 TARGET = Path(__file__).with_name("configuration.md")
 
@@ -32,6 +32,10 @@ one, `hetero schema` prints its JSON Schema. This page is generated from that sc
 - Only `coordinator` and `shard_plan` are required, and `workers` for plans that name any;
   training also needs `model` and `data`.
 - Any setting can be replaced for one run: `hetero train --set training.learning_rate=1e-4`.
+- The column "on resume" says what happens where a checkpoint was written with another value:
+  "refused", since the run would be another one, or "said", with both values, and the run goes on
+  with the new one. Where it is empty, the trained result does not depend on the setting. What the
+  settings of `data` yield is compared by content: other tokens to train on are refused.
 - Names in `training` are those of `transformers.TrainingArguments` and mean the same, names in
   `adapter` those of `peft.LoraConfig`, names in `data` those of TRL's `SFTConfig` where it has
   them.
@@ -53,12 +57,12 @@ worker that the plan leaves out is told so and ends, or waits for the next run w
 
 def page() -> str:
     """The whole page as Markdown."""
-    parts = [_INTRODUCTION, "## The top level\n", _table(Config)]
+    parts = [_INTRODUCTION, "## The top level\n", _table(Config, "")]
     for name, field in Config.model_fields.items():
         section = _section(field.annotation)
         if section is not None:
             items = " (each entry)" if name in ("workers", "shard_plan") else ""
-            parts += [f"\n## {name}{items}\n", f"{section.__doc__}\n", _table(section)]
+            parts += [f"\n## {name}{items}\n", f"{section.__doc__}\n", _table(section, f"{name}.")]
     parts.append("\n## Names that are not supported\n")
     parts.append("Each is refused, with its reason where one is given.\n")
     for name, reasons in foreign.unsupported().items():
@@ -69,12 +73,15 @@ def page() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _table(section: type[schema.Section]) -> str:
-    rows = ["| name | type | default | unit | meaning |", "|---|---|---|---|---|"]
+def _table(section: type[schema.Section], place: str) -> str:
+    rows = ["| name | type | default | unit | on resume | meaning |", "|---|---|---|---|---|---|"]
     for name, field in section.model_fields.items():
         meaning = " ".join(str(field.description).split())
         unit = _unit(field) or _unit(field.annotation)
-        cells = [f"`{name}`", _type(field.annotation), _default(field), unit, meaning]
+        setting = place + name
+        refused, said = setting in resuming.REFUSED, setting in resuming.SAID
+        resumed = "refused" if refused else "said" if said else ""
+        cells = [f"`{name}`", _type(field.annotation), _default(field), unit, resumed, meaning]
         rows.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 

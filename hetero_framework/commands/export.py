@@ -13,9 +13,9 @@ from hetero_framework.models.export import OutputDirectory
 from hetero_framework.models.restore import finished_tensors
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointReader, CheckpointStore
+from hetero_framework.trainer.continuation import adapter_settings
 from hetero_framework.trainer.outputs import write_result
 from hetero_framework.trainer.rescue import trained_weights
-from hetero_framework.trainer.run_checkpoint import adapter_settings
 
 
 def export_checkpoint(

@@ -8,9 +8,7 @@ all that is kept of them.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Set
 from functools import partial
@@ -18,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from hetero_framework._version import __version__
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.config import Config
 from hetero_framework.engine.pipeline import HeldState
@@ -30,32 +26,12 @@ from hetero_framework.errors import CheckpointError, HeteroError, ResourceError
 from hetero_framework.log import event
 from hetero_framework.trainer.by_name import TensorsInMemory, by_parameter, load_by_name
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore, durable_store
+from hetero_framework.trainer.continuation import check_identity, identity, versions
 from hetero_framework.trainer.durable import BESIDE, DurableSteps, write_beside, write_stages
-from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
 
 _log = logging.getLogger(__name__)
-
-# What must be the same for a resumed run to be the continuation of the first one.
-_SAME_MODEL = (
-    *("name_or_path", "revision", "from_config", "dtype", "quantization", "router_aux_loss_coef"),
-)
-_SAME_TRAINING = (
-    "seed",
-    "data_seed",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "train_sampling_strategy",
-    "dataloader_drop_last",
-    "optim",
-    "fp16",
-    "bf16",
-)
-# What a person may want to change on the way; the run says so.
-_MAY_CHANGE = re.compile(
-    "learning_rate|lr_.*|warmup_.*|weight_decay|adam_.*|max_steps|max_grad_norm"
-)
 
 
 class RunCheckpoints:
@@ -273,18 +249,16 @@ class RunCheckpoints:
         resolved, config = self._parts.resolved, self._parts.config
         settings = {"settings": config.to_dict(), "base_dir": str(config.base_dir.absolute())}
         return {
-            "identity": identity(resolved, self._parts.data.fingerprint),
+            "identity": identity(resolved.given, self._parts.data.fingerprint),
+            "given": resolved.given.to_dict(),
+            "contents": self._parts.contents,
             "base": self._cluster.fingerprint,
             "config": settings,
             "position": state.state_dict(),
             "plan": plan_entries(config),
             "given_plan": plan_entries(resolved.given),
             "values": values,
-            "versions": {
-                "hetero_framework": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
+            "versions": versions(),
         }
 
     def _load(self, reader: CheckpointReader) -> TrainState:
@@ -372,7 +346,7 @@ def same_run(reader: CheckpointReader, parts: Prepared, *, must: bool) -> Checkp
     """`reader`, if it is of a run with these settings; else CheckpointError, or None without
     `must`."""
     try:
-        check_identity(reader, parts.resolved, parts.data.fingerprint)
+        check_identity(reader, parts.resolved, parts.data, parts.contents)
     except CheckpointError as error:
         if must:
             raise
@@ -382,49 +356,3 @@ def same_run(reader: CheckpointReader, parts: Prepared, *, must: bool) -> Checkp
     if not must:
         _log.info(what, reader.step)
     return reader
-
-
-def identity(resolved: Resolved, data_fingerprint: str) -> dict[str, Any]:
-    """The settings, as given, that make a run what it is; machines and plan are not among them,
-    except where layers are held in different precision."""
-    config = resolved.given
-    assert config.model is not None
-    model, training = config.model.model_dump(mode="json"), config.training.model_dump(mode="json")
-    return {
-        "model": {**{key: model[key] for key in _SAME_MODEL}, "quantization": config.kinds},
-        "adapter": adapter_settings(config),
-        "training": {key: training[key] for key in _SAME_TRAINING},
-        "data": data_fingerprint,
-    }
-
-
-def adapter_settings(config: Config) -> dict[str, Any] | None:
-    """The adapter's part of a run's identity."""
-    return config.adapter.model_dump(mode="json") if config.adapter is not None else None
-
-
-def check_identity(reader: CheckpointReader, resolved: Resolved, data_fingerprint: str) -> None:
-    """Raise CheckpointError that names the first setting that differs from the checkpoint's; warn
-    of those that may."""
-    was, now = reader.manifest["config"]["settings"]["training"], resolved.given.training
-    for key, value in now.model_dump(mode="json").items():
-        if was.get(key, value) != value and _MAY_CHANGE.fullmatch(key):
-            text = "training.%s was %s at checkpoint %d, now it is %s; the run goes on with that"
-            _log.warning(text, key, json.dumps(was[key]), reader.step, json.dumps(value))
-    ours, theirs = identity(resolved, data_fingerprint), reader.manifest["identity"]
-    if theirs == ours:
-        return
-    if theirs["data"] != ours["data"]:
-        raise CheckpointError(
-            f"checkpoint {reader.step} was made with other training data than data.train holds now",
-            hint="put the data back as it was (also data.max_length and format), or start afresh",
-        )
-    for section in ("model", "adapter", "training"):
-        a, b = theirs[section] or {}, ours[section] or {}
-        for key in {**a, **b}:
-            if a.get(key) != b.get(key):
-                raise CheckpointError(
-                    f"checkpoint {reader.step} belongs to another run: {section}.{key} was "
-                    f"{json.dumps(a.get(key))}, now it is {json.dumps(b.get(key))}",
-                    hint="set it back, or start without --resume",
-                )

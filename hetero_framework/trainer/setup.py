@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from hetero_framework.models.shard import ShardRange, load_model_config
 from hetero_framework.models.towers import tower_weights
 from hetero_framework.models.varlen_attention import VARLEN
 from hetero_framework.planner.tuning import default_max_in_flight
+from hetero_framework.trainer.continuation import contents
 from hetero_framework.trainer.resolved import Resolved
 
 Facts = Mapping[str | int, MachineFacts]
@@ -73,6 +75,11 @@ class Prepared:
     def config(self) -> Config:
         """What all processes are given."""
         return self.resolved.config
+
+    @cached_property
+    def contents(self) -> dict[str, str | None]:
+        """What decides the result and is no setting (trainer/continuation.py)."""
+        return contents(self.tokenizer, self.data)
 
 
 def prepare(config: Config, plan: Entries | None = None) -> Prepared:

@@ -9,7 +9,7 @@ import secrets
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -31,11 +31,13 @@ from hetero_framework.islands.links import Circle, MemberLost, Said
 from hetero_framework.islands.sums import SummedGradients
 from hetero_framework.islands.waiting import for_others
 from hetero_framework.log import event
+from hetero_framework.trainer.continuation import identity
 from hetero_framework.trainer.replica_group import CountItems, ReplicaGroup, StepPart
-from hetero_framework.trainer.run_checkpoint import RunCheckpoints, identity
+from hetero_framework.trainer.run_checkpoint import RunCheckpoints
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.trainer.train_state import TrainState
+from hetero_framework.units import plural
 
 _log = logging.getLogger(__name__)
 _LEAST_PATIENCE_S = 30.0
@@ -309,8 +311,18 @@ class SummedSteps(ReplicaGroup):
                 settings[name] = _share(position, name)
         numbers = given_shares(settings)
         kept = _shares_in(group)
+        if not self._shares.of and circle.me not in joined.behind:
+            self._compare_members(kept.of, circle.members, state.step)
         self._shares = (Shares(numbers) if numbers else kept).for_members(circle.members)
         return replace(state, group={**group, **self._remembered()})
+
+    def _compare_members(self, were: Collection[str], are: Collection[str], step: int) -> None:
+        """Say it where a checkpoint was made by other islands than go on with it."""
+        if were and set(were) != set(are):
+            said = "checkpoint %d was made by %s (%s), %s on with it: %s"
+            go = plural(len(are), "island") + (" goes" if len(are) == 1 else " go")
+            names = ", ".join(sorted(were)), ", ".join(sorted(are))
+            _log.warning(said, step, plural(len(were), "island"), names[0], go, names[1])
 
     def _as_source(self, joined: Joined, state: TrainState) -> TrainState:
         circle, to = joined.circle, joined.behind
@@ -365,7 +377,7 @@ class SummedSteps(ReplicaGroup):
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all islands."""
         parts, data = self._parts, self._parts.data
-        same = identity(parts.resolved, data.fingerprint)
+        same = identity(parts.resolved.given, data.fingerprint)
         training = parts.config.training.model_dump(mode="json")
         island = self._island.model_dump(mode="json")
         return {

@@ -1,0 +1,85 @@
+"""What becomes of a setting that is not as it was when a checkpoint was written.
+
+Each setting of the schema stands in exactly one of the three groups; docs/configuration.md shows
+which. Settings that say where the training data are and how they become tokens are in SAID: what
+they yield is compared by content, and other tokens are refused (trainer/continuation.py).
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+
+def _listed(**sections: str) -> frozenset[str]:
+    return frozenset(f"{s}.{name}" for s, names in sections.items() for name in names.split())
+
+
+REFUSED = frozenset({"model", "adapter"}) | _listed(
+    model="name_or_path revision dtype quantization router_aux_loss_coef from_config",
+    adapter="r lora_alpha lora_dropout target_modules target_parameters exclude_modules"
+    " modules_to_save bias use_rslora use_dora init_lora_weights layers_to_transform layers_pattern"
+    " rank_pattern alpha_pattern fan_in_fan_out autocast_adapter_dtype init_from",
+    training="seed data_seed per_device_train_batch_size gradient_accumulation_steps"
+    " train_sampling_strategy dataloader_drop_last optim optim_args fp16 bf16",
+)
+"""The run would not be the same one: another value is refused."""
+
+SAID = frozenset({"data", "training", "wire", "island"}) | _listed(
+    model="attn_implementation tokenizer",
+    data="train eval format dataset_config train_split eval_split dataset_text_field max_length"
+    " truncation_mode add_eos completion_only_loss assistant_only_loss chat_template_path"
+    " chat_template_kwargs eos_token pad_token pad_to_multiple_of padding_free",
+    training="num_train_epochs max_steps learning_rate warmup_steps warmup_ratio lr_scheduler_type"
+    " lr_scheduler_kwargs weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm"
+    " loss_chunk_tokens torch_compile torch_compile_backend torch_compile_mode",
+    wire="activations gradients",
+    island="sync_steps warmup_steps method fragments delay_steps mixing compression"
+    " outer_learning_rate outer_momentum outer_nesterov share",
+)
+"""It changes what comes out, be it in rounding alone: another value is said, with the old one."""
+
+FREE = frozenset(
+    {"version", "coordinator", "workers", "shard_plan", "links", "checkpoint_dir", "resume_step"}
+) | _listed(
+    coordinator="hostname ip device num_threads port quantization",
+    workers="hostname ip device num_threads port quantization id models",
+    shard_plan="id start end is_last links gradient_checkpointing",
+    training="output_dir per_device_eval_batch_size logging_steps save_strategy save_steps"
+    " save_total_limit eval_strategy eval_steps eval_on_start gradient_checkpointing report_to"
+    " logging_dir visualize visualization_format timeline_steps log_level connect_timeout_s"
+    " load_timeout_s rejoin_wait_s replan replicate_steps step_timeout_s liveness_timeout_s"
+    " max_skipped_steps max_skipped_share probe_longest_batch max_in_flight verify_architecture",
+    island="name lighthouse min_islands wait_s",
+)
+"""The trained result is the same whatever it is. In which precision the layers are held, by machine
+or not, is compared as model.quantization."""
+
+
+def settings(root: type[BaseModel]) -> Iterator[str]:
+    """All settings of a schema: "links", "training", "training.seed", "workers.port", ..."""
+    for name, field in root.model_fields.items():
+        yield name
+        for section in _sections(field.annotation):
+            yield from (f"{name}.{key.alias or k}" for k, key in section.model_fields.items())
+
+
+def flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings as JSON types by such names; a section that is there counts as True by its own."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found[name] = value
+        if isinstance(value, dict):
+            found[name] = True
+            found |= {f"{name}.{key}": item for key, item in value.items()}
+    return found
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _sections(argument)

@@ -1,0 +1,189 @@
+"""Whether a checkpoint is of this run: what must not differ, and what is said where it does.
+
+Compared are the settings as they were given (config/resuming.py says which may change), and what no
+setting says: the training data as tokens, the evaluation data, tokenizer, chat template and the
+versions of libraries. The model's weights are compared once they are loaded, the members of a group
+of islands once they meet. What an older checkpoint does not say is not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from transformers import PreTrainedTokenizerBase
+
+from hetero_framework._version import __version__
+from hetero_framework.config import Config, TrainingConfig, resuming
+from hetero_framework.data import TrainData
+from hetero_framework.data.batches import StepOrder
+from hetero_framework.engine.optimizer import Schedule
+from hetero_framework.errors import CheckpointError, UserError
+from hetero_framework.trainer.checkpoint import CheckpointReader
+from hetero_framework.trainer.resolved import Resolved
+from hetero_framework.versions import installed
+
+_log = logging.getLogger(__name__)
+
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "tokenizers", "bitsandbytes")
+_FOLDERS = ("model.name_or_path", "model.tokenizer", "adapter.init_from")
+_CONTENTS = {
+    "tokenizer": "the tokenizer is another one than at checkpoint {}; the same tokens are trained"
+    " on, and the result is saved with the one of now",
+    "chat template": "the chat template is another one than at checkpoint {}; the same tokens are"
+    " trained on, and the result is saved with the one of now",
+    "evaluation data": "the evaluation data are others than at checkpoint {}; losses on them before"
+    " and after it cannot be compared",
+}
+
+
+def identity(given: Config, data_fingerprint: str) -> dict[str, Any]:
+    """The model, the adapter and the data that make a run what it is; machines and plan are not
+    among them, except where layers are held in different precision."""
+    assert given.model is not None
+    model = {**given.model.model_dump(mode="json"), "quantization": given.kinds}
+    return {
+        "model": {key: v for key, v in model.items() if f"model.{key}" in resuming.REFUSED},
+        "adapter": adapter_settings(given),
+        "data": data_fingerprint,
+    }
+
+
+def adapter_settings(config: Config) -> dict[str, Any] | None:
+    """The adapter's part of a run's identity."""
+    return config.adapter.model_dump(mode="json") if config.adapter is not None else None
+
+
+def contents(tokenizer: PreTrainedTokenizerBase, data: TrainData) -> dict[str, str | None]:
+    """What decides the result and is no setting, as hashes; None for what there is none of."""
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    template = tokenizer.chat_template
+    evaluation = data.eval_examples
+    return {
+        "tokenizer": _hash([vocabulary, special]),
+        "chat template": _hash(template) if template else None,
+        "evaluation data": evaluation.fingerprint if evaluation is not None else None,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that decide how numbers are rounded and in which order samples come."""
+    found = {name: installed(name) for name in _LIBRARIES}
+    return {"hetero_framework": __version__} | {n: v for n, v in found.items() if v is not None}
+
+
+def check_identity(
+    reader: CheckpointReader, resolved: Resolved, data: TrainData, now: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError that names the settings that must not differ from the checkpoint's and
+    do; warn of what may. `now` are the `contents` of this run."""
+    changed = list(_changed(reader.manifest, resolved))
+    step, manifest = reader.step, reader.manifest
+    refused = [line for name, line in changed if name in resuming.REFUSED]
+    said = [(name, line) for name, line in changed if name in resuming.SAID]
+    if manifest["identity"]["data"] != data.fingerprint:
+        was = manifest.get("contents", {})
+        causes = [line for name, line in said if name.startswith(("data.", "model."))]
+        for name in ("tokenizer", "chat template"):
+            if was.get(name, now[name]) != now[name]:
+                causes.append(f"the {name} is another one")
+        because = f" ({'; '.join(causes)})" if causes else ""
+        raise CheckpointError(
+            f"checkpoint {step} was made with other training data than data.train holds now"
+            f"{because}",
+            hint="put the data back as it was (also data.max_length and format), or start afresh",
+        )
+    if refused:
+        raise CheckpointError(
+            f"checkpoint {step} belongs to another run: {'; '.join(refused)}",
+            hint=f"set {'it' if len(refused) == 1 else 'them'} back, or start without --resume",
+        )
+    for _, line in said:
+        at = line.replace(", now it is ", f" at checkpoint {step}, now it is ", 1)
+        _log.warning("%s; the run goes on with that", at)
+    for line in _unsaid(manifest, step, now):
+        _log.warning("%s", line)
+    if rate := _rate_line(manifest, resolved.given.training, data):
+        _log.warning("%s", rate)
+
+
+def _changed(manifest: Mapping[str, Any], resolved: Resolved) -> Iterator[tuple[str, str]]:
+    """(setting, "it was A, now it is B") for all that differ."""
+    if "given" in manifest:
+        was, now = manifest["given"], resolved.given.to_dict()
+    else:  # an older version kept what was decided, and of what was given only the identity
+        was = {**manifest["config"]["settings"], "adapter": manifest["identity"]["adapter"]}
+        now = {**resolved.config.to_dict(), "adapter": adapter_settings(resolved.given)}
+    theirs, ours = resuming.flat(was), resuming.flat(now)
+    theirs["model.quantization"] = manifest["identity"]["model"]["quantization"]
+    ours["model.quantization"] = resolved.given.kinds
+    base = manifest["config"].get("base_dir", "")
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        section = name.partition(".")[0]
+        both = theirs.get(section) is not None and ours.get(section) is not None
+        if name != section and not (both and name in theirs and name in ours):
+            continue  # said of the section, or a setting that one of the versions does not know
+        a, b = theirs.get(name), ours.get(name)
+        if a != b and not _is_same(name, a, b, base, resolved.given):
+            yield name, f"{name} was {_shown(a)}, now it is {_shown(b)}"
+
+
+def _is_same(name: str, was: Any, now: Any, base: str, config: Config) -> bool:
+    """Whether two ways of writing mean one thing: a folder, and a list of modules."""
+    if name in _FOLDERS and isinstance(was, str) and isinstance(now, str):
+        before, there = Path(base, os.path.expanduser(was)), config.path(now)
+        return there.is_dir() and before.resolve() == there.resolve()
+    names = isinstance(was, list) and isinstance(now, list) and name.startswith("adapter.")
+    return names and sorted(map(str, was)) == sorted(map(str, now))
+
+
+def _shown(value: Any) -> str:
+    return "given" if value is True else json.dumps(value)
+
+
+def _unsaid(manifest: Mapping[str, Any], step: int, now: Mapping[str, Any]) -> Iterator[str]:
+    """What differs and is no setting."""
+    was = manifest.get("contents", {})
+    yield from (
+        text.format(step)
+        for name, text in _CONTENTS.items()
+        if was.get(name, now[name]) != now[name]
+    )
+    there, here = manifest.get("versions", {}), versions()
+    other = [f"{n} {v} (here {here[n]})" for n, v in there.items() if here.get(n, v) != v]
+    if other:
+        yield (
+            f"checkpoint {step} was written with {', '.join(other)}; results are equal to the last"
+            " bit only with the same versions"
+        )
+
+
+def _rate_line(manifest: Mapping[str, Any], now: TrainingConfig, data: TrainData) -> str | None:
+    """What becomes of the learning rate where its schedule is another one."""
+    settings = manifest["config"]["settings"]["training"]
+    known = {key: value for key, value in settings.items() if key in TrainingConfig.model_fields}
+    try:
+        was = TrainingConfig.model_validate_json(json.dumps(known))
+        order = StepOrder(len(data.examples), was)
+        done = manifest["position"]["committed_steps"]
+        before = Schedule(was, order.total_steps).rate(done)
+        after = Schedule(now, data.total_steps).rate(done)
+    except (ValidationError, UserError, KeyError):
+        return None  # of a version that knew other settings
+    if before == after:
+        return None
+    line = f"the learning rate of the next step was {before:.2e} and is {after:.2e} now"
+    if order.total_steps == data.total_steps:
+        return line
+    return f"{line}: its schedule runs over {data.total_steps} steps, not {order.total_steps}"
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
