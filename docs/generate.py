@@ -129,29 +129,42 @@ def _section(annotation: Any) -> type[schema.Section] | None:
     return next((section for section in found if section is not None), None)
 
 
-def foreign_names() -> dict[str, list[str]]:
-    """The fields of the installed versions' classes that are no settings here, by section."""
+def foreign_names() -> dict[str, dict[str, Any]]:
+    """The fields of the installed versions' classes that are no settings here, by section, with
+    their defaults; null for what is no JSON value."""
     from peft import LoraConfig
     from transformers import TrainingArguments
     from trl import SFTConfig
 
     of_trainer = _fields(TrainingArguments)
+    of_trl = {name: value for name, value in _fields(SFTConfig).items() if name not in of_trainer}
     found = {
-        "training": of_trainer - set(schema.TrainingConfig.model_fields),
-        "adapter": _fields(LoraConfig) - set(schema.AdapterConfig.model_fields),
-        "data": _fields(SFTConfig) - of_trainer - set(schema.DataConfig.model_fields),
+        "training": (of_trainer, schema.TrainingConfig),
+        "adapter": (_fields(LoraConfig), schema.AdapterConfig),
+        "data": (of_trl, schema.DataConfig),
     }
-    return {section: sorted(names) for section, names in found.items()}
+    return {
+        section: {name: v for name, v in fields.items() if name not in own.model_fields}
+        for section, (fields, own) in found.items()
+    }
 
 
-def _fields(owner: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(owner)}
+def _fields(owner: type) -> dict[str, Any]:
+    found = {}
+    for field in dataclasses.fields(owner):
+        factory = field.default_factory
+        default = factory() if factory is not dataclasses.MISSING else field.default
+        default = getattr(default, "value", default)
+        plain = isinstance(default, (bool, int, float, str, list, dict, NoneType))
+        found[field.name] = default if plain else None
+    return found
 
 
 if __name__ == "__main__":
     # Names of other versions stay: a file may have been written for them.
     known = json.loads(foreign.FILE.read_text(encoding="utf-8"))
-    names = {s: sorted({*known[s], *found}) for s, found in foreign_names().items()}
-    foreign.FILE.write_text(json.dumps(names, indent=0) + "\n", encoding="utf-8")
+    names = {s: known[s] | found for s, found in foreign_names().items()}
+    text = json.dumps(names, indent=0, sort_keys=True) + "\n"
+    foreign.FILE.write_text(text, encoding="utf-8")
     TARGET.write_text(page(), encoding="utf-8")
     print(f"wrote {foreign.FILE} and {TARGET}")

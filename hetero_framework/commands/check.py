@@ -71,6 +71,7 @@ def check(config: Config) -> dict[str, Any]:
             from hetero_framework.models.adapters import plan_adapter
 
             plan = plan_adapter(model_config, config.adapter, config.base_dir)
+            notes += [f"warning: {remark}" for remark in plan.remarks]
         check_codec(config, model_config, plan, tokens)
         notes += crossing_lines(config, model_config, tokens)
         notes += tower_lines(model_config)

@@ -12,10 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hetero_framework.config.foreign import OWNERS, own_name, refusal_of
+from hetero_framework.config.foreign import OWNERS, is_harmless, meant, own_name, refusal_of
 from hetero_framework.config.strict_json import join_path, json_type
-
-MAX_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,11 @@ class Problem:
 
 
 def report(name: str, problems: Sequence[Problem]) -> str:
-    """The problems as one message, at most MAX_SHOWN of them."""
-    if len(problems) == 1 and name:
-        return f"{name}: {problems[0]}"
+    """All problems as one message; `name` is of what has them, "" where their paths say it."""
+    if len(problems) == 1:
+        return f"{name}: {problems[0]}" if name else str(problems[0])
     lines = [f"{name} has {len(problems)} problems:"] if name else []
-    lines += [f"  {problem}" for problem in problems[:MAX_SHOWN]]
-    if len(problems) > MAX_SHOWN:
-        lines.append(f"  ... and {len(problems) - MAX_SHOWN} more")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {problem}" for problem in problems)])
 
 
 def problems_of(details: Sequence[Any], root: type[BaseModel], raw: Any) -> list[Problem]:
@@ -50,15 +45,45 @@ def problems_of(details: Sequence[Any], root: type[BaseModel], raw: Any) -> list
         if is_union and detail["type"] in _EXPECTED:
             unions.setdefault(path, []).append(_expected(detail))
             options = " or ".join(dict.fromkeys(unions[path]))
-            found[path] = Problem(path, f"must be {options}, not {_shown(detail['input'])}")
+            text = f"must be {options}, not {_shown(detail['input'])}"
+            found[path] = Problem(path, text + _advice(path, detail["input"]))
         else:
-            found.setdefault(path, Problem(path, _text(detail, keys, root)))
+            text = _text(detail, keys, root)
+            if detail["type"] in _EXPECTED and (advice := _advice(path, detail["input"])):
+                text = text.partition("; did you mean")[0] + advice
+            found.setdefault(path, Problem(path, text))
     # A union also complains about its other form: "must be a text" for a list with one bad item.
     return [
         problem
         for path, problem in found.items()
         if not (path in unions and any(p.startswith((f"{path}[", f"{path}.")) for p in found))
     ]
+
+
+def _advice(path: str, value: Any) -> str:
+    advice = meant(path, value)
+    return f"; {advice}" if advice is not None else ""
+
+
+def without_harmless(
+    raw: dict[str, Any], root: type[BaseModel]
+) -> tuple[dict[str, Any], list[str]]:
+    """`raw` without settings of other tools whose value means what happens anyway, and a line for
+    each of these."""
+    sections = _sections(root)
+    kept, lines = dict(raw), []
+    for section, values in [("", raw), *((s, raw.get(s)) for s in sections)]:
+        if not isinstance(values, dict):
+            continue
+        fields = sections.get(section, root).model_fields
+        known = {name for k, field in fields.items() for name in (k, field.alias)}
+        left = [k for k, v in values.items() if k not in known and is_harmless(section, k, v)]
+        rest = {key: value for key, value in values.items() if key not in left}
+        kept = {**kept, section: rest} if section else rest
+        for key in left:
+            said = f"{join_path(section, key)} {shown(values[key])} is left out: there is no such"
+            lines.append(f"{said} setting here, and this is what happens anyway")
+    return kept, lines
 
 
 def _real_path(loc: Sequence[str | int], raw: Any) -> tuple[list[str | int], bool]:

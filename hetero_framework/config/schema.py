@@ -30,10 +30,11 @@ from pydantic import (
     model_validator,
 )
 
+from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
 from hetero_framework.config.hosts import checked_host, host_and_port, normal_host
 from hetero_framework.config.island import IslandConfig
 from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, owner_problems, plan_problems
-from hetero_framework.config.problems import Problem, problems_of, report, shown
+from hetero_framework.config.problems import Problem, problems_of, report, shown, without_harmless
 from hetero_framework.config.section import (
     STEPS_OR_SHARE,
     MicroBatches,
@@ -264,6 +265,13 @@ class AdapterConfig(Section):
     """Directory of an existing PEFT LoRA adapter to continue (relative to this file). Its own
     settings then replace those of this section."""
 
+    @field_validator(*EXPRESSIONS)
+    @classmethod
+    def _holds_expressions(cls, value: Any, info: ValidationInfo) -> Any:
+        for text in expressions(str(info.field_name), value):
+            expression(str(info.field_name), text)
+        return value
+
     @field_validator("init_lora_weights", mode="before")
     @classmethod
     def _can_begin_so(cls, value: object) -> object:
@@ -485,6 +493,14 @@ class TrainingConfig(Section):
             values.pop("reconnect_timeout_s")
         return values
 
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_record(cls, value: Any) -> Any:
+        """As TrainingArguments has it: a list, of which we can have none or one."""
+        if isinstance(value, (list, tuple)) and len(value) < 2:
+            return value[0] if value else "none"
+        return value
+
     @field_validator("log_level")
     @classmethod
     def _log_level_is_known(cls, value: str) -> str:
@@ -610,6 +626,7 @@ class Config(WholeFile):
 
     _base_dir: Path = PrivateAttr(default_factory=Path.cwd)
     _quantizes: bool | None = PrivateAttr(None)
+    _left_out: tuple[str, ...] = PrivateAttr(default=())
 
     @field_validator("resume_step")
     @classmethod
@@ -629,6 +646,7 @@ class Config(WholeFile):
         """Validate a dictionary as of JSON; relative paths start at `base_dir`, else at the current
         directory. Raises ConfigError with all problems, PlanError when all are in the plan."""
         valid: dict[str, Any] = {}
+        raw, left_out = without_harmless(raw, cls)
         problems = list(text_problems(raw))
         # Inside, no entries stand for "auto": there is no plan yet.
         is_auto = raw.get("shard_plan") == AUTO
@@ -645,6 +663,7 @@ class Config(WholeFile):
             in_plan = all(problem.path.startswith("shard_plan") for problem in problems)
             raise (PlanError if in_plan else ConfigError)(report(name, problems))
         config._base_dir = Path(base_dir or Path.cwd()).absolute()
+        config._left_out = tuple(left_out)
         return config
 
     def with_changes(self, **sections: Any) -> Config:
@@ -656,6 +675,7 @@ class Config(WholeFile):
             raw[name] = {**old, **new} if isinstance(new, dict) and old is not None else new
         changed = type(self).from_dict(raw, self._base_dir)
         changed._quantizes = self._quantizes
+        changed._left_out = self._left_out
         return changed
 
     def to_dict(self) -> dict[str, Any]:
@@ -806,11 +826,14 @@ class Config(WholeFile):
             )
 
     def warnings(self) -> tuple[str, ...]:
-        """Settings that are legal but probably a mistake."""
+        """Settings that are legal but probably a mistake, and those that were left out."""
         idle = [worker for worker in self.workers if worker not in self.planned_workers]
         found = [
-            f"worker {shown(worker.id)} has no entry in shard_plan and takes no part"
-            for worker in idle
+            *self._left_out,
+            *(
+                f"worker {shown(worker.id)} has no entry in shard_plan and takes no part"
+                for worker in idle
+            ),
         ]
         if self.data and self.data.eval and self.training.evaluation == "no":
             found.append(

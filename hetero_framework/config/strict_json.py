@@ -45,7 +45,7 @@ def parse_json_object(content: bytes, *, name: str) -> dict[str, Any]:
     if len(faults) == 1:
         raise ConfigError(f"{name}: {faults[0]}")
     if faults:
-        raise ConfigError(f"{name} is not acceptable:\n" + "\n".join(f"  {f}" for f in faults[:20]))
+        raise ConfigError(f"{name} is not acceptable:\n" + "\n".join(f"  {f}" for f in faults))
     return value
 
 

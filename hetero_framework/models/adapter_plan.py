@@ -29,7 +29,7 @@ class AdapterPlan:
     whole model's order; `tensors` the adapter file's keys. Of these, `embedding_tensors` are frozen
     base embeddings, which PEFT writes and need not read. `weights` is the file to start from.
     `autocast_adapter_dtype` is the setting of that name. `towers` are those of the model
-    (`language.py`), which have no part in it.
+    (`language.py`), which have no part in it. `remarks` are for the user: entries without effect.
     """
 
     lora_config: LoraConfig
@@ -42,6 +42,7 @@ class AdapterPlan:
     weights: Path | None = None
     autocast_adapter_dtype: bool | None = None
     towers: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def excluded(self) -> Any:

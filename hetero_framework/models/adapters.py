@@ -13,10 +13,12 @@ unless `autocast_adapter_dtype` says otherwise.
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import os
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hetero_framework import repository
+from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
+from hetero_framework.config.problems import Problem, report
 from hetero_framework.config.schema import REWRITES_QUANTISED, REWRITING_INITS, init_refused
 from hetero_framework.errors import CheckpointError, ConfigError
 from hetero_framework.models.adapter_plan import (
@@ -89,6 +93,10 @@ _UNSUPPORTED_FIELDS = (
     "use_qalora",
     "ensure_weight_tying",
 )
+
+
+_ANY_LAYERS = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
+"""How PEFT finds the number of a layer where no layers_pattern says its name."""
 
 
 def plan_adapter(
@@ -269,6 +277,12 @@ def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConf
     if not isinstance(saved, LoraConfig):
         raise ConfigError(f"{folder} holds a {saved.peft_type} adapter; only LoRA can be trained")
     saved.inference_mode = False
+    for setting in EXPRESSIONS:
+        for text in expressions(setting, getattr(saved, setting) or ()):
+            try:
+                expression(setting, text)
+            except ValueError as error:
+                raise ConfigError(f"{folder / 'adapter_config.json'}: {setting}: {error}") from None
     _check_supported(saved)
     if adapter is not None:
         explicit = _explicit_settings(adapter)
@@ -304,7 +318,8 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
     config = copy.deepcopy(config)
     model = meta_model(model_config)
     names = [name for name, _ in model.named_modules() if name]
-    asked = None if isinstance(config.target_modules, str) else set(config.target_modules or ())
+    parameters = [name for name, _ in model.named_parameters()]
+    asked = copy.deepcopy(config)
     try:
         tuner = _inject(model, config, seed=0)
     except ValueError as error:
@@ -315,9 +330,14 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         raise _decomposes_no_parameters(config.init_lora_weights) from error
     if config.init_lora_weights in REWRITING_INITS:
         _check_rewriting(model_config, model, tuner)
-    kept = asked & set(config.target_modules or ()) if asked else set()
-    _check_each_matches("target_modules", kept, names, model)
-    _check_each_matches("modules_to_save", set(config.modules_to_save or ()), names, model)
+    idle = _without_effect(asked, config, tuner, names, parameters)
+    if idle and weights is None:
+        hint = _module_hint(meta_model(model_config))
+        raise ConfigError(report("" if len(idle) == 1 else "the adapter", idle), hint=hint)
+    remarks = [*map(str, idle), *map(str, _idle_exclusions(asked, names))]
+    if asked.layers_to_transform and asked.target_parameters:
+        said = "does not hold for target_parameters, which get an update in every layer (PEFT)"
+        remarks.append(f"adapter.layers_to_transform {said}")
 
     own = _file_tensors(model, frozenset())
     with warnings.catch_warnings():
@@ -335,6 +355,7 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         embedding_tensors=frozenset(embeddings),
         weights=weights,
         towers=towers(model_config),
+        remarks=tuple(remarks),
     )
     if weights is not None:
         _check_file(weights, plan)
@@ -364,11 +385,93 @@ def _check_rewriting(config: PretrainedConfig, model: Any, tuner: LoraModel) -> 
         )
 
 
-def _check_each_matches(setting: str, asked: set[str], names: list[str], model: nn.Module) -> None:
-    for entry in sorted(asked):
-        if not any(name == entry or name.endswith(f".{entry}") for name in names):
-            problem = f"adapter.{setting}: no module of the model is called {entry!r}"
-            raise ConfigError(problem, hint=_module_hint(model))
+def _without_effect(
+    asked: LoraConfig, made: LoraConfig, tuner: _SeededLora, names: list[str], parameters: list[str]
+) -> list[Problem]:
+    """The entries of settings that nothing in the whole model answers to. `asked` is what was
+    written, `made` what PEFT made of it; `names` and `parameters` are those of the bare model."""
+    written = () if isinstance(asked.target_modules, str) else asked.target_modules or ()
+    # PEFT turns names of what newer classes keep as one parameter into target_parameters.
+    targets = set(written) & set(made.target_modules or ())
+    listed: list[tuple[str, Iterable[str], Iterable[str], str]] = [
+        ("target_modules", sorted(targets), names, "no module of the model is called"),
+        ("modules_to_save", asked.modules_to_save or (), names, "no module of the model is called"),
+        ("target_parameters", asked.target_parameters or (), parameters, "no parameter is called"),
+    ]
+    problems = [
+        Problem(f"adapter.{setting}", f"{said} {entry!r}{_near(entry, known)}")
+        for setting, entries, known, said in listed
+        for entry in entries
+        if not any(name == entry or name.endswith(f".{entry}") for name in known)
+    ]
+    for setting in ("rank_pattern", "alpha_pattern"):
+        problems += _idle_patterns(setting, list(getattr(asked, setting)), tuner.asked_for)
+    return problems + _idle_layers(asked, tuner.asked_for, names)
+
+
+def _idle_patterns(setting: str, keys: list[str], modules: list[str]) -> list[Problem]:
+    """Keys that decide nothing. PEFT takes the first that matches a module."""
+    matching = {key: set(filter(expression(setting, key).match, modules)) for key in keys}
+    problems, taken = [], set[str]()
+    for number, key in enumerate(keys):
+        if not matching[key]:
+            said = f"{key!r} matches no module that gets an update{_near(key, modules)}"
+            problems.append(Problem(f"adapter.{setting}", said))
+        elif not matching[key] - taken:
+            first = next(k for k in keys[:number] if matching[k] & matching[key])
+            said = f"{key!r} comes after {first!r}, which matches the same modules; put it before"
+            problems.append(Problem(f"adapter.{setting}", said))
+        taken |= matching[key]
+    return problems
+
+
+def _idle_layers(config: LoraConfig, targeted: list[str], names: list[str]) -> list[Problem]:
+    """Layers, and names of their lists, in which nothing gets an update."""
+    layers = config.layers_to_transform
+    if layers is None or layers == []:
+        return []
+    patterns = config.layers_pattern or []
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    finders = [expression("layers_pattern", text) for text in patterns] or [_ANY_LAYERS]
+    problems = [
+        Problem("adapter.layers_pattern", f"no layers of the model are called {text!r}")
+        for text, finder in zip(patterns, finders, strict=False)
+        if not any(map(finder.match, names))
+    ]
+
+    def numbers(names: list[str]) -> set[int]:
+        found = (finder.match(name) for name in names for finder in finders)
+        return {int(match["idx"]) for match in found if match is not None}
+
+    there, wanted = numbers(names), [layers] if isinstance(layers, int) else layers
+    known = f"; the model has {min(there)} to {max(there)}" if there else ""
+    return problems + [
+        Problem("adapter.layers_to_transform", f"nothing in layer {layer} gets an update{known}")
+        for layer in wanted
+        if layer not in numbers(targeted)
+    ]
+
+
+def _idle_exclusions(config: LoraConfig, names: list[str]) -> list[Problem]:
+    """Entries of exclude_modules that are no module; nothing is lost but what was meant."""
+    asked = config.exclude_modules or ()
+    if isinstance(asked, str):
+        found = any(map(expression("exclude_modules", asked).fullmatch, names))
+        idle = [] if found else [asked]
+    else:
+        idle = [e for e in sorted(asked) if not any(n == e or n.endswith(f".{e}") for n in names)]
+    return [
+        Problem("adapter.exclude_modules", f"no module of the model matches {e!r}{_near(e, names)}")
+        for e in idle
+    ]
+
+
+def _near(entry: str, names: Iterable[str]) -> str:
+    """Names like the last part of an entry, as a question."""
+    leaves = sorted({leaf for name in names if not (leaf := name.rpartition(".")[2]).isdigit()})
+    last = re.split(r"[.\\]", entry.strip("$^*"))[-1]
+    near = difflib.get_close_matches(last, leaves, n=3)
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 
 def _refusal_hint(model: nn.Module, refusal: str) -> str:
@@ -428,21 +531,27 @@ class _SeededLora(LoraModel):
     def __init__(self, model: nn.Module, config: LoraConfig, seed: int) -> None:
         # Before nn.Module.__init__, which allows plain values only.
         self._training_seed = seed
+        self.asked_for: list[str] = []  # the names that PEFT looks up in rank_pattern
         super().__init__(model, {ADAPTER_NAME: config}, ADAPTER_NAME)
 
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.asked_for.append(kwargs["current_key"])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed("adapter", self._training_seed, kwargs["current_key"]))
             super()._create_and_replace(*args, **kwargs)
 
 
-def _inject(model: nn.Module, config: LoraConfig, seed: int, *, autocast: bool = True) -> LoraModel:
+def _inject(
+    model: nn.Module, config: LoraConfig, seed: int, *, autocast: bool = True
+) -> _SeededLora:
     """Wrap the targets in place and leave only the adapter trainable, as `get_peft_model` does with
     `autocast_adapter_dtype`."""
     with warnings.catch_warnings():
         # What PEFT corrects by itself, or warns of because a shard is not the whole model.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+        warnings.filterwarnings("ignore", message="target_parameters=.* were set but no parameter")
+        warnings.filterwarnings("ignore", message="You have passed exclude_modules")
         warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")
         on_meta = any(p.is_meta for p in model.parameters())
         with torch.device("meta" if on_meta else "cpu"):

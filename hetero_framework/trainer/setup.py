@@ -113,6 +113,8 @@ def prepare(config: Config, plan: Entries | None = None) -> Prepared:
         from hetero_framework.models.adapters import explicit_settings, plan_adapter
 
         adapter_plan = plan_adapter(model_config, config.adapter, config.base_dir)
+        for remark in adapter_plan.remarks:
+            _log.warning("%s", remark)
         explicit = explicit_settings(config.adapter, adapter_plan)
         if explicit != config.adapter:
             said = f"adapter: the settings are those of {config.adapter.init_from}"

@@ -84,13 +84,13 @@ def test_lines_of_a_key_are_those_of_its_own_path() -> None:
     )
 
 
-def test_all_faults_are_said_up_to_twenty() -> None:
+def test_all_faults_are_said() -> None:
     with pytest.raises(ConfigError) as caught:
         parsed('{"a": [' + "NaN, " * 29 + "NaN]}")
     lines = str(caught.value).splitlines()
     assert lines[0] == "config.json is not acceptable:"
-    assert len(lines) == 21
-    assert lines[20].startswith("  a[19]: the number is not finite")
+    assert len(lines) == 31
+    assert lines[30].startswith("  a[29]: the number is not finite")
 
 
 def test_a_long_line_is_shown_around_the_fault() -> None:

@@ -125,7 +125,7 @@ CASES = {
             "use_dora": True,
             "use_rslora": True,
             "rank_pattern": {"^model.layers.1.mlp.up_proj": 2, r".*\.o_proj": 5},
-            "alpha_pattern": {r"layers\.[02]\.mlp": 7},
+            "alpha_pattern": {r"layers\.[02]\.mlp\.\w+": 7},
         },
     ),
     "fused experts": ("mixtral", {"target_modules": ("q_proj", "w1", "w2", "w3")}),
@@ -267,6 +267,87 @@ def test_target_that_matches_nothing_is_an_error_that_lists_modules(
     with pytest.raises(ConfigError, match=r"down_proj, .*q_proj") as caught:
         plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(**settings))
     assert said in str(caught.value)
+
+
+PATTERNS = {
+    "plain": ("q_proj", "v_proj"),
+    "a typo": ("q_porj", "v_proj"),
+    "shadowed by a name": ("q_proj", r"layers\.0\.self_attn\.q_proj"),
+    "shadowed by an expression": (r".*_proj", "v_proj"),
+    "the particular one first": (r"layers\.0\.self_attn\.q_proj", "q_proj"),
+    "not targeted": ("q_proj", "down_proj"),
+    "a part of a path": (r"layers\.[02]\.self_attn", "q_proj"),
+    "part of a name": ("proj", "q_proj"),
+    "no such layer": (r"layers\.9\..*", "q_proj"),
+    "two that overlap": (r"layers\.[01]\..*", r"layers\.[12]\..*"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
+@pytest.mark.parametrize("keys", PATTERNS.values(), ids=PATTERNS)
+def test_a_pattern_without_effect_is_one_whose_rank_peft_gives_to_no_module(
+    keys: tuple[str, ...], llama: Path
+) -> None:
+    """The oracle: each key has a rank of its own, and stock PEFT says which ranks there are."""
+    ranks = {key: 3 + number for number, key in enumerate(keys)}
+    settings: dict[str, Any] = {"target_modules": ("q_proj", "v_proj"), "rank_pattern": ranks}
+    model = get_peft_model(
+        stock(llama), LoraConfig(**settings | {"target_modules": ["q_proj", "v_proj"]})
+    )
+    given = {m.r["default"] for m in model.modules() if hasattr(m, "lora_A")}
+    idle = {key for key, rank in ranks.items() if rank not in given}
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        adapter = AdapterConfig(**{**settings, "rank_pattern": {}, pattern: ranks})
+        found = set()
+        try:
+            plan_adapter(AutoConfig.from_pretrained(llama), adapter)
+        except ConfigError as error:
+            lines = [line for line in error.message.splitlines() if f"adapter.{pattern}:" in line]
+            found = {key for key in keys for line in lines if f"{pattern}: {key!r}" in line}
+        assert found == idle
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"target_modules": ("q_proj", "v_porj", "dwon_proj")}, ["v_proj", "down_proj"]),
+        ({"target_modules": ("q_proj",), "rank_pattern": {"q_porj": 3}}, ["q_proj"]),
+        ({"target_parameters": ("mlp.up_porj.weigth",)}, ["weight"]),
+        ({"target_modules": ("q_proj",), "modules_to_save": ("lm_haed",)}, ["lm_head"]),
+        ({"layers_to_transform": (0, 7)}, ["layer 7", "0 to 3"]),
+        ({"layers_to_transform": 0, "layers_pattern": ("layers", "layres")}, ["layres"]),
+    ],
+)
+def test_an_entry_that_matches_nothing_comes_with_near_names(
+    settings: dict[str, Any], said: list[str], llama: Path
+) -> None:
+    adapter = AdapterConfig(**{"target_modules": ("q_proj", "v_proj"), **settings})
+    with pytest.raises(ConfigError) as caught:
+        plan_adapter(AutoConfig.from_pretrained(llama), adapter)
+    assert [word for word in said if word not in caught.value.message] == []
+
+
+@pytest.mark.parametrize("asked", [("k_porj", "v_proj"), r".*\.k_porj"])
+def test_an_exclusion_of_nothing_is_a_remark(asked: Any, llama: Path) -> None:
+    """Nothing else is lost with it, and one list may serve several architectures."""
+    adapter = AdapterConfig(target_modules=("q_proj", "k_proj"), exclude_modules=asked)
+    (remark,) = plan_adapter(AutoConfig.from_pretrained(llama), adapter).remarks
+    assert remark.startswith("adapter.exclude_modules: no module of the model matches")
+    assert "'k_proj'" in remark
+
+
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
+def test_a_saved_adapter_with_idle_patterns_is_continued_with_a_remark(
+    llama: Path, tmp_path: Path
+) -> None:
+    config = LoraConfig(target_modules=["q_proj"], rank_pattern={"k_proj": 4})
+    get_peft_model(stock(llama), config).save_pretrained(tmp_path)
+    plan = plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(init_from=str(tmp_path)))
+    assert ["'k_proj' matches no module" in remark for remark in plan.remarks] == [True]
+    file = tmp_path / "adapter_config.json"
+    file.write_text(file.read_text().replace("k_proj", "(k_proj"))
+    with pytest.raises(ConfigError, match=r"adapter_config.json: rank_pattern: .* position 0"):
+        plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(init_from=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
