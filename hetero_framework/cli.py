@@ -274,21 +274,34 @@ def _prepare_keys(config: Any, output: Path) -> None:
 
 
 @_command(
-    "validate a configuration; say what each machine does and how much memory it needs",
+    "validate configuration, model and data; say what each machine does and what memory it needs",
     """
     hetero check
+    hetero check --show 3
     hetero check --config hetero_config.json --json
     hetero check --set training.per_device_train_batch_size=4
     """,
     *CONFIG,
+    option(
+        "--show",
+        type=at_least(1),
+        default=0,
+        metavar="N",
+        help="print the first N examples: their tokens, what the loss covers, what is left out",
+    ),
     JSON,
 )
 def _run_check(arguments: argparse.Namespace) -> None:
     config = load(arguments)
     preflight(config, data=False)
     from hetero_framework.commands.check import check, text
+    from hetero_framework.visualizer.examples import print_examples
 
-    report(arguments, check(config), text)
+    found = check(config, show=arguments.show)
+    report(arguments, found, text)
+    if found["examples"] and not arguments.json:
+        print()
+        print_examples(found["examples"])
 
 
 @_command(

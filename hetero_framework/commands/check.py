@@ -1,17 +1,20 @@
-"""`hetero check`: who does what where, and how much memory it takes; loads no weights."""
+"""`hetero check`: who does what where, how much memory it takes, and whether `hetero train` takes
+the model and the data; loads no weights."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework.cluster.roles import Role, decide_role
 from hetero_framework.config import Config, process_name
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core.devices import open_device
+from hetero_framework.data.shown import shown_examples
 from hetero_framework.data.sources import find_sources
 from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.islands.forecast import island_lines
@@ -31,42 +34,66 @@ from hetero_framework.planner.tuner import assumed_profile
 from hetero_framework.planner.tuning import tune
 from hetero_framework.security.access import key_directory
 from hetero_framework.trainer.resolved import Resolved
-from hetero_framework.trainer.setup import check_compiled, resolve_loss_chunk
+from hetero_framework.trainer.setup import (
+    check_compiled,
+    prepare,
+    read_data,
+    resolve_loss_chunk,
+)
 from hetero_framework.units import share, size
 from hetero_framework.visualizer.tables import table
 
 WorkerId = int | str
 _LARGE_BUBBLE = 0.2
+MOST_EXAMPLES = 20_000
+"""Of a set of data that are looked at."""
 _MEMORY = ("weights", "gradients", "optimizer", "activations", "logits")
 _HEAD = ("process", "machine", "device", "layers", "memory needed", "with checkpointing")
 
 
-def check(config: Config) -> dict[str, Any]:
+def check(config: Config, *, show: int = 0) -> dict[str, Any]:
     """The whole report as JSON types; sizes are in bytes. Raises PlanError when the plan does not
-    fit the model, UserError for a model that cannot be read or cut and for data that are absent."""
+    fit the model, and whatever `hetero train` raises before it starts a process.
+
+    Args:
+        show: Examples of the training data that the report holds.
+    """
     check_optimizer(config.training)
     quiet_libraries(config.training.log_level)
+    role = _role(config)
     if not config.is_planned:
-        return _unplanned(config)
-    notes = [f"warning: {warning}" for warning in config.warnings()]
+        return _unplanned(config, role, show)
     resolved = Resolved.start(config)
+    notes: list[str] = []
+    examples: list[dict[str, Any]] = []
     model_config: PretrainedConfig | None = None
     memory: list[StageMemory] = []
     lessened: list[StageMemory] = []
     schedule = forecast(config)
-    role = _role(config)
-    if config.model is None:
+    model, plan = config.model, None
+    if model is None:
+        notes += [f"warning: {warning}" for warning in config.warnings()]
         notes.append("there is no model section, so layers and memory are not checked")
+        _find_data(config, role, notes)
     else:
-        model_config = load_model_config(config.model, config.base_dir)
+        model_config = load_model_config(model, config.base_dir)
         config.plan.covers(introspect(model_config).num_layers)
         check_devices(config, model_config, devices_known(config, _own(role)))
+    if model_config is not None and config.data is not None and _is_coordinator(role):
+        parts = prepare(config, say=notes.append, most=MOST_EXAMPLES)
+        resolved, model_config, plan = parts.resolved, parts.model_config, parts.adapter_plan
+        reasons = {decision.reason for decision in resolved.decisions}
+        notes = [note for note in notes if note not in reasons]
+        config = resolved.config
+        tokens = parts.data.settings.max_length or parts.data.row_tokens
+        examples = _examples(config, parts.tokenizer, show)
+    elif model_config is not None:
+        notes += [f"warning: {warning}" for warning in config.warnings()]
         notes += mixed_lines(config)
         check_compiled(config, model_config)
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
         resolved = resolve_loss_chunk(resolved, model_config, tokens)
         config = resolved.config
-        plan = None
         if config.adapter is not None:
             from hetero_framework.models.adapters import plan_adapter
 
@@ -75,20 +102,26 @@ def check(config: Config) -> dict[str, Any]:
         check_codec(config, model_config, plan, tokens)
         notes += crossing_lines(config, model_config, tokens)
         notes += tower_lines(model_config)
-        memory = estimate_memory(config, model_config, in_flight=schedule["held"], plan=plan)
+        examples = _look_at_data(config, model_config, role, notes, show)
+    if model_config is not None:
+        estimate = partial(
+            estimate_memory,
+            model_config=model_config,
+            in_flight=schedule["held"],
+            plan=plan,
+            tokens=tokens,
+        )
+        memory = estimate(config)
         if config.island is not None:
             steps = config.training.max_steps if config.training.max_steps > 0 else None
             notes += island_lines(config.island, sum(m.trained for m in memory), steps)
         if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
-            lessened = estimate_memory(
-                recomputing(config), model_config, in_flight=schedule["held"], plan=plan
-            )
+            lessened = estimate(recomputing(config))
             notes.append(
                 'gradient_checkpointing "auto": a run that begins looks at the devices, and has it'
                 " on in as few stages as it takes to fit them; the last column is with it in all"
             )
     processes = [_process(config, owner, memory, lessened) for owner in config.plan.owners]
-    _check_data(config, role, notes)
     return {
         "layers": config.shard_plan[-1].end,
         "model_type": model_config.model_type if model_config is not None else None,
@@ -97,26 +130,29 @@ def check(config: Config) -> dict[str, Any]:
         "this_machine": _this_machine(config, role, processes, notes),
         "decisions": [asdict(decision) for decision in resolved.decisions],
         "notes": notes,
+        "examples": examples,
     }
 
 
-def _unplanned(config: Config) -> dict[str, Any]:
+def _unplanned(config: Config, role: Role | None, show: int) -> dict[str, Any]:
     """The report where the plan is left to the run."""
     layers = model_type = None
-    role = _role(config)
     notes = [f"warning: {warning}" for warning in config.warnings()]
     notes.append(
         'shard_plan is "auto": `hetero train` measures the machines when it begins, and keeps the'
         " plan with its results; `hetero plan --measure` does so without a run, and `hetero plan"
         " --dry-run` estimates"
     )
+    examples: list[dict[str, Any]] = []
     if config.model is not None:
         model_config = load_model_config(config.model, config.base_dir)
         layers, model_type = introspect(model_config).num_layers, model_config.model_type
         check_devices(config, model_config, devices_known(config, _own(role)))
+        examples = _look_at_data(config, model_config, role, notes, show)
+    else:
+        _find_data(config, role, notes)
     owners: list[WorkerId] = ["local", *(worker.id for worker in config.workers)]
     processes = [{**_machine(config, owner), "stages": []} for owner in owners]
-    _check_data(config, role, notes)
     return {
         "layers": layers,
         "model_type": model_type,
@@ -125,18 +161,47 @@ def _unplanned(config: Config) -> dict[str, Any]:
         "this_machine": _this_machine(config, role, processes, notes),
         "decisions": [],
         "notes": notes,
+        "examples": examples,
     }
 
 
-def _check_data(config: Config, role: Role | None, notes: list[str]) -> None:
+def _is_coordinator(role: Role | None) -> bool:
+    return role is not None and role.is_coordinator
+
+
+def _find_data(config: Config, role: Role | None, notes: list[str]) -> bool:
+    """Whether the data are here; notes why they need not be."""
     if config.data is None:
         notes.append("there is no data section, so this configuration cannot be trained")
-    elif role is not None and not role.is_coordinator:
+        return False
+    if role is not None and not role.is_coordinator:
         notes.append("the data are not looked for: only the coordinator needs them")
-    else:
-        find_sources(config.data.train, config.base_dir)
-        if config.data.eval is not None:
-            find_sources(config.data.eval, config.base_dir)
+        return False
+    find_sources(config.data.train, config.base_dir)
+    if config.data.eval is not None:
+        find_sources(config.data.eval, config.base_dir)
+    return True
+
+
+def _look_at_data(
+    config: Config,
+    model_config: PretrainedConfig,
+    role: Role | None,
+    notes: list[str],
+    show: int,
+) -> list[dict[str, Any]]:
+    """Notes what there is to say of the data, and gives the examples to show."""
+    if not _find_data(config, role, notes):
+        return []
+    tokenizer, data = read_data(config, model_config, most=MOST_EXAMPLES)
+    notes += data.report
+    return _examples(config, tokenizer, show)
+
+
+def _examples(
+    config: Config, tokenizer: PreTrainedTokenizerBase, count: int
+) -> list[dict[str, Any]]:
+    return [asdict(example) for example in shown_examples(config, tokenizer, count)]
 
 
 def forecast(config: Config) -> dict[str, Any]:

@@ -112,15 +112,20 @@ class TrainData:
 
 
 def load_data(
-    config: Config, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int | None = None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocab_size: int | None = None,
+    most: int | None = None,
 ) -> TrainData:
-    """Read, tokenise and check `data.train` and `data.eval`. Raises DataError, with file and line,
-    for what cannot be trained on, such as a token beyond the model's `vocab_size` embeddings."""
+    """Read, tokenise and check `data.train` and `data.eval`, of each the first `most` examples.
+    Raises DataError, with file and line, for what cannot be trained on, such as a token beyond the
+    model's `vocab_size` embeddings."""
     data = config.data
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
     report: list[str] = []
-    reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report)
+    reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report, most)
     train = reader.read("train", data.train, data.train_split)
     evaluation = None
     if data.eval is not None:
@@ -145,6 +150,22 @@ def _twice(name: str, sources: list[Source]) -> Iterator[str]:
         seen.add(path)
 
 
+def formatter_for(first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Formatter:
+    """The formatter of a set of examples, by the first of them."""
+    kind: str = data.format
+    if kind == "auto":
+        kind = detect_format(first.fields, first.where, data.dataset_text_field)
+    return Formatter(kind, tokenizer, data)
+
+
+def kept_part(data: DataConfig) -> slice:
+    """The tokens of an example that are kept where it is longer than max_length."""
+    most = data.max_length
+    if most is not None and data.truncation_mode == "keep_end":
+        return slice(-most, None)
+    return slice(most)
+
+
 @dataclass
 class _Reader:
     """Reads one set of examples after another with the same options."""
@@ -154,6 +175,7 @@ class _Reader:
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int | None
     report: list[str]
+    most: int | None = None
 
     def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples:
         sources = find_sources(spec, self.base_dir)
@@ -181,12 +203,13 @@ class _Reader:
         reader = SplitReader(split, whole, self.data.dataset_config)
         records = reader.read(sources, notes.append)
         first = next(records)
-        kind: str = self.data.format
-        if kind == "auto":
-            kind = detect_format(first.fields, first.where, self.data.dataset_text_field)
-        formatter = Formatter(kind, self.tokenizer, self.data)
+        formatter = formatter_for(first, self.tokenizer, self.data)
         counts: Counter[str] = Counter()
-        examples = self._tokenise(name, chain([first], records), formatter, counts)
+        looked_at = islice(chain([first], records), self.most)
+        examples = self._tokenise(name, looked_at, formatter, counts)
+        rest = self.most is not None and next(records, None) is not None
+        if rest:
+            notes.append(f"{name}: only the first {self.most:,} examples were looked at")
         origin = ", ".join(source.name for source in sources[:3])
         if len(sources) > 3:
             origin += f" and {len(sources) - 3} more"
@@ -197,7 +220,7 @@ class _Reader:
             *notes,
         ]
         dated = formatter.renderer is not None and formatter.renderer.uses_date
-        return examples, lines, not dated
+        return examples, lines, not (dated or rest)
 
     def _tokenise(
         self, name: str, records: Iterator[Record], formatter: Formatter, counts: Counter[str]
@@ -211,8 +234,7 @@ class _Reader:
                     self._check_ids(ids, record)
                     if most is not None and len(ids) > most:
                         counts["cut"] += 1
-                        ends = self.data.truncation_mode == "keep_end"
-                        part = slice(-most, None) if ends else slice(most)
+                        part = kept_part(self.data)
                         ids, trained = ids[part], trained[part]
                     # The first token is never predicted, so its label alone teaches nothing.
                     if any(trained[1:]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -82,10 +82,24 @@ class Prepared:
         return contents(self.tokenizer, self.data)
 
 
-def prepare(config: Config, plan: Entries | None = None) -> Prepared:
+def _say(line: str) -> None:
+    warning = line.removeprefix("warning: ")
+    _log.log(logging.INFO if warning == line else logging.WARNING, "%s", warning)
+
+
+def prepare(
+    config: Config,
+    plan: Entries | None = None,
+    *,
+    say: Callable[[str], object] = _say,
+    most: int | None = None,
+) -> Prepared:
     """Read the model's configuration, the tokenizer and the data, and check the plan on them: that
     of `config`, or `plan`, which an earlier part of the run has taken instead. Raises the UserError
-    that fits what is wrong; no process is started and no weight read."""
+    that fits what is wrong; no process is started and no weight read.
+
+    `say` takes what a person is to know, `most` limits the examples that are looked at.
+    """
     resolved, adapter_plan = Resolved.start(config), None
     if plan is not None:
         resolved = resolved.decide("shard_plan", list(plan), "the plan that the run had taken")
@@ -93,22 +107,20 @@ def prepare(config: Config, plan: Entries | None = None) -> Prepared:
     assert config.model is not None
     quiet_libraries(config.training.log_level)
     for warning in config.warnings():
-        _log.warning("%s", warning)
+        say(f"warning: {warning}")
     model_config = load_model_config(config.model, config.base_dir)
     for line in codec_lines(config, model_config):
-        _log.info("%s", line)
+        say(line)
     config.plan.covers(introspect(model_config).num_layers)
     check_devices(config, model_config, devices_known(config, own=["local"]))
     for line in (*mixed_lines(config), *tower_lines(model_config)):
-        _log.info("%s", line)
+        say(line)
     if config.adapter is None:
         tower_weights(config.model, config.base_dir, model_config)  # that it can be written
     check_compiled(config, model_config)
-    tokenizer = load_tokenizer(config)
-    data = load_data(config, tokenizer, vocab_size=model_config.get_text_config().vocab_size)
+    tokenizer, data = read_data(config, model_config, most=most)
     for line in data.report:
-        _log.info("%s", line)
-    check_positions(model_config, data.row_tokens)
+        say(line)
     if config.adapter is not None:
         from hetero_framework.models.adapters import explicit_settings, plan_adapter
 
@@ -121,21 +133,31 @@ def prepare(config: Config, plan: Entries | None = None) -> Prepared:
             resolved = resolved.decide("adapter", explicit, said)
         if config.training.verify_architecture:
             admit_adapter(model_config, adapter_plan)
-    _admit_cut(config, model_config)
+    _admit_cut(config, model_config, say)
     if data.settings.padding_free:
         resolved = without_padding(resolved, model_config)
     resolved = resolve_loss_chunk(resolved, model_config, data.row_tokens)
     for decision in resolved.decisions:
-        _log.info("%s", decision.reason)
+        say(decision.reason)
     config = resolved.config
     memory = _stage_memory(config, model_config, data, adapter_plan)
     check_codec(config, model_config, adapter_plan, data.row_tokens)
     for line in crossing_lines(config, model_config, data.row_tokens):
-        warning = line.removeprefix("warning: ")
-        _log.log(logging.INFO if warning == line else logging.WARNING, "%s", warning)
+        say(line)
     boundary = largest_boundary(config, model_config, data.row_tokens)
     frame = largest_frame(model_config, boundary)
     return Prepared(resolved, model_config, tokenizer, data, adapter_plan, memory, frame, boundary)
+
+
+def read_data(
+    config: Config, model_config: PretrainedConfig, *, most: int | None = None
+) -> tuple[PreTrainedTokenizerBase, TrainData]:
+    """Tokenizer and data, checked with the model; `most` limits the examples of each set."""
+    tokenizer = load_tokenizer(config)
+    vocab_size = model_config.get_text_config().vocab_size
+    data = load_data(config, tokenizer, vocab_size=vocab_size, most=most)
+    check_positions(model_config, data.row_tokens)
+    return tokenizer, data
 
 
 def replanned(parts: Prepared, plan: Entries, facts: Facts, reason: str) -> Prepared:
@@ -157,10 +179,12 @@ def replanned(parts: Prepared, plan: Entries, facts: Facts, reason: str) -> Prep
     return fit_devices(replace(parts, resolved=resolved, memory=memory), facts)
 
 
-def _admit_cut(config: Config, model_config: PretrainedConfig) -> None:
+def _admit_cut(
+    config: Config, model_config: PretrainedConfig, say: Callable[[str], object] = _say
+) -> None:
     if config.training.verify_architecture and len(config.shard_plan) > 1:
         result = admit(model_config, shard_ranges(config))
-        _log.info("a tiny %s cut this way equals the whole: %s", result.model_type, result.verdict)
+        say(f"a tiny {result.model_type} cut this way equals the whole: {result.verdict}")
 
 
 def _stage_memory(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,12 @@ import pytest
 
 from hetero_framework import cli
 from hetero_framework.commands.check import check, forecast, text
-from hetero_framework.config import Config
+from hetero_framework.config import Config, load_config
+from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.errors import ConfigError, DataError, PlanError
+from hetero_framework.trainer.setup import prepare
+from hetero_framework.visualizer.examples import print_examples
+from tests.unit.data_helpers import CHATML, tiny_tokenizer
 
 LLAMA = {
     "model_type": "llama",
@@ -17,13 +23,14 @@ LLAMA = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_attention_heads": 4,
-    "vocab_size": 128,
+    "vocab_size": 400,
 }
 
 
 @pytest.fixture
 def raw(tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
+    (tmp_path / "train.jsonl").write_text('{"text": "ab"}\n', encoding="utf-8")
+    tiny_tokenizer(CHATML).save_pretrained(tmp_path / "tokenizer")
     return {
         "coordinator": {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"},
         "workers": [{"id": 1, "ip": "127.0.0.1", "port": 29512, "device": "cpu"}],
@@ -50,7 +57,9 @@ def test_check_says_who_holds_what_and_what_it_needs(raw: dict[str, Any], tmp_pa
     assert worker["stages"][0]["memory"]["optimizer"] == 2 * weights
     assert coordinator["memory_bytes"] > 0
     assert found["this_machine"]["role"] == "coordinator and worker 1"
-    assert found["notes"] == []
+    assert not any(note.startswith("warning") for note in found["notes"])
+    assert any(note.startswith("train: 1 examples, ") for note in found["notes"])
+    assert found["examples"] == []
     json.dumps(found)
 
 
@@ -73,6 +82,143 @@ def test_absent_data_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
     raw["data"]["train"] = "absent.jsonl"
     with pytest.raises(DataError, match=r"absent\.jsonl"):
         check(Config.from_dict(raw, tmp_path))
+
+
+@pytest.mark.parametrize("shard_plan", ["given", "auto"])
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        ('{"text": "ab"}\n{"text": 3}\n', {}, r"train\.jsonl:2: the field text must be a string"),
+        ('{"text": "ab"}\n', {"eval": "absent.jsonl"}, r"data file not found: absent\.jsonl"),
+        ('{"text": "ab"}\n', {"eos_token": "<nope>"}, "the tokenizer has no token '<nope>'"),
+        ('{"text": ""}\n', {}, "none of the 1 examples has a token to learn from"),
+    ],
+)
+def test_what_train_would_refuse_in_the_data_is_refused(
+    raw: dict[str, Any], tmp_path: Path, rows: str, changes: dict, message: str, shard_plan: str
+) -> None:
+    (tmp_path / "train.jsonl").write_text(rows, encoding="utf-8")
+    raw["data"].update(changes)
+    if shard_plan == "auto":
+        raw["shard_plan"] = "auto"
+    with pytest.raises(DataError, match=message):
+        check(Config.from_dict(raw, tmp_path))
+
+
+def test_what_train_would_refuse_with_the_model_is_refused(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    raw["model"]["from_config"] = {**LLAMA, "vocab_size": 20}
+    with pytest.raises(
+        DataError, match=r"train\.jsonl:1: token .* the model has only 20 embeddings"
+    ):
+        check(Config.from_dict(raw, tmp_path))
+    raw["model"]["from_config"] = LLAMA
+    raw["training"].update(dataloader_drop_last=True, per_device_train_batch_size=2)
+    with pytest.raises(DataError, match="1 examples do not fill one micro-batch of 2"):
+        check(Config.from_dict(raw, tmp_path))
+
+
+def test_of_large_data_the_first_examples_are_looked_at(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetero_framework.commands.check.MOST_EXAMPLES", 3)
+    (tmp_path / "train.jsonl").write_text('{"text": "ab"}\n' * 3, encoding="utf-8")
+    notes = check(Config.from_dict(raw, tmp_path))["notes"]
+    assert not any("looked at" in note for note in notes)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write('{"text": "ab"}\n{"text": 3}\n')
+    config = Config.from_dict(raw, tmp_path)
+    assert "train: only the first 3 examples were looked at" in check(config)["notes"]
+    with pytest.raises(DataError, match=r"train\.jsonl:5: the field text must be a string"):
+        prepare(config)
+
+
+CHAT = [
+    {"role": "user", "content": "What is [it]?\tü🦊"},
+    {"role": "assistant", "content": "Four.\nNot \x1b[31mthree"},
+]
+
+
+@pytest.fixture
+def chat(raw: dict[str, Any], tmp_path: Path) -> Path:
+    rows = [{"messages": CHAT}, {"messages": CHAT[:1] + [{**CHAT[1], "content": "four " * 99}]}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "train.jsonl").write_text(text, encoding="utf-8")
+    raw["data"]["max_length"] = 64
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(raw), encoding="utf-8")
+    return file
+
+
+def test_show_has_the_tokens_and_the_labels_of_a_run(
+    chat: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", "--config", str(chat), "--show", "5", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["examples"]
+    tokenizer = tiny_tokenizer(CHATML)
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert first["where"].endswith("train.jsonl:1")
+    assert "".join(piece for piece, _ in first["pieces"]) == text
+    assert first["tokens"] == len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    trained = "".join(piece for piece, covered in first["pieces"] if covered)
+    assert trained == "Four.\nNot \x1b[31mthree<|im_end|>\n"
+    assert first["left_out"] == []
+    config = load_config(chat)
+    labels = load_data(config, load_tokenizer(config)).examples[1][1]
+    assert second["trained"] == (labels != -100).sum()
+    assert second["tokens"] == 64
+    whole = len(
+        tokenizer.apply_chat_template(
+            [CHAT[0], {**CHAT[1], "content": "four " * 99}], return_dict=False
+        )
+    )
+    assert second["left_out"] == [f"{whole - 64} of {whole} tokens (data.max_length)"]
+
+
+def test_show_marks_what_the_loss_covers(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--config", str(chat), "--show", "1"]) == 0
+    shown = capsys.readouterr().out.partition("The loss covers what is between ⟦ and ⟧;")[2]
+    assert "\x1b" not in shown
+    lines = [line.replace("│", "") for line in shown.splitlines()[3:]]
+    assert lines == [
+        "  <|im_start|>user\\n",
+        "  What is [it]?\\tü🦊<|im_end|>\\n",
+        "  <|im_start|>assistant\\n",
+        "  ⟦Four.\\n",
+        "  Not \\x1b[31mthree<|im_end|>\\n⟧",
+    ]
+
+
+def test_a_terminal_shows_it_in_colour_and_no_brackets() -> None:
+    example = {"where": "a:1", "tokens": 3, "trained": 1, "left_out": ["thinking"]}
+    example["pieces"] = [("one", False), (" two\n", True), ("three", False)]
+
+    class Terminal(io.StringIO):
+        encoding = "ascii"
+
+        def isatty(self) -> bool:
+            return True
+
+    for encoding, marks in (("utf-8", "⟦│⟧"), ("ascii", "[[|]]")):
+        plain = Terminal()
+        plain.encoding = encoding
+        plain.isatty = lambda: False  # type: ignore[method-assign]
+        print_examples([example], plain)
+        assert all(mark in plain.getvalue() for mark in marks)
+        assert " two" in plain.getvalue()
+        assert "\x1b" not in plain.getvalue()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm-256color")
+        patch.setenv("COLUMNS", "30")
+        patch.delenv("NO_COLOR", raising=False)
+        terminal = Terminal()
+        print_examples([example], terminal)
+    shown = terminal.getvalue()
+    assert "\x1b[1;32m two\\n\x1b[0m" in shown
+    assert "[[" not in shown
+    plain_lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in shown.splitlines()]
+    assert max(map(len, plain_lines)) <= 30
 
 
 def test_device_that_is_too_small_or_absent_is_a_warning(
@@ -133,7 +279,8 @@ def test_quantised_weights_on_a_device_without_4_bits_are_refused_by_name(
     (tmp_path / "model").mkdir()
     fields = {**LLAMA, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
-    raw |= {"adapter": {"r": 4}, "model": {"name_or_path": "model", "quantization": "nf4"}}
+    raw |= {"adapter": {"r": 4}}
+    raw["model"] = {"name_or_path": "model", "quantization": "nf4", "tokenizer": "tokenizer"}
     raw["workers"][0]["device"] = "mps"
     for plan in (raw["shard_plan"], "auto"):
         with pytest.raises(ConfigError) as caught:
@@ -146,7 +293,7 @@ def test_quantised_weights_on_a_device_without_4_bits_are_refused_by_name(
     small, large = (process["stages"] for process in found["processes"])
     # nf4 of embedding, one layer and head against three layers in bfloat16.
     assert large[0]["memory"]["weights"] > 3 * (4 * 32 * 32 + 3 * 32 * 64) * 2
-    assert small[1]["memory"]["weights"] < (4 * 32 * 32 + 3 * 32 * 64) * 2 + 128 * 32 * 2
+    assert small[1]["memory"]["weights"] < (4 * 32 * 32 + 3 * 32 * 64) * 2 + 400 * 32 * 2
     assert "the precision of frozen weights goes by machine (nf4: embedding, layer 3 + head;" in (
         text(found)
     )
@@ -191,7 +338,11 @@ def test_without_a_model_there_is_nothing_to_plan_for(
     file.write_text(json.dumps({**raw, "shard_plan": "auto", "model": None}))
     assert cli.main([*words, "--config", str(file), "--insecure-plaintext"]) == 2
     assert 'the configuration has no "model" section' in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.json", "train.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "c.json",
+        "tokenizer",
+        "train.jsonl",
+    ]
 
 
 def test_command_takes_the_plan_that_a_run_has_kept(

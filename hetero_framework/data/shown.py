@@ -1,0 +1,81 @@
+"""The first examples as a run sees them: their tokens, what the loss covers, what is left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from hetero_framework.config import Config, DataConfig
+from hetero_framework.data.formats import Formatter
+from hetero_framework.data.load import formatter_for, kept_part
+from hetero_framework.data.sources import Record, find_sources
+from hetero_framework.data.splits import SplitReader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Pieces = list[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One example. `pieces` are the texts of its tokens, those of one letter together, and whether
+    the loss covers them; `trained` counts the tokens that it covers."""
+
+    where: str
+    tokens: int
+    trained: int
+    pieces: Pieces
+    left_out: list[str]
+
+
+def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Shown]:
+    """The first `count` examples of `data.train`. Raises what `load_data` raises for them."""
+    data = config.data
+    if data is None or count < 1:
+        return []
+    reader = SplitReader(data.train_split, ("train",), data.dataset_config)
+    records = reader.read(find_sources(data.train, config.base_dir), lambda note: None)
+    chosen = list(islice(records, count))
+    formatter = formatter_for(chosen[0], tokenizer, data)
+    return [_shown(record, formatter, tokenizer, data) for record in chosen]
+
+
+def _shown(
+    record: Record, formatter: Formatter, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+) -> Shown:
+    left_out = []
+    before = Counter(formatter.renderer.dropped if formatter.renderer is not None else {})
+    [(ids, trained)] = formatter([record])
+    if unused := [name for name in record.fields if name in getattr(formatter, "unused", ())]:
+        left_out.append("the fields " + ", ".join(unused))
+    if formatter.renderer is not None:
+        left_out += formatter.renderer.dropped - before
+    part = kept_part(data)
+    kept, mask = ids[part], trained[part]
+    if len(kept) < len(ids):
+        left_out.append(f"{len(ids) - len(kept):,} of {len(ids):,} tokens (data.max_length)")
+    if not any(mask[1:]):
+        left_out.append("the whole example: no token of it has a part in the loss")
+    pieces = _pieces(tokenizer, kept, mask)
+    return Shown(record.where, len(kept), sum(mask), pieces, left_out)
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bool]) -> Pieces:
+    if not tokenizer.is_fast:
+        texts = tokenizer.convert_ids_to_tokens(ids)
+        return list(zip(map(str, texts), trained, strict=True))
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    pieces: Pieces = []
+    covered = False
+    for token, bit in zip(ids, trained, strict=True):
+        covered |= bit
+        text = stream.step(tokenizer.backend_tokenizer, token)
+        if text is not None:  # a letter may take several tokens
+            pieces.append((text, covered))
+            covered = False
+    return pieces
