@@ -105,21 +105,26 @@ def step_done(step: int, cluster: Cluster) -> None:
         watcher(step, cluster)
 
 
+def _data(question: Control) -> Any:
+    return question.data
+
+
 def request(number: int, name: str, data: Any, tensors: tuple[WireTensor, ...] = ()) -> Message:
     """The message that asks; `number` comes back with the answer."""
     return Message(Control(name, data, request=number), tensors)
 
 
-def answer(message: Message) -> Message | None:
-    """Let this process's handler see a CONTROL message; the answer, if one was asked for. An
-    unknown name, a handler that fails and data that cannot travel become its `error`."""
+def answer(message: Message, checked: Callable[[Control], Any] = _data) -> Message | None:
+    """Let this process's handler see what `checked` makes of a CONTROL message's data; the answer,
+    if one was asked for. An unknown name, a check or a handler that fails, and data that cannot
+    travel become its `error`."""
     question = message.expect(Control)
     name, number = question.name, question.request
     handler = _handlers.get(name)
     try:
         if handler is None:
             raise UserError(f"no handler for {name!r} is registered")
-        data, tensors = handler(question.data), ()
+        data, tensors = handler(checked(question)), ()
         if isinstance(data, WithTensors):
             data, tensors = data.data, data.tensors
         if number is None:

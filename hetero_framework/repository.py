@@ -26,8 +26,9 @@ PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib"
 """Names of files that a library may unpickle."""
 
 # Each names a module, a repository or another file that a library would load.
+_AUTO_MAP = "auto_map"
 _CODE_KEYS = {
-    "auto_map": "names code of its own",
+    _AUTO_MAP: "names code of its own",
     "custom_pipelines": "names code of its own",
     "custom_generate": "names code of its own",
     "trust_remote_code": "asks for code of its own to be run",
@@ -49,18 +50,20 @@ _MAGIC = (
 
 
 def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
-    """A directory relative to `base_dir` as an absolute path, or a hub name unchanged. Raises
-    ModelError for what is written as a path and does not exist here."""
+    """A directory relative to `base_dir` as an absolute path, as `Config.path` makes it, or a hub
+    name unchanged. Raises ModelError for what is written as a path and does not exist here, and for
+    a hub name that the library would take for a directory where this process was started."""
     path = Path(os.path.expanduser(name_or_path))
-    local = path if path.is_absolute() else base_dir / path
-    if local.is_dir():
-        return str(local)
+    local = os.path.normpath(base_dir / path)
+    if os.path.isdir(local):
+        return local
     written_as_path = path.is_absolute() or name_or_path.startswith((".", "~"))
     if written_as_path or name_or_path.count("/") > 1 or "\\" in name_or_path:
         raise ModelError(
             f"{platform.node()} has no model directory {local}",
             hint="copy the model there, or set model.name_or_path to where it is on every machine",
         )
+    refuse_elsewhere(name_or_path, base_dir, ModelError)
     return name_or_path
 
 
@@ -70,9 +73,24 @@ def refuse_code(
     """Raise `kind` for files `names` of the repository `source`, a folder or a hub name, that would
     have code loaded, or that cannot be read."""
     for path in settings_files(source, revision, names):
-        fields = read_json(path, kind)
-        for place, why in _code(fields):
-            raise kind(f"{path} {why} ({place}), which is never run here", hint=hint)
+        refuse_code_in(read_json(path, kind), str(path), kind, hint)
+
+
+def refuse_code_in(fields: dict[str, Any], where: str, kind: type[UserError], hint: str) -> None:
+    """Raise `kind` for settings, which stand at `where`, that would have code loaded."""
+    for place, why in _code(fields):
+        raise kind(f"{where} {why} ({place}), which is never run here", hint=hint)
+
+
+def refuse_elsewhere(name: str, base_dir: Path, kind: type[UserError]) -> None:
+    """Raise `kind` for a name on the hub that a library would take for a folder, one that lies
+    where this process was started and not in `base_dir`."""
+    if os.path.isdir(name):
+        raise kind(
+            f"{name!r} is no directory in {base_dir}, where relative paths start, but one in"
+            f" {Path.cwd()}, where this process was started",
+            hint="write it as a path from the configuration's folder, or as an absolute one",
+        )
 
 
 def settings_files(source: str, revision: str | None, names: Iterable[str]) -> Iterator[Path]:
@@ -127,21 +145,38 @@ def mistaken_for(content: bytes) -> tuple[str, str] | None:
     return None
 
 
-def _code(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Place and meaning of whatever would have code loaded, however deep."""
+def refuse_mistaken(path: Path, kind: type[UserError]) -> None:
+    """Raise `kind` for a file in whose place something else was stored."""
+    head = b""
+    with suppress(OSError), path.open("rb") as file:  # whoever reads it says that it cannot be
+        head = file.read(64)
+    if (mistaken := mistaken_for(head)) is not None:
+        raise kind(f"{path} is {mistaken[0]}, not the file", hint=mistaken[1])
+
+
+def settings_in(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Place and value of every setting, however deep: "text_config.vocab_size"."""
     waiting: list[tuple[str, Any]] = [("", fields)]
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, list):
             waiting += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
         for key, item in value.items() if isinstance(value, dict) else ():
-            here = f"{path}.{key}" if path else key
-            if key in _CODE_KEYS and item:
-                yield here, _CODE_KEYS[key]
-            elif key in _KERNEL_KEYS and any("/" in text for text in _texts(item)):
-                yield here, "names a repository of native code"
-            else:
-                waiting.append((here, item))
+            here = f"{path}.{key}" if path else str(key)
+            yield here, item
+            waiting.append((here, item))
+
+
+def _code(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Place and meaning of whatever would have code loaded."""
+    for place, item in settings_in(fields):
+        key = place.rpartition(".")[2]
+        if key in _CODE_KEYS and item:
+            yield place, _CODE_KEYS[key]
+        elif key == _AUTO_MAP and item != {}:  # libraries look into it, whatever it is
+            yield place, f"has {json.dumps(item)} where code of its own is named"
+        elif key in _KERNEL_KEYS and any("/" in text for text in _texts(item)):
+            yield place, "names a repository of native code"
 
 
 def _texts(value: Any) -> list[str]:

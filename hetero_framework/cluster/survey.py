@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import time
 from dataclasses import dataclass
@@ -24,11 +25,19 @@ from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
 from hetero_framework.engine.measuring import ModelCost, measure
+from hetero_framework.errors import ResourceError
+from hetero_framework.models.introspect import introspect
+from hetero_framework.models.memory import memory_of_parts
 from hetero_framework.models.shard import load_model_config
 
 MEASURE = "hetero.measure"
 LEFT_OUT = "hetero.left-out"
 """To a worker that was measured: the plan has no layers for it; the data say why."""
+TINY: dict[str, Any] = {
+    **{"model_type": "llama", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2},
+}
+"""What the workers load, a layer each, while they are measured."""
 _KIND = "costs"
 _log = logging.getLogger(__name__)
 # Settings of a run that its parts' times do not depend on, and that change often.
@@ -110,12 +119,29 @@ def _left_out(data: Any) -> None:
 
 @control.on(MEASURE)
 def _measure(data: Any) -> dict[str, Any]:
-    config = Config.from_dict(data["config"]).held_by(data["worker"])
+    """Of `data["config"]`, a Config that this machine's own file permits. Where it has the model,
+    its own copy of the settings counts, else those that were sent."""
+    config = data["config"]
+    assert isinstance(config, Config)
+    config = config.held_by(data["worker"])
     assert config.model is not None
-    named = config.model.model_dump(mode="json")
-    kept = {name: named[name] for name in ("attn_implementation", "dtype")}
-    section = ModelConfig(from_config=data["model"], tokenizer="none", **kept)
+    section, here = config.model, config.model.name_or_path
+    if here is not None and not os.path.isdir(config.path(here)):
+        named = section.model_dump(mode="json")
+        kept = {name: named[name] for name in ("attn_implementation", "dtype")}
+        section = ModelConfig(from_config=data["model"], tokenizer="none", **kept)
     model = load_model_config(section, config.base_dir)
     device = open_device(config.worker(data["worker"]).device)
+    _check_size(config, model, device)
     found = survey(config, model, device, anew=bool(data.get("anew")))
     return {"cost": found.cost.to_dict(), "seconds": found.seconds, "was_known": found.was_known}
+
+
+def _check_size(config: Config, model: PretrainedConfig, device: Device) -> None:
+    """Raise ResourceError for a model of which this device could not hold a part."""
+    parts = memory_of_parts(config, model, introspect(model).num_layers)
+    largest, there = max(part.weights for part in parts), device.memory().total
+    if largest > there:
+        raise ResourceError(
+            f"a part of the model takes {largest >> 20} MiB, and {device.label} has {there >> 20}"
+        )

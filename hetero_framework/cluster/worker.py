@@ -669,7 +669,7 @@ class Worker:
     def _on_setup(self, setup: m.Setup) -> None:
         try:
             config = Config.from_dict(setup.config, self._config.base_dir)
-            check_permitted(config, self._config, self._entry)
+            config = check_permitted(config, self._config, self._entry)
         except ConfigError as refused:
             _log.error("refused: %s", refused.message)
             self._report(refused)
@@ -809,12 +809,20 @@ class Worker:
         if question.name == link_probe.PEER:
             reply: Message | None = link_probe.answer_for_peer(question, self.peers.ask)
         else:
-            reply = control.answer(message)
+            reply = control.answer(message, self._checked)
         if question.name in (survey.MEASURE, survey.LEFT_OUT) and self._run is not None:
             self._run.measured = question.name == survey.MEASURE
         message.release()
         if reply is not None:
             self._send(reply)
+
+    def _checked(self, question: m.Control) -> Any:
+        """The data of a question; of one for a model's cost, only of a model that the own file
+        permits."""
+        if question.name != survey.MEASURE or not isinstance(question.data, dict):
+            return question.data
+        asked = Config.from_dict(question.data.get("config") or {}, self._config.base_dir)
+        return {**question.data, "config": check_permitted(asked, self._config, self._entry)}
 
     def _leave(self, *, stay: bool = False) -> None:
         if self._connection is not None:

@@ -40,10 +40,6 @@ _MAX_FRAME_BYTES = 1 << 28
 _LINK_BYTES = (1 << 20, 1 << 25)
 _DISTURBED = 1.2
 """Below, that both directions of a link take longer together is taken for noise."""
-_TINY = {
-    **{"model_type": "llama", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32},
-    **{"num_attention_heads": 2, "num_key_value_heads": 2},
-}
 
 
 def measure_fleet(
@@ -231,7 +227,7 @@ def _tiny(config: Config, folder: str) -> Config:
     """The processes of `config`, all of them, with a layer of a tiny model each."""
     raw, owners = config.to_dict(), ["local", *(worker.id for worker in config.workers)]
     plan = [{"id": owner, "start": k, "end": k + 1} for k, owner in enumerate(owners)]
-    fields = {**_TINY, "num_hidden_layers": len(owners)}
+    fields = {**survey.TINY, "num_hidden_layers": len(owners)}
     kept = ("connect_timeout_s", "liveness_timeout_s", "load_timeout_s", "log_level")
     training = {name: raw["training"][name] for name in kept}
     for machine in (raw["coordinator"], *raw["workers"]):

@@ -17,6 +17,11 @@ _HINT = "set model.tokenizer to a folder or hub name that has one"
 _CODE_HINT = "convert it to a tokenizer.json, or set model.tokenizer to one that has it"
 _SETTINGS = (repository.TOKENIZER, repository.CONFIG)
 MAX_TOKENIZER_BYTES = 256 * 2**20  # the largest in use has 33 MiB
+_ERRORS = (
+    *(OSError, ValueError, TypeError, ImportError, LookupError, AttributeError, RuntimeError),
+    *(ArithmeticError, AssertionError),
+)
+"""What the library raises for files whose values it did not expect."""
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "spiece*", "*.vocab")
 
 
@@ -56,6 +61,7 @@ def tokenizer_place(config: Config) -> tuple[str, str | None]:
         raise DataError(f"{name} is a file; a tokenizer is a folder", hint=_HINT)
     if name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:
         raise DataError(f"there is no folder {folder} with a tokenizer", hint=_HINT)
+    repository.refuse_elsewhere(name, config.base_dir, DataError)
     return name, None if model.tokenizer else model.revision
 
 
@@ -65,6 +71,7 @@ def _check_folder(folder: Path) -> None:
     if not files:
         raise DataError(f"{folder} holds no tokenizer files", hint=_HINT)
     for path in files:
+        repository.refuse_mistaken(path, DataError)
         if path.suffix == ".json":
             repository.read_json(path, DataError, MAX_TOKENIZER_BYTES, hint=_HINT)
 
@@ -80,7 +87,7 @@ def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     try:
         with _TokenizersErrors():
             tokenizer = read(name, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except _ERRORS as error:
         raise DataError(f"cannot load a tokenizer from {name}: {error}", hint=_HINT) from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise DataError(f"the tokenizer of {name} has no vocabulary", hint=_HINT)

@@ -110,7 +110,8 @@ def plan_adapter(
     if adapter.init_from is None:
         plan = _plan(model_config, _lora_config(adapter), None)
     else:
-        folder = (base_dir or Path()) / os.path.expanduser(adapter.init_from)
+        folder = Path(base_dir or "", os.path.expanduser(adapter.init_from))
+        folder = Path(os.path.normpath(folder))
         plan = _plan(model_config, *_saved_config(folder, adapter))
     return replace(plan, autocast_adapter_dtype=adapter.autocast_adapter_dtype)
 

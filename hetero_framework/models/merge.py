@@ -25,6 +25,7 @@ from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.shard import load_model_config, load_shard
 from hetero_framework.models.towers import tower_weights
 from hetero_framework.models.trainable import attach_adapter
+from hetero_framework.repository import resolve_model_path
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -44,7 +45,7 @@ def merge_adapter(
     CheckpointError when `output` holds something else, DataError for a tokenizer that brings code.
     """
     base_dir = Path.cwd()
-    source = str(base_dir / model) if (base_dir / model).is_dir() else model
+    source = resolve_model_path(model, base_dir)
     output.check(source, adapter_dir)
     settings = ModelConfig(name_or_path=model, revision=revision, dtype=dtype)
     config = load_model_config(settings, base_dir)

@@ -24,6 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,13 +33,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import is_kernels_available
 
+from hetero_framework.core import frames
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models import partition
 from hetero_framework.models.codebooks import for_model
 from hetero_framework.models.fingerprint import Fingerprint, fingerprint
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import lies_in
+from hetero_framework.models.library import LIBRARY_ERRORS
 from hetero_framework.models.partition import Captured, ShardRange, Skeleton
 from hetero_framework.models.quantization import quantization_config
 from hetero_framework.models.quiet import quiet_library
@@ -47,7 +51,13 @@ from hetero_framework.models.seeds import derive_seed
 from hetero_framework.models.side import Bundle, Call, Report, Way, as_inner, put_at, tensor_at
 from hetero_framework.models.tiny import causal_lm_config
 from hetero_framework.models.varlen_attention import register_per_sample
-from hetero_framework.models.weights import Checkpoint, read_config, renaming
+from hetero_framework.models.weights import (
+    Checkpoint,
+    check_quantizer,
+    check_settings,
+    read_config,
+    renaming,
+)
 from hetero_framework.repository import resolve_model_path
 
 if TYPE_CHECKING:
@@ -59,6 +69,7 @@ Inputs = dict[str, Tensor]
 # Of one kind of layer: by training or not, sizes of one, the layer's own switches.
 _COMPILED_VERSIONS = 64
 NOTHING = Kept()
+_FLASH = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _Part = Literal["whole", "blocks", "head"]
 
 # transformers replaces methods of its own classes while it loads (`no_tie_weights`) and puts back
@@ -67,23 +78,53 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
-    """The transformers configuration that the `model` section names. Raises ModelError."""
+    """The transformers configuration that the `model` section names: the one gate through which
+    every model comes, whoever names it. Raises ModelError, also for what would load code."""
     if model.from_config is not None:
-        fields = dict(model.from_config)
+        fields, place = dict(model.from_config), "model.from_config"
+        check_settings(fields, place)
         try:
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        except (KeyError, ValueError, TypeError) as error:
+        except LIBRARY_ERRORS as error:
             raise ModelError(
                 f"model.from_config is no configuration of an installed architecture: {error}"
             ) from error
     else:
-        config = read_config(resolve_model_path(str(model.name_or_path), base_dir), model.revision)
+        place = resolve_model_path(str(model.name_or_path), base_dir)
+        config = read_config(place, model.revision)
     if model.attn_implementation is not None:
         config._attn_implementation = model.attn_implementation
     config = causal_lm_config(config)
+    _check_built(config, place)
     if model.router_aux_loss_coef is not None:
         _set_router_loss(config, model.router_aux_loss_coef)
     return config
+
+
+def _check_built(config: PretrainedConfig, place: str) -> None:
+    """What only the library's reading of a configuration tells. Raises ModelError."""
+    text: Any = config.get_text_config()
+    if not isinstance(text, PretrainedConfig):
+        raise ModelError(
+            f"{place}: a {config.model_type} model has no part for text, but its settings hold"
+            f" {frames.shown(text)} for one",
+            hint="take that entry out (text_config, decoder, generator, ...)",
+        )
+    for part in (config, text):
+        check_quantizer(getattr(part, "quantization_config", None), place)
+        attention = part._attn_implementation
+        if "/" in str(attention) or _stands_for_kernel(attention):
+            raise ModelError(
+                f"{place}: its attention {attention!r} would be a repository of native code, which"
+                " is never run here",
+                hint='set model.attn_implementation to "sdpa", or install the package that has it',
+            )
+
+
+def _stands_for_kernel(attention: str | None) -> bool:
+    """Whether transformers would take a kernel of the hub for a package that is not installed."""
+    package = _FLASH.get(str(attention))
+    return package is not None and is_kernels_available() and find_spec(package) is None
 
 
 def _set_router_loss(config: PretrainedConfig, weight: float) -> None:

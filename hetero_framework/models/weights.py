@@ -21,11 +21,15 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.utils.hub import cached_file
 
 from hetero_framework import repository
+from hetero_framework.core import frames
 from hetero_framework.errors import ModelError
+from hetero_framework.models.library import LIBRARY_ERRORS
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"(?!\.)[^/\\:\0]+")
+_MOST_PARTS = 4096
+_COUNT = re.compile(r"(?<!max_window_)(layers?|blocks?|depth|experts|num_labels)$")
 _SETTINGS = (repository.CONFIG, repository.GENERATION)
 _CODE_HINT = (
     "take a model that the installed transformers knows by itself; where it knows this one too,"
@@ -36,7 +40,8 @@ _CODE_HINT = (
 def read_config(source: str, revision: str | None) -> PretrainedConfig:
     """The configuration of a directory or hub repository. Raises ModelError, also where anything in
     it would have code loaded: then no library has seen it."""
-    repository.refuse_code(source, revision, _SETTINGS, ModelError, _CODE_HINT)
+    for path in repository.settings_files(source, revision, _SETTINGS):
+        check_settings(repository.read_json(path, ModelError), str(path))
     try:
         fields, _ = PretrainedConfig.get_config_dict(source, revision=revision)
         model_type = fields.get("model_type")
@@ -49,13 +54,26 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
         check_quantizer(fields.get("quantization_config"), source)
         # Code that lies beside a checkpoint is never run, the library's own is.
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except ModelError:
+        raise
+    except LIBRARY_ERRORS as error:
         taken = "" if Path(source).is_dir() else "no directory here, and as a name on the hub: "
         raise ModelError(
             f"{platform.node()} cannot read the configuration of model {source!r}: {taken}{error}",
             hint="set model.name_or_path to a Hugging Face checkpoint directory that this machine"
             " has, or to a hub name that it can reach",
         ) from error
+
+
+def check_settings(fields: dict[str, Any], where: str) -> None:
+    """Raise ModelError for settings of a model, which stand at `where`, that would have code
+    loaded, or that count more parts than any model has: the library makes a list of them."""
+    repository.refuse_code_in(fields, where, ModelError, _CODE_HINT)
+    for key, value in repository.settings_in(fields):
+        if _COUNT.search(key) and isinstance(value, (int, float)) and value > _MOST_PARTS:
+            raise ModelError(
+                f"{where} has {key} {frames.shown(value)}; at most {_MOST_PARTS} are supported"
+            )
 
 
 def check_quantizer(settings: Any, source: str) -> None:
@@ -162,6 +180,7 @@ def renaming(model: PreTrainedModel, known: dict[str, bool]) -> Callable[[str], 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, as an index says it."""
+    repository.refuse_mistaken(index, ModelError)
     try:
         files = json.loads(index.read_text("utf-8"))["weight_map"]
         names = set(files.values())

@@ -14,13 +14,15 @@ from hetero_framework.repository import CONFIG, MAX_SETTINGS_BYTES, pickled, ref
 
 HARMLESS: list[dict[str, Any]] = [
     {},
-    {"auto_map": None, "custom_pipelines": {}, "trust_remote_code": False},
+    {"auto_map": {}, "custom_pipelines": None, "trust_remote_code": False},
     {"_attn_implementation": "flash_attention_2", "text_config": {"attn_implementation": None}},
     {"name_or_path": "somebody/model", "_name_or_path": "a/b"},
 ]
 CODE: list[tuple[dict[str, Any], str]] = [
     ({"auto_map": {"AutoConfig": "a.B"}}, "auto_map"),
     ({"text_config": {"auto_map": {"AutoModel": "a.B"}}}, "text_config.auto_map"),
+    *(({"auto_map": odd}, "auto_map") for odd in (None, [], [1], 0, 7, False, True, "", "x")),
+    ({"vision_config": {"auto_map": None}}, "vision_config.auto_map"),
     ({"parts": [1, {"auto_map": "x"}]}, "parts[1].auto_map"),
     ({"custom_pipelines": {"p": {"impl": "a.B"}}}, "custom_pipelines"),
     ({"_attn_implementation_internal": "evil/kernel"}, "_attn_implementation_internal"),
@@ -61,6 +63,12 @@ def test_settings_that_load_code_are_refused_with_file_and_place(
 def test_nesting_does_not_hide_it(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text('{"a":' * 400 + '{"auto_map": "x"}' + "}" * 400)
     with pytest.raises(ModelError, match="auto_map"):
+        check(tmp_path)
+
+
+def test_a_git_lfs_pointer_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(ModelError, match=r"config\.json is a Git LFS pointer(.|\n)*git lfs pull"):
         check(tmp_path)
 
 

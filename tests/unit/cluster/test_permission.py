@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hetero_framework.cluster.permission import check_permitted
-from hetero_framework.config import Config
+from hetero_framework.cluster.survey import TINY
+from hetero_framework.config import Config, WorkerConfig
 from hetero_framework.errors import ConfigError
+from hetero_framework.repository import resolve_model_path
 
 
 def config(base: Path, model: str | None, models: list[str] | None = None, **more: Any) -> Config:
@@ -21,6 +24,10 @@ def config(base: Path, model: str | None, models: list[str] | None = None, **mor
     return Config.from_dict(
         {"coordinator": machine, "workers": [worker], "shard_plan": plan, **sections}, base
     )
+
+
+def entry(base: Path, model: str | None, models: list[str] | None) -> WorkerConfig:
+    return config(base, model, models).worker(1)
 
 
 def check(asked: Config, own: Config) -> None:
@@ -80,8 +87,70 @@ def test_an_adapter_is_a_path_too(tmp_path: Path) -> None:
     check(asked, asked)
 
 
-def test_random_weights_read_no_file(tmp_path: Path) -> None:
-    random = {"from_config": {"model_type": "llama"}, "tokenizer": "t"}
+def in_place(base: Path, fields: dict[str, Any], models: list[str] | None = None) -> Config:
+    raw = config(base, None, models).to_dict()
+    return Config.from_dict({**raw, "model": {"from_config": fields, "tokenizer": "t"}}, base)
+
+
+def test_no_model_section_reads_no_file(tmp_path: Path) -> None:
     check(config(tmp_path, "m").with_changes(model=None), config(tmp_path, "m"))
-    asked = Config.from_dict({**config(tmp_path, None).to_dict(), "model": random}, tmp_path)
-    check(asked, config(tmp_path, "m"))
+
+
+def test_a_model_in_place_is_permitted_as_it_stands_in_the_own_file(tmp_path: Path) -> None:
+    asked = in_place(tmp_path, {"model_type": "llama", "hidden_size": 64})
+    check(asked, asked)
+    check(asked, config(tmp_path, "m", ["*"]))
+    others = (
+        config(tmp_path, "m"),
+        config(tmp_path, None, ["llama", "m*"]),
+        in_place(tmp_path, {"model_type": "llama", "hidden_size": 65}),
+    )
+    for own in others:
+        with pytest.raises(ConfigError, match=r"may not load the model of model\.from_config"):
+            check(asked, own)
+
+
+def test_the_tiny_model_of_a_measurement_is_permitted_and_no_larger_one(tmp_path: Path) -> None:
+    check(in_place(tmp_path, {**TINY, "num_hidden_layers": 2}), config(tmp_path, "m"))
+    for more in ({"num_hidden_layers": 3}, {"num_hidden_layers": 2, "hidden_size": 64}):
+        with pytest.raises(ConfigError):
+            check(in_place(tmp_path, {**TINY, **more}), config(tmp_path, "m"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "models", "opened"),
+    [
+        ("m", "m", None, "job/m"),
+        ("m/", "./m", None, "job/m"),
+        ("link", "link", None, "disk/data"),
+        ("link", "../disk/data", None, "disk/data"),
+        ("../disk/data", "link", None, "disk/data"),
+        ("link/../m", "m", None, "job/m"),
+        ("shelf/a", None, ["shelf/*"], "disk/shelf/a"),
+        ("../disk/shelf/a", None, ["shelf/*"], "disk/shelf/a"),
+        ("disk/data", None, ["*"], None),
+        ("link/../data", "m", None, None),
+        ("m/away", None, ["m/*"], None),
+        ("m/../link", None, ["m*"], None),
+    ],
+)
+def test_what_is_compared_is_what_is_opened(
+    asked: str, own: str | None, models: list[str] | None, opened: str | None, tmp_path: Path
+) -> None:
+    job = tmp_path / "job"
+    for folder in ("job/m", "disk/data", "disk/m", "disk/shelf/a"):
+        (tmp_path / folder).mkdir(parents=True)
+    for link, to in (("link", "disk/data"), ("shelf", "disk/shelf"), ("m/away", "disk/data")):
+        (job / link).symlink_to(tmp_path / to, target_is_directory=True)
+    if opened is None and models != ["*"]:
+        with pytest.raises(ConfigError):
+            check_permitted(config(job, asked), config(job, own, models), entry(job, own, models))
+        return
+    found = check_permitted(config(job, asked), config(job, own, models), entry(job, own, models))
+    assert found.model is not None
+    if opened is not None:
+        (tmp_path / opened / "new").touch()
+        assert (Path(resolve_model_path(str(found.model.name_or_path), job)) / "new").exists()
+        assert found.model.name_or_path == os.path.realpath(tmp_path / opened)
+    else:
+        assert found.model.name_or_path == asked

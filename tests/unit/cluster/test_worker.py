@@ -255,6 +255,25 @@ def test_model_that_its_own_file_does_not_name_is_refused_and_it_stays(
     assert len(served.weights) == 1
 
 
+def test_cost_of_a_model_is_told_only_where_its_own_file_permits_that(serve: Any) -> None:
+    """`hetero plan --measure` asks for it: "hetero.measure" is one more way to name a model."""
+    served = serve()
+    coordinator = served.dial().set_up()
+    fields = {**survey.TINY, "num_hidden_layers": 2}
+    named = (
+        {"name_or_path": "/etc/x"},
+        {"name_or_path": "org/name"},
+        {"from_config": {**fields, "hidden_size": 1 << 20}, "tokenizer": "t"},
+    )
+    for number, model in enumerate(named):
+        asked = {**served.config.to_dict(), "model": model}
+        data = {"config": asked, "model": fields, "worker": 1}
+        coordinator.link.send(control.request(number, survey.MEASURE, data))
+        answer = coordinator.expect(Control)
+        assert answer.answers == number
+        assert "worker 1 may not load the model" in str(answer.error)
+
+
 # ---- whose worker it is
 
 

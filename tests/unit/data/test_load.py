@@ -228,6 +228,12 @@ def broken_folder(folder: Path, kind: str) -> None:
     if kind == "own code":
         settings["auto_map"] = {"AutoTokenizer": ["code.Mine", None]}
         path.write_text(json.dumps(settings))
+    elif kind == "null for code":
+        path.write_text(json.dumps({**settings, "auto_map": None}))
+    elif kind == "odd value":
+        path.write_text(json.dumps({**settings, "tokenizer_class": 7}))
+    elif kind in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
+        (folder / kind).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     elif kind == "no vocabulary":
         (folder / "tokenizer.json").unlink()
         path.write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}))
@@ -247,6 +253,11 @@ def broken_folder(folder: Path, kind: str) -> None:
         ("absent", "cannot load a tokenizer from .*model"),
         ("empty", "holds no tokenizer files"),
         ("own code", "code of its own .auto_map., which is never run"),
+        ("null for code", r"has null where code of its own is named .auto_map."),
+        ("odd value", "cannot load a tokenizer from .*model"),
+        ("tokenizer.json", r"tokenizer\.json is a Git LFS pointer"),
+        ("tokenizer.model", r"tokenizer\.model is a Git LFS pointer"),
+        ("tokenizer_config.json", r"tokenizer_config\.json is a Git LFS pointer"),
         ("no vocabulary", "has no vocabulary|cannot load a tokenizer"),
         ("broken json", r"tokenizer\.json is not readable JSON"),
         ("unknown content", "cannot load a tokenizer from .*out of vocabulary"),
@@ -258,7 +269,7 @@ def test_load_tokenizer_unusable_says_what_to_set(tmp_path, monkeypatch, kind, m
     broken_folder(tmp_path / "model", kind)
     with pytest.raises(DataError, match=message) as caught:
         load_tokenizer(make_config(tmp_path))
-    assert "model.tokenizer" in str(caught.value)
+    assert re.search(r"model\.tokenizer|git lfs pull", str(caught.value))
 
 
 def test_load_tokenizer_random_weights_need_model_tokenizer(tmp_path):

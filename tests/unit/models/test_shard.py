@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import random
+import re
 import socket
 import threading
 import weakref
@@ -471,6 +472,66 @@ def test_remote_code_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     with pytest.raises(ModelError, match="auto_map"):
         load_model_config(ModelConfig(name_or_path=str(tmp_path)), tmp_path)
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"attn_implementation": "kernels-community/flash-attn2"},
+    {"_attn_implementation": {"": "kernels-community/flash-attn2"}},
+    {"experts_implementation": "somebody/experts"},
+    {"auto_map": {"AutoModelForCausalLM": "x--y.Z"}},
+    {"auto_map": None},
+    {"text_config": {"auto_map": ["x--y.Z"]}},
+    {"vision_config": {"attn_implementation": "somebody/kernel"}},
+    {"trust_remote_code": True},
+    {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    {"num_hidden_layers": 10**9},
+    {"num_hidden_layers": 1e30},
+    {"vision_config": {"depth": 10**9}},
+    {"num_labels": 10**9},
+    {"num_hidden_layers": "six"},
+    {"num_hidden_layers": None, "vocab_size": []},
+    {"rope_parameters": 7},
+    {"text_config": 7},
+    {"decoder": [1]},
+]
+
+
+@pytest.mark.parametrize("named", ["in place", "folder"])
+@pytest.mark.parametrize("more", REFUSED, ids=lambda more: json.dumps(more)[:50])
+def test_whoever_names_a_model_it_passes_one_gate(
+    more: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    fields = {**config_of("llama").to_dict(), **more}
+    if named == "in place":
+        section, place = ModelConfig(from_config=fields), "model.from_config"
+    else:
+        (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+        section, place = ModelConfig(name_or_path=str(tmp_path)), str(tmp_path)
+    with pytest.raises(ModelError, match=re.escape(place)) as caught:
+        load_model_config(section, tmp_path)
+    assert caught.value.exit_code == 2
+
+
+def test_no_kernel_stands_in_for_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would take one of the hub's; see `_check_and_adjust_attn_implementation`."""
+    asked = ModelConfig(
+        from_config=config_of("llama").to_dict(), attn_implementation="flash_attention_2"
+    )
+    monkeypatch.setattr(shard_module, "find_spec", lambda name: None)
+    load_model_config(asked, Path())
+    monkeypatch.setattr(shard_module, "is_kernels_available", lambda: True)
+    with pytest.raises(ModelError, match="native code, which is never run here"):
+        load_model_config(asked, Path())
+
+
+def test_a_hub_name_is_no_folder_of_where_the_process_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="where this process was started"):
+        load_model_config(ModelConfig(name_or_path="org/name"), tmp_path / "job")
 
 
 def test_broken_configuration_is_a_model_error(tmp_path: Path) -> None:
