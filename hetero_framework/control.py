@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hetero_framework.core.frames import WireTensor
-from hetero_framework.core.messages import Control, Message
+from hetero_framework.core.messages import Control, Message, shortened
 from hetero_framework.errors import HeteroError, UserError
 from hetero_framework.log import one_lines
 
@@ -141,7 +141,7 @@ def result(message: Message) -> Any:
     found = message.expect(Control)
     if found.error is not None:
         raise UserError(
-            found.error,
+            shortened(found.error),
             hint="a worker knows the handlers of the files that its own --import options name",
         )
     # What a handler of the user's says is the user's to read; what the framework asks is printed.

@@ -17,9 +17,9 @@ from typing import Any
 from hetero_framework import control
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.frames import WireTensor
-from hetero_framework.core.messages import Control, Message
-from hetero_framework.errors import HeteroError, NetworkError
+from hetero_framework.core.frames import WireTensor, shown
+from hetero_framework.core.messages import Control, Message, shortened
+from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
 
 SINK, SOURCE, PEER = "hetero.sink", "hetero.source", "hetero.peer"
 ALIVE = "hetero.alive"
@@ -28,6 +28,11 @@ _TRIPS = 20
 _ROUNDS = 5
 MOST_BYTES = 1 << 30
 _RANDOM_BYTES = 1 << 18
+
+MOST_BYTES_OF_PEER = 1 << 26
+"""Of one message between two workers; `hetero plan --measure` sends half of it."""
+BETWEEN_WORKERS = (SINK, SOURCE)
+"""What a worker may ask of another one. No other handler is anybody's but the coordinator's."""
 
 Ask = Callable[[Message, Message | None], Message]
 """Sends a question, right after it a message that nobody answers where there is one; the answer."""
@@ -81,7 +86,7 @@ def peer_speed(answer: Message) -> LinkSpeed:
     """What the worker measured. Raises NetworkError with its reason if it could not."""
     found = answer.expect(Control)
     if found.error is not None:
-        raise NetworkError(found.error)
+        raise NetworkError(shortened(found.error))
     return LinkSpeed(**found.data)
 
 
@@ -96,6 +101,23 @@ def answer_for_peer(question: Control, ask_peer: Callable[..., Message]) -> Mess
         text = error.message if isinstance(error, HeteroError) else repr(error)
         return Message(Control(PEER, answers=question.request, error=text))
     return Message(Control(PEER, asdict(speed), answers=question.request))
+
+
+def check_peer(question: Control, payload_bytes: int) -> None:
+    """Raise ProtocolError for what a worker may not ask of another one, or not in this size."""
+    if question.answers is not None:
+        asked = 0
+    elif question.name not in BETWEEN_WORKERS:
+        raise ProtocolError(
+            f"CONTROL {shown(question.name)} came from a worker, which may ask for"
+            f" {' and '.join(BETWEEN_WORKERS)} alone"
+        )
+    else:
+        asked = question.data.get("bytes") if isinstance(question.data, dict) else 0
+    largest = max(payload_bytes, asked if isinstance(asked, int) else 0)
+    if largest > MOST_BYTES_OF_PEER:
+        text = f"CONTROL {shown(question.name)} of {largest} bytes came from a worker"
+        raise ProtocolError(f"{text}; at most {MOST_BYTES_OF_PEER} may")
 
 
 @control.on(SINK)

@@ -20,6 +20,7 @@ from hetero_framework.core.background import in_background
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import connect
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.frames import MAX_HEADER_BYTES
 from hetero_framework.core.link import OnMoved
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
@@ -31,7 +32,12 @@ from hetero_framework.security.access import LOOPBACK_ONLY, Access
 def accepted_frame_bytes(proposed: int) -> int:
     """The largest frame that is taken from a peer that proposes this. More than half of the memory
     here would be a mistake, or meant badly."""
-    return min(proposed, psutil.virtual_memory().total // 2)
+    return min(proposed, most_bytes())
+
+
+def most_bytes() -> int:
+    """What one peer may take of this machine's memory."""
+    return psutil.virtual_memory().total // 2
 
 
 class PeerLinks:
@@ -137,6 +143,7 @@ class PeerLinks:
             if stop is not None and stop.is_set():
                 return False
             connection.peer = worker
+            connection.link.max_header_bytes = MAX_HEADER_BYTES  # nothing between workers is longer
             before = self._peers.get(worker)
             self._peers[worker] = connection
         if before is not None:

@@ -29,7 +29,7 @@ from hetero_framework.cluster import link_probe, survey
 from hetero_framework.cluster.child import serving
 from hetero_framework.cluster.dialling import Dialling
 from hetero_framework.cluster.orders import Orders
-from hetero_framework.cluster.peer_links import PeerLinks, accepted_frame_bytes
+from hetero_framework.cluster.peer_links import PeerLinks, accepted_frame_bytes, most_bytes
 from hetero_framework.cluster.permission import check_permitted
 from hetero_framework.config import Config, WorkerConfig, host_and_port
 from hetero_framework.core import addresses, failpoints, timeouts
@@ -414,6 +414,7 @@ class Worker:
 
     def _on_message(self, connection: Connection, message: Message, arrival: Any) -> None:
         body = message.body
+        message.seen()
         if isinstance(body, m.PeerHello):
             self._on_peer_hello(connection, body)
         elif connection is self._connection:
@@ -476,8 +477,9 @@ class Worker:
                 _log.info("the coordinator left: %s", body.reason, extra=ended)
                 self._leave(stay=self._run is not None and self._run.measured)
             case m.Error() | m.Reject():
-                failed = log.event("run failed", reason=body.message)
-                _log.warning("the coordinator stopped: %s", body.message, extra=failed)
+                said = m.shortened(body.message)
+                failed = log.event("run failed", reason=said)
+                _log.warning("the coordinator stopped: %s", said, extra=failed)
                 # It may be started again soon.
                 self._leave(stay=True)
                 if not self._keep:
@@ -539,18 +541,26 @@ class Worker:
             interface=self._interface,
         )
         connection.identity = identity
+        connection.waiting.most_tensor_bytes = most_bytes()
         connection.start()
         return connection
 
     def _check_awaited(self, connection: Connection, frame: m.FrameHeader) -> None:
         """In the reader thread, when a header has come."""
+        self._check_of_worker(connection, frame.body, frame.payload_bytes)
         run = self._run
         if isinstance(frame.body, m.Boundary) and run is not None and run.stages is not None:
             run.stages.expectation.check(frame.body, frame.shapes, frame.payload_bytes)
 
+    def _check_of_worker(self, connection: Connection, body: m.Body, payload_bytes: int) -> None:
+        """Another worker may ask for little of what the coordinator may."""
+        if isinstance(body, m.Control) and connection.phase is Phase.FLOWING:
+            link_probe.check_peer(body, payload_bytes)
+
     def _received(self, connection: Connection, message: Message) -> None:
         """In the reader thread; the connection's session has allowed the message."""
         body = message.body
+        self._check_of_worker(connection, body, message.payload_bytes)
         if isinstance(body, m.Hello):
             self._on_hello(connection, body)
             return
@@ -570,6 +580,7 @@ class Worker:
             if (run := self._run) is not None:
                 self.failed(run, error)
             return
+        connection.waiting.came(message)
         self._later(self._on_message, connection, message, arrival)
 
     def _lost(self, connection: Connection, reason: HeteroError | None) -> None:

@@ -12,7 +12,7 @@ import queue
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from hetero_framework import errors
 from hetero_framework.cluster.callers import Callers
 from hetero_framework.cluster.local_workers import LocalWorkers
+from hetero_framework.cluster.peer_links import most_bytes
 from hetero_framework.config import Config, StageSpec, WorkerConfig, host_and_port
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
@@ -63,6 +64,10 @@ from hetero_framework.units import clock
 _log = logging.getLogger(__name__)
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR")}
 _WORKING = (Phase.STEP, Phase.EVALUATION)
+_MOST_LEFT_OUT = 1000
+"""Messages that one `receive` takes in and that are for nobody but the user."""
+_MOST_LINES, _TALK_S = 1000, 10.0
+"""More lines in so many seconds no worker has to say."""
 _NOT_CALLED = "it has not dialled"
 OnRetry = Callable[[int, float, str], None]
 ShowAway = Callable[[WorkerId, str | None], None]
@@ -104,6 +109,24 @@ class _Reached(NamedTuple):
 
     connection: Connection
     welcome: m.Welcome
+
+
+@dataclass
+class _Talk:
+    """How many lines a worker has had logged lately; of a flood the rest is left out."""
+
+    since: float = -math.inf
+    lines: int = 0
+
+    def may_go_on(self, worker: WorkerId) -> bool:
+        now = time.monotonic()
+        if now - self.since > _TALK_S:
+            self.since, self.lines = now, 0
+        self.lines += 1
+        if self.lines == _MOST_LINES + 1:
+            text = "worker %s logs more than %d lines in %.0f s; those that follow are left out"
+            _log.warning(text, worker, _MOST_LINES, _TALK_S)
+        return self.lines <= _MOST_LINES
 
 
 @dataclass
@@ -163,6 +186,7 @@ class WorkerLinks:
         self._wires: dict[WorkerId, Connection] = {}
         self._expectation: Expectation | None = None  # while there are stages
         self._welcomes: dict[WorkerId, m.Welcome] = {}
+        self._talk: defaultdict[WorkerId, _Talk] = defaultdict(_Talk)
         self._stats: dict[WorkerId, LinkStats] = {w: LinkStats() for w in self._workers}
         # A run that is started again keeps its id, but begins to count anew.
         self._process = secrets.token_hex(8)
@@ -491,7 +515,7 @@ class WorkerLinks:
         stats: LinkStats | None,
         handshake_s: float = timeouts.HANDSHAKE_S,
     ) -> Connection:
-        return Connection(
+        connection = Connection(
             stream,
             name,
             m.COORDINATOR,
@@ -507,6 +531,8 @@ class WorkerLinks:
             pool=self._buffers(),
             interface=self._interface,
         )
+        connection.waiting.most_tensor_bytes = most_bytes()
+        return connection
 
     # -- links between workers ------------------------------------------------------------------
 
@@ -638,19 +664,22 @@ class WorkerLinks:
         """The next event, or None after `timeout_s`. Raises the worker's own error when it reports
         one, StepOutOfMemory when its attempt failed for that, LinkLost when its link broke, and
         DirectLost when a link between workers did."""
-        while True:
+        for _ in range(_MOST_LEFT_OUT):  # a flood does not keep the caller from its deadline
             try:
                 event = self._inbox.get(timeout_s > 0, timeout_s)
             except queue.Empty:
                 return None
             if isinstance(event, Exception):
                 raise event
+            if event.message is not None:
+                event.message.seen()
             if event.wire is self._wires.get(event.worker):
                 if (known := self._known(event)) is not None:
                     return known
             elif event.message is not None:
                 event.message.release()  # of a link that has been replaced
             timeout_s = 0
+        return None
 
     def _known(self, event: Event) -> Event | None:
         """`event`, unless it is for the user alone; raises what it means when it is bad news."""
@@ -659,8 +688,9 @@ class WorkerLinks:
         assert event.message is not None
         body = event.message.body
         if isinstance(body, m.Error):
-            error = errors.error_from_peer(body.kind, f"worker {event.worker}: {body.message}")
-            error.hint = body.hint
+            said = f"worker {event.worker}: {m.shortened(body.message)}"
+            error = errors.error_from_peer(m.shortened(body.kind), said)
+            error.hint = body.hint and m.shortened(body.hint)
             raise error
         if isinstance(body, m.PeerLost):
             lost = DirectLost(event.worker, body.worker_id, body.reason)
@@ -683,9 +713,9 @@ class WorkerLinks:
             self._note_dials(event.worker, body)
             return None
         if isinstance(body, m.Log):
-            peer = f"worker {event.worker}"
-            level = _LEVELS.get(body.level, logging.INFO)
-            _log.log(level, "%s: %s", peer, body.text, extra=said_by(peer))
+            if self._talk[event.worker].may_go_on(event.worker):
+                peer, level = f"worker {event.worker}", _LEVELS.get(body.level, logging.INFO)
+                _log.log(level, "%s: %s", peer, m.shortened(body.text), extra=said_by(peer))
             return None
         return event
 
@@ -728,6 +758,7 @@ class WorkerLinks:
             self._inbox.put(error)
             return
         assert connection.peer is not None
+        connection.waiting.came(message)
         self._inbox.put(Event(connection.peer, connection, message, arrival))
 
     def _check_awaited(self, connection: Connection, frame: m.FrameHeader) -> None:

@@ -112,7 +112,8 @@ def _links(cluster: Cluster, config: Config, nbytes: int) -> list[dict[str, Any]
             pairs.setdefault(frozenset((before.owner, after.owner)), (before.owner, after.owner))
     for one, other in pairs.values():
         _log.info("measuring the link between workers %s and %s", one, other)
-        question = link_probe.peer_question(_REQUEST, other, nbytes)
+        most = min(nbytes, link_probe.MOST_BYTES_OF_PEER)
+        question = link_probe.peer_question(_REQUEST, other, most)
         answer = cluster.ask(one, question)
         found.append({"from": one, "to": other, **asdict(link_probe.peer_speed(answer))})
         answer.release()

@@ -36,6 +36,7 @@ from hetero_framework.core.link import Link
 from hetero_framework.core.messages import FrameHeader, Message
 from hetero_framework.core.session import ROLES, Phase, Session, legal
 from hetero_framework.core.stream import Stream
+from hetero_framework.core.waiting import Waiting
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 
 _ANSWERS = (m.Welcome, m.PeerWelcome, m.IslandWelcome, m.Reject, m.Error, m.Bye)
@@ -86,6 +87,8 @@ class Connection:
         """Who the other end is by its certificate, if it has shown one; set before `start`."""
         self.fault: ProtocolError | None = None
         """What a peer that we know did wrong; a new link would not mend it."""
+        self.waiting = Waiting()
+        """What was handed on and has not been looked at; for `received` and its thread to tell."""
         self._session = None if role is None else Session(role)
         self._received = received
         self._lost = lost

@@ -45,6 +45,9 @@ IMPOSSIBLE_FRAME_BYTES = 1 << 40
 """No frame is that long, so a prefix that says so was not written by this protocol."""
 MAX_TENSORS = 65_536
 MAX_DIMS = 8
+MAX_ELEMENTS = 1 << 20
+"""Most values in a long header, each map, list, string and number counted. An empty map is one byte
+on the wire and 72 in memory, so they are counted before one is made."""
 MAX_DEPTH = 16
 """Deepest nesting of lists and maps in the fields of a message."""
 
@@ -72,6 +75,9 @@ DTYPES = (
 )
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 _BY_CODE = {dtype.code: dtype for dtype in DTYPES}
+
+_ABOVE_127 = bytes(range(128, 256))
+_SHORT_HEADER_BYTES = 1024
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 4
@@ -164,6 +170,8 @@ def pack_header(name: str, number: int, fields: dict[str, Any], shapes: list[Any
 
 def unpack_header(header: bytes) -> dict[str, Any]:
     """The map with the keys t, m and x; what they hold is not checked yet."""
+    if len(header) > MAX_HEADER_BYTES and _elements(header) > MAX_ELEMENTS:
+        raise ProtocolError(f"a header with more than {MAX_ELEMENTS} values")
     try:
         fields = msgpack.unpackb(header, strict_map_key=True, max_ext_len=0)
     except (ValueError, msgpack.UnpackException, OverflowError, TypeError) as error:
@@ -172,6 +180,19 @@ def unpack_header(header: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict) or fields.keys() != {"t", "m", "x"}:
         raise ProtocolError(f"a header must be a map with t, m and x, got {shown(fields)}")
     return fields
+
+
+def _elements(header: bytes) -> int:
+    """At least the number of its values, but for those that are one byte here and nothing of their
+    own in memory: all others begin with a byte above 127, as no byte of an ASCII text does."""
+    return len(header) - len(header.translate(None, _ABOVE_127))
+
+
+def field_bytes(header: bytes) -> int:
+    """About the most that the values of a header take in memory."""
+    if len(header) <= _SHORT_HEADER_BYTES:
+        return _SHORT_HEADER_BYTES + 16 * len(header)
+    return 96 * _elements(header) + 8 * len(header)
 
 
 def dtype_named(name: str) -> DType:

@@ -127,6 +127,7 @@ class Link:
     ) -> None:
         self.name = name
         self.max_frame_bytes = max_frame_bytes
+        self.max_header_bytes = frames.MAX_LONG_HEADER_BYTES
         self.stats = stats or LinkStats()
         self.clock = Clock()
         self.on_moved: OnMoved | None = None
@@ -619,6 +620,9 @@ class Link:
     def _read_header(self, prefix: bytes) -> m.FrameHeader | None:
         """None when the link was closed on our side."""
         header_bytes, payload_bytes = frames.parse_prefix(prefix, self.max_frame_bytes)
+        if header_bytes > self.max_header_bytes:
+            text = f"a header of {header_bytes} bytes; at most {self.max_header_bytes} come here"
+            raise ProtocolError(text)
         header = self._take(header_bytes)
         if header is None:
             return None

@@ -696,6 +696,15 @@ class Share(Body):
     info: dict[str, Any]
 
 
+MAX_SHOWN = 2000
+"""Most characters of a peer's text that are shown."""
+
+
+def shortened(text: str) -> str:
+    """A peer's text, which may have millions of characters, as it is shown."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+
+
 class OtherVersion(Body):
     """In place of a received greeting of another protocol version, which may have other fields."""
 
@@ -722,10 +731,24 @@ class Message:
     """The fields of one message (`body`), its tensors, and the buffer that holds received ones.
     Making one checks it and raises ProtocolError."""
 
-    __slots__ = ("_buffer_release", "_fields", "body", "tensors")
+    __slots__ = (
+        *(
+            "_buffer_release",
+            "_fields",
+            "body",
+            "field_bytes",
+            "on_seen",
+            "tensor_bytes",
+            "tensors",
+        ),
+    )
 
     def __init__(self, body: Body, tensors: Sequence[WireTensor] = ()) -> None:
         self.body = body
+        self.field_bytes = self.tensor_bytes = 0
+        """Of a received one: about what it takes in memory, and took for its tensors."""
+        self.on_seen: Callable[[Message], None] | None = None
+        """Told by `seen`: a received one waits no more."""
         self.tensors = tuple(tensors)
         self._fields = body.spec.fields.pack(body)
         self._buffer_release: Callable[[], None] | None = None
@@ -748,6 +771,11 @@ class Message:
         if not isinstance(self.body, kind):
             raise ProtocolError(f"{kind.spec.name} was expected, {self.name} came")
         return self.body
+
+    def seen(self) -> None:
+        """It is being looked at."""
+        if self.on_seen is not None:
+            self.on_seen(self)
 
     def release(self) -> None:
         """Give the receive buffer back; calling it again does nothing. Tensors made from this
@@ -792,6 +820,7 @@ class FrameHeader:
     shapes: frames.Shapes
     payload_bytes: int
     raw: bytes
+    field_bytes: int = 0
 
     def attach(
         self,
@@ -805,6 +834,7 @@ class FrameHeader:
             raise ProtocolError(f"{self.body.spec.name}: {wanted}, got {view.nbytes}")
         message = self.announced()
         message.tensors = frames.split(self.shapes, view)
+        message.tensor_bytes = self.payload_bytes
         message._buffer_release = release
         return message
 
@@ -813,7 +843,8 @@ class FrameHeader:
         message = Message.__new__(Message)  # read_header has checked it already
         message.body = self.body
         message.tensors = ()
-        message._buffer_release = None
+        message.field_bytes, message.tensor_bytes = self.field_bytes, 0
+        message._buffer_release = message.on_seen = None
         return message
 
 
@@ -853,7 +884,8 @@ def read_header(
         if body.memory_bytes > max_frame_bytes:
             wanted = f"it asks for {body.memory_bytes} bytes of memory"
             raise ProtocolError(f"{spec.name}: {wanted}; at most {max_frame_bytes} are agreed")
-    return FrameHeader(body, shapes, payload_bytes, bytes(prefix) + bytes(header))
+    raw, in_memory = bytes(prefix) + bytes(header), frames.field_bytes(header)
+    return FrameHeader(body, shapes, payload_bytes, raw, in_memory)
 
 
 def decode(frame: bytes | bytearray | memoryview) -> Message:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import psutil
 from torch import Tensor
 
 from hetero_framework.core import messages as m
@@ -69,6 +70,7 @@ class Said:
     time.monotonic() at which the last of it came."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    nbytes: int = 0
     info: dict[str, Any] = field(default_factory=dict)
     is_whole: bool = False
     came: float = 0.0
@@ -253,11 +255,16 @@ class Circle:
             key: from_wire(tensor).clone()
             for key, tensor in zip(body.names, message.tensors, strict=True)
         }
+        nbytes = message.tensor_bytes + message.field_bytes
         message.release()
         with self._changed:
             if body.number <= self._done:
                 return
             found = self._said[body.number, body.kind, name]
+            found.nbytes += nbytes
+            held = sum(said.nbytes for (_, _, who), said in self._said.items() if who == name)
+            if held > psutil.virtual_memory().total // 2:
+                raise ProtocolError(f"island {name} says more than half of this memory holds")
             found.tensors.update(tensors)
             found.info.update(body.info)
             found.is_whole = found.is_whole or body.last

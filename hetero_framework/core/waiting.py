@@ -1,0 +1,54 @@
+"""What has come over one link and waits to be looked at: bounded, whatever the peer sends."""
+
+from __future__ import annotations
+
+import threading
+
+from hetero_framework.core.messages import Message
+from hetero_framework.errors import ProtocolError
+
+MOST_MESSAGES = 100_000
+MOST_FIELD_BYTES = 64 << 20
+"""Of memory for the fields of the messages; no run has come near it. One message may pass alone."""
+
+
+class Waiting:
+    """The messages that the reader of a link has handed on. Thread-safe. No wait: two processes
+    that each wait for the other to read would wait for ever."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.messages = 0
+        self.field_bytes = 0
+        self.tensor_bytes = 0
+        self.most_tensor_bytes: int | None = None
+        """None: no bound of its own. Those of a boundary are awaited ones (`Expectation`)."""
+
+    def came(self, message: Message) -> None:
+        """It waits until `Message.seen`. Raises ProtocolError where too much waits already."""
+        with self._lock:
+            self.messages += 1
+            self.field_bytes += message.field_bytes
+            self.tensor_bytes += message.tensor_bytes
+            problem = self._problem()
+        message.on_seen = self._seen
+        if problem is not None:
+            message.seen()
+            message.release()
+            raise ProtocolError(f"it sends faster than it is heard: {problem}")
+
+    def _seen(self, message: Message) -> None:
+        with self._lock:
+            self.messages -= 1
+            self.field_bytes -= message.field_bytes
+            self.tensor_bytes -= message.tensor_bytes
+
+    def _problem(self) -> str | None:
+        if self.messages > MOST_MESSAGES:
+            return f"more than {MOST_MESSAGES} messages wait"
+        if self.messages > 1 and self.field_bytes > MOST_FIELD_BYTES:
+            return f"more than {MOST_FIELD_BYTES >> 20} MiB of fields wait"
+        most = self.most_tensor_bytes
+        if most is not None and self.messages > 1 and self.tensor_bytes > most:
+            return f"more than {most >> 20} MiB of tensors wait"
+        return None
