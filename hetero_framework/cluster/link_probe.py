@@ -105,14 +105,13 @@ def answer_for_peer(question: Control, ask_peer: Callable[..., Message]) -> Mess
 
 def check_peer(question: Control, payload_bytes: int) -> None:
     """Raise ProtocolError for what a worker may not ask of another one, or not in this size."""
-    if question.answers is not None:
-        asked = 0
-    elif question.name not in BETWEEN_WORKERS:
-        raise ProtocolError(
-            f"CONTROL {shown(question.name)} came from a worker, which may ask for"
-            f" {' and '.join(BETWEEN_WORKERS)} alone"
-        )
-    else:
+    asked: Any = 0
+    if question.answers is None:
+        if question.name not in BETWEEN_WORKERS:
+            raise ProtocolError(
+                f"CONTROL {shown(question.name)} came from a worker, which may ask for"
+                f" {' and '.join(BETWEEN_WORKERS)} alone"
+            )
         asked = question.data.get("bytes") if isinstance(question.data, dict) else 0
     largest = max(payload_bytes, asked if isinstance(asked, int) else 0)
     if largest > MOST_BYTES_OF_PEER:

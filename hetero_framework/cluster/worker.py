@@ -48,6 +48,7 @@ from hetero_framework.core.trace import Recorder
 from hetero_framework.core.turns import Interface
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
+from hetero_framework.engine.expectation import check_sender
 from hetero_framework.engine.loading import BuildStages, take_apart
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import (
@@ -554,8 +555,12 @@ class Worker:
 
     def _check_of_worker(self, connection: Connection, body: m.Body, payload_bytes: int) -> None:
         """Another worker may ask for little of what the coordinator may."""
-        if isinstance(body, m.Control) and connection.phase is Phase.FLOWING:
+        if connection.phase is not Phase.FLOWING:
+            return
+        if isinstance(body, m.Control):
             link_probe.check_peer(body, payload_bytes)
+        if isinstance(body, m.Boundary) and (run := self._run) is not None and run.owners:
+            check_sender(body, run.owners, connection.peer)
 
     def _received(self, connection: Connection, message: Message) -> None:
         """In the reader thread; the connection's session has allowed the message."""

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.turns import Interface
-from hetero_framework.engine.expectation import Expectation
+from hetero_framework.engine.expectation import Expectation, check_sender
 from hetero_framework.engine.hosts import (
     DirectLost,
     Event,
@@ -193,6 +193,7 @@ class WorkerLinks:
         self._epochs: Counter[WorkerId] = Counter()
         self._inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self._owners: dict[int, WorkerId] = {}
+        self._holders: dict[int, WorkerId] = {}  # of all stages, those of this process too
         self._current: tuple[int, int] = (-1, -1)
         self._stop = threading.Event()
         self._dialling: dict[WorkerId, Future[m.Welcome]] = {}
@@ -205,10 +206,11 @@ class WorkerLinks:
     def workers(self) -> list[WorkerId]:
         return list(self._workers)
 
-    def route(self, stages: Iterable[StageSpec], expectation: Expectation) -> None:
+    def route(self, stages: Sequence[StageSpec], expectation: Expectation) -> None:
         """Tell which worker owns which stage; frames for the others come to the inbox, as far as
         they are in `expectation`."""
         self._expectation = expectation
+        self._holders = {s.index: s.owner for s in stages}
         self._owners = {s.index: s.owner for s in stages if s.owner in self._workers}
 
     def expect(self, step: int, attempt: int) -> None:
@@ -747,6 +749,7 @@ class WorkerLinks:
             assert self._callers is not None
             self._callers.admit(connection, message.body)
             return
+        self._check_sender(connection, message.body)
         if isinstance(message.body, m.Boundary) and not self._is_for_us(message.body):
             message.release()
             return
@@ -764,10 +767,16 @@ class WorkerLinks:
     def _check_awaited(self, connection: Connection, frame: m.FrameHeader) -> None:
         """Of a frame whose header has come."""
         body, expectation = frame.body, self._expectation
+        self._check_sender(connection, body)
         if not isinstance(body, m.Boundary) or expectation is None:
             return
         check = expectation.check if self._is_for_us(body) else expectation.check_passing
         check(body, frame.shapes, frame.payload_bytes)
+
+    def _check_sender(self, connection: Connection, body: m.Body) -> None:
+        """Raise ProtocolError for what is another worker's to say in the present attempt."""
+        if isinstance(body, m.OfStep) and self._is_current(body) and self._holders:
+            check_sender(body, self._holders, connection.peer)
 
     def _carrier(self, connection: Connection, message: Message) -> Link | None:
         """The link that carries on a boundary frame whose header has come; None if it ends here."""

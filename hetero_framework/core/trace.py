@@ -15,6 +15,7 @@ starts anywhere; who gathers the spans shifts them.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,17 @@ ALL_STEPS = -1
 NO_MICRO_BATCH = -1
 
 Span = dict[str, Any]
+
+
+def is_span(found: dict[str, Any]) -> bool:
+    """Whether another process's span can be one."""
+    times = [found.get(name) for name in ("began", "ended")]
+    return (
+        found.get("kind") in KINDS
+        and all(type(found.get(name)) is int for name in ("stage", "micro_batch", "step"))
+        and all(isinstance(at, (int, float)) and math.isfinite(at) for at in times)
+        and isinstance(found.get("bytes", 0), int)
+    )
 
 
 class Recorder:

@@ -16,6 +16,7 @@ from itertools import starmap
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
 from hetero_framework.core.codecs import CODECS, Layout
+from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import Shapes
 from hetero_framework.core.messages import Message
 from hetero_framework.core.tensors import TORCH_DTYPES
@@ -57,6 +58,24 @@ def incoming_forms(body: m.Boundary, shapes: Shapes) -> list[tuple[Form, int]]:
             raise ProtocolError(f"{name}: a gradient for a tensor of {dtype}")
         found.append(((shape, dtype, side.wants_gradient), count))
     return found
+
+
+def check_sender(body: m.OfStep, holders: Mapping[int, WorkerId], sender: WorkerId | None) -> None:
+    """Raise ProtocolError for a message of a stage that `sender` does not hold: an activation comes
+    from the stage before, a gradient from the one behind, a loss from the last one."""
+    if isinstance(body, m.Forward):
+        stage = body.stage - 1
+    elif isinstance(body, m.Backward):
+        stage = body.stage + 1
+    elif isinstance(body, m.Loss):
+        stage = max(holders)
+    elif isinstance(body, m.Gradients):
+        stage = body.stage
+    else:
+        return
+    if str(holders.get(stage)) != str(sender):
+        name = body.spec.name
+        raise ProtocolError(f"{name} of stage {stage} came from one that does not hold it")
 
 
 def _layout(name: str, coded: m.Coded) -> Layout:

@@ -199,9 +199,9 @@ class RemoteHost(Host):
     def _receive(self, message: Message, arrival: object) -> None:
         body = message.body
         if isinstance(body, m.Committed):
-            if body.step == self._commit_step:
+            if body.step == self._commit_step and self._commit is not None:
                 self._commit = None
-            self._spans += one_lines(body.spans)
+                self._spans += one_lines(body.spans)
         elif isinstance(body, m.Boundary):
             self._deliver(message, arrival)
         elif isinstance(body, m.OfStep) and not self._is_current(body):

@@ -70,10 +70,10 @@ class Said:
     time.monotonic() at which the last of it came."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    nbytes: int = 0
     info: dict[str, Any] = field(default_factory=dict)
     is_whole: bool = False
     came: float = 0.0
+    nbytes: int = 0
 
 
 class Circle:

@@ -22,6 +22,7 @@ from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config, interval
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core import failpoints, timeouts
+from hetero_framework.core.trace import is_span
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_count
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
 from hetero_framework.engine.hosts import (
@@ -712,6 +713,9 @@ class Coordinator:
         answer, so the last step's comes at the end."""
         offsets = self._cluster.clock_offsets()
         for owner, spans in self._cluster.pipeline.take_spans().items():
+            if not all(map(is_span, spans)):
+                text = f"worker {owner}: COMMITTED holds what is no span"
+                raise errors.ProtocolError(text)
             self._files.timeline.add(owner, spans, offsets.get(owner, 0.0))
 
     def _note_skip(

@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from hetero_framework import control, log
-from hetero_framework.cluster import survey
+from hetero_framework.cluster import link_probe, survey
 from hetero_framework.cluster import worker as worker_module
 from hetero_framework.cluster.worker import Worker
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
-from hetero_framework.core import addresses, timeouts
+from hetero_framework.core import addresses, timeouts, waiting
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import Device
 from hetero_framework.core.dial import Listener, connect
@@ -39,12 +39,15 @@ from hetero_framework.core.messages import (
     Bye,
     Control,
     Error,
+    Forward,
     Hello,
     Inputs,
     Leaving,
     Log,
     Loss,
     Message,
+    PeerHello,
+    PeerWelcome,
     Ready,
     Reject,
     Setup,
@@ -272,6 +275,96 @@ def test_cost_of_a_model_is_told_only_where_its_own_file_permits_that(serve: Any
         answer = coordinator.expect(Control)
         assert answer.answers == number
         assert "worker 1 may not load the model" in str(answer.error)
+
+
+# ---- what another worker may ask of it
+
+
+def peer_of(served: Served) -> Coordinator:
+    """Worker 2, over a link of its own."""
+    peer = Coordinator.__new__(Coordinator)
+    peer.inbox = queue.SimpleQueue()
+    peer.link = Link(
+        connect("127.0.0.1", served.port, WAIT_S), "worker 1", peer.inbox.put, peer.inbox.put
+    )
+    peer.link.start()
+    served._stack.callback(peer.link.close, 0)
+    peer.send(PeerHello("run", 1, 2, 1 << 30))
+    peer.expect(PeerWelcome)
+    return peer
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("gpu_reset", None, "CONTROL 'gpu_reset' came from a worker, which may ask for"),
+        (survey.MEASURE, {}, "'hetero.measure' came from a worker, which may ask for"),
+        (survey.LEFT_OUT, "x", "'hetero.left-out' came from a worker"),
+        (link_probe.PEER, {"peer": 1, "bytes": 9}, "'hetero.peer' came from a worker"),
+        ("hetero.about", None, "'hetero.about' came from a worker"),
+        (link_probe.SOURCE, {"bytes": 1 << 30}, "'hetero.source' of 1073741824 bytes"),
+    ],
+)
+def test_another_worker_may_ask_for_the_links_speed_alone(
+    name: str, data: Any, said: str, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[Any] = []
+    monkeypatch.setitem(control._handlers, "gpu_reset", called.append)
+    served = serve()
+    coordinator = served.dial("run").set_up()
+    peer = peer_of(served)
+    peer.link.send(control.request(1, link_probe.SINK, None))
+    assert peer.expect(Control).error is None
+    peer.link.send(control.request(2, link_probe.SOURCE, {"bytes": 1000}))
+    assert peer.next().payload_bytes == 1000
+    peer.link.send(control.request(3, name, data))
+    error = peer.expect(Error)
+    assert error.kind == "ProtocolError"
+    assert said in error.message
+    wait_until(lambda: peer.link.closed)
+    told = coordinator.expect(Error)
+    assert said in told.message
+    assert called == []
+
+
+def test_another_worker_may_not_send_a_long_header(serve: Any) -> None:
+    served = serve()
+    served.dial("run").set_up()
+    peer = peer_of(served)
+    peer.send(Error("ProtocolError", "x" * 100_000))
+    wait_until(lambda: peer.link.closed)
+
+
+def test_an_activation_of_a_stage_that_the_sender_does_not_hold_is_refused(serve: Any) -> None:
+    """Worker 2 answers for the coordinator, which has the stage before."""
+    served = serve()
+    served.dial("run").set_up()
+    peer = peer_of(served)
+    tensor = WireTensor("float32", (1, 2, 3), memoryview(bytes(24)))
+    peer.link.send(Message(Forward(0, 0, 1, 0), (tensor,)))
+    assert "FORWARD of stage 0 came from one that does not hold it" in peer.expect(Error).message
+
+
+# ---- what is too much
+
+
+def test_coordinator_that_floods_it_is_told_and_memory_stays_bounded(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread hangs in a handler, and nobody looks at what comes."""
+    go_on = threading.Event()
+    monkeypatch.setitem(control._handlers, "slow", lambda data: go_on.wait(WAIT_S))
+    monkeypatch.setattr(waiting, "MOST_MESSAGES", 50)
+    served = serve()
+    coordinator = served.dial().set_up()
+    try:
+        coordinator.link.send(control.request(1, "slow", None))
+        for _ in range(60):
+            coordinator.send(Control("x"))
+        said = coordinator.expect(Error).message
+    finally:
+        go_on.set()
+    assert "it sends faster than it is heard: more than 50 messages wait" in said
 
 
 # ---- whose worker it is
