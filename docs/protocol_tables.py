@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from hetero_framework.core import frames, messages, session
+from hetero_framework.cluster import link_probe
+from hetero_framework.core import frames, messages, session, waiting
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import BODIES, Body, Forward, Message
 
@@ -46,8 +47,16 @@ def _limits() -> str:
         ("tensors in a frame", frames.MAX_TENSORS),
         ("sizes in a shape", frames.MAX_DIMS),
         ("nesting of lists and maps in the fields", frames.MAX_DEPTH),
+        ("values in a *long* header", frames.MAX_ELEMENTS),
+        ("messages of a link that wait to be looked at", waiting.MOST_MESSAGES),
+        ("memory for the fields of those, bytes", waiting.MOST_FIELD_BYTES),
+        ("bytes of a CONTROL between workers", link_probe.MOST_BYTES_OF_PEER),
     ]
     return "| limit | value |\n|---|---|\n" + "".join(f"| {name} | {n} |\n" for name, n in rows)
+
+
+def _between() -> str:
+    return "".join(f"- `{name}`\n" for name in link_probe.BETWEEN_WORKERS)
 
 
 def _dtypes() -> str:
@@ -129,6 +138,7 @@ def _tail(header: bytes) -> bytes:
 
 _PARTS: dict[str, Callable[[], str]] = {
     "limits": _limits,
+    "between workers": _between,
     "dtypes": _dtypes,
     "messages": _messages,
     "order": _order,

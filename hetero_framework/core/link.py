@@ -617,8 +617,8 @@ class Link:
             else:
                 self._on_message(message)
 
-    def _read_header(self, prefix: bytes) -> m.FrameHeader | None:
-        """None when the link was closed on our side."""
+    def _read_header(self, prefix: bytes, inside: bool = False) -> m.FrameHeader | None:
+        """None when the link was closed on our side. `inside`: of another frame."""
         header_bytes, payload_bytes = frames.parse_prefix(prefix, self.max_frame_bytes)
         if header_bytes > self.max_header_bytes:
             text = f"a header of {header_bytes} bytes; at most {self.max_header_bytes} come here"
@@ -626,7 +626,16 @@ class Link:
         header = self._take(header_bytes)
         if header is None:
             return None
-        return m.read_header(prefix, header, payload_bytes, self.max_frame_bytes, self._opening)
+        try:
+            return m.read_header(prefix, header, payload_bytes, self.max_frame_bytes, self._opening)
+        except ProtocolError as error:
+            if (
+                self._opening is None
+                and not inside
+                and self._was_meant(prefix + header, payload_bytes)
+            ):
+                self._on_refused(error)
+            raise
 
     def _receive(self, frame: m.FrameHeader) -> Message | None:
         """The message with its tensors; None when another link took it over or it was given up."""
@@ -702,17 +711,28 @@ class Link:
         try:
             self._admit(frame)
         except ProtocolError as error:
-            left, scratch = frame.payload_bytes, memoryview(bytearray(_HASHED_BYTES))
-            while left:
-                part = scratch[: min(left, _HASHED_BYTES)]
-                if not self._fill(part, hasher):
-                    return False
-                left -= len(part)
-            if not self._is_whole(frame, hasher):
+            if not self._drop(frame.payload_bytes, hasher) or not self._is_whole(frame, hasher):
                 return False
             self._on_refused(error)
             raise
         return True
+
+    def _drop(self, left: int, hasher: Hasher) -> bool:
+        """Read tensor bytes and forget them; False when the link was closed on our side."""
+        scratch = memoryview(bytearray(_HASHED_BYTES))
+        while left:
+            part = scratch[: min(left, _HASHED_BYTES)]
+            if not self._fill(part, hasher):
+                return False
+            left -= len(part)
+        return True
+
+    def _was_meant(self, raw: bytes, payload_bytes: int) -> bool:
+        """Whether a frame whose header cannot be right arrived as it was sent. If not, the network
+        is at fault."""
+        self._piece_left = PIECE_BYTES
+        hasher = Hasher(raw)
+        return self._drop(payload_bytes, hasher) and self._take(CHECKSUM_BYTES) == digest(hasher)
 
     def _is_whole(self, frame: m.FrameHeader, hasher: Hasher) -> bool:
         """Whether all of a frame is here; False for one that was given up, and when the link was
@@ -841,7 +861,7 @@ class Link:
         """Read what stands between two pieces; False when the link was closed on our side."""
         while (mark := self._take(1)) == INSIDE:
             prefix = self._take(PREFIX_BYTES)
-            frame = prefix and self._read_header(prefix)
+            frame = prefix and self._read_header(prefix, inside=True)
             if not frame or not self._is_whole(frame, Hasher(frame.raw)):
                 return False
             if not isinstance(frame.body, Heartbeat):
