@@ -532,8 +532,12 @@ class Cluster:
                 self.pipeline.lose(worker)
             self._peers.let_go(worker, Message(m.Bye("what was here is saved")))
             self._members.on(worker, Event.DIAL)
-            text = "worker %s left (%s); the run waits for it. Ctrl-C stops with all that is done"
-            _log.warning(text, worker, self._reasons[worker])
+            why = self._reasons[worker]
+            then = ""
+            if WorkerLeaving(worker, why).is_paused:
+                then = f", which is back after: hetero resume {worker} (on its machine)"
+            text = "worker %s left (%s); the run waits for it%s. Ctrl-C stops with all that is done"
+            _log.warning(text, worker, why, then)
         for worker in leavers:
             self._await_return(worker, self._reasons[worker])
 

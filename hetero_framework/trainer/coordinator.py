@@ -151,6 +151,7 @@ def train(
                 should_stop=lambda: stop.requested is not None,
                 absence_s=absence_s(config) if replan else None,
                 id_layers=introspect(parts.model_config).id_readers,
+                show_away=show.away,
             ) as cluster:
                 planned = parts.config.plan.owners
                 facts = cluster.start([w for w in cluster.known_workers if w not in planned])

@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hetero_framework.config import layers_text
+from hetero_framework.config import layers_text, process_name
 from hetero_framework.log import printable
 from hetero_framework.units import clock, share, size
 
@@ -39,6 +39,7 @@ class StageRow:
     start: int
     end: int
     device: str = ""
+    away: str | None = field(default=None, init=False)
     busy_s: float = field(default=0.0, init=False)
     last: Mapping[str, Any] = field(default_factory=dict, init=False)
 
@@ -108,6 +109,16 @@ class Progress:
             self._stages = [replace(row) for row in stages]
             if not self._is_live:
                 self._print_stages()
+
+    def away(self, worker: int | str, state: str | None) -> None:
+        """A worker is waited for ("paused 0:02:10"); with None it is there again. Shown in the
+        table; as a line it is said by who waits."""
+        with self._lock:
+            own = [row for row in self._stages if row.owner == process_name(worker)]
+            for row in own:
+                row.away = state
+            if own and self._live is not None:
+                self._guard(self._live.refresh)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Report one finished step."""
@@ -245,6 +256,7 @@ class Progress:
                 "owner": row.owner,
                 "layers": row.layers.split(maxsplit=1)[-1],
                 "device": row.device,
+                "state": row.away or "",
                 "busy": share(row.last.get("busy_s", 0.0) / step_s if step_s else 0.0),
                 "queue": str(row.last.get("queue_peak", 0)),
                 "memory": size(row.last["peak_memory"]) if row.last.get("peak_memory") else "",
@@ -252,6 +264,10 @@ class Progress:
             for index, row in enumerate(self._stages)
         ]
         names = [name for name in rows[0] if width >= _NEEDS_COLUMNS.get(name, 0)]
+        if any(row.away for row in self._stages):  # who computes nothing now, and why
+            names = [name for name in names if name not in ("busy", "queue", "memory")]
+        else:
+            names.remove("state")
         for name in names:
             table.add_column(
                 name,

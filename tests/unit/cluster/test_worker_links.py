@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -16,8 +17,16 @@ from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
-from hetero_framework.core.messages import Bye, Connected, Error, Message, PeerResult, StepFailed
-from hetero_framework.engine.hosts import Event
+from hetero_framework.core.messages import (
+    Bye,
+    Connected,
+    Error,
+    Leaving,
+    Message,
+    PeerResult,
+    StepFailed,
+)
+from hetero_framework.engine.hosts import Event, StopWanted, WorkerLeaving
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.errors import NetworkError, PeerLostError, ProtocolError, ResourceError
 from tests.framed import framed
@@ -225,6 +234,42 @@ def test_f8_worker_that_dies_in_its_first_greeting_is_dialled_again(
     with pytest.raises(NetworkError, match="closed the connection"):
         made.connect_all()
     assert dialled > 1
+
+
+def test_a_paused_worker_is_waited_for_without_end_and_it_is_said_for_how_long(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    """Also where it was not let go in order: it had no stages yet, or another one left as well."""
+    made, shown, now = links(), [], 1000.0
+    made._show_away = lambda worker, away: shown.append((worker, away))
+    monkeypatch.setattr(worker_links.time, "monotonic", lambda: now)
+    wire = SimpleNamespace(peer=1)
+    made._wires[1] = wire  # type: ignore[assignment]
+    made._inbox.put(Event(1, wire, Message(Leaving("paused by its owner"))))
+    with pytest.raises(WorkerLeaving):
+        made.receive(0)
+
+    def connect(host: str, port: int, timeout_s: float, on_retry: Any, **options: Any) -> Any:
+        nonlocal now
+        assert timeout_s == math.inf
+        for elapsed_s in (1.0, 5.0, 30.0, 70.0, 100.0, 150.0):
+            now = 1000.0 + elapsed_s
+            on_retry(1, elapsed_s, worker_links.REFUSED)
+        raise StopWanted
+
+    monkeypatch.setattr(worker_links, "connect", connect)
+    with pytest.raises(StopWanted):
+        made.reconnect(1)
+    back = "it goes on after: hetero resume 1 (on its machine)"
+    said = [
+        f"worker 1 has been paused by its owner for {t}; {back}" for t in ("0:00:05", "0:01:10")
+    ]
+    assert logged[:2] == said
+    assert len(logged) == 3
+    assert shown[0] == (1, "paused 0:00:01")
+    made._take_in(reached(None))  # its new process
+    assert shown[-1] == (1, None)
+    assert not made._is_paused(1)
 
 
 def test_worker_of_this_machine_that_is_killed_while_it_starts_is_started_again(
