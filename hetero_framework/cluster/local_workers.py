@@ -17,7 +17,6 @@ from hetero_framework.cluster.child import (
     PROGRAM,
     Spawner,
     describe_end,
-    describe_exit,
     end_processes,
 )
 from hetero_framework.cluster.restarts import MAX_DEATHS, RestartPolicy, is_crash
@@ -104,7 +103,7 @@ class LocalWorkers:
             self._start(worker_id, self._spawner)
         except OSError as error:
             raise ResourceError(f"cannot start worker {worker_id} again: {error}") from error
-        what = f"it ended with {describe_exit(ended.code)}"
+        what = f"it ended with {ended.how}"
         said = event("worker restarted", worker=worker_id, reason=what)
         _log.warning("worker %s: %s; started again", worker_id, what, extra=said)
 

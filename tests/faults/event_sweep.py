@@ -45,10 +45,16 @@ STATES: dict[str, tuple[str, str]] = {
     "exporting": (OTHER, "gather:sleep:1.5"),
     "replanning": (OTHER, "load:sleep:1.5"),  # it was done without, and gets layers again
     "paused": (OTHER, "forward@3:sleep:1.5"),
+    # The same one.
+    "own-greeting": (VICTIM, "join:sleep:1.5"),
+    "own-step": (VICTIM, "backward@3:sleep:1.5"),
+    "own-evaluation": (VICTIM, "evaluation:sleep:1.5"),
+    "own-checkpoint": (VICTIM, "state-part:sleep:1.5"),
+    "own-export": (VICTIM, "gather:sleep:1.5"),
 }
 EVENTS = ("SIGTERM", "SIGKILL", "SIGHUP", "pause", "resume", "cut")
 PAIRS = [f"{state}/{event}" for state in STATES for event in EVENTS]
-FEW = ["loading/SIGTERM", "paused/SIGTERM", "ready/pause", "evaluating/SIGHUP", "training/cut"]
+FEW = ["loading/SIGTERM", "paused/SIGTERM", "training/cut"]
 """Of the default suite."""
 
 

@@ -163,6 +163,33 @@ def test_f24_a_disk_that_becomes_read_only_leaves_what_is_there(on_disk, disk: P
     figures("read-only", watch, config)
 
 
+def test_f24_an_output_dir_that_becomes_read_only_ends_the_run_with_all_work_saved(
+    on_disk, tmp_path: Path
+) -> None:
+    """Remounted in order, with everything in it: logs and metrics, too."""
+    config = on_disk()
+    config = config.with_changes(checkpoint_dir=str(config.output_dir / "checkpoints"))
+    place = str(config.output_dir)
+
+    class ReadOnly(Watch):
+        def step(self, line) -> None:
+            super().step(line)
+            if line["step"] == 3:  # not before: it would be busy with what is written
+                subprocess.run(["mount", "--bind", place, place], check=True)
+                subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
+
+    try:
+        with pytest.raises(ResourceError, match="Read-only file system") as raised:
+            train(config, progress=ReadOnly())
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+    assert raised.value.exit_code == 6
+    found = re.search(r"--resume latest --set checkpoint_dir=(\S+)", str(raised.value))
+    assert found, str(raised.value)
+    train(config.with_changes(checkpoint_dir=found[1]), resume="latest")
+    assert_is_the_undisturbed_run(config)
+
+
 def test_f24_a_result_that_does_not_fit_leaves_the_old_one(
     alone: Alone,  # noqa: F811
     disk: Path,

@@ -6,6 +6,8 @@ import errno
 import itertools
 import os
 import queue
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -807,3 +809,29 @@ def test_worker_looks_again_when_a_task_has_waited_enough_for_anothers_turn() ->
     assert idle_s(worker) == timeouts.TICK_S
     worker._run = None
     assert idle_s(worker) == timeouts.TICK_S
+
+
+@pytest.mark.parametrize(
+    ("other", "said"), [(1, "is served on this machine already"), (2, "in use")]
+)
+def test_a_port_at_which_the_same_worker_serves_is_said(other: int, said: str) -> None:
+    """Started by hand, where the coordinator has started it, too; else it is just a taken port."""
+    port = free_ports(1)[0]
+    code = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))"
+    code += "; print('up', flush=True); sys.stdin.read()"
+    words = [sys.executable, "-c", code, str(port), "--worker-id", str(other)]
+    config = Config.from_dict(
+        {
+            "coordinator": {"ip": "127.0.0.1", "port": 1},
+            "workers": [{"id": 1, "ip": "127.0.0.1", "port": port}],
+            "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
+        }
+    )
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(NetworkError, match=said) as raised:
+            Worker(config, 1, keep=False, build=lambda *args: []).serve(lambda: True)
+        assert (f"(process {process.pid})" in raised.value.message) is (other == 1)
+        process.stdin.close()

@@ -1,0 +1,43 @@
+"""Whatever happens to one worker while another one is busy: the run comes to the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.event_sweep import EVENTS, FEW, STATES
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the processes are forked")
+
+
+def swept(at: Path, pairs: list[str]) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.faults.event_sweep", str(at), *pairs]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    wrong = [one for one in found if one["differences"] or one["end"] != "finished"]
+    ends = "\n".join(f"{one['pair']}: {one['differences']} {one['end']}" for one in wrong)
+    assert [one["pair"] for one in found] == pairs, done.stderr[-3000:]
+    assert not wrong, ends
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_a_few_pairs_come_to_the_same(tmp_path: Path) -> None:
+    swept(tmp_path, FEW)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("state", STATES)
+def test_whatever_happens_to_one_while_another_is_busy_comes_to_the_same(
+    state: str, tmp_path: Path, figure: Any
+) -> None:
+    found = swept(tmp_path, [f"{state}/{event}" for event in EVENTS])
+    longest = max(one["s"] for one in found)
+    figure(f"{', '.join(EVENTS)} while {state}", f"bit-equal, <= {longest:.0f} s", "bit-equal")
