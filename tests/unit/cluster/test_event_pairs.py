@@ -48,6 +48,7 @@ class World:
         self.is_linked = {worker: state in LINKED for worker, state in states.items()}
         self.told = {worker for worker, state in states.items() if state is State.LOADING}
         self.direct: set[frozenset[Any]] = {frozenset((1, 2))}
+        self.small_packets: set[Any] = set()
         self.is_done = self._ends_next = False
         self._event, self._after = event, after
 
