@@ -18,6 +18,7 @@ from hetero_framework.data.shown import shown_examples
 from hetero_framework.data.sources import find_sources
 from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.islands.forecast import island_lines
+from hetero_framework.models.attention import check_attention
 from hetero_framework.models.crossing import check_codec, crossing_lines
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import tower_lines
@@ -91,6 +92,7 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
         notes += [f"warning: {warning}" for warning in config.warnings()]
         notes += mixed_lines(config)
         check_compiled(config, model_config)
+        check_attention(config)
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
         resolved = resolve_loss_chunk(resolved, model_config, tokens)
         config = resolved.config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
 import shutil
 from typing import Any
@@ -16,6 +15,7 @@ from hetero_framework.cluster.roles import available_cores
 from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT
 from hetero_framework.core import addresses
 from hetero_framework.core.devices import Device, Support, list_devices
+from hetero_framework.models.attention import KNOWN, attention_support
 from hetero_framework.units import size
 
 _PACKAGES = (
@@ -89,18 +89,9 @@ def _device(device: Device) -> dict[str, Any]:
 
 
 def _attention() -> dict[str, Support]:
-    """The values of model.attn_implementation that work here, with the reason."""
-    if importlib.util.find_spec("flash_attn") is None:
-        flash = Support(False, "the package flash-attn is not installed")
-    elif not torch.cuda.is_available():
-        flash = Support(False, "needs a CUDA or ROCm device")
-    else:
-        flash = Support(True, f"flash-attn {_version('flash_attn')}")
-    return {
-        "sdpa": Support(True, f"in torch {torch.__version__}"),
-        "eager": Support(True, "transformers' own"),
-        "flash_attention_2": flash,
-    }
+    """The values of model.attn_implementation that work on the first device, with the reason."""
+    kind = list_devices()[0].kind
+    return {name: attention_support(name, kind) for name in KNOWN}
 
 
 def _answer(support: Support) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from transformers.utils import is_kernels_available
 from hetero_framework.core import frames
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models import partition
+from hetero_framework.models.attention import check_installed
 from hetero_framework.models.codebooks import for_model
 from hetero_framework.models.fingerprint import Fingerprint, fingerprint
 from hetero_framework.models.introspect import introspect
@@ -79,7 +80,9 @@ _ONE_AT_A_TIME = threading.Lock()
 
 def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     """The transformers configuration that the `model` section names: the one gate through which
-    every model comes, whoever names it. Raises ModelError, also for what would load code."""
+    every model comes, whoever names it. Raises ModelError, also for what would load code,
+    and DeviceError where the attention is not installed."""
+    check_installed(model.attn_implementation)
     if model.from_config is not None:
         fields, place = dict(model.from_config), "model.from_config"
         check_settings(fields, place)

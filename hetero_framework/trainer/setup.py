@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,11 +17,13 @@ from hetero_framework.cluster.assembly import MachineFacts
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config
 from hetero_framework.core.codecs import CODECS
+from hetero_framework.core.devices import open_device
 from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
-from hetero_framework.errors import ConfigError, DataError, PlanError
+from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanError
 from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
+from hetero_framework.models.attention import check_attention
 from hetero_framework.models.chunked_loss import chunk_tokens
 from hetero_framework.models.crossing import check_codec, crossing_lines, largest_sides
 from hetero_framework.models.equivalence import (
@@ -113,6 +116,10 @@ def prepare(
         say(line)
     config.plan.covers(introspect(model_config).num_layers)
     check_devices(config, model_config, devices_known(config, own=["local"]))
+    here: dict[int | str, str] = {}
+    with suppress(DeviceError):  # a device that is not there is said later
+        here = {"local": open_device(config.coordinator.device).name}
+    check_attention(config, here)
     for line in (*mixed_lines(config), *tower_lines(model_config)):
         say(line)
     if config.adapter is None:
@@ -302,6 +309,7 @@ def fit_devices(parts: Prepared, facts: Facts) -> Prepared:
     resolved, config = parts.resolved, parts.resolved.config
     no_four_bit = {owner: fact.no_four_bit for owner, fact in facts.items()}
     check_devices(config, parts.model_config, no_four_bit)
+    check_attention(config, {owner: fact.device for owner, fact in facts.items()})
 
     def placed(memory: Iterable[StageMemory]) -> list[StageMemory]:
         return [replace(m, device=facts[m.stage.owner].device) for m in memory]
