@@ -704,7 +704,7 @@ def _keys(arguments: argparse.Namespace) -> Any:
         "--format",
         choices=("png", "svg", "pdf", "mmd"),
         help="default: by --output, else training.visualization_format; all but mmd, which is"
-        " Mermaid text, need Graphviz",
+        " Mermaid text, are plainer without Graphviz",
     ),
     option(
         "--output",

@@ -47,6 +47,7 @@ from hetero_framework.models.shard import load_model_config
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.security.access import Access, Keyed, KeyOptions, access_of, key_directory
 from hetero_framework.units import bit_rate, seconds, size
+from hetero_framework.visualizer.timeline_picture import can_draw
 
 WorkerId = int | str
 
@@ -518,11 +519,16 @@ def revision(view: View) -> Found:
 def graphviz(view: View) -> Found:
     training = view.config.training
     drawn = training.visualize and training.visualization_format != "mmd"
-    if view.is_coordinator and drawn and shutil.which("dot") is None:
-        yield (
-            "Graphviz is not installed: there is no program dot, so no diagram is drawn",
-            'install the package graphviz, or set training.visualization_format to "mmd"',
-        )
+    if not (view.is_coordinator and drawn) or shutil.which("dot") is not None:
+        return
+    if can_draw():
+        plainer = "matplotlib draws the diagram; the package graphviz gives a better one"
+        view.notes.append(f"there is no program dot, so {plainer}")
+        return
+    yield (
+        "there is no program dot (Graphviz) and no matplotlib, so no diagram is drawn",
+        'install the package graphviz, or set training.visualization_format to "mmd"',
+    )
 
 
 def directory(view: View) -> Found:

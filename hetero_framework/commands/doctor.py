@@ -67,7 +67,7 @@ def text(found: dict[str, Any]) -> str:
             lines.append(f"  {name}: {_words(answer)}")
     lines += ["", "attention:"]
     lines += [f"  {name}: {_words(answer)}" for name, answer in found["attention"].items()]
-    dot = found["graphviz"] or "dot is not installed: diagrams are Mermaid text"
+    dot = found["graphviz"] or "dot is not installed: diagrams are drawn plainer"
     lines += ["", f"graphviz: {dot}"]
     lines += [f"port {port}: {state}" for port, state in found["ports"].items()]
     return "\n".join(lines)

@@ -441,7 +441,7 @@ class TrainingConfig(Section):
     visualize: bool = True
     """Draw the diagram of the machines into output_dir."""
     visualization_format: Literal["png", "svg", "pdf", "mmd"] = "png"
-    """Format of the diagram; mmd is Mermaid text."""
+    """Format of the diagram; mmd is Mermaid text. Graphviz draws it, else matplotlib."""
     timeline_steps: Annotated[int, with_unit("steps", ge=-1)] = 3
     """Steps after the first whose compute, transfers and waits are written into
     output_dir/timeline.json, which `hetero timeline` explains. 0: none, -1: all that are done under

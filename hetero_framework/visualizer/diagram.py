@@ -29,15 +29,17 @@ _FONT = "Helvetica,Arial,sans-serif"
 _INK, _FAINT, _PAPER = "#222222", "#5f6670", "#fdfdfb"
 _COORDINATOR, _WORKER = ("#e6eefa", "#2f5f9e"), ("#e8f4ea", "#3c8350")
 _STAGE_EDGE, _LINE = "#b8c2cc", "#c2571a"
-_WORDS: Mapping[How, tuple[str, ...]] = {
+WORDS: Mapping[How, tuple[str, ...]] = {
     "inside": (),
     "direct": ("direct",),
     "relay": ("through the", "coordinator"),
     "auto": ("direct", "if possible"),
 }
 _AUTO = "direct where they reach each other, else through the coordinator"
-_STYLES: Mapping[How, str] = {"relay": "dashed", "auto": "dotted"}
+STYLES: Mapping[How, str] = {"relay": "dashed", "auto": "dotted"}
 """Of the lines that are not solid, in Graphviz's words."""
+COLORS = {"ink": _INK, "faint": _FAINT, "paper": _PAPER, "edge": _STAGE_EDGE, "line": _LINE}
+_BETTER = "the package graphviz gives a better one"
 _log = logging.getLogger(__name__)
 
 
@@ -132,11 +134,13 @@ def _caption(config: Config, boundaries: Sequence[How]) -> tuple[str, ...]:
 def _place(config: Config, owner: int | str, details: DiagramDetails) -> Place:
     is_local = owner == "local"
     machine = config.machine(owner)
-    lines = [_one_line(machine.hostname or "") or machine.ip]
-    if not is_local:
-        lines.append(config.worker(owner).address)
+    host = _one_line(machine.hostname or "")
+    lines = [] if is_local or host in ("", _one_line(machine.ip)) else [host]
+    lines.append((host or machine.ip) if is_local else config.worker(owner).address)
     label = details.devices.get(owner)
     lines.append(f"{label} ({machine.device})" if label else f"device {machine.device}")
+    if config.quantizes:
+        lines.append(f"weights {config.quantization(owner) or 'in full precision'}")
     return Place(
         names=_wrap(process_name(owner)),
         lines=tuple(part for line in lines for part in _wrap(line)),
@@ -168,10 +172,12 @@ def _one_line(text: str) -> str:
 
 
 def _wrap(text: str, width: int = _MAX_CHARS) -> tuple[str, ...]:
-    """Lines of at most `width`, broken after a space or . - : / if their second half has one."""
+    """Lines of at most `width`, broken after a space, else . - : or /, if their second half has
+    one."""
     lines, rest = [], _one_line(text)
     while len(rest) > width:
-        cut = max(rest.rfind(char, width // 2, width) for char in " .-:/") + 1 or width
+        space, *others = (rest.rfind(char, width // 2, width) + 1 for char in " .-:/")
+        cut = space or max(others) or width
         lines.append(rest[:cut].strip())
         rest = rest[cut:]
     return (*lines, rest.strip())
@@ -194,6 +200,7 @@ def to_dot(diagram: Diagram) -> graphviz.Digraph:
         node_attr={
             "shape": "box", "style": "rounded,filled", "fillcolor": "#ffffff", "width": "1.5",
             "color": _STAGE_EDGE, "fontname": _FONT, "fontsize": "12", "fontcolor": _INK,
+            "margin": "0.2,0.08",  # also where a viewer of an SVG has a wider font
         },
         edge_attr={
             "color": _LINE, "penwidth": "1.8", "arrowsize": "0.8", "fontname": _FONT,
@@ -206,7 +213,7 @@ def to_dot(diagram: Diagram) -> graphviz.Digraph:
             about = (_text(text, 12) for text in place.lines)
             label = _html(_text(" ", 4), *(_bold(text, 15) for text in place.names), *about)
             box.attr(label=label, labelloc="t", style="rounded,filled", fillcolor=fill)
-            box.attr(color=line, penwidth="1.2", rank="same", margin="12")
+            box.attr(color=line, penwidth="1.2", rank="same", margin="18")
             for index, (first, *rest) in place.stages:
                 box.node(f"s{index}", _html(_bold(first, 12), *map(_dot_text, rest)))
     if diagram.others:
@@ -218,11 +225,11 @@ def to_dot(diagram: Diagram) -> graphviz.Digraph:
     for index, how in enumerate(diagram.boundaries):
         one, other = number_of[index], number_of[index + 1]
         beside = one < other and one // PER_ROW == other // PER_ROW
-        words = _html(*map(_dot_text, _WORDS[how]), _text(" ", 3)) if _WORDS[how] else ""
+        words = _html(*map(_dot_text, WORDS[how]), _text(" ", 3)) if WORDS[how] else ""
         # Only what leads to the right decides about columns; the rest finds its way around.
         dot.edge(
             f"s{index}", f"s{index + 1}", words,
-            style=_STYLES.get(how, "solid"), constraint=str(beside).lower(),
+            style=STYLES.get(how, "solid"), constraint=str(beside).lower(),
         )  # fmt: skip
     return dot
 
@@ -254,9 +261,9 @@ def to_mermaid(diagram: Diagram) -> str:
     if diagram.others:
         lines += [f"  others[{_quoted(*diagram.others)}]", "  others <-.-> s0"]
     for index, how in enumerate(diagram.boundaries):
-        words = _AUTO if how == "auto" else " ".join(_WORDS[how])
+        words = _AUTO if how == "auto" else " ".join(WORDS[how])
         label = f"|{_quoted(words)}|" if words else ""
-        line = "-.->" if how in _STYLES else "-->"
+        line = "-.->" if how in STYLES else "-->"
         lines.append(f"  s{index} {line}{label} s{index + 1}")
     for number, place in enumerate(diagram.places):
         lines.append(f"  style m{number} fill:{place.colors[0]},stroke:{place.colors[1]}")
@@ -280,9 +287,9 @@ def draw(
     format: str | None = None,
     details: DiagramDetails | None = None,
 ) -> Path:
-    """Write the picture and return the file that was written: without Graphviz Mermaid text beside
-    `path`, with a warning. `format` None takes it from the file's name. Raises UserError for an
-    unknown format or a file that cannot be written."""
+    """Write the picture and return the file that was written: without Graphviz a plainer one, and
+    without matplotlib Mermaid text beside `path`, with a warning. `format` None takes it from the
+    file's name. Raises UserError for an unknown format or a file that cannot be written."""
     target = Path(path)
     chosen = picture_format(target, format, get_args(Format))
     diagram = Diagram.of(config, details)
@@ -297,9 +304,17 @@ def draw(
         problem = "Graphviz (the program dot) is not installed"
     except subprocess.SubprocessError:
         problem = "Graphviz failed"
+    # Here: the picture of a step has its formats from this module.
+    from hetero_framework.visualizer import diagram_figure, timeline_picture
+
+    if timeline_picture.can_draw():
+        timeline_picture.save(lambda: diagram_figure.figure(diagram), target, chosen)
+        _log.warning("%s, so matplotlib has drawn %s; %s", problem, target, _BETTER)
+        return target
     written = write_picture(target.with_suffix(".mmd"), to_mermaid(diagram).encode())
+    text = "%s, and neither is matplotlib, so no %s was drawn; %s"
     instead = f"wrote {written} instead, which Markdown viewers and mermaid.live draw"
-    _log.warning("%s, so no %s was drawn; %s", problem, chosen.upper(), instead)
+    _log.warning(text, problem, chosen.upper(), instead)
     return written
 
 

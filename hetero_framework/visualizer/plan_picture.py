@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_framework.units import share, size
+from hetero_framework.visualizer.measured import heading_pt, names_pt, text_pt
 from hetero_framework.visualizer.timeline_picture import color_of, ink_on
 
 _PAPER, _INK, _FAINT, _IDLE, _GRID = "#fdfdfb", "#222222", "#5f6670", "#f1f0ec", "#d9d8d3"
@@ -58,12 +59,15 @@ def figure(picture: PlanPicture) -> Any:
     from matplotlib.ticker import MaxNLocator
 
     rows = len(picture.rows)
-    left = 24 + 6.4 * max(max(1.15 * len(row.name), len(row.detail)) for row in picture.rows)
+    left = 24 + names_pt((row.name, row.detail) for row in picture.rows)
     plot = min(max(_LAYER_PT * picture.layers, _LAYERS_PT[0]), _LAYERS_PT[1])
-    width = left + plot + _GAP_PT + _MEMORY_PT + 24
+    beside = max(_MEMORY_PT, *(text_pt(_memory_text(row), 8) for row in picture.rows))
+    width = left + plot + _GAP_PT + beside + 24
+    headed = heading_pt(picture.title, picture.subtitle)
+    plot, width = plot + max(0.0, headed - width), max(width, headed)
     height = _TOP_PT + _ROW_PT * rows + _BOTTOM_PT
     drawn = Figure(figsize=(width / 72, height / 72), facecolor=_PAPER)
-    places = ((left, plot), (left + plot + _GAP_PT, _MEMORY_PT))
+    places = ((left, plot), (left + plot + _GAP_PT, beside))
     low, high = _BOTTOM_PT / height, _ROW_PT * rows / height
     layers, memory = (drawn.add_axes((x / width, low, wide / width, high)) for x, wide in places)
     most = max(row.capacity_bytes for row in picture.rows) or 1.0
@@ -112,7 +116,7 @@ def _draw_layers(axes: Any, row: PlanRow, top: int, points_per_layer: float) -> 
         left = held.start if wide or not held.start else held.start - line
         axes.barh(y, wide or line, _BAR, left, align="edge", color=fill, edgecolor=_PAPER)
         text = f"{held.start}-{held.end - 1}" if wide > 1 else str(held.start)
-        if wide and wide * points_per_layer > 6.0 * len(text):
+        if wide and wide * points_per_layer > text_pt(text, 8.5) + 2:
             axes.text(
                 held.start + wide / 2, top + 0.5, text, ha="center", va="center", fontsize=8.5,
                 color=ink_on(fill),
@@ -124,5 +128,10 @@ def _draw_memory(axes: Any, row: PlanRow, top: int, most: float) -> None:
     y = top + 0.5
     axes.barh(y, row.capacity_bytes / most, 0.22, color=_IDLE, edgecolor=_GRID, linewidth=0.6)
     axes.barh(y, row.memory_bytes / most, 0.22, color=_MEMORY)
-    text = f"{size(row.memory_bytes)} of {size(row.capacity_bytes)}, busy {share(row.busy)}"
-    axes.text(0, y - 0.27, text if row.held else "not used", fontsize=8, color=_FAINT, va="center")
+    axes.text(0, y - 0.27, _memory_text(row), fontsize=8, color=_FAINT, va="center")
+
+
+def _memory_text(row: PlanRow) -> str:
+    if not row.held:
+        return "not used"
+    return f"{size(row.memory_bytes)} of {size(row.capacity_bytes)}, busy {share(row.busy)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from hetero_framework.errors import UserError
 from hetero_framework.units import seconds
 from hetero_framework.visualizer.diagram import picture_format, write_picture
+from hetero_framework.visualizer.measured import heading_pt, names_pt, text_pt
 
 FORMATS = ("png", "svg", "pdf")
 SHADES = {"forward": ("#9ccdf0", "#1f6fae"), "backward": ("#f7c568", "#c46a00")}
@@ -37,6 +39,7 @@ _WIDTH_PT = (620.0, 2400.0)
 _NUMBER_PT = 15.0
 """Room for the median forward's number, within the least and the greatest width."""
 _ROW_PT, _TOP_PT, _BOTTOM_PT = 58.0, 86.0, 46.0
+_LEGEND_PT = 8.5
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,10 @@ def save(make: Callable[[], Any], path: str | os.PathLike[str], form: str | None
     import matplotlib
 
     content = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hetero"}):
+    # Dollars are no formulas; characters that no font here has are drawn as boxes.
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "hetero", "text.parse_math": False}
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
         metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(chosen, {})
         make().savefig(content, format=chosen, dpi=144, metadata=metadata)
     return write_picture(target, content.getvalue())
@@ -110,8 +116,9 @@ def figure(picture: StepPicture) -> Any:
     """The picture as a matplotlib Figure."""
     from matplotlib.figure import Figure
 
-    names = max(max(1.15 * len(row.name), len(row.detail)) for row in picture.rows)
-    left, plot = 44 + 6.5 * names, _plot_width(picture)
+    left = 44 + names_pt((row.name, row.detail) for row in picture.rows)
+    headed = max(heading_pt(picture.title, picture.subtitle), _legend_pt(picture))
+    plot = max(_plot_width(picture), headed - left - 24)
     width, height = left + plot + 24, _TOP_PT + _ROW_PT * len(picture.rows) + _BOTTOM_PT
     drawn = Figure(figsize=(width / 72, height / 72), facecolor=_PAPER)
     axes = drawn.add_axes(
@@ -188,7 +195,7 @@ def _draw_bar(axes: Any, bar: Bar, y: float, high: float, points_per_s: float) -
     if bar.number is None:
         return
     text = str(bar.number)
-    size = min(7.5, (wide - 1.5) / (0.65 * len(text)))
+    size = min(7.5, (wide - 1.5) / text_pt(text, 1.0))
     if size >= 5.0:
         # Of two halves on the lower one: two colours behind a number make it hard to read.
         middle = y + high * (0.75 if len(halves) > 1 else 0.5)
@@ -198,26 +205,34 @@ def _draw_bar(axes: Any, bar: Bar, y: float, high: float, points_per_s: float) -
         )  # fmt: skip
 
 
+def _legend(picture: StepPicture) -> list[tuple[str | None, str]]:
+    """A kind of bar, or None for a note, and what it means."""
+    bars = [bar for row in picture.rows for bar in row.bars]
+    kinds = {kind for bar in bars for kind in bar.kind.split("_")}
+    found: list[tuple[str | None, str]] = [(k, text) for k, text in _MEANINGS.items() if k in kinds]
+    if any(bar.shade for bar in bars):
+        found.append((None, "darker: a later stage of the process"))
+    if any(row.sends or row.receives for row in picture.rows):
+        found.append((None, "out, in: tensors on its links"))
+    return found
+
+
+def _legend_pt(picture: StepPicture) -> float:
+    """Its width: each entry has a patch of 1.2, a space of 0.5 and a gap of 1.2 font sizes."""
+    return 40 + sum(text_pt(text, _LEGEND_PT) + 2.9 * _LEGEND_PT for _, text in _legend(picture))
+
+
 def _draw_legend(drawn: Any, picture: StepPicture, x: float, y: float) -> None:
     from matplotlib.patches import Patch
 
-    bars = [bar for row in picture.rows for bar in row.bars]
-    kinds = {kind for bar in bars for kind in bar.kind.split("_")}
     handles = [
-        Patch(color=color_of(kind, 0.0), label=text)
-        for kind, text in _MEANINGS.items()
-        if kind in kinds
+        Patch(label=text, **({"alpha": 0.0} if kind is None else {"color": color_of(kind, 0.0)}))
+        for kind, text in _legend(picture)
     ]
-    notes = []
-    if any(bar.shade for bar in bars):
-        notes.append("darker: a later stage of the process")
-    if any(row.sends or row.receives for row in picture.rows):
-        notes.append("out, in: tensors on its links")
-    handles += [Patch(alpha=0.0, label=note) for note in notes]
     drawn.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(x, y), ncols=len(handles), fontsize=8.5,
-        frameon=False, borderaxespad=0, borderpad=0, handlelength=1.2, columnspacing=1.2,
-        handletextpad=0.5, labelcolor=_INK,
+        handles=handles, loc="upper left", bbox_to_anchor=(x, y), ncols=len(handles),
+        fontsize=_LEGEND_PT, frameon=False, borderaxespad=0, borderpad=0, handlelength=1.2,
+        columnspacing=1.2, handletextpad=0.5, labelcolor=_INK,
     )  # fmt: skip
 
 

@@ -287,7 +287,11 @@ def test_commit_of_a_hub_model_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 def test_program_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     drawn = {"visualize": True}
-    assert "no program dot" in found(diagnosis.graphviz, view(tmp_path, training=drawn))[0]
+    made = view(tmp_path, training=drawn)
+    assert found(diagnosis.graphviz, made) == []
+    assert "the package graphviz gives a better one" in made.notes[0]
+    monkeypatch.setattr(diagnosis, "can_draw", lambda: False)
+    assert "no diagram is drawn" in found(diagnosis.graphviz, view(tmp_path, training=drawn))[0]
     text = {"visualize": True, "visualization_format": "mmd"}
     assert found(diagnosis.graphviz, view(tmp_path, training=text)) == []
 

@@ -31,7 +31,9 @@ def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_LEAST_RUNS", 1)
 
 
-def cost(tmp_path: Path, model: dict[str, Any], **sections: Any) -> ModelCost:
+def cost(
+    tmp_path: Path, model: dict[str, Any], owner: int | str = "local", **sections: Any
+) -> ModelCost:
     config = Config.from_dict(
         {
             "coordinator": {"ip": "127.0.0.1"},
@@ -46,7 +48,7 @@ def cost(tmp_path: Path, model: dict[str, Any], **sections: Any) -> ModelCost:
     )
     assert config.model is not None
     model_config = load_model_config(config.model, config.base_dir)
-    found = measure(config, model_config, open_device("cpu"), part_s=0.0)
+    found = measure(config.held_by(owner), model_config, open_device("cpu"), part_s=0.0)
     assert ModelCost.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     return found
 
@@ -117,4 +119,16 @@ def test_quantised_layers_are_measured_as_such_without_the_models_weights(
     model = {"name_or_path": str(folder), "quantization": "nf4"}
     found = cost(tmp_path, model, adapter=LORA)
     assert found.layers[0].forward_s > 0
+    assert torch.uint8 in seen
+    machine = {"ip": "127.0.0.1", "quantization": "none"}
+    plan = [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": LAYERS}]
+    mixed = {"adapter": LORA, "coordinator": machine, "shard_plan": plan}
+    seen.clear()
+    cost(tmp_path, model, workers=[{"id": 1, "ip": "b"}], **mixed)
+    # In full precision; the adapter's type follows from the others.
+    assert {*seen} == {torch.float32, torch.bfloat16}
+    seen.clear()
+    workers = [{"id": 1, "ip": "b", "quantization": "nf4"}]
+    alone = {**model, "quantization": None}
+    cost(tmp_path, alone, 1, workers=workers, **mixed)
     assert torch.uint8 in seen

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import graphviz
+import matplotlib
 import pytest
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from hetero_framework.config import Config, load_config
 from hetero_framework.errors import UserError
+from hetero_framework.visualizer import diagram_figure, timeline_picture
 from hetero_framework.visualizer.diagram import Diagram, DiagramDetails, draw, to_dot, to_mermaid
 
 ROOT = Path(__file__).parents[3]
@@ -295,8 +298,71 @@ def test_dot_draws_every_plan(tmp_path: Path, format: str, magic: bytes) -> None
 
 
 @pytest.mark.usefixtures("no_dot")
+@pytest.mark.parametrize(
+    ("format", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")]
+)
+def test_without_dot_matplotlib_draws(
+    tmp_path: Path, format: str, magic: bytes, logged: list[str]
+) -> None:
+    path = draw(THREE, tmp_path / f"picture.{format}", format)
+    assert path == tmp_path / f"picture.{format}"
+    assert path.read_bytes().startswith(magic)
+    assert len(logged) == 1
+    assert "is not installed, so matplotlib has drawn" in logged[0]
+    assert "the package graphviz gives a better one" in logged[0]
+
+
+@pytest.mark.filterwarnings("ignore:Glyph:UserWarning")
+@pytest.mark.parametrize("font", ["DejaVu Sans", "DejaVu Sans Mono", "DejaVu Serif"])
+@every_config
+def test_what_matplotlib_draws_shows_every_text_in_its_box(config: Config, font: str) -> None:
+    diagram = Diagram.of(config, DETAILS)
+    with matplotlib.rc_context({"font.family": font, "text.parse_math": False}):
+        drawn = diagram_figure.figure(diagram)
+        drawn.draw_without_rendering()
+        (axes,) = drawn.axes
+        boxes = [p.get_window_extent() for p in axes.patches if isinstance(p, FancyBboxPatch)]
+        shown = [(text.get_text(), text.get_window_extent()) for text in axes.texts]
+    about = [line for place in diagram.places for line in (*place.names, *place.lines)]
+    about += [line for place in diagram.places for _, lines in place.stages for line in lines]
+    inside = list(about)
+    for text, extent in shown:
+        middle = (extent.x0 + extent.x1) / 2, (extent.y0 + extent.y1) / 2
+        own = [box for box in boxes if box.contains(*middle)]
+        if own:
+            smallest = min(own, key=lambda box: box.width * box.height)
+            assert smallest.x0 <= extent.x0 <= extent.x1 <= smallest.x1, text
+            inside.remove(text)
+        assert drawn.bbox.x0 <= extent.x0 <= extent.x1 <= drawn.bbox.x1, text
+    assert inside == []
+    for path in (p for p in axes.patches if isinstance(p, FancyArrowPatch)):
+        extent = path.get_window_extent()
+        assert drawn.bbox.x0 <= extent.x0 <= extent.x1 <= drawn.bbox.x1
+        assert drawn.bbox.y0 <= extent.y0 <= extent.y1 <= drawn.bbox.y1
+
+
+def test_no_address_is_shown_twice() -> None:
+    config = config_of(("local", 0, 4), (1, 4, 8), hostname=None)
+    (_, worker) = Diagram.of(config).places
+    assert worker.lines == ("10.0.0.1:9999", "device auto")
+    named = config_of(("local", 0, 4), (1, 4, 8), hostname="box1", ip="box1")
+    assert Diagram.of(named).places[1].lines == ("box1:9999", "device auto")
+
+
+def test_precision_is_shown_where_it_goes_by_machine() -> None:
+    raw = THREE.to_dict()
+    raw |= {"adapter": {"r": 4}, "model": {"name_or_path": "m", "quantization": "nf4"}}
+    raw["workers"][1]["quantization"] = "none"
+    lines = [place.lines[-1] for place in Diagram.of(Config.from_dict(raw)).places]
+    assert lines == ["weights nf4", "weights nf4", "weights in full precision"]
+
+
+@pytest.mark.usefixtures("no_dot")
 @pytest.mark.parametrize("format", ["png", "svg", "pdf"])
-def test_without_dot_mermaid_is_written(tmp_path: Path, format: str, logged: list[str]) -> None:
+def test_without_dot_and_matplotlib_mermaid_is_written(
+    tmp_path: Path, format: str, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline_picture, "can_draw", lambda: False)
     path = draw(THREE, tmp_path / f"picture.{format}", format)
     assert path == tmp_path / "picture.mmd"
     assert list(tmp_path.iterdir()) == [path]
@@ -311,7 +377,7 @@ def test_dot_that_fails_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     replace_pipe(monkeypatch, subprocess.CalledProcessError(1, "dot"))
-    assert draw(THREE, tmp_path / "a.png").suffix == ".mmd"
+    assert draw(THREE, tmp_path / "a.png").suffix == ".png"
     assert "Graphviz failed" in logged[0]
 
 
