@@ -9,7 +9,7 @@ from hetero_framework.config import Config, load_config
 from hetero_framework.data import load_tokenizer
 from hetero_framework.engine.loading import quiet_libraries
 from hetero_framework.errors import CheckpointError
-from hetero_framework.models.export import OutputDirectory
+from hetero_framework.models.export import OutputDirectory, base_generation
 from hetero_framework.models.restore import finished_tensors
 from hetero_framework.models.shard import load_model_config
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointReader, CheckpointStore
@@ -39,8 +39,10 @@ def export_checkpoint(
 
         plan = plan_adapter(model_config, config.adapter, config.base_dir)
 
+    generation = base_generation(config.model, config.base_dir, model_config)
     tensors = finished_tensors(config.model, config.base_dir, plan, trained_weights(reader))
-    write_result(output, config, model_config, plan, load_tokenizer(config), tensors)
+    about = (model_config, generation, load_tokenizer(config))
+    write_result(output, config, plan, *about, tensors)
     return reader
 
 

@@ -114,6 +114,16 @@ class _TokenizersErrors(AbstractContextManager[None]):
             raise ValueError(str(error)) from error
 
 
+def settle_pad_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Have the tokenizer say which token pads, as TRL does; none where none can."""
+    try:
+        index, _ = choose_pad_token(tokenizer, vocab_size)
+    except DataError:  # padding_free needs none
+        tokenizer.pad_token = None
+    else:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(index)
+
+
 def choose_pad_token(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
 ) -> tuple[int, str]:

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.trainer_utils import align_special_tokens
 
+from hetero_framework import repository
 from hetero_framework._version import __version__
 from hetero_framework.core.files import (
     discard,
@@ -31,11 +34,15 @@ from hetero_framework.core.files import (
     sync_directory,
     sync_file,
 )
-from hetero_framework.errors import CheckpointError, ResourceError
+from hetero_framework.data.tokenizer import settle_pad_token
+from hetero_framework.errors import CheckpointError, ModelError, ResourceError
 from hetero_framework.models.adapter_plan import ADAPTER_WEIGHTS, AdapterPlan
 from hetero_framework.models.language import meta_model, model_class
+from hetero_framework.models.library import one_line
+from hetero_framework.models.quiet import quiet_library
 
 if TYPE_CHECKING:
+    from hetero_framework.config import ModelConfig
     from hetero_framework.models.shard import Shard
     from hetero_framework.models.towers import TowerWeights
 
@@ -94,6 +101,49 @@ def checkpoint_form(model: Any, state: Tensors) -> Tensors:
         model._weight_conversions = recorded
 
 
+def base_generation(
+    model: ModelConfig, base_dir: Path, config: PretrainedConfig
+) -> GenerationConfig | None:
+    """How text is generated with the model that the `model` section names, as transformers reads it
+    with the weights; None for a class that generates none. Raises ModelError."""
+    if not model_class(config).can_generate():
+        return None
+    if model.name_or_path is None:
+        return GenerationConfig.from_model_config(config)
+    source = repository.resolve_model_path(model.name_or_path, base_dir)
+    own: Any = {"revision": model.revision or "main"}
+    try:
+        with quiet_library():
+            try:
+                return GenerationConfig.from_pretrained(source, **own)
+            except OSError:  # there is none
+                own |= {"config_file_name": repository.CONFIG, "_from_model_config": True}
+                return GenerationConfig.from_pretrained(source, **own)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"{repository.GENERATION} of the model {source!r} cannot be used: {one_line(error)}",
+            hint="correct it there, or take it away",
+        ) from error
+
+
+def align_tokens(
+    config: PretrainedConfig,
+    generation: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    ends_as_told: bool = False,
+) -> None:
+    """Enter the tokenizer's special tokens in both configurations, as Trainer and SFTTrainer do:
+    generation ends at what was learned as the end, too. `ends_as_told`: the end was chosen by
+    `data.eos_token`, which takes the place of the configuration's."""
+    settle_pad_token(tokenizer, config.get_text_config().vocab_size)
+    if ends_as_told:
+        config.get_text_config().eos_token_id = tokenizer.eos_token_id
+    model = SimpleNamespace(config=config, generation_config=generation)
+    with quiet_library():
+        align_special_tokens(model, tokenizer)
+
+
 def write_adapter(
     output: OutputDirectory,
     parts: Iterable[Mapping[str, torch.Tensor]],
@@ -127,6 +177,20 @@ def write_adapter(
         config.save_pretrained(str(folder))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
+        if plan.towers and base_model is not None:
+            copy_processor(base_model, revision, folder)
+
+
+def copy_processor(source: str, revision: str | None, folder: Path) -> None:
+    """Copy a multimodal model's files that say how pictures and sound are prepared; without a chat
+    template, which would take the place of the tokenizer's."""
+    for path in set(repository.settings_files(source, revision, repository.PROCESSORS)):
+        fields = repository.read_json(path, ModelError)
+        if fields.pop("chat_template", None) is None:
+            shutil.copyfile(path, folder / path.name)
+        else:
+            text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+            (folder / path.name).write_text(text, encoding="utf-8")
 
 
 def write_checkpoint(
@@ -154,7 +218,10 @@ def write_checkpoint(
         config.architectures, config.dtype = [model_class(config).__name__], files.dtype
         config.save_pretrained(str(folder))
         if generation_config is not None:
-            generation_config.save_pretrained(str(folder))
+            # Not `save_pretrained`, which refuses what many published ones hold (a temperature
+            # without sampling) once a token was changed.
+            place = str(folder / repository.GENERATION)
+            generation_config.to_json_file(place, keys_to_pop=["compile_config"])
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
         if towers is not None:

@@ -8,16 +8,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
+from hetero_framework import repository
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.tokenizer import read_tokenizer
 from hetero_framework.errors import DataError, ModelError
 from hetero_framework.models.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters import plan_saved_adapter
-from hetero_framework.models.export import OutputDirectory, Tensors, export_layers, write_checkpoint
+from hetero_framework.models.export import (
+    OutputDirectory,
+    Tensors,
+    align_tokens,
+    base_generation,
+    export_layers,
+    write_checkpoint,
+)
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import meta_model
 from hetero_framework.models.partition import ranges_between
@@ -61,10 +69,11 @@ def merge_adapter(
         for part in (out_config, out_config.get_text_config()):
             part.tie_word_embeddings = False
     parts = _merged_layers(settings, base_dir, introspect(config).num_layers, plan, untie)
-    tokenizer = _tokenizer([str(adapter_dir), source], revision)
-    generation = None
-    if _file(source, "generation_config.json", revision) is not None:
-        generation = GenerationConfig.from_pretrained(source, revision=revision or "main")
+    generation = base_generation(settings, base_dir, config)
+    if (tokenizer := _tokenizer(str(adapter_dir))) is not None:  # the one that it was trained with
+        align_tokens(out_config, generation, tokenizer)
+    else:
+        tokenizer = _tokenizer(source, revision)
     towers = tower_weights(settings, base_dir, config)
     write_checkpoint(output, parts, out_config, generation, tokenizer, towers=towers)
 
@@ -96,23 +105,19 @@ def _merged_layers(
         yield from export_layers(shard, untie=untie)
 
 
-def _tokenizer(sources: list[str], revision: str | None) -> PreTrainedTokenizerBase | None:
-    """The first tokenizer found; one beside the adapter is the one it was trained with."""
-    for source in sources:
-        if _file(source, "tokenizer_config.json", revision) is not None:
-            try:
-                return read_tokenizer(source, revision)
-            except DataError as error:
-                hint = "take tokenizer_config.json out of it to write the model without one"
-                raise DataError(error.message, hint=hint) from error
-    return None
-
-
-def _file(source: str, name: str, revision: str | None) -> str | None:
-    return cached_file(
+def _tokenizer(source: str, revision: str | None = None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a directory or repository; None where it has none."""
+    has_one = cached_file(
         source,
-        name,
+        repository.TOKENIZER,
         revision=revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
+    if has_one is None:
+        return None
+    try:
+        return read_tokenizer(source, revision)
+    except DataError as error:
+        hint = "take tokenizer_config.json out of it to write the model without one"
+        raise DataError(error.message, hint=hint) from error

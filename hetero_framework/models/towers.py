@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from transformers import PretrainedConfig
 from hetero_framework import repository
 from hetero_framework.errors import ModelError
 from hetero_framework.models.absent import AbsentPart
-from hetero_framework.models.export import checkpoint_form
+from hetero_framework.models.export import checkpoint_form, copy_processor
 from hetero_framework.models.language import lies_in, on_meta, towers
 from hetero_framework.models.tiny import stock_class
 from hetero_framework.models.weights import Checkpoint, renaming
@@ -29,9 +28,8 @@ class TowerWeights:
 
     def __init__(self, config: PretrainedConfig, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._of_processor = (checkpoint.source, checkpoint.revision, repository.PROCESSORS)
-        hint = "take that entry out of the file"
-        repository.refuse_code(*self._of_processor, ModelError, hint)
+        source, hint = (checkpoint.source, checkpoint.revision), "take that entry out of the file"
+        repository.refuse_code(*source, repository.PROCESSORS, ModelError, hint)
         self._shapes, self._sources, missing = _placed(config, checkpoint)
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
@@ -56,9 +54,8 @@ class TowerWeights:
             yield key, tensor
 
     def copy_processor(self, folder: Path) -> None:
-        """Copy the files that say how pictures and sound are prepared."""
-        for path in set(repository.settings_files(*self._of_processor)):
-            shutil.copyfile(path, folder / path.name)
+        """See `export.copy_processor`."""
+        copy_processor(self._checkpoint.source, self._checkpoint.revision, folder)
 
 
 def tower_weights(

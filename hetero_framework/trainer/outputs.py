@@ -8,6 +8,7 @@ carries that id: the file `.hetero-run` among checkpoints, the end of a TensorBo
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -30,7 +31,12 @@ from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.errors import ConfigError, HeteroError
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapter_plan import AdapterPlan
-from hetero_framework.models.export import OutputDirectory, write_adapter, write_checkpoint
+from hetero_framework.models.export import (
+    OutputDirectory,
+    align_tokens,
+    write_adapter,
+    write_checkpoint,
+)
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import stock_class
 from hetero_framework.models.towers import tower_weights
@@ -310,23 +316,27 @@ def export(parts: Prepared, pipeline: Pipeline) -> Path:
     config, plan, directory = parts.config, parts.adapter_plan, parts.config.result_dir
     output = OutputDirectory(directory, overwrite=True)
     tensors = (part.tensors for _, _, part in pipeline.export())
-    write_result(output, config, parts.model_config, plan, parts.tokenizer, tensors)
+    about = (parts.model_config, parts.generation, parts.tokenizer)
+    write_result(output, config, plan, *about, tensors)
     return directory
 
 
 def write_result(
     output: OutputDirectory,
     config: Config,
-    model_config: PretrainedConfig,
     plan: AdapterPlan | None,
+    model_config: PretrainedConfig,
+    generation: GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase,
     tensors: Iterable[Mapping[str, torch.Tensor]],
 ) -> None:
     """Write an adapter as PEFT does, or (`plan` None) a Hugging Face checkpoint; complete, or an
-    error that lists what is missing."""
+    error that lists what is missing. `generation` is `base_generation`."""
     assert config.model is not None
+    model_config, generation = copy.deepcopy((model_config, generation))
+    told = config.data is not None and config.data.eos_token is not None
+    align_tokens(model_config, generation, tokenizer, ends_as_told=told)
     if plan is None:
-        generation = GenerationConfig.from_model_config(model_config)
         towers = tower_weights(config.model, config.base_dir, model_config)
         write_checkpoint(output, tensors, model_config, generation, tokenizer, towers=towers)
         return

@@ -66,5 +66,6 @@ def _write(parts: Prepared, reader: CheckpointReader) -> Path:
     assert config.model is not None
     output = OutputDirectory(config.result_dir, overwrite=True)
     tensors = finished_tensors(config.model, config.base_dir, plan, trained_weights(reader))
-    write_result(output, config, parts.model_config, plan, parts.tokenizer, tensors)
+    about = (parts.model_config, parts.generation, parts.tokenizer)
+    write_result(output, config, plan, *about, tensors)
     return config.result_dir

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework.cluster.assembly import MachineFacts
 from hetero_framework.cluster.roles import machine_of
@@ -32,6 +32,7 @@ from hetero_framework.models.equivalence import (
     admit_packing,
     why_not_chunked,
 )
+from hetero_framework.models.export import base_generation
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import meta_model, tower_lines
 from hetero_framework.models.memory import (
@@ -72,6 +73,7 @@ class Prepared:
     memory: list[StageMemory]
     max_frame_bytes: int
     max_boundary_bytes: int
+    generation: GenerationConfig | None = None
     memory_limits: tuple[int, ...] | None = None
 
     @property
@@ -124,6 +126,7 @@ def prepare(
         say(line)
     if config.adapter is None:
         tower_weights(config.model, config.base_dir, model_config)  # that it can be written
+    generation = base_generation(config.model, config.base_dir, model_config)
     check_compiled(config, model_config)
     tokenizer, data = read_data(config, model_config, most=most)
     for line in data.report:
@@ -153,7 +156,8 @@ def prepare(
         say(line)
     boundary = largest_boundary(config, model_config, data.row_tokens)
     frame = largest_frame(model_config, boundary)
-    return Prepared(resolved, model_config, tokenizer, data, adapter_plan, memory, frame, boundary)
+    sizes = (memory, frame, boundary)
+    return Prepared(resolved, model_config, tokenizer, data, adapter_plan, *sizes, generation)
 
 
 def read_data(

@@ -87,7 +87,8 @@ def sft_run(
     whole: PeftModel | None = None,
     **settings: Any,
 ) -> tuple[Steps, Tensors]:
-    """TRL's SFTTrainer over the lines of a file; `whole` is another model than the stock one."""
+    """TRL's SFTTrainer over the lines of a file; what it leaves is in `output`/result. `whole` is
+    another model than the stock one."""
     trainer = SFTTrainer(
         whole or stock_model(model, adapter),
         _arguments(SFTConfig, output, settings),
@@ -95,6 +96,7 @@ def sft_run(
         processing_class=AutoTokenizer.from_pretrained(model),
     )
     trainer.train()
+    trainer.save_model(str(output / "result"))
     return _logged(trainer), trained_weights(trainer.model)
 
 

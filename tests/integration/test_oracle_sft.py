@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from hetero_framework.cli import main
 from hetero_framework.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT
 from tests.integration.oracles import assert_agree, assert_close, save_adapter, sft_run
 from tests.integration.test_parity import weights
@@ -188,3 +191,73 @@ def test_quantisation_by_machine_agrees_with_sft_trainer_that_quantises_these_la
     assert_close(weights(tmp_path / "mixed"), trained, rtol=2**-5, atol=2**-10)
     assert again == found
     assert ours("other", [2, 4], [None, None]) != found
+
+
+GENERATION = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 5]}
+# What lies with the base, and what both sides are told.
+RESULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "all_told": (
+        {"generation": GENERATION, "config": {"eos_token_id": 2}},
+        {"template": CHATML_MARKED, "eos_token": "<|im_end|>", "pad_token": "<|system|>"},
+    ),
+    "nothing_told": (
+        {"generation": GENERATION, "config": {"eos_token_id": [2, 5]}, "pad_token": None},
+        {},
+    ),
+    "none_there": ({"config": {"eos_token_id": None, "pad_token_id": None}}, {}),
+}
+
+
+def json_files(folder: Path) -> dict[str, Any]:
+    found = {file.name: json.loads(file.read_text("utf-8")) for file in folder.glob("*.json")}
+    for name in ("hetero_export.json", "adapter_config.json"):
+        found.pop(name, None)
+    if "config.json" in found:
+        del found["config.json"]["use_cache"]  # the Trainer's is off, which slows generation
+    templates = sorted(folder.rglob("*.jinja"))
+    return found | {str(t.relative_to(folder)): t.read_text("utf-8") for t in templates}
+
+
+@pytest.mark.filterwarnings("ignore:`pad_token` is deprecated:FutureWarning")
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("case", RESULTS)
+def test_the_result_ends_and_is_asked_as_that_of_sft_trainer(
+    case, lora, losses, chat_model, tmp_path
+) -> None:
+    base, told = RESULTS[case]
+    model = shutil.copytree(chat_model, tmp_path / "model")
+    (model / "generation_config.json").unlink()
+    if "generation" in base:
+        (model / "generation_config.json").write_text(json.dumps(base["generation"]))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **base["config"]}))
+    tokenizer = tiny_tokenizer({"default": CHATML_MARKED, "tool_use": CHATML_MARKED})
+    tokenizer.pad_token = base.get("pad_token", tokenizer.pad_token)
+    tokenizer.save_pretrained(model)
+    settings = {name: value for name, value in told.items() if name != "template"}
+    if "template" in told:
+        (tmp_path / "chat.jinja").write_text(told["template"])
+        settings["chat_template_path"] = str(tmp_path / "chat.jinja")
+    rows = write_jsonl(tmp_path / "rows.jsonl", conversations(random.Random(3)))
+    adapter = save_adapter(model, tmp_path / "adapter") if lora else None
+    sections = {"adapter": {"init_from": str(adapter)}} if lora else {}
+    losses(
+        [],
+        model={"name_or_path": str(model)},
+        data={"train": str(rows), "assistant_only_loss": True, **settings},
+        training={"max_steps": 1},
+        **sections,
+    )
+    shared = {"assistant_only_loss": True, "max_steps": 1, **settings}
+    sft_run(model, rows, tmp_path / "trl", adapter, **shared)
+    ours = tmp_path / "run" / ("adapter" if lora else "model")
+    assert json_files(ours) == json_files(tmp_path / "trl" / "result")
+    if lora:
+        merged = tmp_path / "merged"
+        command = ["merge", "--adapter", str(ours), "--model", str(model), "--output", str(merged)]
+        assert main(command) == 0
+        ends = json.loads((merged / "generation_config.json").read_text())["eos_token_id"]
+        learned = AutoTokenizer.from_pretrained(ours).eos_token_id
+        assert learned in (ends if isinstance(ends, list) else [ends])
+        found = json_files(merged)
+        assert {k: v for k, v in json_files(ours).items() if found.get(k) != v} == {}

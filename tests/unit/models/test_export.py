@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -11,14 +12,16 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
 
-from hetero_framework.config import AdapterConfig
+from hetero_framework.config import AdapterConfig, ModelConfig
 from hetero_framework.core import files
 from hetero_framework.errors import CheckpointError, DataError, ModelError, ResourceError
 from hetero_framework.models import export
 from hetero_framework.models.export import (
     OutputDirectory,
+    align_tokens,
+    base_generation,
     expected_checkpoint_tensors,
     export_layers,
     write_adapter,
@@ -35,6 +38,7 @@ from tests.unit.adapter_helpers import (
     stock,
     stock_logits,
 )
+from tests.unit.data_helpers import tiny_tokenizer
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -85,6 +89,43 @@ def test_checkpoint_from_shards_equals_the_librarys_own(name: str, tmp_path: Pat
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in ours.values())
     assert len(set(index["weight_map"].values())) > 1
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["base", "out"]
+
+
+def test_settings_that_the_library_would_not_save_are_kept_with_the_end_that_was_learned(
+    tmp_path: Path,
+) -> None:
+    """As Llama 2's, whose temperature comes without sampling."""
+    base = save_model(tmp_path / "base")
+    published = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": 2}
+    (base / "generation_config.json").write_text(json.dumps(published))
+    pieces = shards(base, 0, 2, 4)
+    config = copy.deepcopy(pieces[0].config)
+    generation = base_generation(ModelConfig(name_or_path=str(base)), tmp_path, config)
+    assert generation is not None
+    align_tokens(config, generation, tiny_tokenizer())
+    with pytest.raises(ValueError, match="temperature"):
+        generation.save_pretrained(tmp_path / "refused")
+    write_checkpoint(OutputDirectory(tmp_path / "out"), parts_of(pieces), config, generation)
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    end = tiny_tokenizer().eos_token_id
+    assert {k: written[k] for k in published} == {**published, "eos_token_id": [end, 2]}
+
+
+def test_a_padding_token_beyond_the_vocabulary_is_not_entered(tmp_path: Path) -> None:
+    """The embedding would not be built."""
+    config, tokenizer = LlamaConfig(vocab_size=1000, pad_token_id=None), tiny_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<more>"})
+    config.vocab_size = tokenizer.pad_token_id
+    align_tokens(config, GenerationConfig(), tokenizer)
+    assert config.pad_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id
+
+
+def test_generation_settings_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"cache_implementation": "none_such"}')
+    LlamaConfig().save_pretrained(tmp_path)
+    model = ModelConfig(name_or_path=str(tmp_path))
+    with pytest.raises(ModelError, match=r"generation_config.json of the model .* cannot be used"):
+        base_generation(model, tmp_path, LlamaConfig())
 
 
 def test_trained_weights_and_not_the_loaded_ones_are_exported(tmp_path: Path) -> None:
