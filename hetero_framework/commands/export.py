@@ -12,6 +12,7 @@ from hetero_framework.errors import CheckpointError
 from hetero_framework.models.export import OutputDirectory, base_generation
 from hetero_framework.models.restore import finished_tensors
 from hetero_framework.models.shard import load_model_config
+from hetero_framework.models.stated import as_held
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointReader, CheckpointStore
 from hetero_framework.trainer.continuation import adapter_settings
 from hetero_framework.trainer.outputs import write_result
@@ -32,6 +33,9 @@ def export_checkpoint(
     config = _configuration(reader, config_file)
     assert config.model is not None
     quiet_libraries(config.training.log_level)
+    held, _ = as_held(config.model, config.base_dir)
+    config = config.with_changes(model={"tie_word_embeddings": held.tie_word_embeddings})
+    assert config.model is not None
     model_config = load_model_config(config.model, config.base_dir)
     plan = None
     if config.adapter is not None:

@@ -171,6 +171,9 @@ class ModelConfig(Section):
     loss of each micro-batch, as under transformers' Trainer (TRL's SFTTrainer divides it by
     gradient_accumulation_steps, and has it by default). 0: none. null: as the model's configuration
     says."""
+    tie_word_embeddings: bool | None = None
+    """Whether the head is the embedding. null: as in transformers, what config.json says, unless
+    the checkpoint holds a head with other numbers."""
     from_config: dict[str, Any] | None = None
     """Instead of name_or_path: the model's configuration (with model_type), to start from random
     weights drawn from training.seed."""

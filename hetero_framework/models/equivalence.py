@@ -44,6 +44,7 @@ from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.quiet import quiet_library
 from hetero_framework.models.shard import Inputs, Shard, build_shard, load_model_config, token_loss
 from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiate, gradients_of
+from hetero_framework.models.stated import as_held
 from hetero_framework.models.tiny import (
     architecture_names,
     probe_inputs,
@@ -143,7 +144,8 @@ def verify_model(
     """
     checkpoint = None
     if config is not None and config.model is not None:
-        model_config = load_model_config(config.model, config.base_dir)
+        held, _ = as_held(config.model, config.base_dir)
+        model_config = load_model_config(held, config.base_dir)
         if _fits(model_config) and config.model.from_config is None:
             source = resolve_model_path(str(config.model.name_or_path), config.base_dir)
             checkpoint = Checkpoint(source, config.model.revision)

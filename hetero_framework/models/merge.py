@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,9 +32,12 @@ from hetero_framework.models.language import meta_model
 from hetero_framework.models.partition import ranges_between
 from hetero_framework.models.quantization import stored_quantization
 from hetero_framework.models.shard import load_model_config, load_shard
+from hetero_framework.models.stated import as_held
 from hetero_framework.models.towers import tower_weights
 from hetero_framework.models.trainable import attach_adapter
 from hetero_framework.repository import resolve_model_path
+
+_log = logging.getLogger(__name__)
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -56,6 +60,9 @@ def merge_adapter(
     source = resolve_model_path(model, base_dir)
     output.check(source, adapter_dir)
     settings = ModelConfig(name_or_path=model, revision=revision, dtype=dtype)
+    settings, warned = as_held(settings, base_dir)
+    for line in warned:
+        _log.warning("%s", line)
     config = load_model_config(settings, base_dir)
     if stored := stored_quantization(config):
         raise ModelError(

@@ -57,6 +57,7 @@ from hetero_framework.models.weights import (
     check_quantizer,
     check_settings,
     read_config,
+    refuse_wrapped,
     renaming,
 )
 from hetero_framework.repository import resolve_model_path
@@ -99,6 +100,9 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
         config._attn_implementation = model.attn_implementation
     config = causal_lm_config(config)
     _check_built(config, place)
+    if model.tie_word_embeddings is not None:
+        for part in (config, config.get_text_config()):
+            part.tie_word_embeddings = model.tie_word_embeddings
     if model.router_aux_loss_coef is not None:
         _set_router_loss(config, model.router_aux_loss_coef)
     return config
@@ -161,7 +165,7 @@ def load_shard(
     )
     if model.from_config is not None:
         return build(checkpoint=None, seed=seed)
-    compute_dtype = dtype or _config_dtype(config)
+    compute_dtype = dtype or config_dtype(config)
     quantization = quantization_config(model.quantization, config, compute_dtype, device)
     if isinstance(quantization, dict):
         config.quantization_config, quantization = quantization, None
@@ -188,7 +192,7 @@ def build_shard(
     is taken as it is. `dtype` None takes the configuration's. Raises ModelError (files),
     ArchitectureError (a model that cannot be cut)."""
     register_per_sample()
-    device, dtype = torch.device(device), dtype or _config_dtype(config)
+    device, dtype = torch.device(device), dtype or config_dtype(config)
     with _ONE_AT_A_TIME:
         whole = Skeleton(config, introspect(config))
         partition.check_cut(config, whole, rng)
@@ -213,13 +217,13 @@ def build_shard(
             model.tie_weights(recompute_mapping=False)
             model.to(device)
         else:
-            wanted = _key_filter(model, whole)
+            wanted, lent = _key_filter(model, whole, checkpoint)
             quantized = quantization is not None or hasattr(config, "quantization_config")
             with quiet_library(), checkpoint.slices(wanted) as slices:
                 model, report = cls.from_pretrained(  # type: ignore[misc]
                     None,
                     config=config,
-                    state_dict=slices,
+                    state_dict={lent.get(key, key): found for key, found in slices.items()},
                     dtype=dtype,
                     device_map={"": device} if quantized or device.type != "cpu" else None,
                     quantization_config=quantization,
@@ -233,6 +237,7 @@ def build_shard(
                     hint="put the config.json there that belongs to these weights",
                 )
             if missing := sorted(report["missing_keys"]):
+                refuse_wrapped(checkpoint, whole.names)
                 shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
                 raise ModelError(
                     f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights that its"
@@ -262,19 +267,28 @@ def _check_finite(model: torch.nn.Module, source: str) -> None:
             )
 
 
-def _config_dtype(config: PretrainedConfig) -> torch.dtype:
+def config_dtype(config: PretrainedConfig) -> torch.dtype:
     dtype = config.dtype or torch.float32
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def _key_filter(model: PreTrainedModel, whole: Skeleton) -> Callable[[str], bool]:
-    """Tells which tensors of a checkpoint this shard needs, by the library's own renaming."""
+def _key_filter(
+    model: PreTrainedModel, whole: Skeleton, checkpoint: Checkpoint
+) -> tuple[Callable[[str], bool], dict[str, str]]:
+    """Tells which tensors of a checkpoint this shard needs, by the library's own renaming; and
+    {key: source} of those that stand for the source that they are tied to, which is not there."""
     own = {*dict(model.named_parameters(remove_duplicate=False)), *model.state_dict()}
     known = dict.fromkeys(whole.names, True)
     rename = renaming(model, known)
+    lent: dict[str, str] = {}
+    if whole.tied:
+        keys = {rename(key): key for key in checkpoint.files}
+        for target, source in reversed(whole.tied.items()):
+            if source not in keys and target in keys:
+                lent = {k: s for k, s in lent.items() if s != source} | {keys[target]: source}
 
     def wanted(key: str) -> bool:
-        name = rename(key)
+        name = lent.get(key) or rename(key)
         if lies_in(name, whole.towers):
             return False
         # Quantisation keeps its statistics beside a weight, under longer names.
@@ -284,7 +298,7 @@ def _key_filter(model: PreTrainedModel, whole: Skeleton) -> Callable[[str], bool
             name = name.rpartition(".")[0]
         return name in own
 
-    return wanted
+    return wanted, lent
 
 
 def _initialize(name: str, module: nn.Module, owner: PreTrainedModel, seed: int) -> None:

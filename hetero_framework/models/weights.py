@@ -9,7 +9,7 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,31 @@ class Checkpoint:
             with _damage(self.source):
                 found = {name: opened[self.files[name]].get_slice(name) for name in names}
             yield found
+
+
+_WRAPPERS = {
+    "_orig_mod": ("torch.compile", "the _orig_mod of the compiled module"),
+    "_fsdp_wrapped_module": ("FSDP", "a full state dict"),
+    "_checkpoint_wrapped_module": ("torch's activation checkpointing", "the module inside"),
+    "base_model.model": ("PEFT", "what merge_and_unload() returns"),
+    "module": ("DataParallel or DeepSpeed", "its module"),
+}
+"""Parts of names that wrappers of a model add: who does, and what to save instead."""
+
+
+def refuse_wrapped(checkpoint: Checkpoint, known: Container[str]) -> None:
+    """Raise ModelError for tensors that have one of the `known` names but for what a wrapper of the
+    model has put into it."""
+    for part, (wrapper, inner) in _WRAPPERS.items():
+        for name in sorted(checkpoint.files):
+            bare = name.replace(f"{part}.", "")
+            if bare != name and name not in known and bare in known:
+                raise ModelError(
+                    f"the names of tensors of the model {checkpoint.source!r} are those of a model"
+                    f" that {wrapper} has wrapped: {name} for {bare}",
+                    hint=f"save {inner} with save_pretrained, or take {part + '.'!r} out of the"
+                    " names",
+                )
 
 
 def renaming(model: PreTrainedModel, known: dict[str, bool]) -> Callable[[str], str]:

@@ -45,6 +45,7 @@ from hetero_framework.models.memory import (
 from hetero_framework.models.quantization import check_devices, devices_known, mixed_lines
 from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import ShardRange, load_model_config
+from hetero_framework.models.stated import as_held
 from hetero_framework.models.towers import tower_weights
 from hetero_framework.models.varlen_attention import VARLEN
 from hetero_framework.planner.tuning import default_max_in_flight
@@ -113,6 +114,15 @@ def prepare(
     quiet_libraries(config.training.log_level)
     for warning in config.warnings():
         say(f"warning: {warning}")
+    held, lines = as_held(config.model, config.base_dir)
+    for line in lines:
+        say(f"warning: {line}")
+    if held != config.model:
+        said = "the checkpoint holds both ends of its tied weights"
+        tied = held.tie_word_embeddings
+        resolved = resolved.decide("model.tie_word_embeddings", tied, said)
+        config = resolved.config
+    assert config.model is not None
     model_config = load_model_config(config.model, config.base_dir)
     for line in codec_lines(config, model_config):
         say(line)

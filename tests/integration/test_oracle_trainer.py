@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.integration.oracles import (
     assert_agree,
@@ -72,6 +73,21 @@ def test_blocks_without_a_norm_in_front_equal_one_process_in_autocast(
         name = f"cut{number}"
         assert losses([2, 4], name, training={**training, **changes}, **sections) == whole
         assert_same(weights(tmp_path / name), weights(tmp_path / "whole"))
+
+
+def test_a_head_of_its_own_under_tied_ends_agrees_with_trainer(losses, texts, tmp_path) -> None:
+    """transformers keeps it, though config.json says that it is the embedding."""
+    model = save_llama(tmp_path / "tied", tie_word_embeddings=True)
+    tensors = load_file(model / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file({**tensors, "lm_head.weight": head}, model / "model.safetensors", {"format": "pt"})
+    ours = losses([2, 4], model={"name_or_path": str(model)})
+    theirs, trained = trainer_run(model, texts, tmp_path / "trainer")
+    assert_agree(ours, theirs)
+    assert_close(weights(tmp_path / "run"), trained)
+    result = stock_model(tmp_path / "run" / "model")
+    assert not result.config.tie_word_embeddings
+    assert_close(trained_weights(result), trained)
 
 
 # GPT-2's class has a name from which the Trainer does not know its loss; it counts other items.
