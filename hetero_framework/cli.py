@@ -48,6 +48,7 @@ from hetero_framework.errors import GroupFinished, HeteroError, StoppedEarly, Us
 from hetero_framework.log import Lines, log_to, one_line, printable, to_stderr
 from hetero_framework.trainer.signals import STOPPED, StopRequest, hearing
 
+_PATHS = ("config", "keys", "output", "output_dir", "adapter", "checkpoint", "place")
 INTERRUPTED = 130  # what a shell reports for SIGINT
 _MAX_MESSAGE_LINES = 40
 _ANY_VERSION = ("doctor", "schema", "init")  # they work without the libraries, or say what they are
@@ -77,6 +78,9 @@ def _main(words: Sequence[str], stop: StopRequest | None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 2
+    for name in _PATHS:  # a shell does not replace ~ in --output=~/x
+        if isinstance(value := getattr(arguments, name, None), str):
+            setattr(arguments, name, os.path.expanduser(value))
     try:
         if arguments.command not in _ANY_VERSION:
             versions.check()
@@ -892,7 +896,7 @@ def _print_result(result: Any) -> None:
     ),
 )
 def _run_merge(arguments: argparse.Namespace) -> None:
-    if not Path(arguments.adapter).expanduser().is_dir():
+    if not Path(arguments.adapter).is_dir():
         raise UserError(f"there is no adapter directory {arguments.adapter}")
     repository.resolve_model_path(arguments.model, Path.cwd())
     from hetero_framework.models.export import OutputDirectory
@@ -928,7 +932,7 @@ def _run_merge(arguments: argparse.Namespace) -> None:
     ),
 )
 def _run_export(arguments: argparse.Namespace) -> None:
-    if not Path(arguments.checkpoint).expanduser().is_dir():
+    if not Path(arguments.checkpoint).is_dir():
         raise UserError(
             f"there is no directory {arguments.checkpoint}",
             hint="give a step_N directory, or the output_dir of a run",

@@ -568,7 +568,6 @@ CHECKS: tuple[Callable[[View], Found], ...] = (
         link,
         model,
         data,
-        memory,
     ),
     *(memory, four_bit, disk, revision, graphviz, directory, failpoint),
 )

@@ -151,7 +151,8 @@ class WorkerConfig(Machine):
 
 
 class ModelConfig(Section):
-    """The model: a directory, a hub name, or a configuration for random weights."""
+    """The model: a directory, a hub name, or a configuration for random weights. Paths in this file
+    start at its folder; ~ is the home folder of each machine, environment variables are refused."""
 
     name_or_path: Name | None = None
     """Directory of a Hugging Face checkpoint (relative to this file), or a name on the hub."""

@@ -19,6 +19,20 @@ _ELSEWHERE = (
 )
 # A token of the tokenizer may well be a line feed; these sections are handed on as they are.
 _FREE = re.compile(r"data\.(eos|pad)_token|(data|training)\.\w+_kwargs|model\.from_config")
+_PATHS = re.compile(
+    r"model\.(name_or_path|tokenizer)|adapter\.init_from|data\.chat_template_path|checkpoint_dir"
+    r"|data\.(train|eval)(\[\d+\])?|training\.(output_dir|logging_dir)"
+)
+_OF_SHELLS = (
+    (
+        r"\$(\w+|\{\w+\})|%\w+%",
+        "{} is not replaced here: write the path itself; ~ is the home folder of each machine",
+    ),
+    (r"^file:", "{} is how a URL begins: write the path itself"),
+    (r"^['\"]|['\"]$", "{} is a quote that a shell would have taken away: leave it out"),
+    (r"^\s+|\s+$", "begins or ends with a space"),
+)
+"""What a shell makes of a path and nobody does here; it would be a folder of that very name."""
 
 
 def text_problems(raw: Any) -> Iterator[Problem]:
@@ -36,3 +50,9 @@ def text_problems(raw: Any) -> Iterator[Problem]:
             yield Problem(path, f"holds a secret, or is meant to{_ELSEWHERE}")
         elif any(unicodedata.category(char) == "Cc" for char in value):
             yield Problem(path, "holds a control character, which no name and no path has")
+        elif _PATHS.fullmatch(path):
+            found = ((re.search(pattern, value), said) for pattern, said in _OF_SHELLS)
+            for match, said in found:
+                if match:
+                    yield Problem(path, said.format(match[0]))
+                    break

@@ -567,3 +567,13 @@ def test_text_of_a_file_does_not_steer_the_terminal(
     assert shown.startswith(r"hetero: error: a\x1b]0;b\x07ccc")
     assert "\x1b" not in shown
     assert len(shown) < 1200
+
+
+def test_home_is_found_where_a_shell_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_file: Path
+) -> None:
+    """No shell replaces the ~ of --output=~/x."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert cli.main(["diagram", "--config=~/c.json", "--output=~/a.mmd"]) == 0
+    assert (tmp_path / "a.mmd").is_file()
