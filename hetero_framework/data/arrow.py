@@ -8,7 +8,7 @@ feature of `datasets`) hold texts; what they say is taken as it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,37 +16,31 @@ if TYPE_CHECKING:
 
 
 def plain_rows(
-    rows: Iterable[dict[str, Any]], schema: pyarrow.Schema, *, decoded: bool = False
+    table: pyarrow.Table | pyarrow.RecordBatch, schema: pyarrow.Schema
 ) -> Iterator[dict[str, Any]]:
-    """The rows without the nulls that Arrow filled in; `decoded` says that the texts of JSON
-    columns were read before."""
-    types = _types(schema)
-    for row in rows:
-        yield {name: _plain(value, types.get(name), decoded) for name, value in row.items()}
-
-
-def _types(schema: pyarrow.Schema) -> dict[str, Any]:
+    """The rows of a part of a table without the nulls that Arrow filled in; `schema` is that of the
+    file, which knows the features of `datasets`."""
     if b"huggingface" in (schema.metadata or {}):
         from datasets import Features  # slow
 
         schema = Features.from_arrow_schema(schema).arrow_schema
-    return {field.name: field.type for field in schema}
+    types = {field.name: field.type for field in schema}
+    for row in table.to_pylist():
+        yield {name: _plain(value, types.get(name)) for name, value in row.items()}
 
 
-def _plain(value: Any, kind: Any, decoded: bool) -> Any:
+def _plain(value: Any, kind: Any) -> Any:
     if value is None or kind is None:
         return value
     import pyarrow.types as types
 
     if getattr(kind, "extension_name", "") == "arrow.json":
-        return value if decoded or not isinstance(value, str) else json.loads(value)
+        return json.loads(value) if isinstance(value, str) else value
     if types.is_struct(kind) and isinstance(value, dict):
         fields = {field.name: field.type for field in kind}
         return {
-            key: _plain(item, fields.get(key), decoded)
-            for key, item in value.items()
-            if item is not None
+            key: _plain(item, fields.get(key)) for key, item in value.items() if item is not None
         }
     if isinstance(value, list) and hasattr(kind, "value_type"):
-        return [_plain(item, kind.value_type, decoded) for item in value]
+        return [_plain(item, kind.value_type) for item in value]
     return value

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
-from hetero_framework.data.conversations import Conversation, Message
+from hetero_framework.data.conversations import Conversation, Message, Notes
+from hetero_framework.data.rendered import RenderCheck
 from hetero_framework.data.turns import find_turns, mark_turns, numbered
 from hetero_framework.errors import DataError
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SAID = "SAID"  # stands for a content of which only the place is asked
-_THINKING, _TOOLS, _BESIDE_CALLS = "thinking", "tools", "text beside tool calls"
-_ABOVE_ALL = ("system", "developer")  # what templates write before they go over the messages
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NO_MASK_HINT = (
     "put {% generation %} and {% endgeneration %} around the assistant's text in the template, "
@@ -60,8 +58,6 @@ _STOPS_AT_NEXT_ROLE = "[gMASK]<sop>"  # GLM: the next role's token ends a turn
 
 _ROLE_TOKEN = re.compile(r"<\|(?:user|observation|system)\|>")
 _BEGINS_TO_THINK = re.compile(r"[<\[◁][^\s<>\[\]]*think", re.IGNORECASE)
-_THOUGHTS = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-_THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # as transformers takes them
 
 TokensAndMask = tuple[list[int], list[bool]]
 
@@ -71,10 +67,10 @@ class ChatRenderer:
 
     Args:
         assistant_only: The loss covers what the assistant says, not the whole conversation.
+        notes: Takes remarks on what the template leaves out.
 
     `trains_stop` says, once an assistant mask was made, whether the first one holds the token that
-    ends a turn; without it a model does not learn to stop. `dropped` counts examples of which the
-    template leaves out something that they can do without.
+    ends a turn; without it a model does not learn to stop.
     """
 
     def __init__(
@@ -83,6 +79,7 @@ class ChatRenderer:
         template_kwargs: dict[str, Any] | None = None,
         *,
         assistant_only: bool = True,
+        notes: Notes | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs or {}
@@ -97,7 +94,6 @@ class ChatRenderer:
                 "Jinja file in data.chat_template_path",
             )
         self.trains_stop: bool | None = None
-        self.dropped: Counter[str] = Counter()
         self.marks_generation = _GENERATION.search(chosen) is not None
         if assistant_only and not self.marks_generation:
             known = [change[1:] for change in _KEEP_THINKING if change[0] in chosen]
@@ -105,6 +101,7 @@ class ChatRenderer:
                 chosen = chosen.replace(written, instead)
         self.template: str = chosen
         self._with_marks = mark_turns(chosen)
+        self._check = RenderCheck(self._apply, chosen, Notes() if notes is None else notes)
         self._takes_parts = not self._shows(_SAID) and self._shows(
             [{"type": "text", "text": _SAID}]
         )
@@ -129,10 +126,7 @@ class ChatRenderer:
     def ids_and_mask(self, chat: Conversation) -> TokensAndMask:
         """Token ids of a conversation and, for each, whether the loss covers it: what the assistant
         says, or everything, in either case without messages of weight 0."""
-        weights = [
-            _weight(message, f"{chat.where}: message {number}")
-            for number, message in enumerate(chat.messages, 1)
-        ]
+        weights = [bool(message.get("weight", 1)) for message in chat.messages]
         if not self.tokenizer.is_fast and (self.assistant_only or 0 in weights):
             raise DataError(
                 "the assistant's tokens cannot be found with a tokenizer written in Python",
@@ -149,7 +143,7 @@ class ChatRenderer:
             )
         text = self._apply(chat)
         turns = self._turns(chat, text)
-        self._check_written(chat, text, turns)
+        self._check(chat)
         if self.assistant_only and not self.marks_generation:
             if _STOPS_AT_NEXT_ROLE in self.template:
                 text, turns = _with_stops(chat.messages, text, turns)
@@ -256,32 +250,6 @@ class ChatRenderer:
         common = "".join(letters[0] for letters in alike)
         return str(_BEGINS_TO_THINK.split(common)[0])
 
-    def _check_written(self, chat: Conversation, text: str, turns: list[list[range]]) -> None:
-        """DataError where the template leaves a message or a call of a tool out. Lost thinking and
-        tools are counted."""
-        thoughts = [thought for message in chat.messages for thought in _thoughts(message)]
-        self.dropped[_THINKING] += any(thought not in text for thought in thoughts)
-        self.dropped[_TOOLS] += any(
-            _name(tool) not in text for tool in chat.arguments.get("tools", ())
-        )
-        for number, message in enumerate(chat.messages):
-            turn = "".join(text[part.start : part.stop] for part in turns[number])
-            if not turn and message["role"] in _ABOVE_ALL:
-                turn = text
-            for part, other in _changed(message, turn):
-                messages = [*chat.messages[:number], other, *chat.messages[number + 1 :]]
-                if self._apply(replace(chat, messages=messages)) != text:
-                    continue
-                if part == _BESIDE_CALLS:
-                    self.dropped[part] += 1
-                    continue
-                raise DataError(
-                    f"{chat.where}: the chat template leaves out the {part} of message "
-                    f"{number + 1} (role {message['role']})",
-                    hint="use the roles and fields that the template writes, or set another "
-                    "template (data.chat_template_path)",
-                )
-
     def _apply(self, chat: Conversation, *, template: str | None = None, **options: Any) -> Any:
         messages = [
             {key: value for key, value in message.items() if key != "weight"}
@@ -312,48 +280,6 @@ class ChatRenderer:
 
 def _is_assistants(message: Message) -> bool:
     return message["role"] == "assistant"
-
-
-def _weight(message: Message, where: str) -> bool:
-    """Whether the loss covers a message (the fine-tuning format of OpenAI)."""
-    weight = message.get("weight", 1)
-    if weight not in (0, 1):
-        raise DataError(
-            f"{where}: weight must be 0 or 1, found {weight!r}",
-            hint="1 trains an assistant's message, 0 leaves it out of the loss",
-        )
-    return bool(weight)
-
-
-def _thoughts(message: Message) -> Iterator[str]:
-    """The thinking of a message, under its own key or within the content."""
-    written = [message.get(key) for key in _THINKING_FIELDS]
-    content = message.get("content")
-    if isinstance(content, str):
-        written += _THOUGHTS.findall(content)
-    return (thought.strip() for thought in written if isinstance(thought, str))
-
-
-def _changed(message: Message, text: str) -> Iterator[tuple[str, Message]]:
-    """What may be missing in the text, and the message with something else in its place."""
-    content, calls = message.get("content"), message.get("tool_calls")
-    if not isinstance(calls, list):
-        calls = []
-    if isinstance(content, str) and content.strip() not in text:
-        part = _BESIDE_CALLS if calls else "content"
-        yield part, {**message, "content": f"{content} {_SAID}"}
-    for number, call in enumerate(calls):
-        if isinstance(call, dict):
-            other = _changed_call(call, name=_SAID)
-            yield (
-                "tool calls",
-                {**message, "tool_calls": [*calls[:number], other, *calls[number + 1 :]]},
-            )
-
-
-def _name(tool: Any) -> str:
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
-    return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
 def _with_other_arguments(message: Message) -> Message:

@@ -1,79 +1,319 @@
-"""Conversations: the messages of an example, read and checked, in the layout of OpenAI."""
+"""Conversations: the messages of an example, checked, in the layout of OpenAI.
+
+Other layouts are read where their meaning is certain: from/value and the roles of ShareGPT, calls
+written as text, content in parts. Nothing is left out without a word: what the chat template does
+not take is noted or refused.
+"""
 
 from __future__ import annotations
 
-import json
+import inspect
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from hetero_framework.config.strict_json import json_type
-from hetero_framework.data.sources import check_unicode
+from hetero_framework.data.sources import Record, check_unicode, json_value
 from hetero_framework.errors import DataError
 
 Message = dict[str, Any]
-_ROLES = {"human": "user", "gpt": "assistant"}  # the names of the from/value (ShareGPT) layout
+
+# Names of roles, in lower case with underscores, by the role that they mean.
+_ROLES = {
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "bot", "chatbot", "model", "ai", "chatgpt"),
+    "system": ("system", "developer"),
+    "tool": (
+        *("tool", "observation", "ipython", "function", "tool_response", "function_response"),
+        *("tool_result", "function_result", "tool_output", "function_output"),
+    ),
+    "call": ("function_call", "tool_call"),  # the assistant's, with the call as its text
+}
+_MEANING = {name: role for role, names in _ROLES.items() for name in names}
+_SYSTEM_FIELDS = ("system", "system_prompt", "system_message")
+CONVERSATION_FIELDS = (*_SYSTEM_FIELDS, "tools", "functions", "chat_template_kwargs")
+"""Of an example, beside its messages."""
+_MASKS = ("loss", "train", "training", "trainable", "mask", "masked")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MESSAGE_HINT = 'a message is {"role": "user", "content": "..."}'
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Checked messages, where they stand, and what an example passes to the template."""
+    """Checked messages, where they stand, and what an example passes to the template. An
+    assistant's message whose `weight` is 0 is not trained."""
 
     messages: list[Message]
     where: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def read_conversation(fields: dict[str, Any], field: str, where: str) -> Conversation:
-    """The messages of one field, checked, with the arguments beside them. Null keys are left out:
-    in rows of Parquet every message has every key."""
-    value = fields[field]
-    if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else json_type(value)
+class Notes:
+    """Remarks about examples: how many each is about, and the first of them."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, str]] = {}
+
+    def add(self, remark: str, where: str) -> None:
+        count, first = self._found.get(remark, (0, where))
+        self._found[remark] = count + 1, first
+
+    def __iter__(self) -> Iterator[str]:
+        for remark, (count, first) in self._found.items():
+            yield f"{remark} (first {first}, {count:,} in all)"
+
+
+class ConversationReader:
+    """Reads the conversations of one run, which are rendered with `template`."""
+
+    def __init__(self, template: str, notes: Notes) -> None:
+        self.template = template
+        self.notes = notes
+        self._names_role = cache(self._search_role)
+
+    def read(self, record: Record, name: str) -> Conversation:
+        """The messages of the field `name`, with what stands beside them. Null keys are left out:
+        in rows of Parquet every message has every key."""
+        value = record.fields[name]
+        if not isinstance(value, list) or not value:
+            found = "an empty list" if value == [] else json_type(value)
+            raise DataError(
+                f"{record.where}: {name} must be a list of messages, found {found}",
+                hint=_MESSAGE_HINT,
+            )
+        messages = [
+            self._message(item, f"{record.where}: {name}[{i}]") for i, item in enumerate(value)
+        ]
+        return Conversation(messages, record.where, self._arguments(record))
+
+    def with_system(self, chat: Conversation, record: Record) -> Conversation:
+        """The conversation behind the system prompt that stands in a field of its own."""
+        messages = chat.messages
+        for name in _SYSTEM_FIELDS:
+            text = record.fields.get(name)
+            if text in (None, ""):
+                continue
+            if not isinstance(text, str):
+                raise DataError(
+                    f"{record.where}: the field {name} must be a string, found {json_type(text)}"
+                )
+            check_unicode(text, f"{record.where}: the field {name}")
+            if messages[0]["role"] != "system":
+                messages = [{"role": "system", "content": text}, *messages]
+            elif messages[0].get("content", "").strip() != text.strip():
+                raise DataError(
+                    f"{record.where}: the field {name} and the conversation's first message are two"
+                    " different system prompts",
+                    hint="keep one of them",
+                )
+        return Conversation(messages, chat.where, chat.arguments)
+
+    def _message(self, item: Any, where: str) -> Message:
+        if not isinstance(item, dict):
+            raise DataError(f"{where} must be an object, found {json_type(item)}")
+        message = {key: value for key, value in item.items() if value is not None}
+        for ours, theirs in (("role", "from"), ("content", "value")):
+            if ours not in message and theirs in message:
+                message[ours] = message.pop(theirs)
+        if not isinstance(message.get("role"), str):
+            raise DataError(
+                f"{where} has no role; its fields are {', '.join(item) or 'none'}",
+                hint=_MESSAGE_HINT,
+            )
+        _check_weight(message, where)
+        check_media(message, where)
+        if isinstance(message.get("content"), list):
+            message["content"] = _joined(message["content"], where)
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            raise DataError(f"{where}: content must be a string, found {json_type(content)}")
+        self._set_role(message, where)
+        _set_calls(message, where)
+        if "content" not in message and "tool_calls" not in message:
+            raise DataError(f"{where} has no content")
+        for text in message.values():
+            if isinstance(text, str):
+                check_unicode(text, where)
+        return message
+
+    def _set_role(self, message: Message, where: str) -> None:
+        """The role under OpenAI's name, unless the template has a name of its own for it."""
+        role = message["role"]
+        meaning = _MEANING.get(re.sub(r"[\s-]", "_", role.strip().lower()))
+        text = message.get("content", "")
+        if meaning == "call" or (role == "function" and _calls(text) is not None):
+            if meaning != "call":
+                raise DataError(
+                    f"{where}: the role function has a call as its text; it is read as a result",
+                    hint='give calls the role "function_call" and results the role "tool"',
+                )
+            message["role"] = "assistant"
+            if (calls := _calls(text)) is not None and "tool_calls" in self.template:
+                del message["content"]
+                message["tool_calls"] = calls
+        elif meaning == "assistant" or not self._names_role(role):
+            message["role"] = meaning or role
+        if meaning is None and not self._names_role(role):
+            self.notes.add(
+                f"warning: the role {role!r} is not known here or by the chat template; its "
+                "messages are rendered as they are and not trained",
+                where,
+            )
+
+    def _search_role(self, role: str) -> bool:
+        """Whether the template asks for a role of this name."""
+        return re.search(rf"role[^%{{}}]*['\"]{re.escape(role)}['\"]", self.template) is not None
+
+    def variables(self, value: Any, prefix: str, where: str) -> dict[str, Any]:
+        """Checked `chat_template_kwargs`; `prefix` begins the messages about them."""
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{prefix}chat_template_kwargs must be an object, found {json_type(value)}",
+                hint='it holds variables of the chat template, such as {"enable_thinking": false}',
+            )
+        for name in value:
+            if name in _reserved():
+                raise DataError(
+                    f"{prefix}chat_template_kwargs: {name} is not a variable of chat templates",
+                    hint="it would change how the template is applied, which is fixed here",
+                )
+            if not has_word(self.template, name):
+                self.notes.add(
+                    f"warning: chat_template_kwargs: the chat template does not use {name}", where
+                )
+        return dict(value)
+
+    def _arguments(self, record: Record) -> dict[str, Any]:
+        """What of an example goes to the template: `tools`, or OpenAI's older `functions`, each
+        also as JSON text, and `chat_template_kwargs`."""
+        fields, where = record.fields, record.where
+        arguments = self.variables(fields.get("chat_template_kwargs"), f"{where}: ", where)
+        tools = _json_list(fields.get("tools"), f"{where}: the field tools")
+        functions = _json_list(fields.get("functions"), f"{where}: the field functions")
+        if bool(tools) + bool(functions) + ("tools" in arguments) > 1:
+            raise DataError(f"{where}: has tools in two places", hint="keep one of them")
+        tools = tools or [{"type": "function", "function": function} for function in functions]
+        if tools:
+            arguments["tools"] = tools
+        return arguments
+
+
+def has_word(template: str, word: str) -> bool:
+    """Whether a template uses this name of a variable or field."""
+    return re.search(rf"\b{re.escape(word)}\b", template) is not None
+
+
+@cache
+def _reserved() -> frozenset[str]:
+    """Names that mean something else to the function that renders."""
+    from transformers import PreTrainedTokenizerBase
+
+    apply = PreTrainedTokenizerBase.apply_chat_template
+    own = set(inspect.signature(apply).parameters) - {"tools", "documents", "kwargs"}
+    return frozenset({*own, "messages", "conversations"})
+
+
+def _check_weight(message: Message, where: str) -> None:
+    for name in _MASKS:
+        if name in message:
+            raise DataError(
+                f"{where} has the field {name}, which is not known here",
+                hint='to leave a message of the assistant untrained, give it "weight": 0',
+            )
+    weight = message.get("weight", 1)
+    if isinstance(weight, bool) or weight not in (0, 1):
+        found = json_type(weight) if isinstance(weight, (bool, list, dict, str)) else weight
         raise DataError(
-            f"{where}: {field} must be a list of messages, found {found}",
-            hint='a message is {"role": "user", "content": "..."}',
+            f"{where}: weight must be 0 or 1, found {found}",
+            hint="0 leaves a message of the assistant untrained, 1 is the same as no weight",
         )
-    messages = [_message(item, f"{where}: {field}[{i}]") for i, item in enumerate(value)]
-    return Conversation(messages, where, _template_arguments(fields, where))
 
 
-def _message(item: Any, where: str) -> Message:
-    if not isinstance(item, dict):
-        raise DataError(f"{where} must be an object, found {json_type(item)}")
-    message = {key: value for key, value in item.items() if value is not None}
-    if "role" not in message and "from" in message:
-        role = message.pop("from")
-        message["role"] = _ROLES.get(role, role) if isinstance(role, str) else role
-        if "value" in message:
-            message["content"] = message.pop("value")
-    if not isinstance(message.get("role"), str):
-        raise DataError(
-            f"{where} has no role; its fields are {', '.join(item) or 'none'}",
-            hint='a message is {"role": "user", "content": "..."}',
-        )
-    content = message.get("content")
-    for part in content if isinstance(content, list) else [{"text": content}]:
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            check_unicode(part["text"], where)
-    if content is None and "tool_calls" not in message:
-        raise DataError(f"{where} has no content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise DataError(f"{where} has content that is not text; only text can be trained on")
-    elif content is not None and not isinstance(content, str):
-        raise DataError(f"{where}: content must be a string, found {json_type(content)}")
-    return message
+def check_media(fields: dict[str, Any], where: str) -> None:
+    """DataError for pictures and sound."""
+    for name in _MEDIA:
+        if fields.get(name):
+            raise DataError(
+                f"{where} has the field {name}; only text can be trained on",
+                hint="remove these examples, or the field where the text does not need it",
+            )
 
 
-def _template_arguments(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """`tools` (or its JSON text) and `chat_template_kwargs` of an example, for the template."""
-    arguments = dict(fields.get("chat_template_kwargs") or {})
-    tools = fields.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: the field tools is not JSON ({error.msg})") from error
-    if tools:
-        arguments["tools"] = tools
-    return arguments
+def _joined(parts: list[Any], where: str) -> str:
+    """The text of content in parts."""
+    texts = []
+    for index, part in enumerate(parts):
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS or not isinstance(text, str):
+            found = f"of the type {kind!r}" if kind is not None else json_type(part)
+            raise DataError(
+                f"{where} has content that is not text: content[{index}] is {found}",
+                hint='only text can be trained on: {"type": "text", "text": "..."}',
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _set_calls(message: Message, where: str) -> None:
+    """Tool calls as a list of objects, from OpenAI's older `function_call`, too."""
+    if "function_call" in message:
+        call = message.pop("function_call")
+        if not isinstance(call, dict) or "tool_calls" in message:
+            raise DataError(f"{where}: function_call must be an object, and the only call")
+        message["tool_calls"] = [{"type": "function", "function": call}]
+        if not message.get("content"):
+            message.pop("content", None)
+    if "tool_calls" not in message:
+        return
+    calls = _json_list(message["tool_calls"], f"{where}: tool_calls")
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f"{where}: tool_calls[{index}] has no function with a name",
+                hint='a call is {"type": "function", "function": {"name": "f", "arguments": {}}}',
+            )
+    message["tool_calls"] = calls
+    if not calls:
+        del message["tool_calls"]
+
+
+def _calls(text: str) -> list[Message] | None:
+    """The calls that a text is, as function_call messages of ShareGPT have them; None: it is
+    something else."""
+    try:
+        found = json_value(text, "")
+    except DataError:
+        return None
+    calls = []
+    for call in found if isinstance(found, list) else [found]:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return None
+        if set(call) not in ({"name", "arguments"}, {"name", "parameters"}):
+            return None
+        arguments = call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str):
+            try:
+                arguments = json_value(arguments, "")
+            except DataError:
+                return None
+        function = {"name": call["name"], "arguments": arguments}
+        calls.append({"type": "function", "function": function})
+    return calls or None
+
+
+def _json_list(value: Any, where: str) -> list[Any]:
+    """A list, or the JSON text of one; empty where there is none."""
+    if isinstance(value, str) and value.strip():
+        value = json_value(value, where)
+    if not value and not isinstance(value, (bool, int, float)):
+        return []
+    if not isinstance(value, list):
+        raise DataError(f"{where} must be a list, found {json_type(value)}")
+    return value

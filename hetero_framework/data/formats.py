@@ -14,13 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from hetero_framework.config import DataConfig
 from hetero_framework.config.strict_json import json_type
 from hetero_framework.data.chat import ChatRenderer
-from hetero_framework.data.conversations import Conversation, read_conversation
+from hetero_framework.data.conversations import (
+    CONVERSATION_FIELDS,
+    Conversation,
+    ConversationReader,
+    Notes,
+    check_media,
+)
 from hetero_framework.data.sources import Record, check_unicode
 from hetero_framework.errors import DataError
 
@@ -44,22 +51,38 @@ _FORMATS_HINT = (
     "rename the fields, or set data.dataset_text_field for plain text under another name"
 )
 
+# Fields that hold a part of what is to be learned, so that they are used or refused.
+_MESSAGES = ("messages", "conversations")
+_PARTS = (*CONVERSATION_FIELDS, "history", "context")
+_NOT_SFT = {
+    "preference data": ({"chosen", "rejected"}, "make prompt and completion of prompt and chosen"),
+    "data of stepwise supervision": ({"completions", "labels"}, "keep the good completions"),
+}
+
 Tokens = tuple[list[int], list[bool]]
 
 
 def detect_format(fields: dict[str, Any], where: str, text_field: str) -> str:
-    """The format of an example by the names of its fields; DataError when none fits."""
-    if "prompt" in fields and "completion" in fields:
-        return "prompt_completion"
-    if "messages" in fields or "conversations" in fields:
-        return "messages"
-    if "instruction" in fields and "output" in fields:
-        return "alpaca"
-    if text_field in fields:
-        return "text"
+    """The format of an example by the names of its fields, first of those that are not null;
+    DataError when none fits."""
+    for names in ([name for name in fields if fields[name] is not None], list(fields)):
+        if "prompt" in names and "completion" in names:
+            return "prompt_completion"
+        if "messages" in names or "conversations" in names:
+            return "messages"
+        if "instruction" in names and "output" in names:
+            return "alpaca"
+        if text_field in names:
+            return "text"
+    shown = ", ".join(fields) or "(none)"
+    for kind, (needed, advice) in _NOT_SFT.items():
+        if needed <= fields.keys():
+            raise DataError(
+                f"{where}: the fields {shown} are those of {kind}, not of supervised fine-tuning",
+                hint=f"{advice}, or train with a method made for them, such as TRL's DPOTrainer",
+            )
     raise DataError(
-        f"{where}: the format cannot be told from the fields {', '.join(fields) or '(none)'}",
-        hint=_FORMATS_HINT,
+        f"{where}: the format cannot be told from the fields {shown}", hint=_FORMATS_HINT
     )
 
 
@@ -76,6 +99,9 @@ class Formatter:
         self.tokenizer = tokenizer
         self.options = options
         self.changed_prompts = 0
+        self.notes = Notes()
+        self.unused: dict[str, Any] = {}
+        """Fields of examples that no part of training sees, with the first value of each."""
         self.renderer: ChatRenderer | None = None
         """Once an example needed it."""
         self._conversational: bool | None = None
@@ -97,19 +123,51 @@ class Formatter:
                 self.tokenizer,
                 self.options.chat_template_kwargs,
                 assistant_only=self.name == "messages" if only is None else only,
+                notes=self.notes,
             )
         return self.renderer
+
+    @cached_property
+    def reader(self) -> ConversationReader:
+        reader = ConversationReader(self.chat.template, self.notes)
+        reader.variables(self.options.chat_template_kwargs, "data.", "data.chat_template_kwargs")
+        return reader
 
     def __call__(self, records: list[Record]) -> list[Tokens]:
         """Token ids and trained-token mask of each record, not yet truncated."""
         return _FORMATS[self.name](self, records)
 
+    def _use(self, record: Record, *names: str, refused: tuple[str, ...] = _PARTS) -> None:
+        """Notes the fields of an example beside `names`, which are used. Raises DataError for those
+        that are a part of what is to be learned."""
+        check_media(record.fields, record.where)
+        for name, value in record.fields.items():
+            if name in names or value is None or value == "" or value == []:
+                continue
+            if name in refused and value != {}:
+                raise DataError(
+                    f"{record.where}: the field {name} would not be learned from: the format "
+                    f"{self.name} has no place for it",
+                    hint="put its text into the other fields, or remove it; messages have a place "
+                    "for system prompts and tools",
+                )
+            if name == "weight" and value != 1:
+                raise DataError(
+                    f"{record.where}: the field weight of an example is not used here",
+                    hint="examples count the same; only a message of the assistant has a weight",
+                )
+            self.unused.setdefault(name, value)
+
     def _text(self, records: list[Record]) -> list[Tokens]:
         field = self.options.dataset_text_field
+        for record in records:
+            self._use(record, field, refused=())
         texts = [self._with_eos(string_field(record, field)) for record in records]
         return [(ids, [True] * len(ids)) for ids in self._tokenize(texts)]
 
     def _alpaca(self, records: list[Record]) -> list[Tokens]:
+        for record in records:
+            self._use(record, "instruction", "input", "output")
         return self._pairs(
             [(alpaca_prompt(record), string_field(record, "output")) for record in records]
         )
@@ -117,8 +175,12 @@ class Formatter:
     def _prompt_completion(self, records: list[Record]) -> list[Tokens]:
         if self._conversational is None:  # the first example of a run decides for all
             self._conversational = isinstance(_field(records[0], "prompt"), list)
+        for record in records:
+            _refuse_label(record)
         if self._conversational:
             return [self._conversational_pair(record) for record in records]
+        for record in records:
+            self._use(record, "prompt", "completion")
         return self._pairs(
             [(string_field(each, "prompt"), string_field(each, "completion")) for each in records]
         )
@@ -137,21 +199,34 @@ class Formatter:
         ]
 
     def _conversational_pair(self, record: Record) -> Tokens:
-        prompt = _conversation(record, "prompt")
-        messages = prompt.messages + _conversation(record, "completion").messages
-        whole = replace(prompt, messages=messages)
+        self._use(record, "prompt", "completion", *_MESSAGES, *CONVERSATION_FIELDS)
+        prompt = self._conversation(record, "prompt")
+        completion = self._conversation(record, "completion", system=False)
+        whole = replace(prompt, messages=prompt.messages + completion.messages)
+        for name in _MESSAGES:
+            if record.fields.get(name) is not None:
+                _refuse_two([whole, self._conversation(record, name)], "prompt", name)
         prompt_ids = self.chat.ids(prompt, generation_prompt=True)
         ids, assistant = self.chat.ids_and_mask(whole)
         mask = self._completion_mask(prompt_ids, ids)
         return ids, [a and b for a, b in zip(mask, assistant, strict=True)]
 
     def _messages(self, records: list[Record]) -> list[Tokens]:
-        found = []
-        for record in records:
-            field = "messages" if "messages" in record.fields else "conversations"
-            chat = _conversation(record, field)
-            found.append(self.chat.ids_and_mask(chat))
-        return found
+        return [self._whole(record) for record in records]
+
+    def _whole(self, record: Record) -> Tokens:
+        names = [name for name in _MESSAGES if record.fields.get(name) is not None]
+        self._use(record, *_MESSAGES, *CONVERSATION_FIELDS)
+        chats = [self._conversation(record, name) for name in names or _MESSAGES[:1]]
+        _refuse_two(chats, *names)
+        if chats[0].messages[-1]["role"] != "assistant":
+            _refuse_preferences(record)
+        return self.chat.ids_and_mask(chats[0])
+
+    def _conversation(self, record: Record, name: str, *, system: bool = True) -> Conversation:
+        _field(record, name)
+        chat = self.reader.read(record, name)
+        return self.reader.with_system(chat, record) if system else chat
 
     def _completion_mask(self, prompt: list[int], whole: list[int]) -> list[bool]:
         """The completion begins where prompt and prompt + completion part, as in TRL."""
@@ -203,9 +278,31 @@ def string_field(record: Record, name: str) -> str:
     return check_unicode(value, f"{record.where}: the field {name}")
 
 
-def _conversation(record: Record, field: str) -> Conversation:
-    _field(record, field)
-    return read_conversation(record.fields, field, record.where)
+def _refuse_two(chats: list[Conversation], *names: str) -> None:
+    if any(chat.messages != chats[0].messages for chat in chats):
+        raise DataError(
+            f"{chats[0].where}: the fields {' and '.join(names)} hold two conversations",
+            hint="keep one of them",
+        )
+
+
+def _refuse_label(record: Record) -> None:
+    if record.fields.get("label") in (True, False):  # 0 and 1, too
+        raise DataError(
+            f"{record.where}: prompt, completion and label are the fields of KTO's preference data;"
+            " supervised fine-tuning would learn the bad completions, too",
+            hint="keep the examples whose label is true, without the label",
+        )
+
+
+def _refuse_preferences(record: Record) -> None:
+    names = [name for name in ("chosen", "rejected", "kto_tag") if name in record.fields]
+    if names:
+        raise DataError(
+            f"{record.where}: the fields {', '.join(names)} are those of preference data, whose "
+            "answers are not in the messages",
+            hint="append the chosen answer to the messages, or train with TRL's DPOTrainer",
+        )
 
 
 def _field(record: Record, name: str) -> Any:

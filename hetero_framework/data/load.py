@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from hetero_framework.data.batches import LazyBatches, MicroBatch, StepOrder, co
 from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.data.formats import Formatter, detect_format
-from hetero_framework.data.sources import Record, Source, find_sources
+from hetero_framework.data.sources import Record, Source, find_sources, shorten
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.token_cache import find_entry
 from hetero_framework.data.tokenizer import choose_pad_token
@@ -140,6 +140,13 @@ def load_data(
     return TrainData(train, evaluation, order, data, pad_token_id, [*report, sentence])
 
 
+def _unused(name: str, fields: dict[str, Any]) -> Iterator[str]:
+    """A line that names the fields that are not trained on, with an example of each."""
+    if fields:
+        shown = (f"{field} ({shorten(str(value), 30)!r})" for field, value in fields.items())
+        yield f"{name}: fields that are not used: {', '.join(shown)}"
+
+
 def _twice(name: str, sources: list[Source]) -> Iterator[str]:
     """A warning for each file that is named again: its examples count twice."""
     seen: set[Path] = set()
@@ -216,6 +223,7 @@ class _Reader:
         lines = [
             f"{name}: {len(examples):,} examples, {len(examples.ids):,} tokens from {origin}",
             f"{name}: format {formatter.name} (fields {', '.join(first.fields)})",
+            *_unused(name, formatter.unused),
             *(f"{name}: {line}" for line in self._remarks(counts, formatter)),
             *notes,
         ]
@@ -263,6 +271,7 @@ class _Reader:
             )
 
     def _remarks(self, counts: Counter[str], formatter: Formatter) -> Iterator[str]:
+        yield from formatter.notes
         if counts["cut"]:
             yield (
                 f"{counts['cut']:,} of {counts['read']:,} examples were longer than "
@@ -282,12 +291,6 @@ class _Reader:
         renderer = formatter.renderer
         if renderer is None:
             return
-        for what, count in renderer.dropped.items():
-            if count:
-                yield (
-                    f"warning: the chat template leaves out {what} of {count:,} of "
-                    f"{counts['read']:,} examples"
-                )
         if renderer.trains_stop is False:
             yield (
                 "warning: the chat template does not count the token that ends a turn as the "

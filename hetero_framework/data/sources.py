@@ -302,6 +302,14 @@ def _parse(
         ) from error
 
 
+def json_value(text: str, where: str) -> Any:
+    """The JSON value that `text` is. Raises DataError as for a line of a file."""
+    value, end = _parse(text, _skip(text, 0), lambda _: where)
+    if _skip(text, end) < len(text):
+        raise DataError(f"{where}: not JSON after column {end}: {shorten(text[end:])}")
+    return value
+
+
 def _record(where: str, value: Any, shown: str) -> Record:
     if not isinstance(value, dict):
         hint = 'an example is an object with named fields, such as {"text": "..."}'
@@ -395,7 +403,7 @@ def _from_parquet(path: Path) -> Iterator[Record]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1000):
-                for row in plain_rows(batch.to_pylist(), file.schema_arrow):
+                for row in plain_rows(batch, file.schema_arrow):
                     number += 1
                     yield Record(f"{path} row {number}", row)
     except (pyarrow.ArrowException, OSError) as error:

@@ -113,8 +113,11 @@ def _files(sources: Sequence[Source]) -> _Split:
 
 def _rows(dataset: Any, name: str) -> _Split:
     def read() -> Iterator[Record]:
-        plain = plain_rows(dataset.with_format(None), dataset.features.arrow_schema, decoded=True)
-        return (Record(f"{name} row {number}", row) for number, row in enumerate(plain, 1))
+        tables = dataset.with_format("arrow").iter(1000)  # pictures stay undecoded
+        rows = chain.from_iterable(
+            plain_rows(table, dataset.features.arrow_schema) for table in tables
+        )
+        return (Record(f"{name} row {number}", row) for number, row in enumerate(rows, 1))
 
     return _Split(read, lambda: len(dataset))
 
@@ -174,6 +177,8 @@ def _from_hub(name: str, split: str, dataset_config: str | None) -> Iterator[Rec
         # ConnectionError and the offline mode's error are OSErrors.
         raise DataError(
             f"cannot load the dataset {name!r}, split {split!r}, from the hub: {error}",
-            hint="without a network, give local files or a folder of datasets.save_to_disk",
+            hint="set data.train_split or data.eval_split"
+            if "Unknown split" in str(error)
+            else "without a network, give local files or a folder of datasets.save_to_disk",
         ) from error
     return _rows(dataset, f"{name}[{split}]").read()

@@ -225,6 +225,25 @@ def test_detect_format_by_fields(fields, name):
     assert detect_format(dict.fromkeys(fields), "here", "text") == name
 
 
+def test_detect_format_goes_by_the_fields_that_are_not_null():
+    fields = {"prompt": None, "completion": None, "messages": [], "text": None}
+    assert detect_format(fields, "here", "text") == "messages"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (["prompt", "chosen", "rejected"], "prompt, chosen, rejected are those of preference data"),
+        (["chosen", "rejected"], "those of preference data, not of supervised"),
+        (["instruction", "input", "chosen", "rejected"], "those of preference data"),
+        (["prompt", "completions", "labels"], "those of data of stepwise supervision"),
+    ],
+)
+def test_detect_format_names_data_of_other_methods(fields, message):
+    with pytest.raises(DataError, match=f"^here: .*{message}"):
+        detect_format(dict.fromkeys(fields, "a"), "here", "text")
+
+
 def test_detect_format_unknown_lists_the_fields():
     with pytest.raises(DataError, match=r"here: .* from the fields question, answer"):
         detect_format({"question": "?", "answer": "!"}, "here", "text")
@@ -260,7 +279,7 @@ GOOD = chat("Hello", "Hi")
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
         ("messages", {"messages": chat("a", "b\udc00")}, r"messages\[1\] holds half of a surr"),
         ("messages", {"messages": chat("only a question")}, "no assistant message"),
-        ("messages", {"messages": GOOD, "tools": "{"}, "the field tools is not JSON"),
+        ("messages", {"messages": GOOD, "tools": "{"}, "the field tools: not JSON"),
     ],
 )
 def test_formatter_bad_example_says_where_and_what(name, fields, message):

@@ -382,3 +382,18 @@ def test_the_chat_template_of_an_older_processor_is_the_tokenizers(tmp_path):
     (tmp_path / "chat_template.json").write_text("[]")
     with pytest.raises(DataError, match=r"chat_template\.json"):
         read_tokenizer(str(tmp_path), None)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "tokenizer.model"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "a Git LFS pointer, not the"),
+        (b"<!doctype html>\n<html>", "an HTML page, not the file"),
+    ],
+)
+def test_a_tokenizer_file_that_is_something_else_is_named(tmp_path, name, content, message):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name} is {message}"):
+        read_tokenizer(str(tmp_path), None)

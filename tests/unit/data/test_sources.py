@@ -352,3 +352,18 @@ def test_columns_of_json_are_read_and_filled_nulls_left_out(tmp_path):
     assert remove_none_values(stored[0]) == first
     for name in ("b.parquet", "other"):
         assert read(name, tmp_path) == [first, {"o": None, "l": None}]
+
+
+def test_pictures_in_a_saved_dataset_are_not_decoded(tmp_path):
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    rows = [{"text": "a", "image": {"bytes": b"no picture", "path": None}}]
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path / "saved"))
+    [row] = read("saved", tmp_path)
+    assert row == {"text": "a", "image": {"bytes": b"no picture"}}
+
+
+def test_rows_of_a_selection_that_was_saved_are_its_own(tmp_path):
+    rows = datasets.Dataset.from_list([{"n": number} for number in range(2500)])
+    chosen = rows.select(range(2400, 3, -3))
+    chosen.save_to_disk(str(tmp_path / "saved"))
+    assert read("saved", tmp_path, "train[2:]") == chosen.to_list()[2:]
