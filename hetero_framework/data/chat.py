@@ -316,7 +316,7 @@ def _with_stops(
     """Each assistant's turn with the role's token that ends it, which is written where none is."""
     turns = [list(turn) for turn in turns]
     for number in reversed(range(len(messages))):
-        if not _is_assistants(messages[number]):
+        if not _is_assistants(messages[number]) or not turns[number]:
             continue
         end = turns[number][-1].stop
         if found := _ROLE_TOKEN.match(text, end):

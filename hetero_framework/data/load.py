@@ -220,6 +220,8 @@ class _Reader:
         origin = ", ".join(source.name for source in sources[:3])
         if len(sources) > 3:
             origin += f" and {len(sources) - 3} more"
+        if split != whole[0] or not all(source.is_file for source in sources):
+            origin += f", split {split}"
         lines = [
             f"{name}: {len(examples):,} examples, {len(examples.ids):,} tokens from {origin}",
             f"{name}: format {formatter.name} (fields {', '.join(first.fields)})",

@@ -65,6 +65,15 @@ def test_load_data_same_rows_from_other_kinds_of_file_are_the_same_data(tmp_path
     assert load(tmp_path, messages[::-1], tokenizer=tokenizer).fingerprint not in fingerprints
 
 
+def test_load_data_report_names_a_part_of_the_data(tmp_path):
+    data = load(tmp_path, ROWS, train_split="train[:30%]")
+    assert data.report[0].startswith("train: 3 examples, ")
+    assert data.report[0].endswith(" from train.jsonl, split train[:30%]")
+    load(tmp_path, ROWS, eval="train.jsonl", eval_split="train[8:]")
+    with pytest.raises(DataError, match=r"train\.jsonl has no split 'dev', only 'test', 'train'"):
+        load(tmp_path, ROWS, eval="train.jsonl", eval_split="dev")
+
+
 def test_load_data_more_rows_than_one_chunk_keep_their_order(tmp_path):
     rows = [{"text": f"fox {index}"} for index in range(2345)]
     data = load(tmp_path, rows, training={"train_sampling_strategy": "sequential"})
