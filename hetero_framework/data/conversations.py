@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -60,6 +61,9 @@ class Notes:
     def add(self, remark: str, where: str) -> None:
         count, first = self._found.get(remark, (0, where))
         self._found[remark] = count + 1, first
+
+    def counts(self) -> Counter[str]:
+        return Counter({remark: count for remark, (count, _) in self._found.items()})
 
     def __iter__(self) -> Iterator[str]:
         for remark, (count, first) in self._found.items():

@@ -22,7 +22,7 @@ _CONTENT, _CALLS = "content", "tool calls"  # parts that must not be lost
 _BESIDE = "text beside tool calls"
 
 
-_LEFT_OUT = "warning: the chat template leaves out {}"
+LEFT_OUT = "warning: the chat template leaves out "
 _THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _QUOTED = (
     "warning: the chat template writes the arguments of tool calls as quoted text, because they are"
@@ -57,7 +57,7 @@ class RenderCheck:
                     hint="use the roles and fields that the template writes, or set another "
                     "template (data.chat_template_path)",
                 )
-            self.notes.add(_LEFT_OUT.format(part) if part != _QUOTED else part, chat.where)
+            self.notes.add(LEFT_OUT + part if part != _QUOTED else part, chat.where)
 
     def _lost(self, chat: Conversation) -> list[_Lost]:
         """What is lost: parts of the messages of these numbers, which must not be, and others."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from hetero_framework.config import Config, DataConfig
 from hetero_framework.data.formats import Formatter
 from hetero_framework.data.load import formatter_for, kept_part
+from hetero_framework.data.rendered import LEFT_OUT
 from hetero_framework.data.sources import Record, find_sources
 from hetero_framework.data.splits import SplitReader
 
@@ -47,12 +47,12 @@ def _shown(
     record: Record, formatter: Formatter, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 ) -> Shown:
     left_out = []
-    before = Counter(formatter.renderer.dropped if formatter.renderer is not None else {})
+    before = formatter.notes.counts()
     [(ids, trained)] = formatter([record])
-    if unused := [name for name in record.fields if name in getattr(formatter, "unused", ())]:
+    if unused := [name for name in record.fields if name in formatter.unused]:
         left_out.append("the fields " + ", ".join(unused))
-    if formatter.renderer is not None:
-        left_out += formatter.renderer.dropped - before
+    for remark in formatter.notes.counts() - before:
+        left_out.append(remark.removeprefix(LEFT_OUT).removeprefix("warning: "))
     part = kept_part(data)
     kept, mask = ids[part], trained[part]
     if len(kept) < len(ids):
