@@ -195,8 +195,13 @@ def append_line(path: Path, line: str) -> bool:
     disk had room for a part of it only. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = line.encode() + b"\n"
-    with path.open("ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=not_through_links) as file:
         return file.write(data) == len(data)
+
+
+def not_through_links(path: str, flags: int) -> int:
+    """The `opener` of `open` for what a run writes into: a link is an OSError (not on Windows)."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def _ends_within_a_line(path: Path) -> bool:

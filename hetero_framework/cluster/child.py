@@ -29,6 +29,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import PeerLostError
+from hetero_framework.owned import refuse_link
 
 PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
 
@@ -39,6 +40,7 @@ class Spawner:
     def __init__(self, config: Config, program: Sequence[str], *, debug: bool) -> None:
         self.config = config
         self.log_dir = config.output_dir / "logs"
+        refuse_link(self.log_dir)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         snapshot = self.log_dir / "config.json"
         write_file(snapshot, json.dumps(config.to_dict(), indent=2).encode() + b"\n")

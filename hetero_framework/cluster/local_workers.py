@@ -23,7 +23,7 @@ from hetero_framework.cluster.restarts import MAX_DEATHS, RestartPolicy, is_cras
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly, UserError
-from hetero_framework.log import event
+from hetero_framework.log import event, not_through_links
 
 WorkerId = int | str
 _log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class LocalWorkers:
         if taken and addresses.is_local_address(ip):
             return  # what listens there is used
         log = spawner.log_dir / f"worker-{worker_id}.log"
-        with log.open("ab") as output:
+        with open(log, "ab", opener=not_through_links) as output:
             begin = output.tell()
             process = spawner.spawn(worker_id, output)
         self._children[worker_id] = _Child(process, log, begin, kernel_word.out_of_memory_kills())

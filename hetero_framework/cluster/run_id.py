@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import platform
+import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
+
+from hetero_framework.core.files import write_file
+from hetero_framework.owned import planted
 
 RUN_FILE = ".run"
 
@@ -18,9 +22,11 @@ def run_id_of(output_dir: Path) -> str:
     file = output_dir / RUN_FILE
     here = f"{platform.node()}:{output_dir.resolve()}"  # a copy of the directory is another run
     with suppress(OSError, ValueError):
-        run_id, place = file.read_text(encoding="utf-8").split("\n", 1)
-        if place == here:
+        run_id, place = "", ""
+        if planted(file) is None:
+            run_id, place = file.read_text(encoding="utf-8").split("\n", 1)
+        if place == here and re.fullmatch("[0-9a-f]{16}", run_id):
             return run_id
     run_id = secrets.token_hex(8)
-    file.write_text(f"{run_id}\n{here}", encoding="utf-8")
+    write_file(file, f"{run_id}\n{here}".encode())
     return run_id

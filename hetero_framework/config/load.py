@@ -13,6 +13,7 @@ from hetero_framework.config.problems import shown
 from hetero_framework.config.schema import Config
 from hetero_framework.config.strict_json import read_json_object
 from hetero_framework.errors import ConfigError
+from hetero_framework.owned import planted
 
 PLAN_FILE = "plan.json"
 """In output_dir: what `hetero plan` answered when the run began, its shard_plan as it was used."""
@@ -42,6 +43,9 @@ def with_kept_plan(config: Config) -> Config:
     file = config.output_dir / PLAN_FILE
     if config.is_planned or not file.exists():
         return config
+    if (wrong := planted(file)) is not None:
+        problem = f"{file} is not read, others may have made it: it {wrong.problem}"
+        raise ConfigError(problem, hint=f"{wrong.mend}, or {_PLAN_HINT}")
     try:
         return config.with_changes(shard_plan=read_json_object(file).get("shard_plan"))
     except ConfigError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.core.files import write_file
-from hetero_framework.core.owned import planted
+from hetero_framework.owned import planted
 
 _log = logging.getLogger(__name__)
 

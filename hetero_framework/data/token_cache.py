@@ -24,9 +24,9 @@ import numpy as np
 
 from hetero_framework._version import __version__
 from hetero_framework.core.cache import cache_directory
-from hetero_framework.core.owned import planted
 from hetero_framework.data.examples import Examples
 from hetero_framework.data.sources import Source
+from hetero_framework.owned import planted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

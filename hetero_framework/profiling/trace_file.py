@@ -27,6 +27,7 @@ from pydantic import TypeAdapter
 from hetero_framework.config import Config
 from hetero_framework.core import trace
 from hetero_framework.errors import ProtocolError, UserError
+from hetero_framework.log import not_through_links
 from hetero_framework.profiling.timeline import (
     Event,
     Process,
@@ -199,11 +200,11 @@ class _File:
         text = "".join(map(self._step, steps))
         if not self._end and text:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_bytes(b"")
+            open(self.path, "wb", opener=not_through_links).close()
             about = json.dumps({"displayTimeUnit": "ms", "otherData": asdict(self._about)})
             text = about[:-1] + ', "traceEvents": [' + text[1:]
         if self._end or text:
-            with self.path.open("r+b") as file:
+            with open(self.path, "r+b", opener=not_through_links) as file:
                 file.seek(self._end)
                 content = text.encode()
                 file.write(content + _tail(dropped).encode())

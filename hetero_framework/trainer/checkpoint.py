@@ -40,8 +40,8 @@ from hetero_framework.core.files import (
     sync_directory,
     sync_file,
 )
-from hetero_framework.core.owned import planted
 from hetero_framework.errors import CheckpointError, ResourceError
+from hetero_framework.owned import planted
 from hetero_framework.units import size
 
 FORMAT_VERSION = 1
@@ -130,13 +130,16 @@ class CheckpointStore:
             ) from error
         return [path for path in entries if _NAME.fullmatch(path.name)]
 
-    def complete_steps(self) -> list[int]:
-        """Steps that have a manifest, ascending. Looks at names only; `resolve` looks inside."""
+    def complete_steps(self, *, links: bool = False) -> list[int]:
+        """Steps that have a manifest, ascending; with `links` those, too, that are links, which
+        cannot be opened. Looks at names only; `resolve` looks inside."""
         steps = set()
         for path in self.paths():
             step, kind = _parsed(path.name)
             with suppress(OSError):  # what cannot be looked at is not complete
-                if kind in (None, "old") and not path.is_symlink() and (path / MANIFEST).is_file():
+                if kind in (None, "old") and (
+                    links if path.is_symlink() else (path / MANIFEST).is_file()
+                ):
                     steps.add(step)
         return sorted(steps)
 
@@ -365,7 +368,7 @@ class CheckpointReader:
 
     def _refuse_planted(self, path: Path) -> None:
         try:
-            wrong = planted(path)
+            wrong = planted(path, by_group=True)
         except FileNotFoundError:
             return  # said by who reads it
         except OSError as error:

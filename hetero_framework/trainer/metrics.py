@@ -26,6 +26,7 @@ from hetero_framework.config import StageSpec
 from hetero_framework.core.files import write_file
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.errors import DataError, ResourceError, UserError
+from hetero_framework.log import not_through_links
 
 METRICS_FILE = "metrics.jsonl"
 Traffic = tuple[int, int, float, int]  # bytes in, bytes out, seconds of writing, direct bytes
@@ -112,7 +113,7 @@ class MetricsWriter:
     def _append(self, data: bytes) -> None:
         """Add `data` whole; what an attempt that failed left of it is cut off first."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab", buffering=0) as file:
+        with open(self.path, "ab", buffering=0, opener=not_through_links) as file:
             if self._bytes is None:
                 self._bytes = file.tell()
             file.truncate(self._bytes)

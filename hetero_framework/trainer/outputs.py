@@ -40,6 +40,7 @@ from hetero_framework.models.export import (
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import stock_class
 from hetero_framework.models.towers import tower_weights
+from hetero_framework.owned import other_writers, refuse_link
 from hetero_framework.profiling.trace_file import TIMELINE_FILE
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
@@ -51,6 +52,7 @@ _log = logging.getLogger(__name__)
 OWNER_FILE = ".hetero-run"
 HOLDER_FILE = ".lock.json"  # beside the lock: Windows lets nobody read a locked file
 UNFINISHED_FILE = ".unfinished"
+_NO_LINKS = (".durable", ".lock", "logs", METRICS_FILE, EVENTS_FILE, TIMELINE_FILE)
 _HINTS = {
     "training.output_dir": "choose another one: --output-dir DIR",
     "checkpoint_dir": "set checkpoint_dir to a directory that can be written, or to null",
@@ -79,6 +81,9 @@ class RunDirectories:
             "training.logging_dir": self.tensorboard,
         }
         self._config.spare_base_model()
+        pictures, logs = self._output.glob("architecture.*"), (self._output / "logs").glob("*")
+        for written in (*(self._output / name for name in _NO_LINKS), *pictures, *logs):
+            refuse_link(written)
         with contextlib.ExitStack() as locks:
             done: set[Path] = set()
             for setting, directory in places.items():
@@ -88,7 +93,11 @@ class RunDirectories:
                 if not (is_outside or directory.exists()):
                     continue
                 done.add(directory.resolve())
+                refuse_link(directory, except_own=True)
                 _probe(setting, directory)
+                if (others := other_writers(directory)) is not None:
+                    said = "%s: %s may write into %s: what they put there is not all noticed"
+                    _log.warning(said, setting, others, directory)
                 # What lies in output_dir is locked with it, unless another run uses it, too.
                 if is_outside or (directory / OWNER_FILE).exists():
                     locks.enter_context(_locked(setting, directory))
@@ -118,7 +127,7 @@ class RunDirectories:
     def mark_unfinished(self) -> None:
         """From now on the same command continues this run."""
         with _tolerating(self._output):
-            (self._output / UNFINISHED_FILE).touch()
+            write_file(self._output / UNFINISHED_FILE, b"")
 
     def mark_finished(self) -> None:
         """The next run here begins afresh."""
@@ -131,7 +140,9 @@ class RunDirectories:
         owner = _owner(directory)
         is_own = owner["run"] == self.run_id if owner else self._is_inside(directory)
         if self.store.paths() and not is_own:
-            whose = f"the run whose output_dir is {owner['output_dir']}" if owner else "another run"
+            whose = "another run"
+            if owner:
+                whose = f"the run whose output_dir is {one_line(owner['output_dir'])}"
             raise ConfigError(
                 f"checkpoint_dir: {directory} holds checkpoints of {whose}",
                 hint="choose another checkpoint_dir or move them away; --resume continues that run",
@@ -179,7 +190,7 @@ class RunDirectories:
         directory = self._config.checkpoints
         if not self._is_inside(directory) or _owner(directory) is not None:
             owner = {"run": self.run_id, "output_dir": str(self._output)}
-            (directory / OWNER_FILE).write_text(json.dumps(owner) + "\n", encoding="utf-8")
+            write_file(directory / OWNER_FILE, json.dumps(owner).encode() + b"\n")
 
     def _events(self) -> Iterator[Path]:
         directory = self._config.logging_dir

@@ -329,7 +329,7 @@ def newest_state(
     if which != "latest":
         return store.resolve(which) if which is not None else None
     durable = durable_store(config)
-    steps, saved = durable.complete_steps(), store.complete_steps()
+    steps, saved = durable.complete_steps(links=True), store.complete_steps(links=True)
     if may_lack and not steps and not store.paths():
         return None
     if steps and steps[-1] > max(saved, default=-1):

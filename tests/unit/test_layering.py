@@ -18,6 +18,7 @@ LAYERS = {
     "errors": 0,
     "units": 0,
     "log": 1,
+    "owned": 1,
     "repository": 1,
     "versions": 1,
     "core": 2,

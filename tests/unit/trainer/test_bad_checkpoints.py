@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_framework import owned
 from hetero_framework.cli import main
-from hetero_framework.core import owned
 from hetero_framework.trainer import disk_space
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointStore
 from hetero_framework.trainer.outputs import RunDirectories

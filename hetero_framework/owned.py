@@ -1,0 +1,112 @@
+"""Whether nobody but this user can have written a file: what others could plant is not read, and
+nothing is written through links that they could plant.
+
+Links lead out of the directory that is looked at, and another owner or a mode that lets everybody
+write means that another user of the machine may have made the content.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_framework.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Why a file or directory is not trusted, and what to do when it is all right nevertheless."""
+
+    problem: str
+    mend: str
+
+
+def planted(path: Path, *, by_group: bool = False) -> Planted | None:
+    """What is wrong with a file or a directory; None where nothing is. `by_group`: that a group of
+    several users may change it counts, too. Raises OSError."""
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        return Planted("is a symbolic link", f"put what it points to in its place: {path}")
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        return Planted("is neither a file nor a directory", f"remove it: {path}")
+    if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
+        copy = "copy the directory and use the copy: cp -r"
+        return Planted(f"has {found.st_nlink} names (hard links)", f"{copy} {path.parent} ...")
+    if os.name == "nt":  # no modes, and owners are not numbers
+        return None
+    own, directory = os.geteuid(), _directory(path)
+    if found.st_uid not in (0, own):
+        mend = f"if it is yours all the same: chown -R {own} {directory}"
+        wrong = Planted(f"belongs to user {found.st_uid}, and this is user {own}", mend)
+    elif found.st_mode & stat.S_IWOTH or (by_group and _group(path) and _admits_group(directory)):
+        mend = f"if nobody has: chmod -R go-w {directory}"
+        whom = "everybody" if found.st_mode & stat.S_IWOTH else _group(path)
+        wrong = Planted(f"can be changed by {whom} (mode {stat.S_IMODE(found.st_mode):o})", mend)
+    else:
+        return None
+    return None if _says_nothing_here(directory, found) else wrong
+
+
+def other_writers(directory: Path) -> str | None:
+    """Other users that may put files into a directory; None where there are none, and where the
+    system does not tell. Raises OSError."""
+    if os.name == "nt":
+        return None
+    found = directory.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        whom: str | None = f"user {found.st_uid}, whose it is"
+    else:
+        whom = "everybody" if found.st_mode & stat.S_IWOTH else _group(directory)
+    return None if whom is None or _says_nothing_here(directory, found) else whom
+
+
+def refuse_link(path: Path, *, except_own: bool = False) -> None:
+    """Raise ConfigError if a run would write through a link at `path`; `except_own`: through one
+    that this user has not made."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return
+    is_own = os.name == "nt" or found.st_uid in (0, os.geteuid())
+    if stat.S_ISLNK(found.st_mode) and not (except_own and is_own):
+        whose = "" if is_own else f" of user {found.st_uid}"
+        raise ConfigError(
+            f"training.output_dir: {path} is a symbolic link{whose}, and no run writes through it",
+            hint="remove the link, or choose another directory: --output-dir DIR",
+        )
+
+
+def _group(path: Path) -> str | None:
+    """The group that may write, unless it is the one that only the owner is in."""
+    found = path.stat()
+    if not found.st_mode & stat.S_IWGRP:
+        return None
+    try:
+        name = path.group()
+        return f"group {name}" if name != path.owner() else None
+    except KeyError:
+        return f"group {found.st_gid}"
+
+
+def _admits_group(directory: Path) -> bool:
+    return bool(directory.stat().st_mode & stat.S_IXGRP)
+
+
+def _directory(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _says_nothing_here(directory: Path, found: os.stat_result) -> bool:
+    """Whether a new file looks alike, which was made for this user alone: FAT, and network disks
+    that give all files one owner and one mode."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            new = os.fstat(file.fileno())
+    except OSError:
+        return False
+    if found.st_uid not in (0, os.geteuid()):
+        return new.st_uid == found.st_uid
+    return bool(new.st_mode & found.st_mode & (stat.S_IWOTH | stat.S_IWGRP))
