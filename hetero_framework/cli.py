@@ -48,7 +48,10 @@ from hetero_framework.errors import GroupFinished, HeteroError, StoppedEarly, Us
 from hetero_framework.log import Lines, log_to, one_line, printable, to_stderr
 from hetero_framework.trainer.signals import STOPPED, StopRequest, hearing
 
-_PATHS = ("config", "keys", "output", "output_dir", "adapter", "checkpoint", "place")
+_PATHS = (
+    *("config", "keys", "output", "output_dir", "adapter", "checkpoint", "place"),
+    *("profile", "save_profile", "evaluate", "picture"),
+)
 INTERRUPTED = 130  # what a shell reports for SIGINT
 _MAX_MESSAGE_LINES = 40
 _ANY_VERSION = ("doctor", "schema", "init")  # they work without the libraries, or say what they are

@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from hetero_framework import repository
 from hetero_framework.commands.options import (
     ACCESS,
     CONFIG,
@@ -169,9 +170,9 @@ def _profile(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     if arguments.profile is not None:
         return load_profile(arguments.profile), about
     if arguments.dry_run:
+        config = _paper_config(arguments)
         from hetero_framework.commands.estimate import estimate_fleet
 
-        config = _paper_config(arguments)
         found = estimate_fleet(config, arguments.device, arguments.bandwidth, arguments.exclude)
         profile, about = found.profile, {"estimate": found.about}
     else:
@@ -185,6 +186,7 @@ def _measured(arguments: argparse.Namespace) -> Any:
     """The profile of the configuration's machines."""
     config = load(arguments, kept_plan=False)
     check_coordinator(config, arguments)
+    _find_model(config)
     from hetero_framework.commands.fleet import measure_fleet
 
     access = access_for(config, "local", arguments)
@@ -194,8 +196,6 @@ def _measured(arguments: argparse.Namespace) -> Any:
 def _paper_config(arguments: argparse.Namespace) -> Any:
     """The configuration; without a file the one that `hetero init` would propose for --model and
     the workers that --device names."""
-    from hetero_framework.commands.estimate import other_job, paper_config
-
     is_there = Path(arguments.config).exists()
     if arguments.model is None or is_there or arguments.config != DEFAULT_CONFIG:
         config = load(arguments, kept_plan=False)
@@ -204,11 +204,23 @@ def _paper_config(arguments: argparse.Namespace) -> Any:
             config = config.with_changes(
                 model=name if config.model else {"name_or_path": arguments.model}
             )
+        _find_model(config)
     else:
+        repository.resolve_model_path(arguments.model, Path.cwd())
+        from hetero_framework.commands.estimate import paper_config
+
         config = paper_config(arguments.model, arguments.device, arguments.set, arguments.adapter)
+    from hetero_framework.commands.estimate import other_job
+
     return other_job(
         config, arguments.adapter, max_length=arguments.max_length, rows=arguments.batch_size
     )
+
+
+def _find_model(config: Any) -> None:
+    """Raise ModelError for a path that leads nowhere, before anything slow is imported."""
+    if config.model is not None and config.model.name_or_path is not None:
+        repository.resolve_model_path(config.model.name_or_path, config.base_dir)
 
 
 def _save(profile: Any, file: Path) -> None:
