@@ -40,6 +40,7 @@ from hetero_framework.core.messages import Message
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.hosts import LinkLost
 from hetero_framework.errors import ConfigError, HeteroError, NetworkError, PeerLostError, UserError
+from hetero_framework.models.attention import check_attention
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.memory import StageMemory, estimate_memory, recomputing
 from hetero_framework.models.quantization import check_devices, devices_known
@@ -456,6 +457,19 @@ def four_bit(view: View) -> Found:
         yield from ((line, error.hint or "") for line in error.message.splitlines())
 
 
+def attention(view: View) -> Found:
+    """model.attn_implementation, which not every device trains with."""
+    devices = {id: asked.welcome.device for id, asked in view.workers.items() if asked.welcome}
+    for id in view.own:
+        with suppress(UserError):  # `memory` says that the device is not there
+            devices[id] = open_device(view.config.machine(id).device).name
+    try:
+        if view.config.is_planned:
+            check_attention(view.config, devices)
+    except UserError as error:
+        yield error.message, error.hint or ""
+
+
 def disk(view: View) -> Found:
     """Two checkpoints on the coordinator; the weights where a hub model is not there yet."""
     state = sum(stage.gradients + stage.optimizer for stage in view.memory)
@@ -569,7 +583,7 @@ CHECKS: tuple[Callable[[View], Found], ...] = (
         model,
         data,
     ),
-    *(memory, four_bit, disk, revision, graphviz, directory, failpoint),
+    *(memory, four_bit, attention, disk, revision, graphviz, directory, failpoint),
 )
 
 

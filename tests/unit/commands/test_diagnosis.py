@@ -243,6 +243,15 @@ def test_four_bits_where_there_are_none(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
+def test_attention_that_a_device_does_not_train_with(tmp_path: Path) -> None:
+    flex = {"from_config": TINY, "tokenizer": "t", "attn_implementation": "flex_attention"}
+    made = asked(view(tmp_path, model=flex), welcome=SimpleNamespace(device="mps"))
+    (line,) = found(diagnosis.attention, made)
+    assert "coordinator (127.0.0.1, cpu) cannot train with 'flex_attention'" in line
+    assert "worker 1 (127.0.0.1, mps)" in line
+    assert found(diagnosis.attention, asked(view(tmp_path))) == []
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounts a small disk")
 def test_disk_without_room_for_two_checkpoints(tmp_path: Path) -> None:
     small = tmp_path / "run"
