@@ -23,7 +23,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.trainer_utils import align_special_tokens
 
 from hetero_framework import repository
 from hetero_framework._version import __version__
@@ -136,6 +135,8 @@ def align_tokens(
     """Enter the tokenizer's special tokens in both configurations, as Trainer and SFTTrainer do:
     generation ends at what was learned as the end, too. `ends_as_told`: the end was chosen by
     `data.eos_token`, which takes the place of the configuration's."""
+    from transformers.trainer_utils import align_special_tokens  # slow: it brings PEFT
+
     settle_pad_token(tokenizer, config.get_text_config().vocab_size)
     if ends_as_told:
         config.get_text_config().eos_token_id = tokenizer.eos_token_id
