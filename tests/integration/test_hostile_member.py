@@ -177,6 +177,7 @@ def test_48_mib_of_empty_maps_are_not_made(member: Member) -> None:
     assert member.grown_bytes < MOST_GROWN_BYTES
 
 
+@pytest.mark.long
 def test_headers_just_small_enough_do_not_pile_up(member: Member) -> None:
     count = 1_000_000
     bomb = control_of(b"\xdd" + struct.pack(">I", count) + b"\x80" * count)
@@ -188,6 +189,7 @@ def test_headers_just_small_enough_do_not_pile_up(member: Member) -> None:
     assert member.grown_bytes < MOST_GROWN_BYTES
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -203,12 +205,14 @@ def test_wrong_types_are_named(fields: Any, said: str, member: Member) -> None:
     assert (code, f"worker 1: {said}" in log) == (2, True), log
 
 
+@pytest.mark.long
 def test_a_message_out_of_order_is_named(member: Member) -> None:
     member.say(m.GradientNorms(0, 0, (), (), 0))
     code, log = member.ended()
     assert (code, "GRADIENT_NORMS out of order" in log) == (2, True), log
 
 
+@pytest.mark.long
 def test_a_text_of_megabytes_is_shown_shortened(member: Member) -> None:
     member.say(m.Error("ModelError", "A" * 15 * MIB, "B" * 1000))
     code, log = member.ended()
@@ -218,6 +222,7 @@ def test_a_text_of_megabytes_is_shown_shortened(member: Member) -> None:
     assert member.grown_bytes < MOST_GROWN_BYTES
 
 
+@pytest.mark.long
 def test_a_flood_of_lines_is_cut_off_and_the_run_ends_in_time(member: Member) -> None:
     line = framed(Message(m.Log("INFO", "x" * 10))) * 1000
     began = time.monotonic()
@@ -250,6 +255,7 @@ def nothing(member: Member) -> None:
     """It says nothing more, and reads nothing."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("behave", "said"),
     [
