@@ -257,20 +257,20 @@ def nothing(member: Member) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("behave", "said"),
+    ("behave", "ends", "said"),
     [
-        (half, "worker 1 has been silent for"),
-        (nothing, "worker 1 has been silent for"),
-        (slow, "worker 1 has not loaded its stages in 30 s"),
+        (half, 75, "worker 1 has been silent for"),
+        (nothing, 75, "worker 1 has been silent for"),
+        (slow, 4, "worker 1 has not loaded its stages in 30 s"),
     ],
 )
 def test_one_that_does_not_go_on_is_given_up_in_time(
-    behave: Callable[[Member], None], said: str, member: Member
+    behave: Callable[[Member], None], ends: int, said: str, member: Member
 ) -> None:
     began = time.monotonic()
     behave(member)
     code, log = member.ended()
-    assert (code, said in log) == (4, True), log
+    assert (code, said in log) == (ends, True), log
     assert time.monotonic() - began < 90
     assert member.grown_bytes < MOST_GROWN_BYTES
 
@@ -296,7 +296,8 @@ def run_saying(
             [],
             model={"name_or_path": str(llama)},
             data={"train": str(texts), "max_length": 64},
-            adapter=LORA,
+            # Threads of one process share torch's random numbers.
+            adapter={**LORA, "lora_dropout": 0.0},
             training={"verify_architecture": False, "max_steps": 3, "probe_longest_batch": False},
             **sections,
         )

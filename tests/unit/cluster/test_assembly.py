@@ -47,6 +47,7 @@ class Links:
         self.direct: set[frozenset[Any]] = set()
         self.problems: dict[frozenset[Any], str] = {}
         self.ready: dict[Any, Ready] = {}
+        self.small_packets: set[Any] = set()
 
     def listen(self) -> None: ...
 

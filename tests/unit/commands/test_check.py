@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hetero_framework import cli
 from hetero_framework.commands.check import check, forecast, text
@@ -276,8 +278,8 @@ def plan(owners: list[Any], layers_each: int = 2, **training: Any) -> Config:
 def test_quantised_weights_on_a_device_without_4_bits_are_refused_by_name(
     raw: dict[str, Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "model").mkdir()
     fields = {**LLAMA, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).to(torch.bfloat16).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
     raw |= {"adapter": {"r": 4}}
     raw["model"] = {"name_or_path": "model", "quantization": "nf4", "tokenizer": "tokenizer"}
