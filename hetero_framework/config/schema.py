@@ -183,7 +183,11 @@ class ModelConfig(Section):
 
     def quantized(self, kind: Kind | None) -> ModelConfig:
         """The same with its weights held so."""
-        return self.model_copy(update={"quantization": kind})
+        return self.changed(quantization=kind)
+
+    def changed(self, **settings: Any) -> ModelConfig:
+        """The same with other settings. Raises ValueError where these are not valid."""
+        return type(self).model_validate({**self.model_dump(), **settings})
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

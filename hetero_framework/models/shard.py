@@ -24,7 +24,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,7 +32,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils import is_kernels_available
 
 from hetero_framework.core import frames
 from hetero_framework.errors import ArchitectureError, ModelError
@@ -71,7 +69,6 @@ Inputs = dict[str, Tensor]
 # Of one kind of layer: by training or not, sizes of one, the layer's own switches.
 _COMPILED_VERSIONS = 64
 NOTHING = Kept()
-_FLASH = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _Part = Literal["whole", "blocks", "head"]
 
 # transformers replaces methods of its own classes while it loads (`no_tie_weights`) and puts back
@@ -83,7 +80,6 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     """The transformers configuration that the `model` section names: the one gate through which
     every model comes, whoever names it. Raises ModelError, also for what would load code,
     and DeviceError where the attention is not installed."""
-    check_installed(model.attn_implementation)
     if model.from_config is not None:
         fields, place = dict(model.from_config), "model.from_config"
         check_settings(fields, place)
@@ -120,18 +116,14 @@ def _check_built(config: PretrainedConfig, place: str) -> None:
     for part in (config, text):
         check_quantizer(getattr(part, "quantization_config", None), place)
         attention = part._attn_implementation
-        if "/" in str(attention) or _stands_for_kernel(attention):
+        if "/" in str(attention):
             raise ModelError(
                 f"{place}: its attention {attention!r} would be a repository of native code, which"
                 " is never run here",
                 hint='set model.attn_implementation to "sdpa", or install the package that has it',
             )
-
-
-def _stands_for_kernel(attention: str | None) -> bool:
-    """Whether transformers would take a kernel of the hub for a package that is not installed."""
-    package = _FLASH.get(str(attention))
-    return package is not None and is_kernels_available() and find_spec(package) is None
+        if isinstance(attention, str):  # transformers might take a kernel of the hub in its place
+            check_installed(attention)
 
 
 def _set_router_loss(config: PretrainedConfig, weight: float) -> None:

@@ -47,7 +47,7 @@ def as_held(model: ModelConfig, base_dir: Path) -> tuple[ModelConfig, list[str]]
         return model, lines
     dtype = config_dtype(config) if model.dtype == "auto" else getattr(torch, model.dtype)
     unlike = [t for t, s in twice.items() if not _are_equal(checkpoint, keys[t], keys[s], dtype)]
-    held = model.model_copy(update={"tie_word_embeddings": not unlike})
+    held = model.changed(tie_word_embeddings=not unlike)
     if unlike:
         target, source = unlike[0], twice[unlike[0]]
         apart = tied_names(meta_model(load_model_config(held, base_dir)))

@@ -174,8 +174,8 @@ def test_gradients_add_to_those_of_earlier_micro_batches() -> None:
         shard.train(False)
         inputs = probe_inputs(config_of("llama"))
         once = run([shard], inputs, 5)[1]
-        in_pieces(shard, inputs, None, 5)
-        in_pieces(shard, inputs, None, 5)
+        in_pieces(shard, inputs, (), 5)
+        in_pieces(shard, inputs, (), 5)
         for name, gradient in once.items():
             torch.testing.assert_close(shard.model.get_parameter(name).grad, 2 * gradient)
 

@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
-from hetero_framework.errors import ArchitectureError, ModelError
-from hetero_framework.models import partition, weights
+from hetero_framework.errors import ArchitectureError, DeviceError, ModelError
+from hetero_framework.models import attention, partition, weights
 from hetero_framework.models import shard as shard_module
 from hetero_framework.models.introspect import introspect
 from hetero_framework.models.partition import AfterBlocks, PassThrough
@@ -514,14 +514,14 @@ def test_whoever_names_a_model_it_passes_one_gate(
 
 def test_no_kernel_stands_in_for_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would take one of the hub's; see `_check_and_adjust_attn_implementation`."""
-    asked = ModelConfig(
-        from_config=config_of("llama").to_dict(), attn_implementation="flash_attention_2"
-    )
-    monkeypatch.setattr(shard_module, "find_spec", lambda name: None)
-    load_model_config(asked, Path())
-    monkeypatch.setattr(shard_module, "is_kernels_available", lambda: True)
-    with pytest.raises(ModelError, match="native code, which is never run here"):
-        load_model_config(asked, Path())
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
+    fields, own = config_of("llama").to_dict(), {"_attn_implementation": "flash_attention_2"}
+    for asked in (
+        ModelConfig(from_config=fields, attn_implementation="flash_attention_2"),
+        ModelConfig(from_config={**fields, **own}),
+    ):
+        with pytest.raises(DeviceError, match="the package flash-attn is not installed"):
+            load_model_config(asked, Path())
 
 
 def test_a_hub_name_is_no_folder_of_where_the_process_was_started(

@@ -80,7 +80,7 @@ def test_without_a_checkpoint_there_is_no_result(alone: Alone) -> None:
     config = alone()
     with pytest.raises(PeerLostError, match="worker 1 is gone: signal SIGKILL") as raised:
         train(config)
-    assert "there is no checkpoint yet" in str(raised.value)
+    assert "nothing has been saved yet" in str(raised.value)
     assert not config.result_dir.exists()
 
 
