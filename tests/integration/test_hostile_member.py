@@ -32,7 +32,7 @@ from hetero_framework.errors import HeteroError, ProtocolError
 from hetero_framework.trainer.coordinator import train
 from tests.framed import checksum, framed
 from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
-from tests.integration.test_parity import LORA, assert_same, weights
+from tests.integration.test_parity import assert_same, weights
 from tests.samples import free_ports
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left_here")]
@@ -285,7 +285,8 @@ def run_saying(
     pool: Pool, llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[Change], Config]]:
     """Train with a worker that holds the middle stage and says what `change` makes of each of its
-    words."""
+    words. All weights are trained and none is drawn: threads of one process share torch's random
+    numbers, and both would take theirs from them."""
     over = threading.Event()
     serving: list[threading.Thread] = []
     say = Worker.to_coordinator
@@ -296,8 +297,6 @@ def run_saying(
             [],
             model={"name_or_path": str(llama)},
             data={"train": str(texts), "max_length": 64},
-            # Threads of one process share torch's random numbers.
-            adapter={**LORA, "lora_dropout": 0.0},
             training={"verify_architecture": False, "max_steps": 3, "probe_longest_batch": False},
             **sections,
         )
