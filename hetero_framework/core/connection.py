@@ -209,8 +209,12 @@ class Connection:
         """Note what a peer that we know did wrong, and tell it; a stranger learns nothing."""
         if self.peer is not None:
             self.fault = error
+            written = threading.Event()
             with suppress(HeteroError):
-                self.link.send(Message(m.Error("ProtocolError", error.message, error.hint)))
+                told = m.Error("ProtocolError", error.message, error.hint)
+                self.link.send(Message(told), written.set)
+                # The link fails next, and drops what a busy writer has not come to.
+                written.wait(timeouts.LAST_WORD_S)
 
     def _is_answer(self, message: Message) -> bool:
         """Whether somebody waits for this."""

@@ -158,9 +158,10 @@ class _Part:
             both.append(self._run(received))
             if len(both) > _MOST_RUNS:
                 break
-        forward_s, backward_s = map(statistics.median, zip(*both[1:], strict=True))
-        if self._stage.is_last:
-            backward_s = max(0.0, backward_s - forward_s)
+        del both[0]
+        if self._stage.is_last:  # pair by pair: what slows the machine slows both of a pair
+            both = [(forward_s, max(0.0, both_s - forward_s)) for forward_s, both_s in both]
+        forward_s, backward_s = map(statistics.median, zip(*both, strict=True))
         return PartCost(forward_s, backward_s, kept_bytes=kept_bytes)
 
     def _run(self, received: Bundle) -> tuple[float, float]:
