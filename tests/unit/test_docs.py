@@ -20,7 +20,7 @@ from hetero_framework.config import Config, load_config
 from tests.samples import save_texts, save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 CONFIGS = [ROOT / "hetero_config.json", *sorted(ROOT.glob("examples/*.json"))]
 PROGRAMS = ("hetero ", "make ", "python ")
 # What takes minutes or other machines is parsed, not run.
@@ -147,7 +147,24 @@ def test_links_resolve(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if "://" not in target:
-            assert (page.parent / target.partition("#")[0]).exists(), target
+            file, _, anchor = target.partition("#")
+            linked = page.parent / file if file else page
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors(linked), target
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page ends in, as GitHub makes it."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_decisions_are_short() -> None:
+    page = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 700
+    for entry in re.split(r"^### ", page, flags=re.MULTILINE)[1:]:
+        title, _, text = entry.partition("\n")
+        assert len(text.partition("\n## ")[0].strip().splitlines()) <= 12, title
 
 
 def test_extending_shows_the_example_that_is_tested() -> None:
