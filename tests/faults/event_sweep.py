@@ -54,7 +54,7 @@ STATES: dict[str, tuple[str, str]] = {
 }
 EVENTS = ("SIGTERM", "SIGKILL", "SIGHUP", "pause", "resume", "cut")
 PAIRS = [f"{state}/{event}" for state in STATES for event in EVENTS]
-FEW = ["loading/SIGTERM", "paused/SIGTERM", "training/cut"]
+FEW = ["loading/SIGTERM"]
 """Of the default suite."""
 
 

@@ -256,10 +256,10 @@ def test_a_link_cut_while_resuming_changes_nothing(make, proxies, whole, tmp_pat
     "cut",
     [
         FrameCut("down", m.Loss, "before"),
-        FrameCut("down", m.GradientNorms, "middle"),
+        pytest.param(FrameCut("down", m.GradientNorms, "middle"), marks=pytest.mark.long),
         FrameCut("up", m.Commit, "middle"),
-        FrameCut("down", m.Committed, "middle"),
-        FrameCut("up", m.Abort, "before"),
+        pytest.param(FrameCut("down", m.Committed, "middle"), marks=pytest.mark.long),
+        pytest.param(FrameCut("up", m.Abort, "before"), marks=pytest.mark.long),
         FrameCut("down", m.State, "before"),
     ],
     ids=lambda cut: cut.kind.spec.name,

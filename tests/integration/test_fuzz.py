@@ -103,7 +103,9 @@ class Breaks(Notes):
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["calm", "broken"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
+)
 def test_any_plan_equals_one_process(
     seed, broken, pool: Pool, llama: Path, texts: Path, tmp_path: Path, monkeypatch
 ) -> None:

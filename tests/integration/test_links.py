@@ -3,6 +3,7 @@ numbers."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import socket
@@ -157,9 +158,17 @@ def test_an_unreachable_worker_is_relayed_to_with_auto_and_refused_with_direct(
     assert 'set links to "auto" or "relay"' in str(e.value.hint)
 
 
-@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
-@pytest.mark.parametrize("where", ["before", "middle", "after"])
-@pytest.mark.parametrize("kind", [m.Forward, m.Backward], ids=lambda kind: kind.spec.name)
+def deaths() -> Iterator[Any]:
+    """All of them; of the default suite those in which each value is once."""
+    usual = {(m.Forward, "middle", False), (m.Backward, "before", True), (m.Forward, "after", True)}
+    for one in itertools.product((m.Forward, m.Backward), ("before", "middle", "after"), (0, 1)):
+        kind, where, reset = one
+        name = f"{kind.spec.name}-{where}-{'reset' if reset else 'closed'}"
+        marks = () if one in usual else pytest.mark.long
+        yield pytest.param(kind, where, bool(reset), marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("kind", "where", "reset"), list(deaths()))
 def test_a_direct_link_that_dies_costs_a_repeated_step(
     run, proxy, tmp_path, kind, where, reset
 ) -> None:

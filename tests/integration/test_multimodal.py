@@ -52,7 +52,9 @@ def original(folder: Path) -> PreTrainedModel:
     return model.train(False)
 
 
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "adapter", [None, pytest.param(LORA, marks=pytest.mark.long)], ids=["full", "lora"]
+)
 @pytest.mark.parametrize("name", CLASSES)
 def test_text_trains_under_any_cut_and_the_class_loads_the_result(
     name, adapter, losses, texts, tmp_path

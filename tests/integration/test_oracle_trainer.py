@@ -61,7 +61,11 @@ def test_tied_embeddings_agree_with_trainer(losses, texts, tmp_path) -> None:
     assert_close(weights(tmp_path / "run"), trained)
 
 
-@pytest.mark.parametrize("training", [{"bf16": True}, {"fp16": True}], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "training",
+    [{"bf16": True}, pytest.param({"fp16": True}, marks=pytest.mark.long)],
+    ids=["bf16", "fp16"],
+)
 def test_blocks_without_a_norm_in_front_equal_one_process_in_autocast(
     training, losses, tmp_path
 ) -> None:

@@ -31,7 +31,11 @@ pytestmark = [
 ]
 
 # Dropout, tied ends, experts, soft caps and sliding windows, linear attention.
-ARCHITECTURES = ["gpt2", "gemma2", "qwen3_moe", "qwen3_next"]
+ARCHITECTURES = [
+    "gpt2",
+    "qwen3_moe",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma2", "qwen3_next")),
+]
 EXPERTS = ("qwen3_moe", "qwen3_next")
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
 SHORT = {

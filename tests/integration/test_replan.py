@@ -85,7 +85,9 @@ def cut_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cut_at")
-@pytest.mark.parametrize("adapter", [LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "adapter", [LORA, pytest.param(None, marks=pytest.mark.long)], ids=["lora", "full"]
+)
 def test_another_cut_in_the_midst_changes_no_bit(
     adapter: Any, llama: Path, texts: Path, tmp_path: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_figures_are_those_of_the_samples(network: Network) -> None:
 # -- whole steps --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_product_slowed_on_purpose_is_slower(network: Network) -> None:
     with Product(network, LOAD) as product:
         plain = product.run(Engine(), 3, LIMIT_S)

@@ -20,7 +20,7 @@ def test_figures_are_those_of_the_samples() -> None:
 
 
 @pytest.mark.parametrize("relay", [[], ["--relay"]], ids=["direct", "relayed"])
-@pytest.mark.parametrize("mb", ["0", "0.5"])
+@pytest.mark.parametrize("mb", ["0", pytest.param("0.5", marks=pytest.mark.long)])
 def test_receiver_slowed_on_purpose_is_slower(mb: str, relay: list[str]) -> None:
     arguments = ["--mb", mb, "--rounds", "3", "--engines", "link,bare", "--slow-ms", "30", *relay]
     seconds, cpu = measure(build_parser().parse_args(arguments))

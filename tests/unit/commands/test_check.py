@@ -227,7 +227,7 @@ def test_device_that_is_too_small_or_absent_is_a_warning(
     raw: dict[str, Any], tmp_path: Path
 ) -> None:
     raw["workers"][0]["device"] = "xpu:7"
-    raw["training"]["per_device_train_batch_size"] = 10**9
+    raw["training"]["per_device_train_batch_size"] = 10**7
     notes = [
         line for line in text(check(Config.from_dict(raw, tmp_path))).splitlines() if ": " in line
     ]

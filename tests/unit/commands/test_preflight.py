@@ -84,7 +84,17 @@ def test_a_directory_of_others_is_told(make: Make, tmp_path: Path) -> None:
         preflight(make(training={"output_dir": "closed/run"}), writes=True)
 
 
-@pytest.mark.parametrize("name", tiny.architecture_names())
+# Their configurations become large models, which take 10 to 35 s to be looked at.
+LARGE = ("blt", "VibeVoiceAsrForConditionalGeneration", "Emu3ForConditionalGeneration")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in LARGE else ())
+        for name in tiny.architecture_names()
+    ],
+)
 def test_the_declared_layers_are_those_of_the_model(name: str) -> None:
     """Of every architecture: a plan that fits is never refused for what config.json says."""
     try:

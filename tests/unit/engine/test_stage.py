@@ -759,11 +759,10 @@ SIDE_WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "model_type",
     [
-        "gemma3n_text",
         "hy_v4",
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("gemma4_text", "qwen4_exp_text", "zaya")
+            for name in ("gemma3n_text", "gemma4_text", "qwen4_exp_text", "zaya")
         ),
     ],
 )
