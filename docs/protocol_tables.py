@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/protocol.md: `python docs/protocol_tables.py`.
+"""Write the generated parts of docs/maintainers/protocol.md: `python docs/protocol_tables.py`.
 
 A part stands between the lines `<!-- generated: NAME -->` and `<!-- end -->`; the rest of the page
 is written by hand. A test checks that the page agrees with the code.
@@ -15,7 +15,7 @@ from hetero_framework.core import frames, messages, session, waiting
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import BODIES, Body, Forward, Message
 
-PAGE = Path(__file__).with_name("protocol.md")
+PAGE = Path(__file__).parent / "maintainers" / "protocol.md"
 _ARROWS = {
     messages.COORDINATOR: "coordinator → worker",
     messages.WORKER: "worker → coordinator",

@@ -1,4 +1,4 @@
-"""Write the tree of the package into docs/architecture.md: `python docs/tree.py`.
+"""Write the tree of the package into docs/maintainers/architecture.md: `python docs/tree.py`.
 
 Every module's line is the first one of its own docstring, so that the page cannot say anything
 else than the code.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hetero_framework"
-PAGE = Path(__file__).with_name("architecture.md")
+PAGE = ROOT / "docs" / "maintainers" / "architecture.md"
 # From the bottom up: imports point to earlier rooms only.
 ROOMS = (
     *("core", "config", "security", "data", "planner", "visualizer", "models", "engine"),

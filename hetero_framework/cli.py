@@ -196,7 +196,7 @@ def _cuts(text: str) -> tuple[int, ...]:
 _IMPORT = repeated(
     "--import",
     "FILE",
-    "run a Python file first that registers control messages (docs/extending.md)",
+    "run a Python file first that registers control messages (docs/maintainers/extending.md)",
     dest="imports",
 )
 _OUTPUT_DIRECTORY = (

@@ -13,7 +13,7 @@
 
 Save this as watch.py and add `--import watch.py` to the command on every machine. Data are what
 msgpack knows: null, bool, int, float, string, bytes, list, and map with string keys.
-docs/extending.md has the whole of it.
+docs/maintainers/extending.md has the whole of it.
 """
 
 from __future__ import annotations

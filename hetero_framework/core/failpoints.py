@@ -19,7 +19,7 @@ A process that is started again has the same environment and fires again. With
 HETERO_FAILPOINT_ONCE=DIR whatever fires once leaves a file there and fires in no process that finds
 it. A process with failpoints says so when it starts.
 
-To add one: a line in POINTS, a `hit` in the product, a row in docs/fault_injection.md.
+To add one: a line in POINTS, a `hit` in the product, a row in docs/maintainers/fault_injection.md.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ A frame on the wire (all integers of the prefix big-endian, tensor bytes little-
     ...  msgpack header {"t": message type, "m": fields, "x": [[dtype code, shape], ...]}
     ...  the raw bytes of the tensors, back to back; a large frame has marks between pieces of them
 
-What the fields of a message are, `messages.py` knows; docs/protocol.md is the specification byte by
-byte. Whatever bytes arrive, the only exception that leaves this module is ProtocolError.
+`messages.py` defines the fields of a message; docs/maintainers/protocol.md is the specification
+byte by byte. Whatever bytes arrive, the only exception that leaves this module is ProtocolError.
 """
 
 from __future__ import annotations

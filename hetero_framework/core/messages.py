@@ -2,8 +2,8 @@
 
 A class here is the whole specification of a message: its docstring says who sends it to whom and
 what answers it, its annotations which values its fields may have, `@_message` the rest. The checks
-and the form on the wire (`fields.py`) and the tables of docs/protocol.md are derived from it. To
-add a message, add a class, and say in `session.py` when it is legal.
+and the form on the wire (`fields.py`) and the tables of docs/maintainers/protocol.md are derived
+from it. To add a message, add a class, and say in `session.py` when it is legal.
 
 A message is checked when it is made and when it is received, before memory for its tensors is
 taken. Whatever bytes arrive, the only exception that leaves this module is ProtocolError.

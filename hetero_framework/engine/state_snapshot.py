@@ -2,7 +2,7 @@
 
 They change in a commit alone. So a part is copied when it is read, between two tasks, and what has
 not been read is copied just before the next commit. A state that is read within one step costs
-memory for one part, and nothing at the commit (docs/decisions.md has the times).
+memory for one part, and nothing at the commit (docs/maintainers/decisions.md has the times).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ that sums its gradients."""
 STEEP_ROUNDS = 100
 """A run of fewer is for a good part where the loss falls steeply, which averages do not replace."""
 _WARM_UP = 10
-"""A tenth of such a run, in steps that sum gradients, made up for it (docs/decisions.md)."""
+"""Steps that sum gradients, a tenth of such a run, made up for it (see decisions.md)."""
 _BYTES = {"none": 4.0, "bf16": 2.0, "int8": 0.95}  # of a value, int8 as normally distributed ones
 
 

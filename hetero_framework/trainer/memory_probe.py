@@ -2,7 +2,7 @@
 some day does not suffice now.
 
 It is an attempt at the next step that is aborted as one whose link broke: no weight, no optimizer
-state and no random number knows of it (docs/architecture.md, "Numbers").
+state and no random number knows of it (docs/maintainers/architecture.md, "Numbers").
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_decisions_are_short() -> None:
-    page = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "maintainers" / "decisions.md").read_text(encoding="utf-8")
     assert len(page.splitlines()) <= 700
     for entry in re.split(r"^### ", page, flags=re.MULTILINE)[1:]:
         title, _, text = entry.partition("\n")
@@ -169,7 +169,7 @@ def test_decisions_are_short() -> None:
 
 def test_extending_shows_the_example_that_is_tested() -> None:
     example = (ROOT / "examples" / "watch_machines.py").read_text(encoding="utf-8")
-    page = ROOT / "docs" / "extending.md"
+    page = ROOT / "docs" / "maintainers" / "extending.md"
     shown = next(text for language, text in blocks(page) if language == "python")
     assert shown == example.partition('"""\n\n')[2].rstrip("\n")
 

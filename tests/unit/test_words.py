@@ -1,4 +1,7 @@
-"""Words that were replaced do not come back as names; docs/architecture.md has the glossary."""
+"""Words that were replaced do not come back as names.
+
+docs/maintainers/architecture.md has the glossary.
+"""
 
 from __future__ import annotations
 

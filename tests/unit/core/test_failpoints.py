@@ -167,7 +167,7 @@ def test_kill_and_exit_end_the_process() -> None:
 
 
 def test_the_page_has_every_point_with_its_place() -> None:
-    page = (ROOT / "docs" / "fault_injection.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "maintainers" / "fault_injection.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \|$", page, re.MULTILINE))
     assert rows == failpoints.POINTS
 
