@@ -72,6 +72,8 @@ from hetero_framework.security.access import Access, access_of
 
 _log = logging.getLogger(__name__)
 _SUSPICIOUS_LOSSES = 2
+_MOST_STALLS = 3
+"""How often one action may stand still."""
 """Of one link before a step is done: then its network is suspected, see `dial.connect`."""
 
 Trainable = list[list[tuple[str, tuple[int, ...]]]]
@@ -805,6 +807,7 @@ class Cluster:
         new process, OutOfMemory when memory runs out again, and WorkerLeaving, with the attempt
         forgotten, when one will end."""
         trouble: Exception | None = None
+        stalls = 0
         short: set[Attempt | None] = set()  # attempts in which memory ran out, in any process
         while True:
             try:
@@ -824,8 +827,13 @@ class Cluster:
                 if len(short) > 1:
                     raise
                 trouble = error
-            except (LinkLost, Stalled, DirectLost) as found:
+            except (LinkLost, DirectLost) as found:
                 trouble = found
+            except Stalled as stalled:
+                stalls += 1
+                if stalls > _MOST_STALLS:
+                    raise PeerLostError(f"{stalled}; that was attempt {stalls}") from None
+                trouble = stalled
             else:
                 self._members.settled()
                 return result
@@ -881,8 +889,8 @@ class Cluster:
             text = "%s; worker %s answers nothing and is ended"
             _log.warning(text, stalled, worker, extra=gone)
             if not self._local.kill(worker):
-                with suppress(LinkLost):
-                    self._peers.send(worker, Message(m.Quit(stalled)))
+                # One that does not even read this is met again when its link is made anew.
+                self._peers.let_go(worker, Message(m.Quit(stalled)))
 
     def recover(self, lost: LinkLost) -> None:
         """Have a worker take part again whose link broke. Raises PeerLostError."""

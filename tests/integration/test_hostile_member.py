@@ -4,6 +4,7 @@ came and its exit code, and with no more memory than a run takes."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import struct
@@ -24,11 +25,12 @@ import pytest
 from hetero_framework.cluster.worker import Worker, serve
 from hetero_framework.config import Config
 from hetero_framework.core import messages as m
+from hetero_framework.core import timeouts
 from hetero_framework.core.checksum import CHECKSUM_BYTES
 from hetero_framework.core.frames import PREFIX, PREFIX_BYTES, marks_in
 from hetero_framework.core.messages import Message
 from hetero_framework.engine.loading import load_stages
-from hetero_framework.errors import HeteroError, ProtocolError
+from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 from hetero_framework.trainer.coordinator import train
 from tests.framed import checksum, framed
 from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
@@ -291,17 +293,20 @@ def run_saying(
     serving: list[threading.Thread] = []
     say = Worker.to_coordinator
 
-    def config(name: str, **sections: Any) -> dict[str, Any]:
+    def config(name: str, training: dict[str, Any], **sections: Any) -> dict[str, Any]:
         return pool.config(
             tmp_path / name,
             [],
             model={"name_or_path": str(llama)},
             data={"train": str(texts), "max_length": 64},
-            training={"verify_architecture": False, "max_steps": 3, "probe_longest_batch": False},
+            training={
+                **{"verify_architecture": False, "max_steps": 3, "probe_longest_batch": False},
+                **training,
+            },
             **sections,
         )
 
-    def run(change: Change) -> None:
+    def run(change: Change, **training: Any) -> None:
         def said(worker: Worker, message: Message, done: Any = None) -> None:
             *before, last = change(message)
             for one in before:
@@ -310,7 +315,7 @@ def run_saying(
 
         monkeypatch.setattr(Worker, "to_coordinator", said)
         plan = [{"id": "local", "start": 0, "end": 2}, {"id": 1, "start": 2, "end": 4}]
-        raw = config("cut", shard_plan=[*plan, {"id": "local", "start": 4, "end": 6}])
+        raw = config("cut", training, shard_plan=[*plan, {"id": "local", "start": 4, "end": 6}])
         raw["workers"] = [{**raw["workers"][0], "port": free_ports(1)[0]}]
         made = Config.from_dict(raw)
 
@@ -324,7 +329,7 @@ def run_saying(
             serving[0].join(0.05)
         train(made, progress=Notes())
 
-    run.whole = lambda: train(Config.from_dict(config("whole")), progress=Notes())  # type: ignore[attr-defined]
+    run.whole = lambda: train(Config.from_dict(config("whole", {})), progress=Notes())  # type: ignore[attr-defined]
     yield run
     over.set()
     for thread in serving:
@@ -381,3 +386,44 @@ def test_words_of_other_attempts_and_steps_change_nothing(run_saying: Any, tmp_p
     run_saying(of_other_attempts)
     assert read_metrics(tmp_path / "cut") == read_metrics(tmp_path / "whole")
     assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Have the worker's reader stop at a boundary of step 3, this often. Its heartbeats go on, and
+    nothing that it is told is heard, not even that it shall end."""
+    over, heard, met = threading.Event(), Worker._received, itertools.count()
+    monkeypatch.setattr(timeouts, "ALIVE_S", 1.0)
+    monkeypatch.setattr("hetero_framework.cluster.worker.end_process", lambda reason: None)
+
+    def be(times: int) -> None:
+        def received(worker: Worker, connection: Any, message: Message) -> None:
+            body = message.body
+            if isinstance(body, m.Boundary) and body.step == 2 and next(met) < times:
+                over.wait(ENDS_IN_S)
+            heard(worker, connection, message)
+
+        monkeypatch.setattr(Worker, "_received", received)
+
+    yield be
+    over.set()
+
+
+def test_one_that_stops_reading_in_a_step_is_connected_again(
+    deaf: Callable[[int], None], run_saying: Any, tmp_path: Path
+) -> None:
+    run_saying.whole()
+    deaf(1)
+    run_saying(lambda message: [message], step_timeout_s=3.0)
+    assert read_metrics(tmp_path / "cut") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.long
+def test_one_that_stops_reading_each_time_ends_the_run(
+    deaf: Callable[[int], None], run_saying: Any
+) -> None:
+    deaf(100)
+    with pytest.raises(PeerLostError, match="nothing has moved for 3 s in step 3") as caught:
+        run_saying(lambda message: [message], step_timeout_s=3.0)
+    assert caught.value.exit_code == 4
