@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from hetero_framework.commands.fleet import plan_fleet
-from hetero_framework.commands.plan import Wishes, entries_of, make_plan, text
+from hetero_framework.commands.plan_report import Wishes, entries_of, make_plan, text
 from hetero_framework.config import Config
 from hetero_framework.planner import FleetProfile, Result
 from hetero_framework.security.access import Access

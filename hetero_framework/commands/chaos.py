@@ -6,6 +6,7 @@ disturbed run's command is given again when its coordinator was killed, as a ser
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import logging
@@ -15,13 +16,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from hetero_framework.cluster.roles import local_worker_ids
+from hetero_framework.commands.options import CONFIG, JSON, load, option, report
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
@@ -30,6 +32,40 @@ from hetero_framework.units import plural
 
 COORDINATOR = "coordinator"
 _log = logging.getLogger(__name__)
+
+
+EXAMPLES = """
+    hetero chaos --config cluster.json
+    hetero chaos --steps 40 --kills 6 --seed 3 --output-dir runs/chaos
+    """
+OPTIONS = (
+    *CONFIG,
+    option("--output-dir", metavar="DIR", default="runs/chaos", help="default: runs/chaos"),
+    option("--steps", type=int, default=20, help="of each of the two runs (default: 20)"),
+    option("--kills", type=int, default=4, help="processes to kill (default: 4)"),
+    option("--seed", type=int, default=0, help="says who is killed after which step"),
+    JSON,
+)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    directory = Path(arguments.output_dir)
+    arguments.output_dir = None  # of the two runs, not of the configuration
+    config = load(arguments)
+    config.require("model", "data")
+    options = ["--config", arguments.config]
+    for setting in arguments.set:
+        options += ["--set", setting]
+    verdict = chaos(
+        config,
+        directory,
+        steps=arguments.steps,
+        kills=arguments.kills,
+        seed=arguments.seed,
+        options=options,
+    )
+    report(arguments, asdict(verdict), text)
+    return 0 if verdict.same else HeteroError.exit_code
 
 
 @dataclass(frozen=True)

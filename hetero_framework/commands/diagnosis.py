@@ -29,7 +29,7 @@ from hetero_framework.cluster import about, link_probe
 from hetero_framework.cluster.roles import Role, decide_role, machine_of
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.commands import island_diagnosis
-from hetero_framework.commands.keys import problems as key_problems
+from hetero_framework.commands.key_management import problems as key_problems
 from hetero_framework.config import Config, Machine, WorkerConfig, process_name
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m

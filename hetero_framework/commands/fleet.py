@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from hetero_framework.cluster import link_probe, survey
 from hetero_framework.cluster.assembly import Cluster, MachineFacts
 from hetero_framework.cluster.roles import machine_of
-from hetero_framework.commands.bench import losses_told
+from hetero_framework.commands.bench_report import losses_told
 from hetero_framework.commands.fleet_profile import profile_of
 from hetero_framework.config import Config, process_name
 from hetero_framework.core.fields import WorkerId

@@ -1,7 +1,8 @@
-"""Write a hetero_config.json: from options, or by asking a few questions."""
+"""`hetero init`: writes a hetero_config.json from options, or by asking a few questions."""
 
 from __future__ import annotations
 
+import argparse
 import glob
 import ipaddress
 import json
@@ -14,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hetero_framework.commands.options import DEFAULT_CONFIG, flag, load, option, repeated
 from hetero_framework.config import (
     AUTO,
     COORDINATOR_PORT,
@@ -29,11 +31,83 @@ from hetero_framework.core import addresses
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import ConfigError, HeteroError, UserError
 
+EXAMPLES = """
+    hetero init
+    hetero init --non-interactive --model meta-llama/Llama-3.1-8B \\
+        --worker 192.168.1.20:9999:cuda:0 --worker [fd00::2]:9999 --adapter qlora \\
+        --data train.jsonl
+    hetero init --non-interactive --model ./model --worker localhost:29501 --adapter none
+    hetero init --island garage --lighthouse 192.168.1.10:29510
+    """
+_HOST_PORT_DEVICE = "HOST[:PORT[:DEVICE]]"
+OPTIONS = (
+    flag("--non-interactive", "ask no questions"),
+    option("--model", metavar="NAME", help="model directory or hub name"),
+    repeated(
+        "--worker",
+        _HOST_PORT_DEVICE,
+        "a worker (PORT -: it dials the coordinator); may be repeated",
+        dest="workers",
+    ),
+    option(
+        "--coordinator", metavar=_HOST_PORT_DEVICE, help="the coordinator (default: this machine)"
+    ),
+    option("--layers", type=int, metavar="N", help="number of layers (default: the model's)"),
+    flag("--measure", "no even split: the run measures the machines first, and plans for them"),
+    option("--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"),
+    option("--data", metavar="FILE", help="training data: file or dataset name"),
+    option("--island", metavar="NAME", help="train together with other coordinators, as this one"),
+    option(
+        "--lighthouse",
+        metavar="HOST:PORT",
+        help="address where islands find each other (default: 127.0.0.1:29510)",
+    ),
+    option("--output", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"),
+    flag("--force", "replace an existing file"),
+)
 ADAPTERS = ("lora", "qlora", "none")
 _USUAL_DATA = "data/train.jsonl"
 _DATA_FILE = re.compile(r"\.(jsonl?|ndjson|parquet|te?xt)(\.gz)?$")
 _ADDRESS = re.compile(r"(?:\[([^\]]*)\]|([^:\[]*))(?::([0-9]*|-)(?::(.*))?)?")
 _T = TypeVar("_T")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    given = vars(arguments)
+    names = ("model", "workers", "coordinator", "layers", "adapter", "data", "island", "lighthouse")
+    # Not given, it is asked about.
+    answers = Answers(**{name: given[name] for name in names}, measure=arguments.measure or None)
+    output = Path(arguments.output)
+    if not arguments.non_interactive:
+        code = run_wizard(answers, output, force=arguments.force)
+        _prepare_keys(load(argparse.Namespace(config=output)), output)
+        return code
+    config = write_config(answers, output, force=arguments.force)
+    for line in precision_lines(config):
+        print(line)
+    print(f"wrote {output}; next: hetero check --config {output}")
+    _prepare_keys(config, output)
+    return 0
+
+
+def _prepare_keys(config: Config, output: Path) -> None:
+    """Make the keys that other machines need, and say how they get them."""
+    from hetero_framework.commands.key_management import prepare_keys
+    from hetero_framework.security.keys import FOLDER, KeyDirectory
+
+    keys = KeyDirectory(output.absolute().parent / FOLDER)
+    made = prepare_keys(config, keys)
+    remote = [str(w.id) for w in config.planned_workers if not addresses.is_local_address(w.ip)]
+    if made:
+        print(f"made this cluster's authority and this machine's key: {keys.path}")
+    if remote:
+        print(f"invite the other machines: hetero invite {' '.join(remote)} --config {output}")
+    island = config.island
+    if island is not None and not addresses.is_loopback(island.lighthouse_address[0]):
+        print(
+            "have this island invited, on the lighthouse's machine: hetero invite --island"
+            f" {island.name}"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,48 @@
-"""`hetero lighthouse`: where the islands of a group find each other, until it is told to end."""
+"""`hetero lighthouse`: the place where the islands of a group find each other."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hetero_framework.config import host_and_port, split_address
-from hetero_framework.core import timeouts
-from hetero_framework.core.dial import Listener
+from hetero_framework.commands.options import ACCESS, at_least, key_options, option
 from hetero_framework.errors import StoppedEarly, UserError
-from hetero_framework.islands.lighthouse import Lighthouse
-from hetero_framework.islands.tunnel import Entrance
-from hetero_framework.security.access import KeyOptions, lighthouse_access
-from hetero_framework.security.keys import KeyDirectory
-from hetero_framework.trainer.signals import StopRequest
+
+if TYPE_CHECKING:
+    from hetero_framework.security.access import KeyOptions
+    from hetero_framework.security.keys import KeyDirectory
+
+EXAMPLES = """
+    hetero lighthouse
+    hetero lighthouse --bind 192.168.1.10:29510 --min-islands 2
+    """
+OPTIONS = (
+    option(
+        "--bind",
+        default="127.0.0.1:29510",
+        metavar="HOST:PORT",
+        help="listening address, the islands' island.lighthouse (default: 127.0.0.1:29510)",
+    ),
+    option(
+        "--min-islands",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="minimum number of islands before training starts (default: 1)",
+    ),
+    option("--keys", metavar="DIR", help="default: hetero_keys; those of islands are in it"),
+    ACCESS[1],
+)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from hetero_framework.security.keys import FOLDER, KeyDirectory
+
+    keys = KeyDirectory(Path(arguments.keys or FOLDER).absolute())
+    serve(arguments.bind, arguments.min_islands, keys.of_islands, key_options(arguments))
 
 
 def serve(
@@ -25,6 +54,14 @@ def serve(
 ) -> None:
     """Serve at `bind`, "host:port", until a signal ends it with StoppedEarly; `keys` are those of
     islands. Raises UserError, IdentityError, and NetworkError for a port in use."""
+    from hetero_framework.config import host_and_port, split_address
+    from hetero_framework.core import timeouts
+    from hetero_framework.core.dial import Listener
+    from hetero_framework.islands.lighthouse import Lighthouse
+    from hetero_framework.islands.tunnel import Entrance
+    from hetero_framework.security.access import lighthouse_access
+    from hetero_framework.trainer.signals import StopRequest
+
     try:
         host, port = split_address(bind)
     except ValueError as error:

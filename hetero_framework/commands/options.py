@@ -51,11 +51,22 @@ CONFIG = (
 KEYS = option("--keys", metavar="DIR", help="default: hetero_keys beside the configuration")
 ACCESS = (
     KEYS,
-    flag("--insecure-plaintext", "no encryption, and nobody is asked who it is; on all machines"),
+    flag("--insecure-plaintext", "disable encryption and authentication; the same on all machines"),
 )
 JSON = flag("--json", "print JSON")
-WORKER_ID = option("--worker-id", metavar="ID", help="which worker this process is")
-ROLE_HELP = "what this machine is (default: by its addresses and host name)"
+WORKER_ID = option("--worker-id", metavar="ID", help="act as this worker")
+ROLE_HELP = "role of this machine (default: by its addresses and host name)"
+IMPORT = repeated(
+    "--import",
+    "FILE",
+    "run this Python file first; it registers control messages"
+    " (docs/maintainers/extending.md)",
+    dest="imports",
+)
+OUTPUT_DIRECTORY = (
+    option("--output", required=True, metavar="DIR", help="new directory"),
+    flag("--overwrite", "replace an earlier result in DIR; other files in it stay"),
+)
 
 
 def load(arguments: argparse.Namespace, *, kept_plan: bool = True) -> Any:
@@ -87,7 +98,7 @@ def access_for(config: Any, process: int | str, arguments: argparse.Namespace) -
 
 
 def island_access_for(config: Any, arguments: argparse.Namespace) -> Any:
-    """For the links to other islands; None where there are none."""
+    """Access for the links to other islands; None without islands."""
     if config.island is None:
         return None
     from hetero_framework.security.access import island_access
@@ -96,10 +107,27 @@ def island_access_for(config: Any, arguments: argparse.Namespace) -> Any:
 
 
 def processes_here(config: Any, arguments: argparse.Namespace) -> list[str]:
-    """Whose keys are here."""
-    from hetero_framework.security.access import key_directory
+    """The processes with keys on this machine."""
+    from hetero_framework.security import access
 
-    return list(key_directory(config, key_options(arguments)).processes())
+    return list(access.key_directory(config, key_options(arguments)).processes())
+
+
+def key_directory(arguments: argparse.Namespace) -> Any:
+    """That of --keys, or beside the configuration."""
+    from hetero_framework.security.keys import FOLDER, KeyDirectory
+
+    beside = Path(arguments.config).absolute().parent / FOLDER
+    return KeyDirectory(Path(arguments.keys).absolute() if arguments.keys else beside)
+
+
+def import_files(arguments: argparse.Namespace) -> None:
+    """Run the files of --import."""
+    if arguments.imports:
+        from hetero_framework import control
+
+        for file in arguments.imports:
+            control.import_file(Path(file))
 
 
 def key_options(arguments: argparse.Namespace) -> Any:

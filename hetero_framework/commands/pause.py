@@ -1,16 +1,34 @@
-"""`hetero pause` and `hetero resume`: a machine's owner takes it back for a while, and gives it."""
+"""`hetero pause`: frees a machine of a worker for a while. `hetero resume` ends that."""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 
 from hetero_framework import units
 from hetero_framework.cluster.pausing import Desk, State, Worker, supervised
+from hetero_framework.commands.options import option
 from hetero_framework.core import timeouts
 from hetero_framework.errors import PeerLostError, UserError
 
+EXAMPLES = """
+    hetero pause 1
+    hetero pause 1 --address 192.168.1.20:9999
+    """
+OPTIONS = (
+    option("worker_id", metavar="ID", help="the worker, as the configuration names it"),
+    option(
+        "--address",
+        metavar="HOST:PORT",
+        help="its listening address, if several workers of that name are served here",
+    ),
+)
 _PATIENCE_S = timeouts.RELEASE_S + timeouts.EXIT_S
+
+
+def run(arguments: argparse.Namespace) -> None:
+    print(pause(arguments.worker_id, arguments.address))
 
 
 def pause(worker_id: str, address: str | None = None) -> str:

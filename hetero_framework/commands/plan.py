@@ -1,277 +1,241 @@
-"""`hetero plan`: who should hold which layers, and what a step then takes."""
+"""`hetero plan`: chooses or evaluates a plan for machines that are measured or estimated."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.config import Config, layers_text, process_name
-from hetero_framework.config.strict_json import read_json_object
-from hetero_framework.core.files import write_file
-from hetero_framework.errors import ConfigError, UserError
-from hetero_framework.planner import FleetProfile, Result, evaluate, plan
-from hetero_framework.planner.planning import ALLOWED
-from hetero_framework.units import count, plural, seconds, share, size
-from hetero_framework.visualizer.tables import table
+from hetero_framework import repository
+from hetero_framework.commands.options import (
+    ACCESS,
+    CONFIG,
+    DEFAULT_CONFIG,
+    JSON,
+    ROLE_HELP,
+    access_for,
+    at_least,
+    check_coordinator,
+    flag,
+    load,
+    option,
+    repeated,
+    report,
+)
+from hetero_framework.errors import UserError
 
-WorkerId = int | str
-_UNITS = {
-    **{"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
-    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
-_LAYER = re.compile(r"[0-9]{1,9}")
-_HEAD = ("process", "layers", "busy", "limited by", "memory", "left")
+_log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Wishes:
-    """The options that say what a plan may be, as they were written: "1=4:12", "2", "1=2GiB"."""
-
-    pins: Sequence[str] = ()
-    excluded: Sequence[str] = ()
-    margins: Sequence[str] = ()
-    allow: Collection[str] = field(default_factory=frozenset)
-
-
-def make_plan(profile: FleetProfile, wishes: Wishes) -> Result:
-    """The best plan for a profile. Raises UserError for wishes that contradict each
-    other or the profile, PlanError where nothing fits."""
-    ids = [device.id for device in profile.devices]
-    return plan(
-        profile,
-        pins=_pins(wishes.pins, ids),
-        excluded=[_known(name, ids) for name in wishes.excluded],
-        margins=_margins(wishes.margins, ids),
-        allow=ALLOWED
-        | {word.strip() for words in wishes.allow for word in words.split(",") if word.strip()},
-    )
-
-
-def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> Result:
-    """What the plan in a file would take: one that `hetero plan --json` printed, or a
-    configuration. Raises ConfigError and PlanError."""
-    if not file.exists():
-        raise ConfigError(f"plan {file} does not exist")
-    raw = read_json_object(file)
-    entries, again = raw.get("shard_plan"), raw.get("gradient_checkpointing", {})
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f'{file}: shard_plan: must be a list of {{"id", "start", "end"}}')
-    if not isinstance(again, dict):
-        raise ConfigError(f"{file}: gradient_checkpointing: must be an object, stage by stage")
-    training = raw.get("training")
-    settings = training if isinstance(training, dict) else raw
-    if settings is training and settings.get("gradient_checkpointing") is True:
-        again = {str(k): True for k in range(len(entries))}
-    most = settings.get("max_in_flight")
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise ConfigError(f"{file}: max_in_flight: must be a whole number from 1 on")
-    ids = [device.id for device in profile.devices]
-    margins = _margins(wishes.margins, ids)
-    return evaluate(
-        profile, entries, gradient_checkpointing=again, max_in_flight=most, margins=margins
-    )
-
-
-def write_plan(found: Mapping[str, Any], file: Path) -> Config:
-    """Put a plan into a configuration, which is returned; its other settings and their order stay.
-    Raises ConfigError for one that it does not fit, and UserError where the file cannot be written.
+EXAMPLES = """
+    hetero plan --dry-run --model meta-llama/Llama-3.1-8B --device "local=RTX 4090" \\
+        --device "1=RTX 3090" --device "2=Apple M2 Max 64GB" --bandwidth 1Gbit/s
+    hetero plan --measure --config cluster.json
+    hetero plan --measure --config cluster.json --save-profile fleet.json --write
+    hetero plan --profile fleet.json --pin 1=4:12 --exclude 2 --margin local=2GiB --json
+    hetero plan --profile fleet.json --evaluate plan.json
     """
-    raw = read_json_object(file)
-    raw["shard_plan"] = entries_of(found)
-    changes = found["changes"]
-    if "wire" in changes:
-        raw["wire"] = {**(raw.get("wire") or {}), **changes["wire"]}
-    if "micro_batches" in changes:
-        _split_samples(raw, changes["micro_batches"])
-    config = Config.from_dict(raw, file.absolute().parent, name=str(file))
+_SOURCES = ("measure", "dry_run", "profile")
+_JOB = ("adapter", "max_length", "batch_size")
+OPTIONS = (
+    *CONFIG,
+    flag("--measure", "measure the machines of the configuration and their links"),
+    flag(
+        "--anew",
+        "with --measure: measure also what the machines remember of this model and settings",
+    ),
+    flag(
+        "--dry-run",
+        "estimate from the model's config.json and makers' figures: downloads nothing else and"
+        " contacts no other machine",
+    ),
+    option(
+        "--profile", metavar="FILE", help="use this profile, measured before or written by hand"
+    ),
+    option(
+        "--model", metavar="NAME", help="with --dry-run: this model instead of the configured one"
+    ),
+    repeated(
+        "--device",
+        "ID=NAME",
+        'with --dry-run: the device of a process, as in "1=RTX 3090" or "local=Apple M2 Max 64GB";'
+        " may be repeated",
+    ),
+    option(
+        "--adapter",
+        choices=("lora", "qlora", "none"),
+        help="with --dry-run: what to train, instead of the configured adapter",
+    ),
+    option("--max-length", metavar="N", type=at_least(1), help="with --dry-run: tokens per sample"),
+    option(
+        "--batch-size",
+        metavar="N",
+        type=at_least(1),
+        help="with --dry-run: samples per micro-batch",
+    ),
+    repeated(
+        "--bandwidth",
+        "[ID=]SPEED",
+        "with --dry-run: network speed of all processes, or of one, as in 2=100Mbit/s (default:"
+        " 1Gbit/s); may be repeated",
+    ),
+    option("--save-profile", metavar="FILE", help="save the measured or estimated profile"),
+    flag("--write", "write the plan into the configuration"),
+    option(
+        "--evaluate", metavar="FILE", help="predict the step of this plan instead of choosing one"
+    ),
+    option(
+        "--picture",
+        metavar="FILE",
+        help="draw the layers of each process, and beside it (FILE-step) the predicted step; png,"
+        " svg or pdf",
+    ),
+    repeated("--pin", "ID=START:END", "layers that this process must hold; may be repeated"),
+    repeated("--exclude", "ID", "worker that must hold no layers; may be repeated"),
+    repeated("--margin", "ID=SIZE", "memory to leave free on this process; may be repeated"),
+    repeated(
+        "--allow",
+        "LIST",
+        "further choices for the plan, besides checkpointing and chunks: codec, micro-batch; they"
+        " change the results slightly",
+    ),
+    option("--role", choices=("coordinator",), help=ROLE_HELP),
+    *ACCESS,
+    JSON,
+)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    _check(arguments)
+    from hetero_framework.commands.plan_report import (
+        Wishes,
+        judge_plan,
+        make_plan,
+        text,
+        write_plan,
+    )
+
+    profile, about = _profile(arguments)
+    # An estimate leaves out whom it need not know.
+    excluded = () if arguments.dry_run else arguments.exclude
+    wishes = Wishes(arguments.pin, excluded, arguments.margin, arguments.allow)
+    if arguments.evaluate is not None:
+        result = judge_plan(profile, Path(arguments.evaluate), wishes)
+    else:
+        result = make_plan(profile, wishes)
+    found = {**result.to_dict(), **about}
+    if about:
+        from hetero_framework.commands.estimate import pace
+
+        found["estimate"]["pace"] = pace(about["estimate"]["job"], result.predicted_step_s)
+    report(arguments, found, text)
+    if arguments.picture is not None:
+        from hetero_framework.commands.plan_picture import draw_plan
+
+        for file in draw_plan(result, arguments.picture, is_estimate=bool(about)):
+            _log.info("drawn: %s", file)
+    if arguments.write:
+        config = write_plan(found, Path(arguments.config))
+        _log.info("wrote the plan into %s", arguments.config)
+        if config.model is not None and not about:  # an estimate is nothing to hold a run to
+            from hetero_framework.trainer.kept_plan import keep_plan
+
+            keep_plan(config, result)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise UserError for options that do not go together."""
+    if sum(bool(getattr(arguments, name)) for name in _SOURCES) != 1:
+        raise UserError("hetero plan needs one of --measure, --dry-run and --profile FILE")
+    if arguments.save_profile is not None and arguments.profile is not None:
+        raise UserError("--save-profile keeps what --measure or --dry-run finds")
+    kept = Path(arguments.save_profile or "")
+    if arguments.save_profile is not None and kept.exists() and not kept.is_file():
+        # A device or a pipe would be replaced by a file.
+        raise UserError(f"--save-profile {kept} is no file that could be written")
+    if arguments.anew and not arguments.measure:
+        raise UserError("--anew goes with --measure")
+    for name in ("model", "device", "bandwidth", *_JOB):
+        if getattr(arguments, name) and not arguments.dry_run:
+            raise UserError(f"--{name.replace('_', '-')} goes with --dry-run")
+    if arguments.write and any(getattr(arguments, name) for name in _JOB):
+        raise UserError(
+            "--write would put a plan for another job into the configuration",
+            hint="set adapter, data.max_length or training.per_device_train_batch_size there, and"
+            " leave the option out",
+        )
+    if arguments.evaluate is not None and (arguments.pin or arguments.exclude or arguments.allow):
+        raise UserError("--evaluate takes the plan as it is, without --pin, --exclude, --allow")
+    if arguments.evaluate is not None and arguments.write:
+        raise UserError("--write puts a new plan into the configuration, without --evaluate")
+
+
+def _profile(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The profile, and for an estimate what it was made from."""
+    from hetero_framework.planner import load_profile
+
+    about: dict[str, Any] = {}
+    if arguments.profile is not None:
+        return load_profile(arguments.profile), about
+    if arguments.dry_run:
+        config = _paper_config(arguments)
+        from hetero_framework.commands.estimate import estimate_fleet
+
+        found = estimate_fleet(config, arguments.device, arguments.bandwidth, arguments.exclude)
+        profile, about = found.profile, {"estimate": found.about}
+    else:
+        profile = _measured(arguments)
+    if arguments.save_profile is not None:
+        _save(profile, Path(arguments.save_profile))
+    return profile, about
+
+
+def _measured(arguments: argparse.Namespace) -> Any:
+    """The profile of the configuration's machines."""
+    config = load(arguments, kept_plan=False)
+    check_coordinator(config, arguments)
+    _find_model(config)
+    from hetero_framework.commands.fleet import measure_fleet
+
+    access = access_for(config, "local", arguments)
+    return measure_fleet(config, access=access, anew=arguments.anew)
+
+
+def _paper_config(arguments: argparse.Namespace) -> Any:
+    """The configuration; without a file the one that `hetero init` would propose for --model and
+    the workers that --device names."""
+    is_there = Path(arguments.config).exists()
+    if arguments.model is None or is_there or arguments.config != DEFAULT_CONFIG:
+        config = load(arguments, kept_plan=False)
+        if arguments.model is not None:
+            name = {"name_or_path": arguments.model, "from_config": None}
+            config = config.with_changes(
+                model=name if config.model else {"name_or_path": arguments.model}
+            )
+        _find_model(config)
+    else:
+        repository.resolve_model_path(arguments.model, Path.cwd())
+        from hetero_framework.commands.estimate import paper_config
+
+        config = paper_config(arguments.model, arguments.device, arguments.set, arguments.adapter)
+    from hetero_framework.commands.estimate import other_job
+
+    return other_job(
+        config, arguments.adapter, max_length=arguments.max_length, rows=arguments.batch_size
+    )
+
+
+def _find_model(config: Any) -> None:
+    """Raise ModelError for a path that leads nowhere, before anything slow is imported."""
+    if config.model is not None and config.model.name_or_path is not None:
+        repository.resolve_model_path(config.model.name_or_path, config.base_dir)
+
+
+def _save(profile: Any, file: Path) -> None:
+    from hetero_framework.core.files import write_file
+
     try:
-        # Of a symbolic link the file that it names is written; the link stays.
-        write_file(file.resolve(), json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
+        write_file(file.resolve(), json.dumps(profile.to_dict(), indent=1).encode() + b"\n")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror or error}") from error
-    return config
-
-
-def entries_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The entries of shard_plan that a plan asks for."""
-    again = found["gradient_checkpointing"]
-    return [
-        {**entry, **({"gradient_checkpointing": True} if again.get(str(k)) else {})}
-        for k, entry in enumerate(found["shard_plan"])
-    ]
-
-
-def _split_samples(raw: dict[str, Any], micro_batches: int) -> None:
-    """Have a step's samples come in so many micro-batches."""
-    before = Config.from_dict(raw).training
-    samples = before.per_device_train_batch_size * before.gradient_accumulation_steps
-    if samples % micro_batches:
-        raise UserError(
-            f"the {samples} samples of a step are no {micro_batches} equal micro-batches",
-            hint="plan without --allow micro-batch",
-        )
-    training = raw.setdefault("training", {})
-    training["per_device_train_batch_size"] = samples // micro_batches
-    training["gradient_accumulation_steps"] = micro_batches
-
-
-def text(found: dict[str, Any]) -> str:
-    """The plan for a person."""
-    rows = []
-    for device in found["devices"]:
-        own = [entry for entry in found["shard_plan"] if entry["id"] == device["id"]]
-        rows.append(
-            (
-                process_name(device["id"]),
-                held_text([(entry["start"], entry["end"]) for entry in own]),
-                share(device["busy"]),
-                device["limit"],
-                size(device["memory_bytes"]),
-                size(max(0, device["free_bytes"])),
-            )
-        )
-    lines = [*table(_HEAD, rows, left=(0, 1, 3)), "", *_lines(found)]
-    if "estimate" in found:
-        lines = [*_estimate_lines(found["estimate"]), "", *lines]
-    return "\n".join(lines)
-
-
-def held_text(ranges: Sequence[tuple[int, int]]) -> str:
-    """What a process holds, by its stages' layers [start, end): "layers 0-7, 19-31"."""
-    ends = {True: "embedding", False: "head"}  # of a stage without layers, by where it is
-    parts = [layers_text(a, b) if b > a else ends[a == 0] for a, b in ranges]
-    found = ", ".join(parts)
-    return found.replace(", layers ", ", ") if found.startswith("layers") else found
-
-
-def _estimate_lines(about: Mapping[str, Any]) -> list[str]:
-    """What an estimate was made from, and how far it may be off."""
-    lines = [
-        f"An ESTIMATE from config.json and makers' figures: times may be {about['factor']:g} times"
-        " longer or shorter. `hetero plan --measure` measures."
-    ]
-    weights = about["job"]["weights"]
-    for device in about["devices"]:
-        held = f", holds {weights[str(device['id'])]}" if len({*weights.values()}) > 1 else ""
-        name = process_name(device["id"])
-        lines.append(f"  {name}: {device['name']} ({device['figures']}){held}")
-    lines += _job_lines(about["job"], about["pace"], about["factor"])
-    return [*lines, *(f"  assumed: {line}" for line in about["assumed"])]
-
-
-def _job_lines(job: Mapping[str, Any], pace: Mapping[str, float], factor: float) -> Iterator[str]:
-    weights = " and ".join(dict.fromkeys(job["weights"].values()))
-    trained = "all weights"
-    if (adapter := job["adapter"]) is not None:
-        modules = adapter["modules"] or "PEFT's choice of modules"
-        named = modules if isinstance(modules, str) else ", ".join(modules)
-        trained = f"LoRA of rank {adapter['r']} on {named}"
-    yield f"  job: {trained}, over {weights}" if adapter else f"  job: {trained}, {weights}"
-    samples = plural(job["rows"], "sample")
-    batches = plural(job["micro_batches"], "micro-batch")
-    yield f"    {samples} of {job['max_length']} tokens in a micro-batch, {batches} in a step"
-    per_s, hours, known = pace["tokens_per_s"], pace["hours"], job["epoch_tokens"] is not None
-    what = f"an epoch of {count(pace['tokens'])} tokens" if known else "a million tokens"
-    yield (
-        f"    {per_s:,.0f} tokens/s ({per_s / factor:,.0f} to {per_s * factor:,.0f}); {what} takes"
-        f" {_long(hours)} ({_long(hours / factor)} to {_long(hours * factor)})"
-    )
-
-
-def _long(hours: float) -> str:
-    return f"{hours:.3g} h" if hours >= 1 else f"{60 * hours:.3g} min"
-
-
-def _lines(found: Mapping[str, Any]) -> list[str]:
-    step_s = found["predicted_step_s"]
-    lines = [f"A step is predicted to take {_step(found)}; {_optimal(found)}."]
-    if found["alone"]:
-        single, name = found["alone"]["step_s"], process_name(found["alone"]["id"])
-        faster = f" ({single / step_s:.2f} times as long)" if step_s > 0 else ""
-        lines.append(f"  {name} alone, the fastest that could: {seconds(single)}{faster}")
-    in_flight = ", ".join(map(str, found["in_flight"]))
-    held = f"stages store up to {in_flight} forwards"
-    lines.append(f"  {found['max_in_flight']} micro-batches under way; {held}")
-    again = [k for k, on in found["gradient_checkpointing"].items() if on]
-    if again:
-        lines.append(f"  gradient_checkpointing on stage {', '.join(again)}")
-    direct = [
-        f"{process_name(before['id'])} to {process_name(entry['id'])}"
-        for before, entry in zip(found["shard_plan"], found["shard_plan"][1:], strict=False)
-        if entry.get("links") == "direct"
-    ]
-    if direct:
-        lines.append(f"  direct: {', '.join(direct)}")
-    if found["changes"]:
-        lines.append(f"  it needs {json.dumps(found['changes'])}")
-    if found["unused"]:
-        lines += ["", f"Not used: {found['why']}."]
-    if found["advice"]:
-        lines += ["", "What would help, the most first:", *(f"  {x}" for x in found["advice"])]
-    return lines
-
-
-def _step(found: Mapping[str, Any]) -> str:
-    step_s = found["predicted_step_s"]
-    if "estimate" not in found:
-        return seconds(step_s)
-    factor = found["estimate"]["factor"]
-    return f"{seconds(step_s)} ({seconds(step_s / factor)} to {seconds(step_s * factor)})"
-
-
-def _optimal(found: Mapping[str, Any]) -> str:
-    if found["proved_optimal"]:
-        return "no plan takes less"
-    bound = seconds(found["lower_bound_s"])
-    return f"no plan takes less than {bound} (a gap of {found['gap']:.1%})"
-
-
-def _known(name: str, ids: Sequence[WorkerId]) -> WorkerId:
-    """The id that was written so; `name` itself where there is none, which `plan` then says."""
-    return next((known for known in ids if str(known) == name), name)
-
-
-def _owner(text: str, ids: Sequence[WorkerId]) -> WorkerId:
-    return _known(text.partition("=")[0], ids)
-
-
-def _pins(texts: Sequence[str], ids: Sequence[WorkerId]) -> dict[WorkerId, tuple[int, int]]:
-    found: dict[WorkerId, tuple[int, int]] = {}
-    for text in texts:
-        _check_once("--pin", owner := _owner(text, ids), found)
-        found[owner] = _layers(text)
-    return found
-
-
-def _check_once(option: str, owner: WorkerId, found: Collection[WorkerId]) -> None:
-    """Raise UserError where an option says of a process twice what can be said once."""
-    if owner in found:
-        raise UserError(f"{option} is given twice for {process_name(owner)}; keep one")
-
-
-def _layers(text: str) -> tuple[int, int]:
-    start, colon, end = text.partition("=")[2].partition(":")
-    if not (colon and _LAYER.fullmatch(start) and _LAYER.fullmatch(end)):
-        raise UserError(
-            f"--pin {text} is not of the form ID=START:END",
-            hint="for example: --pin 1=4:12 for layers 4 to 11",
-        )
-    return int(start), int(end)
-
-
-def _margins(texts: Sequence[str], ids: Sequence[WorkerId]) -> dict[WorkerId, float]:
-    found: dict[WorkerId, float] = {}
-    for text in texts:
-        match = _SIZE.fullmatch(text.partition("=")[2])
-        if match is None or match[2].upper() not in _UNITS:
-            raise UserError(
-                f"--margin {text} is not of the form ID=SIZE", hint="for example: --margin 1=2GiB"
-            )
-        _check_once("--margin", owner := _owner(text, ids), found)
-        found[owner] = float(match[1]) * _UNITS[match[2].upper()]
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hetero_framework.commands.plan import held_text
+from hetero_framework.commands.plan_report import held_text
 from hetero_framework.config import process_name
 from hetero_framework.planner import Result
 from hetero_framework.planner.readiness import BACKWARD, FORWARD

@@ -10,7 +10,7 @@ import pytest
 
 from hetero_framework import cli
 from hetero_framework.cluster import link_probe
-from hetero_framework.commands import bench
+from hetero_framework.commands import bench_report as bench
 from hetero_framework.config import Config
 from hetero_framework.engine.hosts import LinkLost
 from hetero_framework.errors import PeerLostError

@@ -18,7 +18,7 @@ import pytest
 from hetero_framework import cli
 from hetero_framework.cluster import survey
 from hetero_framework.commands import auto_plan, fleet
-from hetero_framework.commands.plan import Wishes
+from hetero_framework.commands.plan_report import Wishes
 from hetero_framework.config import Config, load_config
 from hetero_framework.errors import UserError
 from hetero_framework.planner import load_profile

@@ -9,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 
 from hetero_framework import cli
 from hetero_framework.cluster.local_workers import LocalWorkers
+from hetero_framework.commands import SUMMARIES, check, schema
 from hetero_framework.config import load_config
 from hetero_framework.errors import (
     NetworkError,
@@ -30,10 +30,7 @@ from hetero_framework.security.access import LOOPBACK_ONLY
 from tests.unit.timeline_samples import record
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = (
-    "init", "check", "train", "worker", "diagram", "bench", "timeline", "verify", "merge",
-    "doctor", "schema",
-)  # fmt: skip
+COMMANDS = tuple(SUMMARIES)
 SEED: dict[str, Any] = {
     "coordinator": {"ip": "127.0.0.1"},
     "workers": [{"id": 1, "ip": "127.0.0.1", "port": 29511}],
@@ -60,6 +57,23 @@ def config_file(tmp_path: Path) -> Path:
     file = tmp_path / "c.json"
     file.write_text(json.dumps(SEED), encoding="utf-8")
     return file
+
+
+def test_list_of_commands_needs_none_of_them() -> None:
+    """Nor configuration and pydantic, which take as long to import as Python to start."""
+    program = (
+        "import sys, contextlib\n"
+        "import hetero_framework.cli as cli\n"
+        "with contextlib.suppress(SystemExit):\n"
+        "    cli.main(['--help'])\n"
+        "parts = {name.partition('.')[0] for name in sys.modules}\n"
+        "found = parts & {'pydantic', 'torch', 'cryptography'}\n"
+        "found |= {name for name in sys.modules if name.startswith('hetero_framework.commands.')}\n"
+        "found.discard('hetero_framework.commands.options')\n"
+        "sys.exit(str(found) if found else 0)\n"
+    )
+    done = run_process("-c", program)
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_and_schema_do_not_import_torch() -> None:
@@ -98,7 +112,7 @@ def test_a_run_imports_peft_only_for_an_adapter_and_never_datasets_or_the_compil
     """They bring bitsandbytes, torch's compiler and pandas: half of what torch itself takes."""
     program = (
         "import sys\n"
-        "import hetero_framework.cluster.worker, hetero_framework.commands.check\n"
+        "import hetero_framework.cluster.worker, hetero_framework.commands.check_report\n"
         "import hetero_framework.trainer.coordinator\n"
         "from hetero_framework.config import TrainingConfig\n"
         "from hetero_framework.config.optimizers import check_optimizer\n"
@@ -230,7 +244,7 @@ def test_errors_become_exit_codes(
     def fail(arguments: Any) -> int:
         raise error
 
-    monkeypatch.setitem(cli.COMMANDS, "check", replace(cli.COMMANDS["check"], run=fail))
+    monkeypatch.setattr(check, "run", fail)
     assert cli.main(["check"]) == code
     captured = capsys.readouterr().err
     assert captured.startswith(start)
@@ -243,7 +257,7 @@ def test_message_fits_on_one_screen(
     def fail(arguments: Any) -> int:
         raise NetworkError("\n".join("line" for _ in range(500)))
 
-    monkeypatch.setitem(cli.COMMANDS, "schema", replace(cli.COMMANDS["schema"], run=fail))
+    monkeypatch.setattr(schema, "run", fail)
     assert cli.main(["schema"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 40
 
@@ -460,12 +474,12 @@ def test_timeline_does_not_import_torch(tmp_path: Path) -> None:
 def test_bench_prints_json_and_nothing_else(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import hetero_framework.commands.bench as bench
+    import hetero_framework.commands.bench_report as bench
 
     calls: list[Any] = []
 
     def measure(config: Any, **given: Any) -> dict[str, Any]:
-        logging.getLogger("hetero_framework.commands.bench").info("measuring")
+        logging.getLogger("hetero_framework.commands.bench_report").info("measuring")
         calls.append(given)
         return {"step_s": 0.5}
 
@@ -551,7 +565,7 @@ def test_llama_demo_takes_another_model_and_cuts_it_over_the_same_machines(tmp_p
 def test_text_of_a_file_does_not_steer_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import hetero_framework.commands.doctor as doctor
+    import hetero_framework.commands.machine_report as doctor
 
     monkeypatch.setattr(doctor, "examine", dict)
     monkeypatch.setattr(doctor, "text", lambda found: "one\ntwo \x1b[2J\u202e")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.cli import build_parser, main
-from hetero_framework.commands.check import forecast
+from hetero_framework.commands.check_report import forecast
 from hetero_framework.config import Config, load_config
 from tests.samples import save_texts, save_tokenizer
 

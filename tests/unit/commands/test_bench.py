@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetero_framework.cluster.assembly import MachineFacts
-from hetero_framework.commands import bench
+from hetero_framework.commands import bench_report as bench
 from hetero_framework.config import Config
 from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.errors import PeerLostError

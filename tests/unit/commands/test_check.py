@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hetero_framework import cli
-from hetero_framework.commands.check import check, forecast, text
+from hetero_framework.commands.check_report import check, forecast, text
 from hetero_framework.config import Config, load_config
 from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.errors import ConfigError, DataError, PlanError
@@ -124,7 +124,7 @@ def test_what_train_would_refuse_with_the_model_is_refused(
 def test_of_large_data_the_first_examples_are_looked_at(
     raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetero_framework.commands.check.MOST_EXAMPLES", 3)
+    monkeypatch.setattr("hetero_framework.commands.check_report.MOST_EXAMPLES", 3)
     (tmp_path / "train.jsonl").write_text('{"text": "ab"}\n' * 3, encoding="utf-8")
     notes = check(Config.from_dict(raw, tmp_path))["notes"]
     assert not any("looked at" in note for note in notes)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hetero_framework import cli
-from hetero_framework.commands.keys import (
+from hetero_framework.commands.key_management import (
     check,
     invite,
     invite_islands,
@@ -266,7 +266,9 @@ def test_keys_of_islands_are_exported_listed_revoked_and_rotated(
     assert "hetero invite --island NAME on the lighthouse's machine" in hetero("check")
     assert hetero("export", "--output", "out").startswith("2 ")
     assert hetero("export", "local", "--output", "out").startswith("2 ")
-    assert "into hetero_keys/islands" in hetero("export", "garage", "attic", "--output", "out")
+    assert "copy it to hetero_keys/islands" in hetero(
+        "export", "garage", "attic", "--output", "out"
+    )
     assert sorted(f.name for f in Path("out").iterdir()) == [
         "island-attic.pem",
         "island-garage.pem",

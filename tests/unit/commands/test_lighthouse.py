@@ -53,7 +53,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert self.links == 0
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "Lighthouse", Server)
+    monkeypatch.setattr("hetero_framework.islands.lighthouse.Lighthouse", Server)
     monkeypatch.setattr(Entrance, "wait", signalled)
     return found
 

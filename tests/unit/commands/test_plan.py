@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.cli import main
-from hetero_framework.commands.plan import held_text, write_plan
+from hetero_framework.commands.plan_report import held_text, write_plan
 from hetero_framework.config import load_config
 from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.trainer import kept_plan

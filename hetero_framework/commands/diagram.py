@@ -1,0 +1,42 @@
+"""`hetero diagram`: draws the machines and the layers that each of them holds."""
+
+from __future__ import annotations
+
+import argparse
+
+from hetero_framework.commands.options import CONFIG, load, option
+from hetero_framework.errors import UserError
+
+EXAMPLES = """
+    hetero diagram --format svg --output architecture.svg
+    hetero diagram --config hetero_config.json --format mmd --output -
+    """
+OPTIONS = (
+    *CONFIG,
+    option(
+        "--format",
+        choices=("png", "svg", "pdf", "mmd"),
+        help="default: by --output, else training.visualization_format; mmd is Mermaid text, and"
+        " without Graphviz the others are plainer",
+    ),
+    option(
+        "--output",
+        metavar="PATH",
+        help='file to write, "-" for Mermaid text on the screen (default: architecture.FORMAT)',
+    ),
+)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    config = load(arguments)
+    from hetero_framework.visualizer.diagram import Diagram, draw, to_mermaid
+
+    if arguments.output == "-":
+        if arguments.format not in (None, "mmd"):
+            raise UserError("only Mermaid text can be printed; use --format mmd or --output FILE")
+        print(to_mermaid(Diagram.of(config)).rstrip())
+        return
+    form = arguments.format
+    if form is None and arguments.output is None:
+        form = config.training.visualization_format
+    print(draw(config, arguments.output or f"architecture.{form}", form))

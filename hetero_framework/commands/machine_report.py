@@ -1,0 +1,110 @@
+"""What `hetero doctor` reports of a machine: versions, devices, number types, attention, ports."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+from typing import Any
+
+import psutil
+import torch
+
+from hetero_framework._version import __version__
+from hetero_framework.cluster.roles import available_cores
+from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT
+from hetero_framework.core import addresses
+from hetero_framework.core.devices import Device, Support, list_devices
+from hetero_framework.models.attention import KNOWN, attention_support
+from hetero_framework.units import size
+
+_PACKAGES = (
+    "torch", "transformers", "accelerate", "peft", "trl", "datasets", "bitsandbytes", "safetensors",
+    "pydantic",
+)  # fmt: skip
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def examine() -> dict[str, Any]:
+    """Everything about this machine, as JSON types. Sizes are in bytes."""
+    return {
+        "hetero_framework": __version__,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "host_names": addresses.local_hostnames(),
+        "addresses": addresses.local_addresses(),
+        "cores": available_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "memory_available_bytes": psutil.virtual_memory().available,
+        "devices": [_device(device) for device in list_devices()],
+        "attention": {name: _answer(found) for name, found in _attention().items()},
+        "graphviz": shutil.which("dot"),
+        "ports": {
+            str(port): "free" if addresses.port_is_free("0.0.0.0", port) else "in use"
+            for port in (COORDINATOR_PORT, WORKER_PORT)
+        },
+    }
+
+
+def text(found: dict[str, Any]) -> str:
+    """The findings of `examine` as text."""
+    lines = [
+        f"hetero {found['hetero_framework']}, Python {found['python']}, {found['system']}",
+        "packages: " + ", ".join(f"{n} {v or '(absent)'}" for n, v in found["packages"].items()),
+        f"names: {', '.join(found['host_names'])}",
+        f"addresses: {', '.join(found['addresses'])}",
+        f"cores: {found['cores']}; memory: {size(found['memory_bytes'])},"
+        f" {size(found['memory_available_bytes'])} available",
+        "",
+    ]
+    for device in found["devices"]:
+        lines.append(
+            f"device {device['name']}: {device['label']}, {size(device['memory_bytes'])},"
+            f" {size(device['memory_free_bytes'])} free"
+        )
+        for name, answer in [*device["dtypes"].items(), ("4-bit (nf4)", device["four_bit"])]:
+            lines.append(f"  {name}: {_words(answer)}")
+    lines += ["", "attention:"]
+    lines += [f"  {name}: {_words(answer)}" for name, answer in found["attention"].items()]
+    dot = found["graphviz"] or "dot is not installed: diagrams are drawn plainer"
+    lines += ["", f"graphviz: {dot}"]
+    lines += [f"port {port}: {state}" for port, state in found["ports"].items()]
+    return "\n".join(lines)
+
+
+def _device(device: Device) -> dict[str, Any]:
+    memory = device.memory()
+    return {
+        "name": device.name,
+        "kind": device.kind,
+        "label": device.label,
+        "memory_bytes": memory.total,
+        "memory_free_bytes": memory.free,
+        "dtypes": {
+            str(dtype).removeprefix("torch."): _answer(device.supports(dtype)) for dtype in _DTYPES
+        },
+        "four_bit": _answer(device.four_bit()),
+    }
+
+
+def _attention() -> dict[str, Support]:
+    """The values of model.attn_implementation that work on the first device, with the reason."""
+    kind = list_devices()[0].kind
+    return {name: attention_support(name, kind) for name in KNOWN}
+
+
+def _answer(support: Support) -> dict[str, Any]:
+    return {"ok": bool(support), "reason": support.reason}
+
+
+def _words(answer: dict[str, Any]) -> str:
+    word = "yes" if answer["ok"] else "no"
+    return f"{word} ({answer['reason']})" if answer["reason"] else word
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

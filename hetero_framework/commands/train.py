@@ -1,0 +1,125 @@
+"""`hetero train`: runs a coordinator with its machine's workers, or serves a worker's machine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+from typing import Any
+
+from hetero_framework.commands.options import (
+    ACCESS,
+    CONFIG,
+    IMPORT,
+    ROLE_HELP,
+    WORKER_ID,
+    access_for,
+    flag,
+    import_files,
+    island_access_for,
+    load,
+    option,
+    processes_here,
+)
+from hetero_framework.commands.preflight import preflight
+from hetero_framework.commands.worker import serve
+from hetero_framework.errors import ResourceError, StoppedEarly
+
+_log = logging.getLogger(__name__)
+
+
+def _resume_step(text: str) -> int | str:
+    if text == "latest":
+        return text
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f'{text!r} is neither "latest" nor a step number')
+
+
+EXAMPLES = """
+    hetero train --config hetero_config.json
+    hetero train --resume latest
+    hetero train --role worker --worker-id 2
+    hetero train --output-dir runs/second --set training.learning_rate=1e-4
+    """
+OPTIONS = (
+    *CONFIG,
+    option("--output-dir", metavar="DIR", help="instead of training.output_dir"),
+    option("--resume", type=_resume_step, metavar="latest|N", help="continue from a checkpoint"),
+    flag("--fresh", "start anew where an earlier run was cut short"),
+    flag("--replan", "continue without workers that stay away, and take them back"),
+    option("--role", choices=("coordinator", "worker"), help=ROLE_HELP),
+    WORKER_ID,
+    *ACCESS,
+    IMPORT,
+)
+
+
+def run(arguments: argparse.Namespace) -> int | None:
+    config = load(arguments, kept_plan=False)
+    from hetero_framework.cluster.roles import decide_role
+
+    keys = processes_here(config, arguments)
+    role = decide_role(config, role=arguments.role, worker_id=arguments.worker_id, keys=keys)
+    import_files(arguments)
+    if not role.is_coordinator:
+        return serve(config, role.worker_ids, arguments)
+    config.require("model", "data")
+    access = access_for(config, "local", arguments)
+    islands = island_access_for(config, arguments)
+    config.spare_base_model()
+    preflight(config, writes=True)
+    config = _planned(config, arguments, access)
+    from hetero_framework.cluster.child import PROGRAM
+    from hetero_framework.cluster.local_workers import LocalWorkers
+    from hetero_framework.cluster.run_id import run_id_of
+    from hetero_framework.trainer.signals import StopRequest
+
+    workers = None
+    with StopRequest() as stop, contextlib.ExitStack() as stack:
+        try:
+            # They import torch while this process does; `train` says what is wrong with output_dir.
+            with contextlib.suppress(OSError, ResourceError):
+                run_id, planned = run_id_of(config.output_dir), config.plan.owners
+                ids = [worker for worker in role.worker_ids if worker in planned]
+                program = (*PROGRAM, *access.arguments(ids))
+                workers = LocalWorkers(
+                    config, ids, debug=arguments.debug, run_id=run_id, program=program
+                )
+                stack.enter_context(workers).start()
+            _log.info("this is the coordinator; torch and transformers are loaded now")
+            from hetero_framework.trainer.coordinator import train
+
+            train(
+                config,
+                resume=arguments.resume,
+                fresh=arguments.fresh,
+                replan=arguments.replan,
+                debug=arguments.debug,
+                workers=workers,
+                access=access,
+                islands=islands,
+            )
+        except KeyboardInterrupt:  # while the libraries are imported, here and in the workers
+            if workers is not None:
+                workers.stop(0.0)
+            name = stop.requested or "Ctrl-C"
+            raise StoppedEarly(f"stopped by {name} before the run began") from None
+    return 0
+
+
+def _planned(config: Any, arguments: argparse.Namespace, access: Any) -> Any:
+    """With a plan where shard_plan is "auto": that of the run that goes on, else a new one."""
+    if config.is_planned:
+        return config
+    from hetero_framework.config import with_kept_plan
+    from hetero_framework.trainer.outputs import UNFINISHED_FILE
+
+    is_unfinished = (config.output_dir / UNFINISHED_FILE).exists() and not arguments.fresh
+    if arguments.resume or config.resume_step or is_unfinished:
+        config = with_kept_plan(config)
+    if config.is_planned:
+        return config
+    from hetero_framework.commands.auto_plan import plan_run
+
+    return plan_run(config, access)

@@ -1,0 +1,83 @@
+"""`hetero verify`: compares a cut model with the whole one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.commands.options import DEFAULT_CONFIG, flag, load, option
+from hetero_framework.commands.preflight import preflight
+from hetero_framework.errors import UserError
+from hetero_framework.log import printable
+
+
+def _cuts(text: str) -> tuple[int, ...]:
+    with contextlib.suppress(ValueError):
+        cuts = tuple(int(part) for part in text.split(","))
+        if list(cuts) == sorted(set(cuts)) and cuts[0] >= 0:
+            return cuts
+    raise argparse.ArgumentTypeError(f"{text!r} is not a growing list of layers like 2,5")
+
+
+EXAMPLES = """
+    hetero verify --config hetero_config.json
+    hetero verify --model-type qwen3 --cuts 1,2
+    hetero verify --all
+    """
+OPTIONS = (
+    option(
+        "--config", metavar="FILE", help=f"verify the configured model (default: {DEFAULT_CONFIG})"
+    ),
+    option("--model-type", metavar="NAME", help="verify a tiny random model of this type or class"),
+    flag("--all", "verify every causal LM architecture and multimodal class"),
+    option("--cuts", type=_cuts, metavar="2,5", help="cut before these layers"),
+    option(
+        "--output",
+        metavar="FILE",
+        help="with --all: file for the table (default: docs/architectures.md)",
+    ),
+)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if (arguments.config is not None) + (arguments.model_type is not None) + arguments.all > 1:
+        raise UserError("give only one of --config, --model-type and --all")
+    if arguments.all and arguments.cuts:
+        raise UserError("--cuts goes with --config or --model-type; --all chooses its own")
+    if arguments.output and not arguments.all:
+        raise UserError("--output goes with --all")
+    config = None
+    if not (arguments.all or arguments.model_type):
+        config = load(arguments)
+        config.require("model")
+        preflight(config, data=False)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums in one order
+    from hetero_framework.models import equivalence
+
+    if arguments.all:
+        output = Path(arguments.output or "docs/architectures.md")
+        equivalence.write_architectures(equivalence.verify_all(_print_result), output)
+        print(f"wrote {output}")
+        return 0
+    result = equivalence.verify_model(config, model_type=arguments.model_type, cuts=arguments.cuts)
+    _print_result(result)
+    return 0 if result.passed else UserError.exit_code
+
+
+def _print_result(result: Any) -> None:
+    from hetero_framework.config import layers_text
+
+    cuts = " | ".join(layers_text(rng.start, rng.end) for rng in result.stages)
+    numbers = (
+        f"differences: loss {result.loss_difference:.1e}, gradients"
+        f" {result.gradient_difference:.1e}, weights {result.weight_difference:.1e}"
+    )
+    subject = f"{result.model_type} ({result.subject}): {result.verdict}"
+    half = f"in bfloat16 autocast {result.half}" if result.half and result.passed else ""
+    beside = f"crosses: {result.crossing}" if result.crossing else ""
+    unused = f"left out: {', '.join(result.towers)}" if result.towers else ""
+    parts = filter(None, (subject, cuts, numbers, result.reason, half, beside, unused))
+    print(printable("; ".join(parts)), flush=True)

@@ -1,0 +1,98 @@
+"""`hetero worker`: serves the layers of this machine's worker entries."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from hetero_framework.commands.options import (
+    ACCESS,
+    CONFIG,
+    IMPORT,
+    WORKER_ID,
+    access_for,
+    flag,
+    import_files,
+    load,
+    option,
+    processes_here,
+)
+
+EXAMPLES = """
+    hetero worker --config hetero_config.json
+    hetero worker --config hetero_config.json --worker-id 2
+    hetero worker --keep
+    """
+OPTIONS = (
+    *CONFIG,
+    WORKER_ID,
+    *ACCESS,
+    flag("--keep", "wait for the next run after each"),
+    IMPORT,
+    option("--base-dir", help=argparse.SUPPRESS),
+    flag("--supervised", argparse.SUPPRESS),
+    option("--run-id", help=argparse.SUPPRESS),
+)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = load(arguments, kept_plan=False)
+    from hetero_framework.cluster.roles import decide_role
+
+    keys = processes_here(config, arguments)
+    role = decide_role(config, role="worker", worker_id=arguments.worker_id, keys=keys)
+    import_files(arguments)
+    return serve(
+        config,
+        role.worker_ids,
+        arguments,
+        keep=arguments.keep,
+        supervised=arguments.supervised,
+        run_id=arguments.run_id,
+    )
+
+
+def serve(
+    config: Any,
+    worker_ids: Sequence[int | str],
+    arguments: argparse.Namespace,
+    *,
+    keep: bool = False,
+    supervised: bool = False,
+    run_id: str | None = None,
+) -> int:
+    access = access_for(config, worker_ids[0], arguments)
+    if not supervised:
+        from hetero_framework.cluster.child import PROGRAM
+        from hetero_framework.cluster.supervisor import run_workers
+
+        for worker_id in worker_ids[1:]:
+            access_for(config, worker_id, arguments)
+        program = (*PROGRAM, *access.arguments(worker_ids))
+        return run_workers(config, worker_ids, keep=keep, debug=arguments.debug, program=program)
+    from hetero_framework.cluster.child import watch_parent
+    from hetero_framework.cluster.orders import Orders
+    from hetero_framework.cluster.roles import threads_for
+
+    # Before torch is imported, which reads it once.
+    os.environ["OMP_NUM_THREADS"] = str(threads_for(config, worker_ids[0]))
+    from hetero_framework.cluster.worker import serve
+    from hetero_framework.engine.loading import load_stages
+
+    # After the imports: on Windows they would wait for a thread that reads standard input.
+    orders = Orders()
+    watch_parent(on_order=orders.from_parent)
+    logs = config.output_dir / "logs"
+    serve(
+        config,
+        worker_ids[0],
+        build=load_stages,
+        keep=keep,
+        logs=logs,
+        run_id=run_id,
+        orders=orders,
+        access=access,
+    )
+    return 0
