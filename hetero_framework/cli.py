@@ -51,7 +51,10 @@ def _main(words: Sequence[str], stop: StopRequest | None) -> int:
     if unknown:  # print the usage of this command, not of all
         own = getattr(arguments, "parser", parser)
         options = [name for action in own._actions for name in action.option_strings]
-        near = _did_you_mean(unknown[0].partition("=")[0], options)
+        first = unknown[0].partition("=")[0]
+        if first in options:  # in front of the command
+            own.error(f"{first} goes behind the command: {own.prog} {first}")
+        near = _did_you_mean(first, options)
         own.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     if arguments.command is None:
         parser.print_help()

@@ -239,10 +239,6 @@ class Assembly:
         self._tuner.observe(seconds, latency_s)
         return make_profile(self._stages, seconds, latency_s, direct)
 
-    def profile(self) -> Profile:
-        """What the steps have shown of stages and boundaries."""
-        return self._tuner.profile(self.direct)
-
 
 def planned(config: Config, workers: Iterable[WorkerId]) -> list[WorkerId]:
     """Those of `workers` that the plan gives layers."""

@@ -10,8 +10,6 @@ SUMMARIES = {
     "check": "validate configuration, model and data; show each machine's part and memory",
     "train": "train; the same command on every machine",
     "worker": "serve the layers of this machine's worker entries",
-    "chaos": "train twice, the second time with processes of this machine killed, and compare the"
-    " results",
     "pause": "free this machine of a worker for a while: its state goes to the run, its process"
     " ends",
     "resume": "start a paused worker of this machine again; its run continues by itself",
@@ -23,7 +21,7 @@ SUMMARIES = {
     "keys": "list, check, revoke or rotate this machine's keys; export the keys of others as files",
     "diagram": "draw the machines and the layers that each of them holds",
     "plan": "measure or estimate the machines, and choose the layers that each of them holds",
-    "bench": "measure this configuration's machines: links, seconds per layer, and the step time",
+    "bench": "measure the machines and predict the step of the configured plan",
     "timeline": "show where the time of a run's steps went and what would help most; draw a step",
     "verify": "cut a model and compare it with the whole: loss, gradients, three training steps",
     "merge": "fold an adapter into its model and write a checkpoint",

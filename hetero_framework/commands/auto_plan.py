@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from hetero_framework.commands.fleet import plan_fleet
-from hetero_framework.commands.plan_report import Wishes, entries_of, make_plan, text
+from hetero_framework.commands.plan_report import Wishes, described, entries_of, make_plan, text
 from hetero_framework.config import Config
 from hetero_framework.planner import FleetProfile, Result
 from hetero_framework.security.access import Access
@@ -27,6 +27,6 @@ def plan_run(config: Config, access: Access | None = None) -> Config:
 
 def _plan(fleet: FleetProfile) -> Result:
     found = make_plan(fleet, Wishes())
-    for line in text(found.to_dict()).splitlines():
+    for line in text(described(found)).splitlines():
         _log.info("%s", line)
     return found

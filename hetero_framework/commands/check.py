@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from hetero_framework.commands.options import CONFIG, JSON, at_least, load, option, report
-from hetero_framework.commands.preflight import preflight
 
 EXAMPLES = """
     hetero check
@@ -28,6 +27,8 @@ OPTIONS = (
 
 
 def run(arguments: argparse.Namespace) -> None:
+    from hetero_framework.commands.preflight import preflight
+
     config = load(arguments)
     preflight(config, data=False)
     from hetero_framework.commands.check_report import check, text

@@ -21,10 +21,10 @@ from transformers import PretrainedConfig
 from hetero_framework.cluster import link_probe, survey
 from hetero_framework.cluster.assembly import Cluster, MachineFacts
 from hetero_framework.cluster.roles import machine_of
-from hetero_framework.commands.bench_report import losses_told
 from hetero_framework.commands.fleet_profile import profile_of
 from hetero_framework.config import Config, process_name
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.engine.measuring import ModelCost
 from hetero_framework.errors import HeteroError, PeerLostError, UserError
 from hetero_framework.models.memory import parts_by_process
@@ -84,18 +84,26 @@ def _measured(
             check_devices(config, model, {id: fact.no_four_bit for id, fact in facts.items()})
             cluster.assemble(tiny)
             try:
-                with losses_told(cluster):
-                    measuring = _Measuring(config, model, cluster, anew)
-                    costs = measuring.costs()
-                    links = measuring.links(costs["local"].hidden_bytes)
-            except PeerLostError as error:
+                measuring = _Measuring(config, model, cluster, anew)
+                costs = measuring.costs()
+                links = measuring.links(costs["local"].hidden_bytes)
+            except (LinkLost, DirectLost, PeerLostError) as error:
                 raise UserError(
-                    f"it was being measured: {error.message}",
+                    f"it was being measured: {_loss(cluster, error)}",
                     hint="start it and measure again, or take it out of the configuration",
                 ) from error
             _log.info("measured in %s", seconds(time.monotonic() - began))
             parts = parts_by_process(config, model, list(costs))
             yield cluster, profile_of(config, parts, costs, _free_bytes(config, facts), links)
+
+
+def _loss(cluster: Cluster, error: LinkLost | DirectLost | PeerLostError) -> str:
+    """What is gone. A lost link is not mended meanwhile: that would be measured too."""
+    if isinstance(error, LinkLost):
+        return f"lost worker {error.worker}: {cluster.why(error)}"
+    if isinstance(error, DirectLost):
+        return f"lost the link between {error}"
+    return error.message
 
 
 def _free_bytes(config: Config, facts: Mapping[WorkerId, MachineFacts]) -> dict[WorkerId, float]:

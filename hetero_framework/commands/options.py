@@ -54,13 +54,13 @@ ACCESS = (
     flag("--insecure-plaintext", "disable encryption and authentication; the same on all machines"),
 )
 JSON = flag("--json", "print JSON")
+ANEW = flag("--anew", "measure also what the machines remember of this model and settings")
 WORKER_ID = option("--worker-id", metavar="ID", help="act as this worker")
 ROLE_HELP = "role of this machine (default: by its addresses and host name)"
 IMPORT = repeated(
     "--import",
     "FILE",
-    "run this Python file first; it registers control messages"
-    " (docs/maintainers/extending.md)",
+    "run this Python file first; it registers control messages (docs/maintainers/extending.md)",
     dest="imports",
 )
 OUTPUT_DIRECTORY = (

@@ -11,6 +11,7 @@ from typing import Any
 from hetero_framework import repository
 from hetero_framework.commands.options import (
     ACCESS,
+    ANEW,
     CONFIG,
     DEFAULT_CONFIG,
     JSON,
@@ -41,10 +42,7 @@ _JOB = ("adapter", "max_length", "batch_size")
 OPTIONS = (
     *CONFIG,
     flag("--measure", "measure the machines of the configuration and their links"),
-    flag(
-        "--anew",
-        "with --measure: measure also what the machines remember of this model and settings",
-    ),
+    ANEW,
     flag(
         "--dry-run",
         "estimate from the model's config.json and makers' figures: downloads nothing else and"
@@ -108,35 +106,32 @@ OPTIONS = (
 
 def run(arguments: argparse.Namespace) -> None:
     _check(arguments)
-    from hetero_framework.commands.plan_report import (
-        Wishes,
-        judge_plan,
-        make_plan,
-        text,
-        write_plan,
-    )
+    from hetero_framework.commands import plan_report
+    from hetero_framework.commands.plan_report import Wishes
 
     profile, about = _profile(arguments)
     # An estimate leaves out whom it need not know.
     excluded = () if arguments.dry_run else arguments.exclude
     wishes = Wishes(arguments.pin, excluded, arguments.margin, arguments.allow)
     if arguments.evaluate is not None:
-        result = judge_plan(profile, Path(arguments.evaluate), wishes)
+        result = plan_report.judge_plan(profile, Path(arguments.evaluate), wishes)
     else:
-        result = make_plan(profile, wishes)
-    found = {**result.to_dict(), **about}
+        result = plan_report.make_plan(profile, wishes)
+    found = {**plan_report.described(result), **about}
+    if arguments.measure:
+        found["measured_links"] = plan_report.links_of(profile)
     if about:
         from hetero_framework.commands.estimate import pace
 
         found["estimate"]["pace"] = pace(about["estimate"]["job"], result.predicted_step_s)
-    report(arguments, found, text)
+    report(arguments, found, plan_report.text)
     if arguments.picture is not None:
         from hetero_framework.commands.plan_picture import draw_plan
 
         for file in draw_plan(result, arguments.picture, is_estimate=bool(about)):
             _log.info("drawn: %s", file)
     if arguments.write:
-        config = write_plan(found, Path(arguments.config))
+        config = plan_report.write_plan(found, Path(arguments.config))
         _log.info("wrote the plan into %s", arguments.config)
         if config.model is not None and not about:  # an estimate is nothing to hold a run to
             from hetero_framework.trainer.kept_plan import keep_plan

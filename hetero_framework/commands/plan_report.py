@@ -26,6 +26,10 @@ _UNITS = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _LAYER = re.compile(r"[0-9]{1,9}")
 _HEAD = ("process", "layers", "busy", "limited by", "memory", "left")
+_STAGE_HEAD = (
+    *("stage", "process", "layers", "forward", "backward"),
+    *("to the next", "activation", "gradient", "delay"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,20 @@ def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> Result:
     configuration. Raises ConfigError and PlanError."""
     if not file.exists():
         raise ConfigError(f"plan {file} does not exist")
-    raw = read_json_object(file)
+    return judge_settings(profile, read_json_object(file), file, wishes)
+
+
+def judge_settings(
+    profile: FleetProfile, raw: Mapping[str, Any], file: Path, wishes: Wishes
+) -> Result:
+    """What the plan among the settings of `file` would take. Raises ConfigError and PlanError."""
     entries, again = raw.get("shard_plan"), raw.get("gradient_checkpointing", {})
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f'{file}: shard_plan: must be a list of {{"id", "start", "end"}}')
     if not isinstance(again, dict):
         raise ConfigError(f"{file}: gradient_checkpointing: must be an object, stage by stage")
+    if isinstance(links := raw.get("links"), str):  # the run's, for boundaries without their own
+        entries = [{**entry, "links": entry.get("links") or links} for entry in entries]
     training = raw.get("training")
     settings = training if isinstance(training, dict) else raw
     if settings is training and settings.get("gradient_checkpointing") is True:
@@ -75,6 +87,30 @@ def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> Result:
     return evaluate(
         profile, entries, gradient_checkpointing=again, max_in_flight=most, margins=margins
     )
+
+
+def described(result: Result) -> dict[str, Any]:
+    """A plan in JSON types, with the times of its stages and boundaries for one micro-batch."""
+    pipeline = result.pipeline
+    stages = [
+        {"forward_s": forward_s, "backward_s": backward_s}
+        for forward_s, backward_s in zip(pipeline.forward_s, pipeline.backward_s, strict=True)
+    ]
+    boundaries = [
+        {
+            "way": "direct" if edge.relay is None else "relay",
+            "activation_s": edge.forward_s,
+            "gradient_s": edge.backward_s,
+            "latency_s": edge.latency_s,
+        }
+        for edge in pipeline.edges
+    ]
+    return {**result.to_dict(), "stages": stages, "boundaries": boundaries}
+
+
+def links_of(profile: FleetProfile) -> list[dict[str, Any]]:
+    """Both directions of every link in JSON types: from, to, bytes per second and latency."""
+    return [link.model_dump(mode="json", by_alias=True) for link in profile.links]
 
 
 def write_plan(found: Mapping[str, Any], file: Path) -> Config:
@@ -135,10 +171,25 @@ def text(found: dict[str, Any]) -> str:
                 size(max(0, device["free_bytes"])),
             )
         )
-    lines = [*table(_HEAD, rows, left=(0, 1, 3)), "", *_lines(found)]
+    lines = [*table(_HEAD, rows, left=(0, 1, 3)), "", *_stage_table(found), "", *_lines(found)]
     if "estimate" in found:
         lines = [*_estimate_lines(found["estimate"]), "", *lines]
     return "\n".join(lines)
+
+
+def _stage_table(found: Mapping[str, Any]) -> list[str]:
+    """Each stage's seconds for one micro-batch, and those of its boundary to the next stage."""
+    rows = []
+    for k, (entry, stage) in enumerate(zip(found["shard_plan"], found["stages"], strict=True)):
+        held = held_text([(entry["start"], entry["end"])])
+        row = [str(k), process_name(entry["id"]), held]
+        row += map(seconds, (stage["forward_s"], stage["backward_s"]))
+        if k < len(found["boundaries"]):
+            edge = found["boundaries"][k]
+            times = (edge["activation_s"], edge["gradient_s"], edge["latency_s"])
+            row += [edge["way"], *map(seconds, times)]
+        rows.append([*row, *[""] * (len(_STAGE_HEAD) - len(row))])
+    return ["One micro-batch:", *table(_STAGE_HEAD, rows, left=(0, 1, 2, 5))]
 
 
 def held_text(ranges: Sequence[tuple[int, int]]) -> str:

@@ -21,7 +21,6 @@ from hetero_framework.commands.options import (
     option,
     processes_here,
 )
-from hetero_framework.commands.preflight import preflight
 from hetero_framework.commands.worker import serve
 from hetero_framework.errors import ResourceError, StoppedEarly
 
@@ -58,6 +57,7 @@ OPTIONS = (
 def run(arguments: argparse.Namespace) -> int | None:
     config = load(arguments, kept_plan=False)
     from hetero_framework.cluster.roles import decide_role
+    from hetero_framework.commands.preflight import preflight
 
     keys = processes_here(config, arguments)
     role = decide_role(config, role=arguments.role, worker_id=arguments.worker_id, keys=keys)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.commands.options import DEFAULT_CONFIG, flag, load, option
-from hetero_framework.commands.preflight import preflight
 from hetero_framework.errors import UserError
 from hetero_framework.log import printable
 
@@ -51,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--output goes with --all")
     config = None
     if not (arguments.all or arguments.model_type):
+        from hetero_framework.commands.preflight import preflight
+
         config = load(arguments)
         config.require("model")
         preflight(config, data=False)

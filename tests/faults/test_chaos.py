@@ -1,4 +1,4 @@
-"""`hetero chaos` as a user gives it, on a small model of this machine."""
+"""The chaos tool as a maintainer runs it, on a small model of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_chaos_says_that_the_results_are_the_same(tmp_path: Path, figure: Any) -
     save_llama(tmp_path / "llama")
     save_texts(tmp_path / "texts.jsonl", 40)
     file = configuration(tmp_path, "run", 12, free_ports(3))
-    command = [sys.executable, "-m", "hetero_framework", "chaos", "--config", str(file), "--json"]
+    command = [sys.executable, "-m", "tests.faults.chaos", "--config", str(file), "--json"]
     command += ["--steps", "12", "--kills", "3", "--output-dir", str(tmp_path / "chaos")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -28,4 +28,4 @@ def test_chaos_says_that_the_results_are_the_same(tmp_path: Path, figure: Any) -
     assert verdict["same"]
     assert verdict["steps"] == 12
     assert verdict["commands"] == 2
-    figure("hetero chaos, 3 kills in 12 steps", f"the same in {verdict['seconds']:.0f} s", "same")
+    figure("chaos, 3 kills in 12 steps", f"the same in {verdict['seconds']:.0f} s", "same")

@@ -459,8 +459,8 @@ ROWS = [
     # -- the command line
     row("97", "there is no command 'trian'; did you mean train", command="trian"),
     row("98", "unrecognized.*--jsno; did you mean --json", options=("--jsno",), command="check"),
-    row("100-steps", "'-1' is no whole number", options=("--steps", "-1"), command="bench"),
-    row("100-word", "'abc' is no whole number", options=("--steps", "abc"), command="bench"),
+    row("100-show", "'-1' is no whole number", options=("--show", "-1"), command="check"),
+    row("100-word", "'abc' is no whole number", options=("--show", "abc"), command="check"),
     row("100-resume", "'abc' is neither", options=("--resume", "abc")),
     row("100-set", r"--set .* is not of the form", options=("--set", "nonsense")),
     row(

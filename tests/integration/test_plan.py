@@ -71,6 +71,38 @@ def test_measured_plan_is_written_and_trains_to_the_same_bits(
     assert read_metrics(tmp_path / "run") == losses([], "whole")
 
 
+def test_bench_predicts_the_configured_plan_and_leaves_no_trace(
+    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Coordinator, 1 and 2 with a link of their own, and 2 again, relayed to from 1."""
+    raw["shard_plan"] = [
+        {"id": "local", "start": 0, "end": 1},
+        {"id": 1, "start": 1, "end": 3},
+        {"id": 2, "start": 3, "end": 4, "links": "direct"},
+        {"id": 1, "start": 4, "end": 5},
+        {"id": 2, "start": 5, "end": 6, "links": "relay"},
+    ]
+    output, file = tmp_path / "run", tmp_path / "c.json"
+    output.mkdir()
+    (output / "metrics.jsonl").write_text("an earlier run's\n")
+    file.write_text(json.dumps(raw))
+    assert cli.main(["bench", "--config", str(file), "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert "both at once" in printed.err
+    assert "a layer takes" in printed.err
+    assert [(e["id"], e["start"], e["end"]) for e in found["shard_plan"]] == [
+        (entry["id"], entry["start"], entry["end"]) for entry in raw["shard_plan"]
+    ]
+    assert [edge["way"] for edge in found["boundaries"]] == ["direct", "direct", "direct", "relay"]
+    assert all(stage["forward_s"] > 0 for stage in found["stages"])
+    assert 0 < found["lower_bound_s"] <= found["predicted_step_s"] * 1.000001
+    assert all(link["bytes_per_s"] > 1e5 for link in found["measured_links"])
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "c.json"}
+    assert (output / "metrics.jsonl").read_text() == "an earlier run's\n"
+    assert [path.name for path in output.iterdir()] == ["metrics.jsonl"]
+
+
 def test_run_that_plans_by_itself_trains_to_the_same_bits_and_keeps_its_plan(
     raw: dict[str, Any],
     tmp_path: Path,

@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
-import logging
 import os
 import re
 import socket
@@ -176,6 +175,15 @@ def test_unknown_option_prints_the_usage_of_its_command(
     text = capsys.readouterr().err
     assert text.startswith("usage: hetero check")
     assert "hetero check: error: unrecognized arguments: --confg x.json" in text
+
+
+def test_option_in_front_of_its_command_is_told_where_it_goes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--debug", "check"])
+    assert ended.value.code == 2
+    assert "--debug goes behind the command: hetero check --debug" in capsys.readouterr().err
 
 
 def test_host_name_with_an_empty_label_is_refused_before_anything_starts(
@@ -385,10 +393,10 @@ def test_train_on_a_workers_machine_serves_that_worker(
         ["train", "--resume", "0"],
         ["train", "--resume", "x"],
         ["verify", "--cuts", "5,2"],
-        ["bench", "--steps", "1"],
-        ["bench", "--steps", "many"],
-        ["bench", "--mb", "0"],
-        ["bench", "--mb", "1.5"],
+        ["check", "--show", "0"],
+        ["check", "--show", "many"],
+        ["check", "--show", "1.5"],
+        ["bench", "--steps", "8"],
     ],
 )
 def test_wrong_option_values_are_refused(arguments: list[str]) -> None:
@@ -469,32 +477,6 @@ def test_timeline_does_not_import_torch(tmp_path: Path) -> None:
     )
     done = run_process("-c", program, str(tmp_path))
     assert done.returncode == 0, done.stderr
-
-
-def test_bench_prints_json_and_nothing_else(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import hetero_framework.commands.bench_report as bench
-
-    calls: list[Any] = []
-
-    def measure(config: Any, **given: Any) -> dict[str, Any]:
-        logging.getLogger("hetero_framework.commands.bench_report").info("measuring")
-        calls.append(given)
-        return {"step_s": 0.5}
-
-    monkeypatch.setattr(bench, "bench", measure)
-    monkeypatch.setattr(bench, "text", lambda found: f"a step: {found['step_s']}")
-    words = ["bench", "--config", str(config_file)]
-    assert cli.main([*words, "--json", "--steps", "8", "--mb", "32"]) == 0
-    captured = capsys.readouterr()
-    assert json.loads(captured.out) == {"step_s": 0.5}
-    assert captured.err == "measuring\n"
-    assert cli.main(words) == 0
-    assert capsys.readouterr().out == "a step: 0.5\n"
-    access = {"access": LOOPBACK_ONLY}
-    first, second = {"steps": 8, "nbytes": 32_000_000}, {"steps": 4, "nbytes": 8_000_000}
-    assert calls == [first | access, second | access]
 
 
 def test_bench_is_for_the_coordinators_machine(

@@ -1,8 +1,16 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from hetero_framework.cluster.link_probe import LinkSpeed
+from hetero_framework.commands import fleet
 from hetero_framework.commands.fleet import directions, turns
 from hetero_framework.config import Config
+from hetero_framework.engine.hosts import DirectLost, LinkLost
+from hetero_framework.errors import PeerLostError
 
 
 def test_machines_are_measured_at_once_and_processes_of_one_in_turn() -> None:
@@ -25,3 +33,16 @@ def test_a_link_counts_as_fast_as_it_is_while_both_directions_are_used() -> None
     assert back == {"from": 1, "to": "local", "bytes_per_s": 2e7, "latency_s": 0.005}
     there, back = directions("local", 1, LinkSpeed(0.01, 1e8, 4e7, both_ways=1.1))  # noise
     assert (there["bytes_per_s"], back["bytes_per_s"]) == (1e8, 4e7)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        (LinkLost("box", "closed"), "lost worker box: ended with exit code 1"),
+        (DirectLost(1, "box", "closed"), "lost the link between workers 1 and box: closed"),
+        (PeerLostError("worker 1 is gone"), "worker 1 is gone"),
+    ],
+)
+def test_a_loss_names_what_is_gone(lost: Any, message: str) -> None:
+    cluster: Any = SimpleNamespace(why=lambda lost: "ended with exit code 1")
+    assert fleet._loss(cluster, lost) == message

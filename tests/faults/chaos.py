@@ -1,4 +1,6 @@
-"""`hetero chaos`: the same training twice, the second time with processes killed at random.
+"""The same training twice, the second time with processes killed at random.
+
+    python -m tests.faults.chaos --config cluster.json --steps 40 --kills 6 --seed 3
 
 What is killed after which step follows from the seed; the moment within a step does not. The
 disturbed run's command is given again when its coordinator was killed, as a service manager would.
@@ -23,49 +25,15 @@ from typing import Any
 import psutil
 
 from hetero_framework.cluster.roles import local_worker_ids
-from hetero_framework.commands.options import CONFIG, JSON, load, option, report
-from hetero_framework.config import Config
+from hetero_framework.config import Config, load_config
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.errors import HeteroError, PeerLostError, StoppedEarly, UserError
+from hetero_framework.log import Lines, log_to, to_stderr
 from hetero_framework.units import plural
 
 COORDINATOR = "coordinator"
 _log = logging.getLogger(__name__)
-
-
-EXAMPLES = """
-    hetero chaos --config cluster.json
-    hetero chaos --steps 40 --kills 6 --seed 3 --output-dir runs/chaos
-    """
-OPTIONS = (
-    *CONFIG,
-    option("--output-dir", metavar="DIR", default="runs/chaos", help="default: runs/chaos"),
-    option("--steps", type=int, default=20, help="of each of the two runs (default: 20)"),
-    option("--kills", type=int, default=4, help="processes to kill (default: 4)"),
-    option("--seed", type=int, default=0, help="says who is killed after which step"),
-    JSON,
-)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    directory = Path(arguments.output_dir)
-    arguments.output_dir = None  # of the two runs, not of the configuration
-    config = load(arguments)
-    config.require("model", "data")
-    options = ["--config", arguments.config]
-    for setting in arguments.set:
-        options += ["--set", setting]
-    verdict = chaos(
-        config,
-        directory,
-        steps=arguments.steps,
-        kills=arguments.kills,
-        seed=arguments.seed,
-        options=options,
-    )
-    report(arguments, asdict(verdict), text)
-    return 0 if verdict.same else HeteroError.exit_code
 
 
 @dataclass(frozen=True)
@@ -228,3 +196,28 @@ class _Run:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait(timeouts.EXIT_S)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the verdict; 0 where the results are the same."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.faults.chaos")
+    parser.add_argument("--config", default="hetero_config.json", metavar="FILE")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/chaos"), metavar="DIR")
+    parser.add_argument("--steps", type=int, default=20, help="of each of the two runs")
+    parser.add_argument("--kills", type=int, default=4, help="processes to kill")
+    parser.add_argument("--seed", type=int, default=0, help="chooses processes and steps")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(argv)
+    options = ["--config", given.config, *(w for pair in given.set for w in ("--set", pair))]
+    config = load_config(given.config, given.set)
+    config.require("model", "data")
+    counts = {"steps": given.steps, "kills": given.kills, "seed": given.seed}
+    with log_to("INFO", Lines(to_stderr)):
+        verdict = chaos(config, given.output_dir, options=options, **counts)
+    print(json.dumps(asdict(verdict), indent=2) if given.json else text(asdict(verdict)))
+    return 0 if verdict.same else HeteroError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from hetero_framework.commands.chaos import Verdict, chaos, schedule, text
 from hetero_framework.config import Config
 from hetero_framework.errors import UserError
+from tests.faults.chaos import Verdict, chaos, schedule, text
 
 NAMES = ["coordinator", "worker 1", "worker 2"]
 
