@@ -193,8 +193,9 @@ class Connection:
         if self._session is None:
             self._session = Session(_ROLES[body.spec.number])  # the link lets nothing else through
         try:
-            self._session.receive(message)
-            if not self._is_answer(message):
+            if not self._session.receive(message):
+                message.release()
+            elif not self._is_answer(message):
                 self._received(self, message)
         except ProtocolError as error:
             if isinstance(body, m.OtherVersion):

@@ -5,7 +5,8 @@ is in its `spec`. Both sides advance their own `Session` when they send and when
 
 Messages cross on the way, so the table allows what can still arrive from before the other side
 knew: after ABORT a worker's earlier messages still come in, and activations that another worker
-sent before it aborted are still relayed. They carry their `attempt`; an old one is dropped.
+sent before it aborted are still relayed. They carry their `attempt`; an old one is dropped. After
+our own BYE or REJECT, what was legal before it may still come in, and is not handled.
 """
 
 from __future__ import annotations
@@ -136,6 +137,8 @@ class Session:
             raise ValueError(f"role {role!r}")
         self.role, self.peer = role, ROLES[role]
         self._phase = Phase.OPEN
+        self._crossing: Phase | None = None
+        """Where the peer stands until it has read our BYE or REJECT."""
         self._lock = threading.Lock()
 
     @property
@@ -151,23 +154,32 @@ class Session:
         with self._lock:
             self._following(body, self.peer, f"the {self.peer} sends")
 
-    def receive(self, message: Message) -> None:
-        """Record that `message` came."""
+    def receive(self, message: Message) -> bool:
+        """Record that `message` came; whether it is to be handled. One that was sent before the
+        peer had read our BYE or REJECT is not."""
         if isinstance(message.body, OtherVersion):
             raise message.body.error()
-        self._advance(message, self.peer, f"the {self.peer} sent")
+        return self._advance(message, self.peer, f"the {self.peer} sent")
 
-    def _advance(self, message: Message, sender: str, who: str) -> None:
+    def _advance(self, message: Message, sender: str, who: str) -> bool:
         body = message.body
         with self._lock:
             following = self._following(body, sender, who)
             if isinstance(body, m.Step) and not body.train:
                 following = Phase.EVALUATION
+            if sender == self.peer and self._crossing is not None:
+                self._crossing = following
+                return False
+            if sender == self.role and following is Phase.CLOSED:
+                self._crossing = self._phase
             self._phase = following
+            return True
 
     def _following(self, body: Body, sender: str, who: str) -> Phase:
         """The phase after it. `_lock` is held."""
         phase = self._phase
+        if sender == self.peer and self._crossing is not None:
+            phase = self._crossing
         following = ORDER[phase].get(type(body))
         if following is None or body.spec.sender not in (sender, m.EITHER):
             names = ", ".join(kind.spec.name for kind in legal(sender, phase)) or "nothing"

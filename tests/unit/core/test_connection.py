@@ -14,7 +14,7 @@ from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.link import LinkStats
-from hetero_framework.core.messages import COORDINATOR, Body, Message
+from hetero_framework.core.messages import COORDINATOR, WORKER, Body, Message
 from hetero_framework.core.session import Phase
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 from tests.framed import framed
@@ -99,6 +99,21 @@ def test_second_greeting_reaches_nobody(sides: tuple[Side, Side]) -> None:
     assert "out of order" in str(reason)
     assert far.heard.get(timeout=WAIT_S).body == HELLO
     assert far.heard.empty()
+
+
+def test_line_that_crosses_our_goodbye_is_no_fault_of_the_peer(sides: tuple[Side, Side]) -> None:
+    near, far = sides
+    far.answer = lambda message: far.send(WELCOME)
+    assert near.connection.ask(Message(HELLO), WAIT_S) is not None
+    near.connection.peer = WORKER
+    far.answer = lambda message: None
+    near.send(m.Bye("paused"))
+    assert far.heard.get(timeout=WAIT_S).body == HELLO
+    far.connection.link.send(Message(m.Log("INFO", "the coordinator left")))
+    far.connection.close()
+    assert "closed the connection" in str(near.end())
+    assert near.connection.fault is None
+    assert near.heard.empty()
 
 
 def test_peer_that_was_accepted_hears_what_it_did_wrong(sides: tuple[Side, Side]) -> None:

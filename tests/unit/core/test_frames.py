@@ -600,6 +600,21 @@ def test_message_out_of_order_is_refused(before: str, message: str, role: str) -
     assert session.phase is phase
 
 
+def test_what_was_sent_before_our_goodbye_was_read_is_legal_and_not_handled() -> None:
+    """A line of the log of a worker that is let go, say: it is no fault of the worker."""
+    session = walk(UP + "STEP BYE")[0]
+    for name in ("LOG", "GRADIENT_NORMS", "LOG", "COMMITTED"):
+        session.check(examples()[name].body)
+        assert session.receive(examples()[name]) is False
+    with pytest.raises(ProtocolError, match="out of order: COLLECTED"):
+        session.receive(examples()["READY"])
+    with pytest.raises(ProtocolError, match="tried to send STEP out of order: CLOSED"):
+        session.send(examples()["STEP"])
+    assert session.receive(examples()["BYE"]) is False
+    with pytest.raises(ProtocolError, match="sent LOG out of order: CLOSED"):
+        session.receive(examples()["LOG"])
+
+
 def test_every_phase_can_be_reached_and_left() -> None:
     reached = {Phase.OPEN, Phase.EVALUATION}
     for table in ORDER.values():
