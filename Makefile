@@ -2,6 +2,7 @@
 # make demo    the whole job on this machine, offline after setup
 # make demo-islands  two coordinators train one model together (Linux x86-64: it installs torchft)
 # make test    lint, types and the whole suite
+# make lines   how many lines each room of the package has
 # make faults  what breaks, with its figures
 # make long    all other tests that take longer, and where torchft is more of those of islands
 # make islands real islands with torchft's lighthouse: kills at every point (Linux x86-64)
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 endif
 STAMP := $(VENV)/.hetero-setup
 
-.PHONY: setup demo demo-islands test lint faults long islands bench clean
+.PHONY: setup demo demo-islands test lint lines faults long islands bench clean
 
 setup: $(STAMP)
 
@@ -44,7 +45,10 @@ $(ISLANDS): $(STAMP)
 demo-islands: $(ISLANDS)
 	$(BIN)/python examples/demo_islands.py
 
-lint: setup
+lines: setup
+	$(BIN)/python docs/lines.py
+
+lint: setup lines
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
