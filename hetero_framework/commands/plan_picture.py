@@ -45,7 +45,7 @@ def plan(result: Result, kind: str = "Predicted") -> PlanPicture:
     subtitle = (
         f"{plural(layers, 'layer')} on {plural(len(result.devices), 'process')}; {kind.lower()}"
     )
-    subtitle += f" step {seconds(result.predicted_step_s)}, {_bound(result)}"
+    subtitle += f" step {seconds(result.predicted_step_s)}{_optimal(result)}"
     if any(one.recompute for row in rows for one in row.held):
         subtitle += "; orange: computed again backward"
     return PlanPicture("Plan", subtitle, layers, rows)
@@ -88,9 +88,9 @@ def step(result: Result, kind: str = "Predicted") -> StepPicture:
     return StepPicture(
         f"{kind} step",
         f"{count}, {plural(len(owners), 'stage')} on {plural(len(rows), 'process')};"
-        f" {seconds(result.predicted_step_s)}, {_bound(result)}",
+        f" {seconds(result.predicted_step_s)}{_optimal(result)}",
         rows,
-        result.lower_bound_s,
+        schedule.bound_s,
     )
 
 
@@ -99,7 +99,5 @@ def _plain(bar: Bar) -> Bar:
     return Bar(bar.kind, bar.began, bar.ended)
 
 
-def _bound(result: Result) -> str:
-    if result.proved_optimal:
-        return "no plan takes less"
-    return f"no plan takes less than {seconds(result.lower_bound_s)}"
+def _optimal(result: Result) -> str:
+    return ", no plan is better" if result.proved_optimal else ""

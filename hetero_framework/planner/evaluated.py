@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from hetero_framework.planner.bounds import step_bound
 from hetero_framework.planner.layout import Fleet, Layout, has_chunks
 from hetero_framework.planner.tuning import TunedSchedule, tune
 
@@ -27,13 +26,6 @@ class Evaluated:
     def seconds(self) -> float:
         """The predicted step."""
         return self.schedule.forecast.seconds
-
-    @property
-    def bound_s(self) -> float:
-        """What no schedule of this layout can beat."""
-        schedule = self.schedule
-        limits = self.fleet.memory_limits(self.layout)
-        return step_bound(schedule.profile, schedule.micro_batches, limits)
 
     @property
     def preference(self) -> float:

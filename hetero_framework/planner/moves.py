@@ -12,7 +12,6 @@ from hetero_framework.planner.rules import Rules
 _HALVINGS = 6  # of a fifth of a step, to 0.3 % of it; each is one more cut of the same order
 _ALL_SWAPS = 8  # stages; in longer pipelines devices change places with the next two only
 _MOST_EXCHANGES = 48  # of a stage's device for an unused one; the quickest unused are tried
-_DOUBLINGS = 12  # of a step that is too short
 
 
 def recut(layout: Layout, counts: Sequence[int]) -> Layout:
@@ -91,16 +90,6 @@ def reordered(
     for changed in orders:
         if (found := balanced(partition, changed, step_s)) is not None:
             yield found
-
-
-def shortest(partition: Partition, order: Sequence[int]) -> Layout | None:
-    """The layout of these devices in this order for the shortest step; None without one."""
-    step_s = partition.least_s(order)
-    for _ in range(_DOUBLINGS):
-        if (found := balanced(partition, order, step_s)) is not None:
-            return found
-        step_s *= 2
-    return None
 
 
 def balanced(partition: Partition, order: Sequence[int], step_s: float) -> Layout | None:

@@ -120,10 +120,6 @@ class Partition:
             front = longer
         return front.parts
 
-    def least_s(self, order: Sequence[int]) -> float:
-        """Seconds of a step that no layout of these devices can beat."""
-        return step_range(self._fleet, order)[0]
-
     def _following(self, front: _Front) -> Iterator[int]:
         """The devices that may come next, one of each kind; of those that would be reached through
         the coordinator, where others would not, the quickest few."""

@@ -18,7 +18,6 @@ from hetero_framework.planner import reasons, variants
 from hetero_framework.planner.evaluated import evaluated
 from hetero_framework.planner.layout import Fleet, Layout, Part, WorkerId
 from hetero_framework.planner.profile import FleetProfile, ids_text
-from hetero_framework.planner.relaxation import least_step
 from hetero_framework.planner.result import Result
 from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.search import Found, Search
@@ -86,8 +85,7 @@ def evaluate(
     if found is None:
         raise _does_not_fit(fleet, layout)
     rules = _rules(fleet, {}, (), ALLOWED)
-    bound = least_step(rules, found.seconds)
-    result = _result(rules, Found(found, bound, False), {})
+    result = _result(rules, Found(found, False), {})
     return replace(result, seconds=time.perf_counter() - began)
 
 
@@ -120,7 +118,6 @@ def _result(rules: Rules, found: Found, changes: Mapping[str, Any]) -> Result:
         gradient_checkpointing={str(k): part.recompute for k, part in enumerate(best.layout)},
         max_in_flight=best.schedule.max_in_flight,
         predicted_step_s=best.seconds,
-        lower_bound_s=found.lower_bound_s,
         proved_optimal=found.proved,
         devices=uses,
         unused=tuple(fleet.ids[d] for d in rules.devices if fleet.ids[d] not in used),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from hetero_framework.planner.descents import FEW
 from hetero_framework.planner.enumeration import Enumeration, TooMany
 from hetero_framework.planner.evaluated import Evaluated, evaluated
@@ -29,8 +27,6 @@ class Proof:
         self._rules = rules
         self._scores = scores
         self._few = len(rules.devices) <= FEW
-        self.least_s = math.inf
-        """The shortest step of all that was tuned, also where it is not worth its stages."""
 
     def run(self, best: Evaluated, *, several: bool = False) -> tuple[Evaluated, bool]:
         """The best of all layouts with one stage for each device, with `several` of any number, and
@@ -46,7 +42,6 @@ class Proof:
                 tasks += _TUNED * len(layout) * m
                 found = evaluated(self._rules.fleet, layout)
                 assert found is not None  # only what fits is open
-                self.least_s = min(self.least_s, found.seconds)
                 best = min(best, found, key=lambda one: one.preference)
             if tasks > _TASKS[self._few]:
                 return best, False

@@ -44,7 +44,6 @@ class Result:
     gradient_checkpointing: Mapping[str, bool]
     max_in_flight: int
     predicted_step_s: float
-    lower_bound_s: float
     proved_optimal: bool
     devices: tuple[DeviceUse, ...]
     unused: tuple[WorkerId, ...]
@@ -61,23 +60,13 @@ class Result:
         """The times that were simulated."""
         return self.schedule.profile
 
-    @property
-    def gap(self) -> float:
-        """How much longer than the lower bound the step is, as a share of it: 0 where the plan is
-        proved, 1 where nothing is known of a bound."""
-        if self.predicted_step_s <= 0 or self.proved_optimal:
-            return 0.0
-        return self.predicted_step_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 1.0
-
     def to_dict(self) -> dict[str, Any]:
-        """All but `schedule`, and the gap, in JSON types."""
+        """All but `schedule`, in JSON types."""
         return {
             "shard_plan": [dict(entry) for entry in self.shard_plan],
             "gradient_checkpointing": dict(self.gradient_checkpointing),
             "max_in_flight": self.max_in_flight,
             "predicted_step_s": self.predicted_step_s,
-            "lower_bound_s": self.lower_bound_s,
-            "gap": self.gap,
             "proved_optimal": self.proved_optimal,
             "devices": [
                 {

@@ -1,15 +1,13 @@
 """The best layout of a fleet.
 
 1. Seeds (`seeds`): a dynamic programme covers the layers within a step of T seconds, for the
-   shortest T at which it can and some longer ones; where many pairs of workers have no link, also
-   along chains of those that have.
+   shortest T at which it can and some longer ones.
 2. They are improved one move at a time by their scores (`climbing`), which bounds make (`scores`),
    and interleaved.
 3. The simulator (`quick_looks`) decides between the best few dozen. From the best of these it goes
    on to faster neighbours (`descents`).
 4. Where few enough layouts could be faster still, all of them are simulated (`proof`), those with
-   one stage for each device first: then the plan is proved. Else `least_step` says how much better
-   any could be.
+   one stage for each device first: then the plan is proved.
 
 All limits are counts of work, never of time: the same profile gives the same plan everywhere.
 docs/planner.md has more of each part, and the ideas behind them.
@@ -30,7 +28,6 @@ from hetero_framework.planner.evaluated import Evaluated, evaluated
 from hetero_framework.planner.layout import Layout, has_chunks
 from hetero_framework.planner.proof import Proof
 from hetero_framework.planner.quick_looks import QuickLooks
-from hetero_framework.planner.relaxation import least_step
 from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 
@@ -42,16 +39,13 @@ _FITTING = 4  # that are climbed from then
 _FINALISTS = 2  # that are tuned, and three times as many where steps are short:
 _FINAL_TASKS = 3_000
 _NEAR = 1.03  # times the shortest step: tuning changes the order of layouts by about that
-_EXACTLY = 1e-9  # sums in another order differ by less
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best layout; seconds that no layout's step can beat; and whether no other one is better
-    (docs/planner.md says by what)."""
+    """The best layout, and whether all others were looked at and none is to be preferred."""
 
     best: Evaluated
-    lower_bound_s: float
     proved: bool
 
 
@@ -59,11 +53,9 @@ class Search:
     """One search. `rules` say what a layout may be."""
 
     def __init__(self, rules: Rules) -> None:
-        self._all = rules
-        chained = seeds.along_chains(rules, Scores(rules, _STAGES))
-        self._rules = rules = seeds.without_the_weakest(rules, chained)
-        here = set(rules.devices)
-        self._chained = [layout for layout in chained if here.issuperset(p.device for p in layout)]
+        self._rules = seeds.without_the_weakest(rules)
+        self._has_all = self._rules.devices == rules.devices
+        rules = self._rules
         self._scores = Scores(rules, _STAGES)
         self._climber = Climber(rules, self._scores)
         self._looks = QuickLooks(rules, self._scores)
@@ -80,19 +72,10 @@ class Search:
         best = min(map(self._evaluated, self._finalists(ends)), key=lambda one: one.preference)
         proof = Proof(self._rules, self._scores)
         best, proved = proof.run(best)
-        proved &= self._rules is self._all  # all devices were looked at
-        if proved and not self._rules.chunks:
-            return Found(best, best.seconds, True)
-        if proved and not self._rules.pins:
-            best, every = proof.run(best, several=True)
-            if every:
-                # What is shorter and still not preferred is not worth its stages.
-                least_s = min(best.seconds, proof.least_s)
-                return Found(best, least_s, least_s >= (1 - _EXACTLY) * best.seconds)
-        bound = least_step(self._all, best.seconds)
-        if proved and bound >= (1 - _EXACTLY) * best.seconds:
-            return Found(best, best.seconds, True)
-        return Found(best, bound, False)
+        proved &= self._has_all
+        if proved and self._rules.chunks:
+            best, proved = (best, False) if self._rules.pins else proof.run(best, several=True)
+        return Found(best, proved)
 
     def evened_s(self, layout: Layout) -> float:
         """About what a step takes once layers have been moved between these stages, infinite where
@@ -101,8 +84,7 @@ class Search:
 
     def _climbed(self) -> list[Layout]:
         """With one stage for each device: the best on the way from the seeds upwards."""
-        shortest = seeds.shortest(self._rules, self._scores, self._climber)
-        for seed in dict.fromkeys([*shortest, *self._chained]):
+        for seed in seeds.shortest(self._rules, self._scores, self._climber):
             self._climber.climb(seed)
         if not (found := self._fitting()):
             self._scores.allow(_STAGES)

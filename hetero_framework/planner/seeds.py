@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import product
 
 from hetero_framework.planner import moves
-from hetero_framework.planner.chains import chains
 from hetero_framework.planner.climbing import MANY, Climber
 from hetero_framework.planner.layout import Layout, has_chunks
 from hetero_framework.planner.partition import Partition, step_range
@@ -22,9 +21,7 @@ _DEPTHS = (1.0, 0.4)  # shares of the micro-batches in flight that stages are to
 _LONGER = (1.0, 1.02, 1.06, 1.15, 1.4)  # times the shortest step, for which there are seeds
 _DOUBLINGS = 12  # of a step that is too short
 _PRECISION = 0.01  # of the shortest step
-_MOST_CHAINED = 64  # workers of a chain
-_SHORTER = 8  # lengths of a chain that are tried
-_MOST_DEVICES = 96  # of larger fleets those of the best chains, then the quickest
+_MOST_DEVICES = 96  # of larger fleets the quickest take part
 
 # Several.
 _CHUNKS = (2, 3, 4, 5, 6, 8)
@@ -80,33 +77,16 @@ def _reached(partition: Partition, scores: Scores, step_s: float) -> bool:
     return min(map(scores.of, partition.layouts(step_s)), default=math.inf) < math.inf
 
 
-def along_chains(rules: Rules, scores: Scores) -> list[Layout]:
-    """The best layouts whose workers are the first ones of a chain of linked ones."""
-    partition, found = Climber(rules, scores).partition(), dict[Layout, None]()
-    for chain in chains(rules):
-        most = min(len(chain), _MOST_CHAINED, rules.fleet.layers)
-        for length in sorted({max(1, int(most / 1.3**k)) for k in range(_SHORTER)}):
-            layout = moves.shortest(partition, [0, *chain[:length]])
-            if layout is not None:
-                found[layout] = None
-    return heapq.nsmallest(_SEEDS // 2, found, key=scores.of)
-
-
-def without_the_weakest(rules: Rules, layouts: Iterable[Layout]) -> Rules:
-    """At most so many devices as a search can look at: those of some layouts, the best first, and
-    the quickest by layer and link."""
-    if len(rules.devices) <= _MOST_DEVICES:
-        return rules
+def without_the_weakest(rules: Rules) -> Rules:
+    """At most so many devices as a search can look at: the quickest by layer and link."""
     fleet = rules.fleet
 
     def weakness(d: int) -> tuple[bool, float]:
         wire_s = fleet.edge(0, d, fleet.layers, False).forward_s if d else 0.0
         return (d != 0 and d not in rules.pins, max(fleet.layer_s(d), wire_s))
 
-    strongest = sorted(rules.devices, key=weakness)
-    in_layouts = (part.device for layout in layouts for part in layout)
-    chosen = dict.fromkeys([*strongest[: 1 + len(rules.pins)], *in_layouts, *strongest])
-    return replace(rules, devices=tuple(sorted(list(chosen)[:_MOST_DEVICES])))
+    strongest = sorted(rules.devices, key=weakness)[:_MOST_DEVICES]
+    return replace(rules, devices=tuple(sorted(strongest)))
 
 
 def interleaved(

@@ -49,7 +49,7 @@ class TunedSchedule:
     def forecast(self) -> Simulation:
         """The planned step; never less than its bound, as sums rounded in another order may be."""
         found = outcome(self.profile, self.spans)
-        return replace(found, seconds=max(found.seconds, self._bound_s))
+        return replace(found, seconds=max(found.seconds, self.bound_s))
 
     @cached_property
     def spans(self) -> Sequence[SimulatedSpan]:
@@ -64,7 +64,7 @@ class TunedSchedule:
             spans=simulated,
         )
         limits, most = self.in_flight_limits, self.max_in_flight
-        return shortened(self.profile, simulated, limits, most, self._bound_s)
+        return shortened(self.profile, simulated, limits, most, self.bound_s)
 
     @cached_property
     def order(self) -> StepOrder:
@@ -72,7 +72,8 @@ class TunedSchedule:
         return StepOrder.of(self.spans)
 
     @cached_property
-    def _bound_s(self) -> float:
+    def bound_s(self) -> float:
+        """What no schedule of this profile can beat."""
         return step_bound(self.profile, self.micro_batches, self.in_flight_limits)
 
     @property

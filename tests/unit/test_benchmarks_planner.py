@@ -106,8 +106,7 @@ def test_the_plan_beats_simple_rules() -> None:
 
 
 @pytest.mark.long
-def test_large_says_time_and_gap() -> None:
+def test_large_says_how_long_it_takes() -> None:
     found = large(1, layers=8, devices=3, micro_batches=(8,))
     assert len(found["rows"]) == 6
-    assert 0 <= found["gap_median_one_stage"] < 0.5
     assert found["seconds_most"] > 0

@@ -16,7 +16,7 @@ def test_the_window_that_is_given_is_taken() -> None:
     found = evaluated(FLEET, FITS, max_in_flight=3)
     assert found is not None
     assert found.schedule.max_in_flight == 3
-    assert found.seconds >= found.bound_s
+    assert found.seconds >= found.schedule.bound_s
 
 
 def test_several_stages_on_a_device_have_to_be_worth_it() -> None:

@@ -27,7 +27,6 @@ def test_equal_devices_take_equal_shares() -> None:
     assert layers_of(found) == {"local": 2, 1: 2, 2: 2, 3: 2}
     assert found.predicted_step_s == pytest.approx((3 + 8) * 0.006, rel=1e-3)
     assert found.proved_optimal
-    assert found.gap == 0
     assert found.unused == ()
     assert found.alone is not None
     assert found.alone.step_s == pytest.approx(8 * 8 * 0.003)
@@ -195,7 +194,7 @@ def test_evaluate_refuses_checkpointing_of_no_stage(again: dict[str, Any], said:
     assert said in str(caught.value)
 
 
-def test_evaluate_of_a_worse_plan_is_worse_and_names_its_gap() -> None:
+def test_evaluate_of_a_worse_plan_is_worse() -> None:
     profile = fleet_of(device("local"), device(1), speed=1e12)
     half = evaluate(
         profile, [{"id": "local", "start": 0, "end": 4}, {"id": 1, "start": 4, "end": 8}]
@@ -204,7 +203,6 @@ def test_evaluate_of_a_worse_plan_is_worse_and_names_its_gap() -> None:
         profile, [{"id": "local", "start": 0, "end": 7}, {"id": 1, "start": 7, "end": 8}]
     )
     assert other.predicted_step_s > 1.5 * half.predicted_step_s
-    assert other.gap > half.gap >= 0
 
 
 # ---- properties
@@ -219,8 +217,6 @@ def test_a_plan_fits_and_is_what_evaluate_says(profile: FleetProfile) -> None:
         return
     memory = {one.id: one.memory_bytes for one in profile.devices}
     assert all(use.memory_bytes <= memory[use.id] + 1 for use in found.devices)
-    assert found.lower_bound_s <= found.predicted_step_s * (1 + 1e-9)
-    assert found.proved_optimal == (found.gap == 0 or found.lower_bound_s == found.predicted_step_s)
     for window in (found.max_in_flight, None):
         again = evaluate(
             profile,

@@ -21,7 +21,7 @@ def test_a_look_is_near_what_tuning_finds() -> None:
     for layout in (EVEN, UNEVEN):
         found = evaluated(RULES.fleet, layout)
         assert found is not None
-        assert (1 - 1e-9) * found.bound_s <= looks().look(layout) <= 1.01 * found.seconds
+        assert (1 - 1e-9) * found.schedule.bound_s <= looks().look(layout) <= 1.01 * found.seconds
 
 
 def test_each_layout_is_simulated_once() -> None:

@@ -17,31 +17,14 @@ def result() -> Result:
     return evaluate(fleet_of(device("local"), device("box")), HALVES)
 
 
-@pytest.mark.parametrize(
-    ("step_s", "bound_s", "proved", "gap"),
-    [
-        (1.2, 1.0, False, pytest.approx(0.2)),
-        (1.2, 1.2, False, 0.0),
-        (1.2, 1.0, True, 0.0),  # of its kind the best: what is left is the bound's fault
-        (1.2, 0.0, False, 1.0),  # nothing is known
-        (0.0, 0.0, False, 0.0),
-    ],
-)
-def test_the_gap_is_a_share_of_the_bound(
-    result: Result, step_s: float, bound_s: float, proved: bool, gap: float
-) -> None:
-    changed = replace(result, predicted_step_s=step_s, lower_bound_s=bound_s, proved_optimal=proved)
-    assert changed.gap == gap
-
-
 def test_as_json_it_has_all_but_the_schedule(result: Result) -> None:
     found = result.to_dict()
     for name in (
         "shard_plan", "gradient_checkpointing", "max_in_flight", "predicted_step_s",
-        "lower_bound_s", "gap", "proved_optimal", "devices", "unused", "why", "advice", "seconds",
+        "proved_optimal", "devices", "unused", "why", "advice", "seconds",
     ):  # fmt: skip
         assert name in found
-    assert set(found) == {one.name for one in fields(Result)} - {"schedule"} | {"gap"}
+    assert set(found) == {one.name for one in fields(Result)} - {"schedule"}
     again = json.loads(json.dumps(found))
     assert again == found
     assert again["shard_plan"] == HALVES
