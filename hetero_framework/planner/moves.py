@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+from hetero_framework.planner.layer_dp import LayerProgramme
 from hetero_framework.planner.layout import Layout, Part
-from hetero_framework.planner.partition import Partition
 from hetero_framework.planner.rules import Rules
 
 _HALVINGS = 6  # of a fifth of a step, to 0.3 % of it; each is one more cut of the same order
@@ -63,7 +63,7 @@ def toggled(rules: Rules, layout: Layout) -> Iterator[Layout]:
 
 
 def reordered(
-    rules: Rules, partition: Partition, layout: Layout, step_s: float
+    rules: Rules, programme: LayerProgramme, layout: Layout, step_s: float
 ) -> Iterator[Layout]:
     """Two devices exchanged, one replaced by an unused one, left out, or taken in; cut anew.
     `step_s` is about what the layout takes."""
@@ -88,22 +88,22 @@ def reordered(
     for k in range(1, len(order) + 1):
         orders += [[*order[:k], d, *order[k:]] for d in unused.values()]
     for changed in orders:
-        if (found := balanced(partition, changed, step_s)) is not None:
+        if (found := balanced(programme, changed, step_s)) is not None:
             yield found
 
 
-def balanced(partition: Partition, order: Sequence[int], step_s: float) -> Layout | None:
+def balanced(programme: LayerProgramme, order: Sequence[int], step_s: float) -> Layout | None:
     """The layout of these devices in this order for the shortest step, which is looked for around
     `step_s`; None where there is none."""
     high = step_s
-    while (found := partition.along(order, high)) is None:
+    while (found := programme.along(order, high)) is None:
         high *= 1.25
         if high > 2 * step_s:
             return None
     low = 0.8 * high
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        better = partition.along(order, middle)
+        better = programme.along(order, middle)
         if better is None:
             low = middle
         else:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hetero_framework.planner.descents import FEW
 from hetero_framework.planner.enumeration import Enumeration, TooMany
 from hetero_framework.planner.evaluated import Evaluated, evaluated
+from hetero_framework.planner.fast_evaluation import schedules_of
 from hetero_framework.planner.layout import Layout
-from hetero_framework.planner.quick_looks import schedules_of
+from hetero_framework.planner.local_search import FEW
 from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 from hetero_framework.planner.simulator import simulate

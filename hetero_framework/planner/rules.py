@@ -25,6 +25,11 @@ class Rules:
         """The same rules for the same devices with other numbers."""
         return replace(self, fleet=fleet)
 
+    @property
+    def interleaves(self) -> bool:
+        """Whether a device may have several stages: not where layers are pinned."""
+        return self.chunks and not self.pins
+
     def permits_part(self, part: Part) -> bool:
         """Whether a stage leaves every pinned device just its layers."""
         if part.device in self.pins:

@@ -53,8 +53,10 @@ def test_evaluate_reads_a_configuration(
     assert found["gradient_checkpointing"] == {"0": True, "1": True}
 
 
-def test_plan_prints_a_table(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--profile", fleet, "--allow", "checkpointing"]) == 0
+def test_plan_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "fleet.json"
+    file.write_text(json.dumps(raw_fleet([device("local"), device(1)], layers=3)), encoding="utf-8")
+    assert main(["plan", "--profile", str(file)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("process")
     assert "coordinator" in said

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from hetero_framework.planner import evaluated as evaluated_layouts
-from hetero_framework.planner import moves, plan, proof, seeds
+from hetero_framework.planner import initial_layouts, moves, plan, proof
 from hetero_framework.planner.evaluated import evaluated
 from hetero_framework.planner.layout import Part, has_chunks
 from hetero_framework.planner.rules import Rules
@@ -90,7 +90,7 @@ def test_nothing_that_fits_is_none() -> None:
 def test_a_search_of_some_devices_proves_nothing(
     chunks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seeds, "_MOST_DEVICES", 2)
+    monkeypatch.setattr(initial_layouts, "_MOST_DEVICES", 2)
     found = searched(rules_of(UNLIKE, chunks=chunks))
     assert len({part.device for part in found.best.layout}) <= 2
     assert not found.proved
@@ -118,7 +118,7 @@ def test_where_no_layer_moved_makes_it_fit_it_takes_for_ever() -> None:
     assert Search(small).evened_s(HALVES) == math.inf
 
 
-# ---- memory so tight that seeds find nothing
+# ---- memory so tight that the programme finds nothing
 
 
 def test_only_the_coordinator_has_room_for_the_head() -> None:

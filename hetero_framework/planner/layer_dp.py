@@ -8,7 +8,7 @@ included, has T - w left, so it may take the layers of which m micro-batches tak
 From the embedding towards the head each device takes as many layers as that and its memory allow.
 Of all ways to use the same devices with the same one last only that which promises most is kept:
 the layers it has covered and those that the devices left could cover in the time that is left.
-There may be more such ways than `beam`; then the most promising stay. Devices that differ in
+There may be more such ways than are kept; then the most promising stay. Devices that differ in
 nothing are taken in their order.
 """
 
@@ -24,6 +24,8 @@ from hetero_framework.planner.layout import Fleet, Layout, Part
 from hetero_framework.planner.rules import Rules
 
 _ROUNDING = 1e-12
+_BEAM = 2_000  # partial layouts that are kept, for all pairs of devices together
+_LEAST_BEAM = 12  # of more than 12 devices
 _RELAYED = 8
 """Workers tried behind one to which they have no link, where it has links to others. Twice as many
 make the programme up to twice as long in sparse fleets; with half as many a quick worker may
@@ -56,15 +58,15 @@ class _Place(NamedTuple):
     leave: int = 0
 
 
-class Partition:
+class LayerProgramme:
     """The dynamic programme. `depth` says how many of the micro-batches that a full pipeline has in
     a stage are counted: 1 all of them, 0 one, for fleets without the memory for more."""
 
-    def __init__(self, rules: Rules, *, depth: float = 1.0, beam: int) -> None:
+    def __init__(self, rules: Rules, *, depth: float = 1.0, beam: int | None = None) -> None:
         self._rules = rules
         self._fleet = fleet = rules.fleet
         self._depth = depth
-        self._beam = beam
+        self._beam = beam or max(_LEAST_BEAM, _BEAM // len(rules.devices) ** 2)
         self._pin_starts = sorted(start for start, _ in rules.pins.values())
         self._short = [
             fleet.is_short_of_memory(Part(d, 0, fleet.layers)) for d in range(len(fleet.costs))

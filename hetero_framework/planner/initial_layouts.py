@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
 from hetero_framework.planner import moves
-from hetero_framework.planner.climbing import MANY, Climber
+from hetero_framework.planner.fast_evaluation import MANY
+from hetero_framework.planner.layer_dp import LayerProgramme, step_range
 from hetero_framework.planner.layout import Layout, has_chunks
-from hetero_framework.planner.partition import Partition, step_range
 from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.scores import Scores
 
@@ -30,51 +30,51 @@ _FRONT = (0.3, 0.5, 0.7)  # of the devices come again behind all
 _SHARES = (0.25, 0.4)  # of their layers are in front
 
 
-def shortest(rules: Rules, scores: Scores, climber: Climber) -> list[Layout]:
+def simple(rules: Rules, scores: Scores) -> list[Layout]:
     """With one stage for each device: those of the shortest steps that the dynamic programme
     reaches, and of some longer ones."""
     low, high = step_range(rules.fleet, rules.devices)
     for depth in _DEPTHS:
-        partition = climber.partition(depth)
-        if depth < 1 and not partition.is_short_of_memory:
+        programme = LayerProgramme(rules, depth=depth)
+        if depth < 1 and not programme.is_short_of_memory:
             break
         # What fits with more micro-batches in flight fits with fewer.
-        high = _seeded(partition, scores, low, high)
+        high = _seeded(programme, scores, low, high)
     found = scores.best(_SEEDS)
     if min(map(scores.of, found), default=math.inf) == math.inf:
-        _seeded(climber.partition(0.0), scores, low, high)  # memory for one micro-batch
+        _seeded(LayerProgramme(rules, depth=0.0), scores, low, high)  # memory for one micro-batch
         found = scores.best(_SEEDS)
     return found
 
 
-def _seeded(partition: Partition, scores: Scores, low: float, high: float) -> float:
+def _seeded(programme: LayerProgramme, scores: Scores, low: float, high: float) -> float:
     """The shortest step that the programme reaches, once `scores` knows layouts for it and for some
     longer ones."""
-    least = _least(partition, scores, low, high)
+    least = _least(programme, scores, low, high)
     for factor in _LONGER:
-        _reached(partition, scores, least * factor)
+        _reached(programme, scores, least * factor)
     return least
 
 
-def _least(partition: Partition, scores: Scores, low: float, high: float) -> float:
+def _least(programme: LayerProgramme, scores: Scores, low: float, high: float) -> float:
     """The shortest step that the programme reaches."""
     for _ in range(_DOUBLINGS):
-        if _reached(partition, scores, high):
+        if _reached(programme, scores, high):
             break
         low, high = high, 2 * high
     while high - low > _PRECISION * high:
         # Most fleets are used well: look nearer to the lower end.
         middle = 0.7 * low + 0.3 * high
-        if _reached(partition, scores, middle):
+        if _reached(programme, scores, middle):
             high = middle
         else:
             low = middle
     return high
 
 
-def _reached(partition: Partition, scores: Scores, step_s: float) -> bool:
+def _reached(programme: LayerProgramme, scores: Scores, step_s: float) -> bool:
     """Whether a layout for a step of so many seconds fits; `scores` knows those that were found."""
-    return min(map(scores.of, partition.layouts(step_s)), default=math.inf) < math.inf
+    return min(map(scores.of, programme.layouts(step_s)), default=math.inf) < math.inf
 
 
 def without_the_weakest(rules: Rules) -> Rules:
@@ -90,10 +90,10 @@ def without_the_weakest(rules: Rules) -> Rules:
 
 
 def interleaved(
-    rules: Rules, scores: Scores, climber: Climber, layouts: Sequence[Layout]
+    rules: Rules, scores: Scores, evened: Callable[[Layout], Layout], layouts: Sequence[Layout]
 ) -> list[Layout]:
     """The best of each way to give the devices of layouts, the best first, several stages."""
-    if not rules.chunks or rules.pins:
+    if not rules.interleaves:
         return []
     found: dict[Layout, None] = {}
 
@@ -105,16 +105,16 @@ def interleaved(
     closed = [other for layout in layouts for other in moves.closed(rules, layout)]
     # The bound knows little of what few stored forwards cost: even may be worse.
     take(closed)
-    take(map(climber.evened, heapq.nsmallest(2, closed, key=scores.of)))
+    take(map(evened, heapq.nsmallest(2, closed, key=scores.of)))
     for chunks in _CHUNKS if few else _CHUNKS_OF_MANY:
         changed = (moves.interleaved(rules, layout, chunks) for layout in layouts[: 1 + few])
-        take(climber.evened(layout) for layout in changed if layout is not None)
+        take(evened(layout) for layout in changed if layout is not None)
     return list(found)
 
 
 def wrapped(rules: Rules, layouts: Iterable[Layout]) -> Iterator[Layout]:
     """Those in which the first devices of a layout come again behind all."""
-    if not rules.chunks or rules.pins:
+    if not rules.interleaves:
         return
     for layout, front, share in product(layouts, _FRONT, _SHARES):
         again = moves.wrapped(rules, layout, round(front * len(layout)), share)

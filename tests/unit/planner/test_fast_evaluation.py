@@ -3,8 +3,8 @@ from __future__ import annotations
 import math
 
 from hetero_framework.planner.evaluated import evaluated
+from hetero_framework.planner.fast_evaluation import FastEvaluation
 from hetero_framework.planner.layout import Layout, Part
-from hetero_framework.planner.quick_looks import QuickLooks
 from hetero_framework.planner.scores import Scores
 from tests.unit.planner.fleets import device, fleet_of, rules_of
 
@@ -13,8 +13,8 @@ EVEN = (Part(0, 0, 4), Part(1, 4, 8, direct=True))
 UNEVEN = (Part(0, 0, 7), Part(1, 7, 8, direct=True))
 
 
-def looks() -> QuickLooks:
-    return QuickLooks(RULES, Scores(RULES, 10_000))
+def looks() -> FastEvaluation:
+    return FastEvaluation(RULES, Scores(RULES, 10_000))
 
 
 def test_a_look_is_near_what_tuning_finds() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hetero_framework.planner.bounds import step_bound
-from hetero_framework.planner.climbing import MANY
 from hetero_framework.planner.critical_path import OnPath, critical_path
 from hetero_framework.planner.layout import Layout
 from hetero_framework.planner.policies import portfolio
@@ -18,6 +17,8 @@ from hetero_framework.planner.scores import Scores
 from hetero_framework.planner.simulator import Profile, SimulatedSpan, simulate
 from hetero_framework.planner.tuning import tapered_limits
 
+MANY = 8
+"""Stages; of more, not all moves are looked at: there are as many as pairs of stages."""
 MOST_TASKS = 150_000  # of all simulations; a task is a forward or a backward of a micro-batch
 _TASKS = 1_500  # of one
 _NO_FASTER = 1.005  # times as long: no schedule will make it faster
@@ -31,7 +32,7 @@ class Schedule(NamedTuple):
     in_flight_limits: tuple[int, ...]
 
 
-class QuickLooks:
+class FastEvaluation:
     """The steps of layouts, each simulated once, as far as the work for it lasts. Long steps are
     judged by a part of their micro-batches."""
 
@@ -57,10 +58,9 @@ class QuickLooks:
         """The shortest step of all."""
         return min(self._seconds.values(), default=math.inf)
 
-    @property
-    def largest(self) -> int:
+    def largest(self, where: Callable[[Layout], bool]) -> int:
         """The most tasks of a whole step of a layout that was looked at."""
-        return max(2 * len(layout) * self._m for layout in self._seconds)
+        return max(2 * len(layout) * self._m for layout in filter(where, self._seconds))
 
     def fastest(
         self, count: int | None = None, where: Callable[[Layout], bool] = lambda layout: True
