@@ -36,8 +36,8 @@ from benchmarks.planner import split
 from benchmarks.stages import Llama, Load
 from hetero_framework.errors import HeteroError
 from hetero_framework.planner import FleetProfile, Result, evaluate, plan
-from hetero_framework.planner.simulator import Profile
-from hetero_framework.planner.tuning import tune
+from hetero_framework.planner.schedule.simulator import Profile
+from hetero_framework.planner.schedule.tuning import tune
 
 MBIT = 1e6
 GOAL = 0.05

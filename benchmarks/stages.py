@@ -32,7 +32,7 @@ from hetero_framework.errors import UserError
 from hetero_framework.models.footprint import Form
 from hetero_framework.models.remains import Remains
 from hetero_framework.models.side import Bundle
-from hetero_framework.planner.simulator import Edge, Profile
+from hetero_framework.planner.schedule.simulator import Edge, Profile
 
 _ROW_ELEMENTS = 1024
 _STATE_FLOATS = 1 << 20

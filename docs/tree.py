@@ -31,8 +31,7 @@ def tree() -> str:
     lines = ["```text", "hetero_framework/"]
     lines += [_line(2, file.name, summary(file)) for file in _modules(PACKAGE)]
     for room in ROOMS:
-        lines.append(_line(2, f"{room}/", summary(PACKAGE / room / "__init__.py")))
-        lines += [_line(4, file.name, summary(file)) for file in _modules(PACKAGE / room)]
+        lines += _folder(2, PACKAGE / room)
     return "\n".join([*lines, "```\n"])
 
 
@@ -44,6 +43,14 @@ def render(page: str) -> str:
 
 def _modules(folder: Path) -> list[Path]:
     return [file for file in sorted(folder.glob("*.py")) if not file.name.startswith("__")]
+
+
+def _folder(indent: int, folder: Path) -> list[str]:
+    """A room or one of its shelves: shelves first, then modules."""
+    lines = [_line(indent, f"{folder.name}/", summary(folder / "__init__.py"))]
+    for shelf in sorted(file.parent for file in folder.glob("*/__init__.py")):
+        lines += _folder(indent + 2, shelf)
+    return lines + [_line(indent + 2, file.name, summary(file)) for file in _modules(folder)]
 
 
 def _line(indent: int, name: str, text: str) -> str:

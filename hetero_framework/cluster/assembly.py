@@ -63,10 +63,10 @@ from hetero_framework.errors import HeteroError, NetworkError, PeerLostError
 from hetero_framework.log import event
 from hetero_framework.models import fingerprint
 from hetero_framework.models.objective import objective_of
-from hetero_framework.planner.order import StepOrder
-from hetero_framework.planner.simulator import Profile
-from hetero_framework.planner.tuner import StageSeconds, Tuner, make_profile
-from hetero_framework.planner.tuning import TunedSchedule
+from hetero_framework.planner.schedule.order import StepOrder
+from hetero_framework.planner.schedule.simulator import Profile
+from hetero_framework.planner.schedule.tuner import StageSeconds, Tuner, make_profile
+from hetero_framework.planner.schedule.tuning import TunedSchedule
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.security.access import Access, access_of
 

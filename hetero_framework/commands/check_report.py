@@ -33,8 +33,8 @@ from hetero_framework.models.memory import (
 from hetero_framework.models.quantization import check_devices, devices_known, mixed_lines
 from hetero_framework.models.quiet import quiet_libraries
 from hetero_framework.models.shard import load_model_config
-from hetero_framework.planner.tuner import assumed_profile
-from hetero_framework.planner.tuning import tune
+from hetero_framework.planner.schedule.tuner import assumed_profile
+from hetero_framework.planner.schedule.tuning import tune
 from hetero_framework.security.access import key_directory
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import (

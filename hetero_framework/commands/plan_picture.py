@@ -7,8 +7,8 @@ from pathlib import Path
 from hetero_framework.commands.plan_report import held_text
 from hetero_framework.config import process_name
 from hetero_framework.planner import Result
-from hetero_framework.planner.readiness import BACKWARD, FORWARD
-from hetero_framework.planner.simulator import SimulatedSpan
+from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD
+from hetero_framework.planner.schedule.simulator import SimulatedSpan
 from hetero_framework.units import plural, seconds
 from hetero_framework.visualizer import plan_picture, timeline_picture
 from hetero_framework.visualizer.plan_picture import Held, PlanPicture, PlanRow

@@ -14,7 +14,7 @@ from hetero_framework.core.messages import Message
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.engine import stage_api as api
 from hetero_framework.errors import ProtocolError
-from hetero_framework.planner.order import Order
+from hetero_framework.planner.schedule.order import Order
 
 PackedInput = WireTensor | tuple[int, ...]  # bytes, or the shape of a tensor of ones
 

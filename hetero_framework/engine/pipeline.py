@@ -25,7 +25,7 @@ from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.engine.summing import Summing
 from hetero_framework.engine.ties import TiedGradients, Ties
-from hetero_framework.planner.readiness import Admission
+from hetero_framework.planner.schedule.readiness import Admission
 
 if TYPE_CHECKING:
     from hetero_framework.models.objective import CausalLM  # imports transformers

@@ -17,7 +17,7 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import StageFigures
 from hetero_framework.models.footprint import Form
 from hetero_framework.models.side import Bundle
-from hetero_framework.planner.order import Order, StepOrder
+from hetero_framework.planner.schedule.order import Order, StepOrder
 
 Tensors = dict[str, Tensor]
 Loss = float | Tensor  # reading the number of a tensor waits for its device

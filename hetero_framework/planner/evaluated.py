@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hetero_framework.planner.layout import Fleet, Layout, has_chunks
-from hetero_framework.planner.tuning import TunedSchedule, tune
+from hetero_framework.planner.schedule.tuning import TunedSchedule, tune
 
 _EXACTLY = 1e-9  # for each stage more: what is equal otherwise has fewer stages
 _WORTH_CHUNKS, _WORTH_RELAYS = 1.01, 1.03

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from hetero_framework.planner.profile import DeviceProfile, FleetProfile
-from hetero_framework.planner.simulator import Edge, Profile
+from hetero_framework.planner.schedule.simulator import Edge, Profile
 
 WorkerId = int | str
 _EXACTLY = 1e-9  # of bytes: sums in another order

@@ -14,20 +14,20 @@ from hetero_framework.config import process_name
 from hetero_framework.config.plan import Plan, PlanEntry, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.errors import PlanError, UserError
-from hetero_framework.planner import reasons, variants
+from hetero_framework.planner import explain, what_if
 from hetero_framework.planner.evaluated import evaluated
 from hetero_framework.planner.layout import Fleet, Layout, Part, WorkerId
 from hetero_framework.planner.profile import FleetProfile, ids_text
 from hetero_framework.planner.result import Result
 from hetero_framework.planner.rules import Rules
-from hetero_framework.planner.search import Found, Search
+from hetero_framework.planner.search.search import Found, Search
 from hetero_framework.units import size
 
 CHECKPOINTING = "checkpointing"
 CHUNKS = "chunks"
 ALLOWED = frozenset({CHECKPOINTING, CHUNKS})
 """What a plan may choose unless told otherwise: it changes no number of the result."""
-CHOICES = ALLOWED | {variants.CODEC, variants.MICRO_BATCH}
+CHOICES = ALLOWED | {what_if.CODEC, what_if.MICRO_BATCH}
 
 
 def plan(
@@ -53,14 +53,14 @@ def plan(
     rules = _rules(Fleet(profile, margins=margins), pins, excluded, allow)
     found = Search(rules).run()
     changes: dict[str, Any] = {}
-    for variant in variants.settings(profile):
+    for variant in what_if.settings(profile):
         if variant.allowed_by in allow:
             other = _rules(Fleet(variant.profile, margins=margins), pins, excluded, allow)
             candidate = Search(other).run()
             if candidate and (not found or candidate.best.seconds < found.best.seconds):
                 rules, found, changes = other, candidate, variant.changes
     if found is None:
-        raise reasons.nothing_fits(rules, margins)
+        raise explain.nothing_fits(rules, margins)
     return replace(_result(rules, found, changes), seconds=time.perf_counter() - began)
 
 
@@ -111,7 +111,7 @@ def _rules(
 
 def _result(rules: Rules, found: Found, changes: Mapping[str, Any]) -> Result:
     best, fleet = found.best, rules.fleet
-    uses = reasons.device_uses(best)
+    uses = explain.device_uses(best)
     used = {use.id for use in uses}
     return Result(
         shard_plan=_entries(fleet, best.layout),
@@ -121,9 +121,9 @@ def _result(rules: Rules, found: Found, changes: Mapping[str, Any]) -> Result:
         proved_optimal=found.proved,
         devices=uses,
         unused=tuple(fleet.ids[d] for d in rules.devices if fleet.ids[d] not in used),
-        why=reasons.left_out(best, rules),
-        advice=reasons.advice(best, rules, uses),
-        alone=reasons.alone(fleet, rules.devices),
+        why=explain.left_out(best, rules),
+        advice=explain.advice(best, rules, uses),
+        alone=explain.alone(fleet, rules.devices),
         changes=changes,
         seconds=0.0,
         schedule=best.schedule,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetero_framework.planner.simulator import Profile
-from hetero_framework.planner.tuning import TunedSchedule
+from hetero_framework.planner.schedule.simulator import Profile
+from hetero_framework.planner.schedule.tuning import TunedSchedule
 
 WorkerId = int | str
 

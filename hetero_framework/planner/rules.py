@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hetero_framework.planner.layout import Fleet, Layout, Part
-from hetero_framework.planner.simulator import Edge
+from hetero_framework.planner.schedule.simulator import Edge
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 from hetero_framework.config import process_name
 from hetero_framework.errors import UserError
-from hetero_framework.planner.simulator import Edge, Profile, simulate
-from hetero_framework.planner.tuning import TunedSchedule, default_max_in_flight
+from hetero_framework.planner.schedule.simulator import Edge, Profile, simulate
+from hetero_framework.planner.schedule.tuning import TunedSchedule, default_max_in_flight
 from hetero_framework.profiling.between import data_step
 from hetero_framework.units import seconds, share, size
 from hetero_framework.visualizer.tables import table

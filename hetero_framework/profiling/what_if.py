@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hetero_framework.planner.bounds import step_bound
-from hetero_framework.planner.simulator import Edge, Profile
-from hetero_framework.planner.tuning import tune
+from hetero_framework.planner.schedule.bounds import step_bound
+from hetero_framework.planner.schedule.simulator import Edge, Profile
+from hetero_framework.planner.schedule.tuning import tune
 from hetero_framework.profiling.measured import Boundary, Nics, StageTimes
 from hetero_framework.profiling.timeline import Trace
 

@@ -13,7 +13,7 @@ from hetero_framework.config import PLAN_FILE, Config
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import ResourceError
 from hetero_framework.planner.result import Result
-from hetero_framework.planner.simulator import Edge, Profile
+from hetero_framework.planner.schedule.simulator import Edge, Profile
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from hetero_framework.models.introspect import introspect
 from hetero_framework.models.language import meta_model
 from hetero_framework.models.memory import memory_of_parts
 from hetero_framework.planner import FleetProfile
-from hetero_framework.planner.judgement import Judge, Proposal, Question, Stages, tuned
 from hetero_framework.planner.layout import Fleet
-from hetero_framework.planner.observed import ModelWork, Observed, PartBytes
 from hetero_framework.planner.planning import CHUNKS
-from hetero_framework.planner.simulator import Profile
+from hetero_framework.planner.replan.measured_fleet import ModelWork, Observed, PartBytes
+from hetero_framework.planner.replan.replan_policy import Judge, Proposal, Question, Stages, tuned
+from hetero_framework.planner.schedule.simulator import Profile
 from hetero_framework.trainer import setup
 from hetero_framework.trainer.run_checkpoint import plan_entries
 

@@ -48,7 +48,7 @@ from hetero_framework.models.shard import ShardRange, load_model_config
 from hetero_framework.models.stated import as_held
 from hetero_framework.models.towers import tower_weights
 from hetero_framework.models.varlen_attention import VARLEN
-from hetero_framework.planner.tuning import default_max_in_flight
+from hetero_framework.planner.schedule.tuning import default_max_in_flight
 from hetero_framework.trainer.continuation import contents
 from hetero_framework.trainer.resolved import Resolved
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.planner.order import StepOrder
-from hetero_framework.planner.tuner import Tuner
-from hetero_framework.planner.tuning import TunedSchedule
+from hetero_framework.planner.schedule.order import StepOrder
+from hetero_framework.planner.schedule.tuner import Tuner
+from hetero_framework.planner.schedule.tuning import TunedSchedule
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy
 from tests.integration.conftest import NUM_WORKERS, Notes, Pool, read_metrics

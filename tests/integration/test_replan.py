@@ -23,7 +23,7 @@ from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import StoppedEarly
-from hetero_framework.planner import judgement
+from hetero_framework.planner.replan import replan_policy
 from hetero_framework.trainer.coordinator import Coordinator, train
 from hetero_framework.trainer.replanning import PlanChange, Replanning
 from hetero_framework.trainer.setup import replanned
@@ -366,7 +366,7 @@ def test_a_straggler_gets_another_plan_without_being_asked_for(
 ) -> None:
     """Whatever it holds it is slow, so it is left without layers; and nothing changes a bit."""
     monkeypatch.setenv("HETERO_FAILPOINT", "worker-1/forward@*:sleep:0.2")
-    monkeypatch.setattr(judgement, "STEPS", 8)
+    monkeypatch.setattr(replan_policy, "STEPS", 8)
     loads_at_once = property(lambda self: 0.0, lambda self, seconds: None)
     monkeypatch.setattr(Replanning, "move_s", loads_at_once, raising=False)
     training = {"max_steps": 24, "replan": "auto"}

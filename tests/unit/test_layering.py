@@ -94,6 +94,26 @@ def test_core_and_config_do_not_know_each_other() -> None:
             assert other not in {part(module) for module in imports(parsed(file))}, file
 
 
+def of_planner(file: Path) -> set[str]:
+    """The parts of the planner that a module imports from."""
+    start = "hetero_framework.planner."
+    return {
+        module.removeprefix(start).partition(".")[0]
+        for module in imports(parsed(file))
+        if module.startswith(start)
+    }
+
+
+def test_the_engine_needs_the_planners_schedules_alone() -> None:
+    used = set().union(*map(of_planner, (PACKAGE / "engine").rglob("*.py")))
+    assert used == {"schedule"}
+
+
+def test_the_planners_schedules_need_nothing_else_of_it() -> None:
+    used = set().union(*map(of_planner, (PACKAGE / "planner" / "schedule").rglob("*.py")))
+    assert used == {"schedule"}
+
+
 @pytest.mark.parametrize("file", MODULES, ids=name)
 def test_imports_point_one_way(file: Path) -> None:
     if part_of(file) != "__init__":

@@ -31,16 +31,16 @@ from hetero_framework.engine.state_snapshot import StateSnapshot
 from hetero_framework.errors import HeteroError, ModelError, ProtocolError
 from hetero_framework.models.footprint import Form
 from hetero_framework.models.side import Bundle
-from hetero_framework.planner.order import Order, StepOrder
-from hetero_framework.planner.policies import by_depth, due_dates, forwards_ahead
-from hetero_framework.planner.readiness import (
+from hetero_framework.planner.schedule.order import Order, StepOrder
+from hetero_framework.planner.schedule.policies import by_depth, due_dates, forwards_ahead
+from hetero_framework.planner.schedule.readiness import (
     BACKWARD_FIRST,
     Admission,
     Policy,
     Task,
 )
-from hetero_framework.planner.simulator import Edge, Profile
-from hetero_framework.planner.tuning import TunedSchedule
+from hetero_framework.planner.schedule.simulator import Edge, Profile
+from hetero_framework.planner.schedule.tuning import TunedSchedule
 from tests.unit.device_helpers import QueuedDevice
 
 POLICIES = (BACKWARD_FIRST, forwards_ahead(6), by_depth(6))  # of up to six stages

@@ -27,8 +27,8 @@ from hetero_framework.engine.stage_api import (
     StepInfo,
     StepSchedule,
 )
-from hetero_framework.planner.order import Order
-from hetero_framework.planner.readiness import BACKWARD, FORWARD
+from hetero_framework.planner.schedule.order import Order
+from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD
 
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=99, loss_scale=8.0)
 ADDRESS = {"step": 3, "attempt": 1, "stage": 2, "micro_batch": 5}

@@ -51,8 +51,8 @@ from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import HeteroError
 from hetero_framework.models.objective import CausalLM
-from hetero_framework.planner.order import StepOrder, Transfer
-from hetero_framework.planner.readiness import BACKWARD, FORWARD
+from hetero_framework.planner.schedule.order import StepOrder, Transfer
+from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD
 from tests.samples import boundary_message
 from tests.unit.engine.test_executor import FakeStage
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_framework.planner.layout import Fleet, Part
-from hetero_framework.planner.simulator import Edge
+from hetero_framework.planner.schedule.simulator import Edge
 from tests.unit.planner.fleets import GB, device, fleet_of
 
 ENDS = {"embedding_forward_s": 0.1, "head_forward_s": 0.2, "head_backward_s": 0.4}

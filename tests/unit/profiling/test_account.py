@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hetero_framework.errors import UserError
-from hetero_framework.planner.simulator import Edge, Profile, simulate
-from hetero_framework.planner.tuning import tune
+from hetero_framework.planner.schedule.simulator import Edge, Profile, simulate
+from hetero_framework.planner.schedule.tuning import tune
 from hetero_framework.profiling.account import read_account, stage_predictions, text
 
 OWNERS: list[int | str] = ["local", 1, 2]

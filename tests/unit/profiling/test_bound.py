@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_framework.core.trace import COMPUTE
-from hetero_framework.planner.bounds import step_bound
-from hetero_framework.planner.simulator import Profile
+from hetero_framework.planner.schedule.bounds import step_bound
+from hetero_framework.planner.schedule.simulator import Profile
 from hetero_framework.profiling.bottleneck import diagnose, text
 from hetero_framework.profiling.bound import recorded_bound
 from hetero_framework.profiling.picture import picture

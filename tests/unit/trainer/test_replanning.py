@@ -12,8 +12,8 @@ import pytest
 from hetero_framework.cluster.assembly import MachineFacts
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError, PlanError
-from hetero_framework.planner.judgement import Judge
-from hetero_framework.planner.simulator import Profile
+from hetero_framework.planner.replan.replan_policy import Judge
+from hetero_framework.planner.schedule.simulator import Profile
 from hetero_framework.trainer import replanning, setup
 from hetero_framework.trainer.replanning import Replanning
 from tests.samples import save_llama, save_texts

@@ -1,0 +1,1 @@
+"""Branch and bound: whether any layout of a small fleet is better."""

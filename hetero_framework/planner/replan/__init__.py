@@ -1,0 +1,1 @@
+"""Whether a run should take another plan, from what its steps took."""

@@ -1,0 +1,1 @@
+"""How a step is run: simulated, tuned, ordered. The engine needs nothing else of the planner."""
