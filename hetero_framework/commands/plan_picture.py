@@ -90,7 +90,7 @@ def step(result: Result, kind: str = "Predicted") -> StepPicture:
         f"{count}, {plural(len(owners), 'stage')} on {plural(len(rows), 'process')};"
         f" {seconds(result.predicted_step_s)}{_optimal(result)}",
         rows,
-        schedule.bound_s,
+        result.lower_bound_s,
     )
 
 

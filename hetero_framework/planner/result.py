@@ -60,13 +60,19 @@ class Result:
         """The times that were simulated."""
         return self.schedule.profile
 
+    @property
+    def lower_bound_s(self) -> float:
+        """Seconds that no schedule of this plan can beat."""
+        return self.schedule.bound_s
+
     def to_dict(self) -> dict[str, Any]:
-        """All but `schedule`, in JSON types."""
+        """All but `schedule`, and the bound, in JSON types."""
         return {
             "shard_plan": [dict(entry) for entry in self.shard_plan],
             "gradient_checkpointing": dict(self.gradient_checkpointing),
             "max_in_flight": self.max_in_flight,
             "predicted_step_s": self.predicted_step_s,
+            "lower_bound_s": self.lower_bound_s,
             "proved_optimal": self.proved_optimal,
             "devices": [
                 {

@@ -215,6 +215,7 @@ def test_a_plan_fits_and_is_what_evaluate_says(profile: FleetProfile) -> None:
         found = plan(profile)
     except PlanError:
         return
+    assert found.lower_bound_s <= found.predicted_step_s
     memory = {one.id: one.memory_bytes for one in profile.devices}
     assert all(use.memory_bytes <= memory[use.id] + 1 for use in found.devices)
     for window in (found.max_in_flight, None):
