@@ -1,6 +1,7 @@
 """Who computes what, and when, decided from times alone: no torch, no sockets.
 
-`plan` and `evaluate` are what others ask; docs/planner.md has the parts of the search in order.
+`plan` and `evaluate` are what others ask; docs/maintainers/planner.md has the parts of the search
+in order.
 """
 
 from hetero_framework.planner.planning import evaluate, plan

@@ -303,3 +303,12 @@ def test_what_does_not_exist_is_noticed(span: str) -> None:
 def test_every_word_of_others_is_used() -> None:
     text = " ".join(" ".join(page.read_text(encoding="utf-8").split()) for page in PAGES)
     assert sorted(word for word in _OTHERS if word not in text) == []
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    files = [file for file in CODE if file != Path(__file__)]
+    texts = {file: file.read_text(encoding="utf-8") for file in [*files, ROOT / "Makefile"]}
+    pages = {
+        page: file for file, text in texts.items() for page in re.findall(r"docs/[\w/]+\.md", text)
+    }
+    assert [(page, file) for page, file in pages.items() if not (ROOT / page).is_file()] == []

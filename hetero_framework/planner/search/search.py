@@ -9,7 +9,7 @@
    them on: so allowing them never makes a plan longer.
 
 All limits are counts of work, never of time: the same profile gives the same plan everywhere.
-docs/planner.md has more of each part, and the ideas behind them.
+docs/maintainers/planner.md has more of each part, and the ideas behind them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hetero_framework.planner.search.fast_evaluation import MANY, FastEvaluation
 from hetero_framework.planner.search.local_search import LocalSearch
 from hetero_framework.planner.search.scores import Scores
 
-# docs/experiments/planner.md has what half and twice as much of the search's limits do.
+# docs/maintainers/experiments/planner.md has what half and twice as much of the search's limits do.
 _STAGES = 30_000  # that are scored in each phase of the search
 _CANDIDATES = 24  # with one stage for each device, that are simulated
 _NODES = 40_000  # of the enumeration, where the dynamic programme finds nothing that fits
