@@ -17,7 +17,7 @@ from enum import Enum
 WorkerId = int | str
 
 MAX_RECOVERIES = 5
-"""So often the link of one worker may break within one step."""
+"""Maximum losses of the link of one worker within one step."""
 
 
 class State(Enum):

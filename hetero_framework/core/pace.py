@@ -14,7 +14,7 @@ from collections.abc import Callable
 _FASTER = 1.05
 """So many times as fast as the last frames arrived: the network may have become faster."""
 _SOONER_S = 0.005
-"""So long before the last frame is all there the next one may begin."""
+"""How early the next frame may begin before the last one has arrived."""
 _CATCHES_UP_S = 0.002
 """A writer that woke up late makes up for so much."""
 _MOST_PAUSE_S = 1.0

@@ -1,4 +1,4 @@
-"""How long is waited for what, in seconds: all waits of links and processes that users cannot set.
+"""Deadlines and intervals in seconds: all those of links and processes that users cannot set.
 
 Those that depend on the network or the model are in the configuration (`training.*_timeout_s`).
 """
@@ -6,78 +6,78 @@ Those that depend on the network or the model are in the configuration (`trainin
 from __future__ import annotations
 
 TICK_S = 0.5
-"""A thread in a socket call looks at its deadlines, and a waiting one hears Ctrl-C, so often."""
+"""Interval at which a thread in a socket call checks its deadlines, and a waiting one Ctrl-C."""
 ANSWER_TICK_S = 0.1
-"""The same for a thread that waits for an answer or for another thread, which take less."""
+"""The same for a thread that waits for an answer or for another thread."""
 EXIT_TICK_S = 0.05
-"""A process looks so often whether one that it has started has ended."""
+"""Interval at which a process checks whether a child has ended."""
 
 HEARTBEAT_S = 2.0
-"""A link that was silent for so long says that it is alive."""
+"""Idle time before a heartbeat is sent."""
 LIVENESS_S = 15.0
-"""A peer that was silent for so long is gone, unless the configuration says otherwise."""
+"""Silence after which a peer counts as gone, unless the configuration sets it."""
 SEND_S = 600.0
-"""A peer that takes nothing for so long while bytes wait for it is gone."""
+"""A peer that reads nothing for this long while bytes wait for it counts as gone."""
 TURN_S = 5.0
-"""A large frame goes after so long without its receiver's word."""
+"""Longest wait of a large frame for its receiver's permission; then it is sent without."""
 DRAIN_S = 5.0
-"""A link that is closed has so long to write what is queued."""
+"""Deadline for a closing link to write what is queued."""
 
 HANDSHAKE_S = 60.0
-"""Whoever was dialled has so long for its first answer; it may be in a long computation."""
+"""Handshake deadline for outbound connections; the peer may be in a long computation."""
 REHANDSHAKE_S = 15.0
-"""The same after a lost link: who has been there answers from a thread that does not compute."""
+"""The same after a lost link: a peer that knows us answers from a thread that does not compute."""
 ALIVE_S = 10.0
-"""A process that does nothing in a step has so long to answer a question; else it hangs."""
+"""A process that makes no progress in a step and does not answer for this long hangs."""
 STRANGER_S = 10.0
-"""Whoever connects has so long to say who it is."""
+"""Handshake deadline for inbound connections."""
 LAST_WORD_S = 1.0
 """How long a refused peer has to read why before its connection is closed."""
 ACCEPT_PAUSE_S = 0.2
 """Pause after a connection that could not be accepted."""
 QUIET_S = 3.0
-"""The user hears of a worker that has not answered for so long."""
+"""Time without an answer of a worker before the user is told."""
 PAUSED_S = 60.0
-"""That a worker is paused is said again after so long, and then ever less often."""
+"""First interval between reminders that a worker is paused; each is longer than the last."""
 CALL_PAUSE_S = 2.0
-"""A worker that dials and was not served waits so long before it calls again."""
+"""Pause before a worker that dials, and was not served, calls again."""
 BUSY_PAUSE_S = 1.0
 """Pause before a worker that serves another run is asked again."""
 DIRECT_DIAL_S = 5.0
-"""A worker has so long to reach another worker."""
+"""Deadline for a worker to reach another worker."""
 REDIAL_S = 60.0
 """Longest pause before a lost link between workers is opened again."""
 
 REPLAN_S = 60.0
-"""A run that may go on without a worker waits so long for it; started again, it is back by then."""
+"""How long a run that may go on without a worker waits for it; a restart takes less."""
 COORDINATOR_S = 1800.0
-"""A worker without --keep waits so long for its coordinator to be started again."""
+"""How long a worker without --keep waits for its coordinator to be started again."""
 STEP_END_S = 12.0
-"""A step that is under way when the run is told to stop has so long to end; then it is given up."""
+"""Deadline for the current step when the run is told to stop; then the step is given up."""
 STOP_PATIENCE_S = 6.0
-"""A run that was told to stop waits so long for a worker from which nothing comes."""
+"""How long a run that was told to stop waits for a silent worker."""
 HAND_OVER_S = 18.0
-"""A worker that was told to end still serves its coordinator for so long."""
+"""How long a worker that was told to end still serves its coordinator."""
 RELEASE_S = 22.0
-"""A worker that was told to end has ended by then, in the middle of a computation if need be."""
+"""Deadline for a worker that was told to end, in the middle of a computation if need be."""
 DEATHS_S = 600.0
-"""A process may die only so often within such a time; then it is not started again."""
+"""Window over which the deaths of a process are counted; after too many it stays ended."""
 EXIT_S = 10.0
-"""A process has so long to end in order before it is killed."""
+"""Deadline for a process to end in order before it is killed."""
 STOP_S = 2.0
 """The same where a run is given up: nothing is saved any more."""
 
 PROBE_S = 2.0
-"""No further question measures a link when the ones before took so long together."""
+"""A link is measured for at most about this long: then no further question is sent."""
 PROBE_ANSWER_S = 120.0
-"""A worker that measures its link to another one waits so long for an answer."""
+"""Deadline for an answer to a worker that measures its link to another one."""
 LOCK_S = 2.0
 """`hetero pause` holds a lock for a moment when it looks whether anybody else does."""
 KEYS_S = 20.0
 """How long a process that changes keys waits for another one that does."""
 FILE_BUSY_S = 5.0
-"""Windows: so long another program may hold a file open that is to be renamed."""
+"""Windows: how long another program may hold a file open that is to be renamed."""
 
 ISLAND_S = 3600.0
-"""Another island may take so long for what all of a group wait for; one that stalls leaves by
-itself, long before."""
+"""Deadline for another island where all of a group wait for each other. An island that stalls
+leaves by itself long before."""

@@ -64,9 +64,9 @@ from hetero_framework.visualizer.progress import Progress, StageRow
 
 _MAX_FAILED_SAVES = 3
 _MAX_DEATHS = 3
-"""So often one worker may die at the same step,"""
+"""Maximum deaths of one worker at one step."""
 _MAX_RESTARTS = 5
-"""and so often workers may die there in all."""
+"""Maximum deaths of all workers at one step."""
 _EXPORT_PAUSES_S = (1.0, 5.0, 15.0, 30.0)
 _log = logging.getLogger(__name__)
 
@@ -742,7 +742,7 @@ class Coordinator:
 
     @contextmanager
     def _ending_within(self, seconds: float) -> Iterator[None]:
-        """What is done within the block is given up so long after a request to stop."""
+        """Give up what the block does this many seconds after a request to stop."""
         self._may_last_s = seconds
         try:
             yield

@@ -58,7 +58,7 @@ class RunCheckpoints:
             self._cluster.retrying(lambda: durable.take(state))
 
     def after_step(self, state: TrainState, seconds: float) -> None:
-        """A step that took so long is done."""
+        """Note that a step of this many seconds is done."""
         if (durable := self._durable) is not None:
             self._cluster.retrying(lambda: durable.after_step(state, seconds))
 

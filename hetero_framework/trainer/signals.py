@@ -88,7 +88,7 @@ class StopRequest:
         return time.monotonic() - self._since if self.requested is not None else 0.0
 
     def wait(self, seconds: float) -> None:
-        """Sleep so long, or until a stop is requested."""
+        """Sleep for `seconds`, or until a stop is requested."""
         deadline = time.monotonic() + seconds
         while self.requested is None and time.monotonic() < deadline:
             time.sleep(min(_POLL_S, seconds))
