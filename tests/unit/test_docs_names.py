@@ -204,7 +204,8 @@ def _file(span: str, page: Path) -> bool:
     if " " in span:
         return False
     pattern = re.sub("<[a-z]+>", "*", span).rstrip("/")
-    for folder in (ROOT, PACKAGE, ROOT / "tests", ROOT / "tests" / "unit", page.parent):
+    room = PACKAGE / page.stem  # planner.md names the files of planner/
+    for folder in (ROOT, PACKAGE, room, ROOT / "tests", ROOT / "tests" / "unit", page.parent):
         if pattern and not pattern.startswith("/") and any(folder.glob(pattern)):
             return True
     if re.fullmatch(r"\w+\.py", span):
