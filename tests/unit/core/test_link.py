@@ -863,10 +863,10 @@ def test_silence_is_noticed_before_it_has_lasted_too_long(stack: ExitStack) -> N
 
 
 def test_heartbeats_keep_an_idle_link_alive(stack: ExitStack) -> None:
-    a, b = pair(stack, heartbeat_s=0.05, liveness_s=0.3)
+    a, b = pair(stack, heartbeat_s=0.1, liveness_s=1.5)
     a.link.send(control())
     b.link.send(control())
-    most = 12 * len(framed(Message(Heartbeat())))
+    most = 20 * len(framed(Message(Heartbeat())))
     wait_until(lambda: b.link.stats.bytes_in >= most, "heartbeats")
     assert not b.link.closed
     assert not a.link.closed
