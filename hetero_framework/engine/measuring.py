@@ -158,10 +158,12 @@ class _Part:
             both.append(self._run(received))
             if len(both) > _MOST_RUNS:
                 break
-        del both[0]
-        if self._stage.is_last:  # pair by pair: what slows the machine slows both of a pair
-            both = [(forward_s, max(0.0, both_s - forward_s)) for forward_s, both_s in both]
-        forward_s, backward_s = map(statistics.median, zip(*both, strict=True))
+        forwards_s, backwards_s = zip(*both[1:], strict=True)
+        forward_s = statistics.median(forwards_s)
+        backward_s = statistics.median(backwards_s)
+        if self._stage.is_last:
+            # Least times, since other work only adds: a difference of medians was 0 under load.
+            backward_s = max(0.0, min(backwards_s) - min(forwards_s))
         return PartCost(forward_s, backward_s, kept_bytes=kept_bytes)
 
     def _run(self, received: Bundle) -> tuple[float, float]:
