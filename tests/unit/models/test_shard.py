@@ -588,6 +588,8 @@ def test_a_loss_of_routers_that_counts_no_items_is_refused(monkeypatch: pytest.M
 def test_absent_routers_report_what_came_to_all_that_is_hooked_to_them() -> None:
     config = tiny_config("jetmoe")
     config.output_router_logits = True
+    if not introspect(config).reports:
+        pytest.skip("before 5.23 transformers makes no loss of the logits of jetmoe's routers")
     shard = build_shard(config, None, ShardRange(3, 6, False, True))
     absent = shard.model.model.layers[1]
     # Until a model needs them they are no modules of it, and they have no weights to load.
