@@ -98,7 +98,8 @@ def _measured(
 
 
 def _loss(cluster: Cluster, error: LinkLost | DirectLost | PeerLostError) -> str:
-    """What is gone. A lost link is not mended meanwhile: that would be measured too."""
+    """Name the worker or link that was lost. A lost link is not mended while a machine is measured,
+    since the repair would be part of the time."""
     if isinstance(error, LinkLost):
         return f"lost worker {error.worker}: {cluster.why(error)}"
     if isinstance(error, DirectLost):

@@ -18,7 +18,11 @@ from hetero_framework.units import seconds
 def problems(
     config: Config, options: KeyOptions | None, clock_s: float
 ) -> Iterator[tuple[str, str]]:
-    """What is wrong, and what to do; a clock may be `clock_s` off. Nothing without islands."""
+    """Each problem of this machine's islands with its remedy; none where there are no islands.
+
+    Args:
+        clock_s: how far a clock may be off, in seconds.
+    """
     if config.island is None:
         return
     try:

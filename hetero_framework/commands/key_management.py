@@ -207,7 +207,7 @@ def _write_configuration(file: Path, text: str) -> None:
 
 
 def listing(keys: KeyDirectory) -> str:
-    """What is here, and what was given out."""
+    """A list of the keys in the directory and of the certificates that it has issued."""
     keys.settle()
     lines = [f"keys in {keys.path}"]
     for process in keys.processes():
@@ -225,11 +225,12 @@ def listing(keys: KeyDirectory) -> str:
 
 
 Problem = tuple[str, str]
-"""What is wrong, and what to do about it."""
+"""A problem and its remedy."""
 
 
 def check(config: Config | None, keys: KeyDirectory) -> str:
-    """What the keys here are good for. Raises IdentityError with all that is wrong with them."""
+    """Check the keys, and say for which processes they are. Raises IdentityError that lists every
+    problem."""
     keys.settle()
     wrong = list(problems(config, keys))
     if len(wrong) == 1:

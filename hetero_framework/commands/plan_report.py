@@ -57,7 +57,7 @@ def make_plan(profile: FleetProfile, wishes: Wishes) -> Result:
 
 
 def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> Result:
-    """What the plan in a file would take: one that `hetero plan --json` printed, or a
+    """Predict a step of the plan in `file`, which `hetero plan --json` printed or which is a
     configuration. Raises ConfigError and PlanError."""
     if not file.exists():
         raise ConfigError(f"plan {file} does not exist")
@@ -67,7 +67,7 @@ def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> Result:
 def judge_settings(
     profile: FleetProfile, raw: Mapping[str, Any], file: Path, wishes: Wishes
 ) -> Result:
-    """What the plan among the settings of `file` would take. Raises ConfigError and PlanError."""
+    """Predict a step of the plan in `raw`, read from `file`. Raises ConfigError and PlanError."""
     entries, again = raw.get("shard_plan"), raw.get("gradient_checkpointing", {})
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f'{file}: shard_plan: must be a list of {{"id", "start", "end"}}')
@@ -143,7 +143,7 @@ def entries_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _split_samples(raw: dict[str, Any], micro_batches: int) -> None:
-    """Have a step's samples come in so many micro-batches."""
+    """Split the samples of a step into this many micro-batches, in `raw`. Raises UserError."""
     before = Config.from_dict(raw).training
     samples = before.per_device_train_batch_size * before.gradient_accumulation_steps
     if samples % micro_batches:
@@ -193,7 +193,7 @@ def _stage_table(found: Mapping[str, Any]) -> list[str]:
 
 
 def held_text(ranges: Sequence[tuple[int, int]]) -> str:
-    """What a process holds, by its stages' layers [start, end): "layers 0-7, 19-31"."""
+    """The layers of a process, whose stages hold layers [start, end): "layers 0-7, 19-31"."""
     ends = {True: "embedding", False: "head"}  # of a stage without layers, by where it is
     parts = [layers_text(a, b) if b > a else ends[a == 0] for a, b in ranges]
     found = ", ".join(parts)

@@ -11,9 +11,9 @@ from hetero_framework.errors import PlanError
 from hetero_framework.planner import what_if
 from hetero_framework.planner.evaluated import Evaluated
 from hetero_framework.planner.layout import Fleet, Layout, Part
+from hetero_framework.planner.layout_search import Search
 from hetero_framework.planner.result import Alone, DeviceUse
 from hetero_framework.planner.rules import Rules
-from hetero_framework.planner.search.search import Search
 from hetero_framework.units import seconds as seconds_text
 from hetero_framework.units import share, size
 

@@ -17,10 +17,10 @@ from hetero_framework.errors import PlanError, UserError
 from hetero_framework.planner import explain, what_if
 from hetero_framework.planner.evaluated import evaluated
 from hetero_framework.planner.layout import Fleet, Layout, Part, WorkerId
+from hetero_framework.planner.layout_search import Found, Search
 from hetero_framework.planner.profile import FleetProfile, ids_text
 from hetero_framework.planner.result import Result
 from hetero_framework.planner.rules import Rules
-from hetero_framework.planner.search.search import Found, Search
 from hetero_framework.units import size
 
 CHECKPOINTING = "checkpointing"

@@ -114,6 +114,11 @@ def test_the_planners_schedules_need_nothing_else_of_it() -> None:
     assert used == {"schedule"}
 
 
+def test_the_planners_search_knows_nothing_of_proofs() -> None:
+    used = set().union(*map(of_planner, (PACKAGE / "planner" / "search").rglob("*.py")))
+    assert used == {"schedule", "search", "layout", "rules"}
+
+
 @pytest.mark.parametrize("file", MODULES, ids=name)
 def test_imports_point_one_way(file: Path) -> None:
     if part_of(file) != "__init__":

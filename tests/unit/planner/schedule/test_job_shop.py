@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from hetero_framework.planner.schedule.bounds import step_bound
 from hetero_framework.planner.schedule.job_shop import JobShop, Operation, shortened
-from hetero_framework.planner.schedule.order import retimed
 from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD, Task
 from hetero_framework.planner.schedule.simulator import (
     Edge,
@@ -20,6 +19,7 @@ from hetero_framework.planner.schedule.simulator import (
     simulate,
 )
 from tests.unit.planner.profiles import POLICIES, SIMULATIONS, equal, interleaved, profiles
+from tests.unit.planner.retiming import retimed
 
 LIMITS = st.lists(st.integers(1, 6), min_size=5, max_size=5)
 

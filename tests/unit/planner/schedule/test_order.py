@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_framework.planner.schedule.order import StepOrder, Transfer, retimed
+from hetero_framework.planner.schedule.order import StepOrder, Transfer
 from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD
 from hetero_framework.planner.schedule.simulator import Edge, Profile, SimulatedSpan, simulate
 from tests.unit.planner.profiles import POLICIES, SIMULATIONS, profiles
+from tests.unit.planner.retiming import retimed
 
 
 def spans_of(profile: Profile, m: int, **settings: object) -> tuple[float, list[SimulatedSpan]]:

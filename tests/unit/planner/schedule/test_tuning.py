@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_framework.planner.schedule.bounds import step_bound
-from hetero_framework.planner.schedule.order import StepOrder, retimed
+from hetero_framework.planner.schedule.order import StepOrder
 from hetero_framework.planner.schedule.policies import forwards_ahead
 from hetero_framework.planner.schedule.readiness import BACKWARD_FIRST
 from hetero_framework.planner.schedule.simulator import Edge, Profile, simulate
 from hetero_framework.planner.schedule.tuning import default_max_in_flight, tune
 from tests.unit.planner.profiles import SLOW, equal, interleaved, profiles
+from tests.unit.planner.retiming import retimed
 
 
 def test_default_max_in_flight_is_twice_the_stages() -> None:

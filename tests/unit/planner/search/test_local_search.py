@@ -9,12 +9,12 @@ import pytest
 from benchmarks.fleets import GIGABIT, random_fleet
 from hetero_framework.planner import FleetProfile, evaluate, plan
 from hetero_framework.planner.layout import Layout, Part, has_chunks
+from hetero_framework.planner.layout_search import Search
 from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.search import local_search
 from hetero_framework.planner.search.fast_evaluation import MANY, FastEvaluation
 from hetero_framework.planner.search.local_search import LocalSearch
 from hetero_framework.planner.search.scores import Scores
-from hetero_framework.planner.search.search import Search
 from tests.unit.planner.fleets import GB, device, fleet_of, rules_of
 
 UNLIKE = rules_of(

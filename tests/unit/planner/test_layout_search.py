@@ -8,10 +8,10 @@ from hetero_framework.planner import evaluated as evaluated_layouts
 from hetero_framework.planner import plan
 from hetero_framework.planner.evaluated import evaluated
 from hetero_framework.planner.layout import Part, has_chunks
+from hetero_framework.planner.layout_search import Found, Search
 from hetero_framework.planner.optimality import proof
 from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.search import initial_layouts, moves
-from hetero_framework.planner.search.search import Found, Search
 from tests.unit.planner.fleets import GB, device, fleet_of, rules_of
 
 UNLIKE = fleet_of(
