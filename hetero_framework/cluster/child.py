@@ -22,7 +22,7 @@ import psutil
 
 import hetero_framework
 from hetero_framework import control
-from hetero_framework.cluster import kernel_word
+from hetero_framework.cluster import oom_killer
 from hetero_framework.cluster.roles import threads_for
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
@@ -118,7 +118,7 @@ def describe_end(pid: int, code: int, kills: int | None) -> str:
     """`describe_exit`, and after SIGKILL why, where the system tells: `kills` is how many processes
     it had ended for memory before."""
     if code == -getattr(signal, "SIGKILL", 0) and code:
-        return f"{describe_exit(code)} ({kernel_word.on_kill(pid, kills)})"
+        return f"{describe_exit(code)} ({oom_killer.on_kill(pid, kills)})"
     return describe_exit(code)
 
 

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_framework.cluster import kernel_word
+from hetero_framework.cluster import oom_killer
 from hetero_framework.cluster.child import (
     PROGRAM,
     Spawner,
     describe_end,
     end_processes,
 )
-from hetero_framework.cluster.restarts import MAX_DEATHS, RestartPolicy, is_crash
+from hetero_framework.cluster.restart_policy import MAX_DEATHS, RestartPolicy, is_crash
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly, UserError
@@ -159,7 +159,7 @@ class LocalWorkers:
         with open(log, "ab", opener=not_through_links) as output:
             begin = output.tell()
             process = spawner.spawn(worker_id, output)
-        self._children[worker_id] = _Child(process, log, begin, kernel_word.out_of_memory_kills())
+        self._children[worker_id] = _Child(process, log, begin, oom_killer.out_of_memory_kills())
 
     def report(self) -> None:
         """Say which processes were started: who starts them early has no log yet."""

@@ -1,8 +1,8 @@
-"""Pausing a worker for the owner of its machine: the files by which `hetero pause` and a supervisor
-understand each other, in the user's own cache directory.
+"""Pausing a worker for the owner of its machine: the files through which `hetero pause` and a
+supervisor communicate, in the user's cache directory.
 
-A supervisor holds a worker's lock for as long as it lives and keeps its state in a file beside it.
-A third file is there while the worker is wanted to pause; so it stays paused over a restart.
+A supervisor holds a worker's lock for its whole life and keeps the worker's state in a file beside
+it. A third file exists while the owner wants the worker to pause, so the pause survives a restart.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hetero_framework.errors import UserError
 
 
 class State(Enum):
-    """What a supervised worker does."""
+    """State of a supervised worker."""
 
     RUNNING = "running"
     LEAVING = "leaving"
@@ -35,7 +35,8 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Worker:
-    """A supervised worker as its file tells it; `freed_bytes` is what it had before it paused."""
+    """Content of a worker's state file; `freed_bytes` is the memory that it had before the
+    pause."""
 
     id: str
     address: str
@@ -45,8 +46,8 @@ class Worker:
     machine: str = field(default_factory=platform.node)  # homes may be shared by machines
 
 
-class Desk:
-    """The files of one worker of this machine."""
+class PauseFile:
+    """The lock, the state and the request to pause of one worker of this machine."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
@@ -58,8 +59,8 @@ class Desk:
 
     @contextlib.contextmanager
     def held(self, worker: Worker) -> Iterator[None]:
-        """Be the supervisor of this worker. Raises UserError when there is another one; a directory
-        that cannot be written only means that nobody can ask for a pause."""
+        """Be the supervisor of this worker within the block. Raises UserError when there is another
+        one. Where the directory cannot be written, the worker cannot be paused."""
         with contextlib.suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
@@ -83,7 +84,7 @@ class Desk:
             self._lock.release()
 
     def tell(self, worker: Worker) -> None:
-        """Say what the worker does now."""
+        """Write the worker's present state."""
         with contextlib.suppress(OSError):
             write_file(self._state, json.dumps(asdict(worker)).encode())
             self._state.chmod(0o600)
@@ -94,7 +95,7 @@ class Desk:
     # -- the owner's side -----------------------------------------------------------------------
 
     def worker(self) -> Worker | None:
-        """The worker, as its supervisor last told; None where the file is absent or damaged."""
+        """The state that the supervisor wrote last; None where the file is absent or damaged."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             return Worker(**json.loads(self._state.read_bytes()))
         return None
@@ -110,7 +111,8 @@ class Desk:
             return False
 
     def want_pause(self, wanted: bool) -> bool:
-        """Have the worker paused, or no longer; whether that was not so before. Raises OSError."""
+        """Ask for a pause, or withdraw the request; whether that changes anything. Raises
+        OSError."""
         before = self._wish.exists()
         if wanted and not before:
             os.close(os.open(self._wish, os.O_CREAT | os.O_WRONLY, 0o600))
@@ -119,21 +121,21 @@ class Desk:
         return before is not wanted
 
 
-def desk_of(worker: Worker) -> Desk | None:
-    """The files of a worker of this machine; None where the user has no cache directory."""
+def pause_file_of(worker: Worker) -> PauseFile | None:
+    """The pause file of a worker of this machine; None without a cache directory."""
     if (directory := cache_directory()) is None:
         return None
     key = json.dumps([worker.machine, worker.id, worker.address])
-    return Desk(directory / "workers", hashlib.sha256(key.encode()).hexdigest()[:32])
+    return PauseFile(directory / "workers", hashlib.sha256(key.encode()).hexdigest()[:32])
 
 
-def supervised(worker_id: str) -> list[tuple[Desk, Worker]]:
-    """The workers of this id whose supervisors run on this machine, for this user."""
+def supervised(worker_id: str) -> list[tuple[PauseFile, Worker]]:
+    """The workers with this id whose supervisors run on this machine, for this user."""
     directory, machine = cache_directory(), platform.node()
-    files = sorted((directory / "workers").glob("*.json")) if directory is not None else []
-    desks = [Desk(file.parent, file.stem) for file in files]
-    found = [(desk, worker) for desk in desks if (worker := desk.worker()) is not None]
-    here = [
-        (d, worker) for d, worker in found if (worker.id, worker.machine) == (worker_id, machine)
-    ]
-    return [(desk, worker) for desk, worker in here if desk.is_held()]
+    found = []
+    for path in sorted((directory / "workers").glob("*.json")) if directory is not None else ():
+        pause_file = PauseFile(path.parent, path.stem)
+        worker = pause_file.worker()
+        if worker is not None and (worker.id, worker.machine) == (worker_id, machine):
+            found.append((pause_file, worker))
+    return [(pause_file, worker) for pause_file, worker in found if pause_file.is_held()]

@@ -1,9 +1,9 @@
 """Keeps the workers of a machine running: a small parent process without torch, one child each.
 
-A child that died is started again (restarts.py); one that ended in order, or for a reason that it
-would meet again, is not. The machine's owner may have a worker paused: its process ends, and with
-it go memory and device, until it is wanted again (pausing.py). Whatever ends the parent ends the
-children: signals are told to them, and its own death closes their life lines.
+A child that crashed is started again (restart_policy.py); one that ended in order, or for a reason
+that a restart would meet again, is not. The machine's owner may pause a worker (pausing.py): its
+process ends and frees its memory and device until the owner resumes it. Whatever ends the parent
+ends the children: it passes signals on to them, and its own death closes their life lines.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 import psutil
 
 from hetero_framework import log, units
-from hetero_framework.cluster import kernel_word, pausing
+from hetero_framework.cluster import oom_killer, pausing
 from hetero_framework.cluster.child import PROGRAM, Spawner, describe_end, end_processes
-from hetero_framework.cluster.orders import stop_signals, stopped_by
-from hetero_framework.cluster.restarts import MAX_DEATHS, RestartPolicy, is_crash
+from hetero_framework.cluster.restart_policy import MAX_DEATHS, RestartPolicy, is_crash
+from hetero_framework.cluster.stop_signals import stop_signals, stopped_by
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
@@ -55,28 +55,28 @@ def run_workers(
     lines = log.Lines(log.to_stderr)
     events = log.Events(config.output_dir / "logs" / log.EVENTS_FILE, "supervisor")
     with log.log_to(config.training.log_level, lines, events), ExitStack() as held:
-        wards = []
+        workers = []
         for worker_id in worker_ids:
             entry = config.worker(worker_id)
-            about = pausing.Worker(str(worker_id), entry.address, psutil.Process().pid)
-            desk = pausing.desk_of(about)
-            if desk is not None:
-                held.enter_context(desk.held(about))
-            wards.append(_Ward(worker_id, about, desk))
+            info = pausing.Worker(str(worker_id), entry.address, psutil.Process().pid)
+            pause_file = pausing.pause_file_of(info)
+            if pause_file is not None:
+                held.enter_context(pause_file.held(info))
+            workers.append(SupervisedWorker(worker_id, info, pause_file))
         try:
             spawner = Spawner(config, [*program, *["--keep"] * keep], debug=debug)
-            return _Supervisor(wards, spawner).run()
+            return _Supervisor(workers, spawner).run()
         except OSError as error:
             raise ResourceError(f"cannot start the workers of this machine: {error}") from error
 
 
 @dataclass
-class _Ward:
+class SupervisedWorker:
     """One worker, and what has become of it."""
 
-    worker_id: WorkerId
-    about: pausing.Worker
-    desk: pausing.Desk | None
+    id: WorkerId
+    info: pausing.Worker
+    pause_file: pausing.PauseFile | None
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     process: subprocess.Popen[bytes] | None = None
     printer: threading.Thread | None = None
@@ -89,17 +89,17 @@ class _Ward:
 
     @property
     def is_pause_wanted(self) -> bool:
-        return self.desk is not None and self.desk.is_pause_wanted()
+        return self.pause_file is not None and self.pause_file.is_pause_wanted()
 
     @property
     def is_paused(self) -> bool:
-        return self.about.state == pausing.State.PAUSED.value
+        return self.info.state == pausing.State.PAUSED.value
 
     def tell(self, state: pausing.State, freed_bytes: int = 0) -> None:
         """What `hetero pause` and `resume` shall know."""
-        self.about = replace(self.about, state=state.value, freed_bytes=freed_bytes)
-        if self.desk is not None:
-            self.desk.tell(self.about)
+        self.info = replace(self.info, state=state.value, freed_bytes=freed_bytes)
+        if self.pause_file is not None:
+            self.pause_file.tell(self.info)
 
     def end(self, reason: str) -> None:
         """Have the process let go of its run and end; its life line carries the reason."""
@@ -115,8 +115,8 @@ class _Ward:
 class _Supervisor:
     """The loop over all workers of this machine."""
 
-    def __init__(self, wards: Sequence[_Ward], spawner: Spawner) -> None:
-        self._wards = wards
+    def __init__(self, workers: Sequence[SupervisedWorker], spawner: Spawner) -> None:
+        self._workers = workers
         self._spawner = spawner
         self._stop_reason: str | None = None
         self._signals = 0
@@ -125,27 +125,27 @@ class _Supervisor:
         with self._signals_noted():
             try:
                 while (code := self._code()) is None:
-                    for ward in self._wards:
-                        if ward.code is None:
-                            self._look_after(ward)
+                    for worker in self._workers:
+                        if worker.code is None:
+                            self._look_after(worker)
                     time.sleep(timeouts.ANSWER_TICK_S)
                 return code
             finally:
                 at_once = self._signals > 1
-                running = [ward.process for ward in self._wards if ward.process is not None]
+                running = [worker.process for worker in self._workers if worker.process is not None]
                 end_processes(running, 0.0 if at_once else timeouts.EXIT_S)
-                for ward in self._wards:
-                    if ward.printer is not None:  # a child of the worker's own may hold the pipe
-                        ward.printer.join(timeouts.STOP_S)
+                for worker in self._workers:
+                    if worker.printer is not None:  # a child of the worker's own may hold the pipe
+                        worker.printer.join(timeouts.STOP_S)
 
     def _code(self) -> int | None:
         """The exit code, once it is known."""
-        known = [ward.code for ward in self._wards if ward.code is not None]
+        known = [worker.code for worker in self._workers if worker.code is not None]
         if failed := [code for code in known if code not in _IN_ORDER]:
             return failed[0]
         if self._signals > 1:
             return StoppedEarly.exit_code
-        return max(known) if len(known) == len(self._wards) else None
+        return max(known) if len(known) == len(self._workers) else None
 
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:
@@ -166,89 +166,89 @@ class _Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _look_after(self, ward: _Ward) -> None:
-        process = ward.process
+    def _look_after(self, worker: SupervisedWorker) -> None:
+        process = worker.process
         if process is not None:
             code = process.poll()
             if code is not None:
-                self._ended(ward, process, code)
+                self._ended(worker, process, code)
             elif self._stop_reason is not None:
-                ward.end(self._stop_reason)
-            elif ward.leave_by is None and ward.is_pause_wanted:
-                _log.info("worker %s is to pause; the run saves its state first", ward.worker_id)
-                ward.tell(pausing.State.LEAVING, _memory_of(process))
-                ward.end(PAUSED)
-            if ward.leave_by is not None and time.monotonic() > ward.leave_by:
+                worker.end(self._stop_reason)
+            elif worker.leave_by is None and worker.is_pause_wanted:
+                _log.info("worker %s is to pause; the run saves its state first", worker.id)
+                worker.tell(pausing.State.LEAVING, _memory_of(process))
+                worker.end(PAUSED)
+            if worker.leave_by is not None and time.monotonic() > worker.leave_by:
                 process.kill()
         elif self._stop_reason is not None:
-            ward.code = StoppedEarly.exit_code
-        elif ward.is_pause_wanted:
-            if not ward.is_paused:
-                self._paused(ward)
-        elif time.monotonic() >= ward.start_at:
-            self._start(ward)
+            worker.code = StoppedEarly.exit_code
+        elif worker.is_pause_wanted:
+            if not worker.is_paused:
+                self._paused(worker)
+        elif time.monotonic() >= worker.start_at:
+            self._start(worker)
 
-    def _start(self, ward: _Ward) -> None:
-        if ward.is_paused:
-            ward.policy = RestartPolicy()
-            _log.info("worker %s goes on", ward.worker_id, extra=_event("worker resumed", ward))
-        ward.kills = kernel_word.out_of_memory_kills()
-        ward.last_lines.clear()
-        ward.leave_by = None
+    def _start(self, worker: SupervisedWorker) -> None:
+        if worker.is_paused:
+            worker.policy = RestartPolicy()
+            _log.info("worker %s goes on", worker.id, extra=_event("worker resumed", worker))
+        worker.kills = oom_killer.out_of_memory_kills()
+        worker.last_lines.clear()
+        worker.leave_by = None
         try:
-            ward.process = self._spawner.spawn(ward.worker_id, subprocess.PIPE)
+            worker.process = self._spawner.spawn(worker.id, subprocess.PIPE)
         except OSError as error:
-            if ward.starts == 0:
+            if worker.starts == 0:
                 raise
-            self._died(ward, f"it could not be started again: {error}")
+            self._died(worker, f"it could not be started again: {error}")
             return
-        ward.starts += 1
-        name = f"worker {ward.worker_id} | " if len(self._wards) > 1 else ""
-        ward.printer = _print_lines(ward.process, name, ward.last_lines)
-        ward.tell(pausing.State.RUNNING)
+        worker.starts += 1
+        name = f"worker {worker.id} | " if len(self._workers) > 1 else ""
+        worker.printer = _print_lines(worker.process, name, worker.last_lines)
+        worker.tell(pausing.State.RUNNING)
 
-    def _ended(self, ward: _Ward, process: subprocess.Popen[bytes], code: int) -> None:
+    def _ended(self, worker: SupervisedWorker, process: subprocess.Popen[bytes], code: int) -> None:
         """A process is gone: started again, paused, or over."""
         if process.stdin is not None:
             with suppress(OSError):
                 process.stdin.close()
-        if ward.printer is not None:
-            ward.printer.join(timeouts.STOP_S)
-        ward.process = ward.printer = None
+        if worker.printer is not None:
+            worker.printer.join(timeouts.STOP_S)
+        worker.process = worker.printer = None
         if self._stop_reason is not None:
-            ward.code = StoppedEarly.exit_code if is_crash(code) else code
-        elif ward.leave_by is not None:
-            self._paused(ward)
+            worker.code = StoppedEarly.exit_code if is_crash(code) else code
+        elif worker.leave_by is not None:
+            self._paused(worker)
         elif is_crash(code):
-            self._died(ward, f"it ended with {describe_end(process.pid, code, ward.kills)}")
+            self._died(worker, f"it ended with {describe_end(process.pid, code, worker.kills)}")
         else:
-            ward.code = code
+            worker.code = code
 
-    def _paused(self, ward: _Ward) -> None:
-        ward.leave_by = None
-        ward.tell(pausing.State.PAUSED, ward.about.freed_bytes)
-        freed = f"; {units.size(ward.about.freed_bytes)} are free" * (ward.about.freed_bytes > 0)
+    def _paused(self, worker: SupervisedWorker) -> None:
+        worker.leave_by = None
+        worker.tell(pausing.State.PAUSED, worker.info.freed_bytes)
+        freed = f"; {units.size(worker.info.freed_bytes)} are free" * (worker.info.freed_bytes > 0)
         said = "worker %s is paused%s; it goes on after: hetero resume %s"
-        paused = _event("worker paused", ward)
-        _log.info(said, ward.worker_id, freed, ward.worker_id, extra=paused)
+        paused = _event("worker paused", worker)
+        _log.info(said, worker.id, freed, worker.id, extra=paused)
 
-    def _died(self, ward: _Ward, how: str) -> None:
+    def _died(self, worker: SupervisedWorker, how: str) -> None:
         """Have the worker started again. Raises PeerLostError when it has died too often."""
-        pause_s = ward.policy.died(time.monotonic())
+        pause_s = worker.policy.died(time.monotonic())
         if pause_s is None:
-            lines = [f"worker {ward.worker_id} has died {MAX_DEATHS} times in ten minutes; {how}"]
-            if ward.last_lines:
+            lines = [f"worker {worker.id} has died {MAX_DEATHS} times in ten minutes; {how}"]
+            if worker.last_lines:
                 lines[0] += "; its last lines:"
-            raise PeerLostError("\n    ".join([*lines, *ward.last_lines]))
-        ward.start_at = time.monotonic() + pause_s
+            raise PeerLostError("\n    ".join([*lines, *worker.last_lines]))
+        worker.start_at = time.monotonic() + pause_s
         when = f"in {pause_s:.0f} s" if pause_s else "at once"
-        restarted = _event("worker restarted", ward, reason=how, pause_s=pause_s)
+        restarted = _event("worker restarted", worker, reason=how, pause_s=pause_s)
         said = "worker %s: %s; it is started again %s"
-        _log.warning(said, ward.worker_id, how, when, extra=restarted)
+        _log.warning(said, worker.id, how, when, extra=restarted)
 
 
-def _event(what: str, ward: _Ward, **fields: Any) -> dict[str, Any]:
-    return event(what, worker=ward.worker_id, **fields)
+def _event(what: str, worker: SupervisedWorker, **fields: Any) -> dict[str, Any]:
+    return event(what, worker=worker.id, **fields)
 
 
 def _memory_of(process: subprocess.Popen[bytes]) -> int:

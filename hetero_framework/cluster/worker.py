@@ -24,13 +24,14 @@ from typing import Any
 import torch
 
 from hetero_framework import control, errors, log
-from hetero_framework.cluster import about as _about  # noqa: F401 - registers its answer
-from hetero_framework.cluster import link_probe, survey
+from hetero_framework.cluster import link_probe
+from hetero_framework.cluster import worker_info as _worker_info  # noqa: F401 - registers its answer
 from hetero_framework.cluster.child import serving
-from hetero_framework.cluster.dialling import Dialling
-from hetero_framework.cluster.orders import Orders
+from hetero_framework.cluster.model_allowlist import check_permitted
+from hetero_framework.cluster.outbound_worker import OutboundWorker
 from hetero_framework.cluster.peer_links import PeerLinks, accepted_frame_bytes, most_bytes
-from hetero_framework.cluster.permission import check_permitted
+from hetero_framework.cluster.remote_measurement import LEFT_OUT, MEASURE
+from hetero_framework.cluster.stop_signals import StopSignals
 from hetero_framework.config import Config, WorkerConfig, host_and_port
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
@@ -174,7 +175,7 @@ def serve(
     keep: bool = False,
     logs: Path | None = None,
     run_id: str | None = None,
-    orders: Orders | None = None,
+    orders: StopSignals | None = None,
     access: Access | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -201,7 +202,7 @@ def serve(
     with (
         log.log_to(config.training.log_level, *handlers),
         failpoints.armed(f"worker-{worker_id}"),
-        (orders or Orders()).obeyed_by(worker.told_to_end),
+        (orders or StopSignals()).obeyed_by(worker.told_to_end),
     ):
         worker.serve(should_stop)
 
@@ -225,7 +226,7 @@ class Worker:
         access = access or access_of(config, worker_id)
         self._door = Door(access, self._greet)
         call = m.Call(self._entry.id, secrets.token_hex(8))
-        self._dialling = Dialling(config.coordinator, call, access, self._call)
+        self._outbound = OutboundWorker(config.coordinator, call, access, self._call)
         self._only_run = run_id
         self._leave_by = math.inf
         self._told: str | None = None  # why it is to end
@@ -253,8 +254,8 @@ class Worker:
         self._device.use()
         what = f"{self._device.name}, {self._device.label}"
         if entry.port is None:
-            bring, bring_no_more = self._dialling.run, self._dialling.close
-            _log.info("worker %s dials %s (%s)", entry.id, self._dialling.where, what)
+            bring, bring_no_more = self._outbound.run, self._outbound.close
+            _log.info("worker %s dials %s (%s)", entry.id, self._outbound.where, what)
         else:
             _check_name(self._config, entry)
             listener = self._listener(entry.port)
@@ -569,7 +570,7 @@ class Worker:
         if isinstance(body, m.Hello):
             self._on_hello(connection, body)
             return
-        if isinstance(body, m.Reject) and self._dialling.refused(connection, body):
+        if isinstance(body, m.Reject) and self._outbound.refused(connection, body):
             return
         if isinstance(body, m.Quit):
             if connection is self._connection:
@@ -590,7 +591,7 @@ class Worker:
 
     def _lost(self, connection: Connection, reason: HeteroError | None) -> None:
         self._door.gone(connection.stream)
-        self._dialling.gone(connection)
+        self._outbound.gone(connection)
         if (fault := connection.fault) is not None and (run := self._run) is not None:
             # An error of its own: the connection keeps the other one, and with a traceback stages.
             self.failed(run, ProtocolError(fault.message, hint=fault.hint))
@@ -826,8 +827,8 @@ class Worker:
             reply: Message | None = link_probe.answer_for_peer(question, self.peers.ask)
         else:
             reply = control.answer(message, self._checked)
-        if question.name in (survey.MEASURE, survey.LEFT_OUT) and self._run is not None:
-            self._run.measured = question.name == survey.MEASURE
+        if question.name in (MEASURE, LEFT_OUT) and self._run is not None:
+            self._run.measured = question.name == MEASURE
         message.release()
         if reply is not None:
             self._send(reply)
@@ -835,7 +836,7 @@ class Worker:
     def _checked(self, question: m.Control) -> Any:
         """The data of a question; of one for a model's cost, only of a model that the own file
         permits."""
-        if question.name != survey.MEASURE or not isinstance(question.data, dict):
+        if question.name != MEASURE or not isinstance(question.data, dict):
             return question.data
         asked = Config.from_dict(question.data.get("config") or {}, self._config.base_dir)
         return {**question.data, "config": check_permitted(asked, self._config, self._entry)}

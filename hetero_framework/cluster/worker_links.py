@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hetero_framework import errors
-from hetero_framework.cluster.callers import Callers
+from hetero_framework.cluster.inbound_workers import InboundWorkers
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.peer_links import most_bytes
 from hetero_framework.config import Config, StageSpec, WorkerConfig, host_and_port
@@ -199,8 +199,8 @@ class WorkerLinks:
         self._dialling: dict[WorkerId, Future[m.Welcome]] = {}
         self._awaited: dict[WorkerId, Future[_Reached]] = {}
         is_called = any(worker.dials for worker in self._workers.values())
-        callers = [worker.id for worker in config.workers if worker.dials]
-        self._callers = Callers(callers, access, self._greet) if is_called else None
+        dialling = [worker.id for worker in config.workers if worker.dials]
+        self._inbound = InboundWorkers(dialling, access, self._greet) if is_called else None
 
     @property
     def workers(self) -> list[WorkerId]:
@@ -231,7 +231,7 @@ class WorkerLinks:
     def listen(self) -> None:
         """Let the workers call that nobody can dial. Raises NetworkError, also for a name that
         means this machine to itself alone (Debian's 127.0.1.1)."""
-        if self._callers is None:
+        if self._inbound is None:
             return
         own = self._config.coordinator
         others = [w for w in self._workers.values() if not addresses.is_local_address(w.ip)]
@@ -242,7 +242,7 @@ class WorkerLinks:
                 hint=f'give its "ip" as {addresses.primary_address()}, or correct this machine\'s '
                 "/etc/hosts",
             )
-        self._callers.listen(own.ip, own.port)
+        self._inbound.listen(own.ip, own.port)
 
     def connect_all(self, workers: Iterable[WorkerId] | None = None) -> dict[WorkerId, m.Welcome]:
         """Dial these workers (default: all) at once; what each said. Raises the first error when
@@ -484,9 +484,9 @@ class WorkerLinks:
 
     def _await_call(self, worker: WorkerId, timeout_s: float, on_retry: OnRetry) -> Connection:
         """The connection of a worker that calls; one that has called already is taken as it is."""
-        assert self._callers is not None
+        assert self._inbound is not None
         began = time.monotonic()
-        while (connection := self._callers.take(worker)) is None:
+        while (connection := self._inbound.take(worker)) is None:
             elapsed_s = time.monotonic() - began
             if elapsed_s > timeout_s or self._stop.is_set():
                 to = self._config.coordinator
@@ -728,8 +728,8 @@ class WorkerLinks:
     def close(self, goodbye: Message, drain_s: float = timeouts.DRAIN_S) -> None:
         """Say goodbye to every worker and close the links; all in at most `drain_s` seconds."""
         self._stop.set()
-        if self._callers is not None:
-            self._callers.close()
+        if self._inbound is not None:
+            self._inbound.close()
         deadline = time.monotonic() + drain_s
         dialling: list[Future[Any]] = [*self._dialling.values(), *self._awaited.values()]
         wait(dialling, max(0.0, deadline - time.monotonic()))
@@ -746,8 +746,8 @@ class WorkerLinks:
 
     def _received(self, connection: Connection, message: Message) -> None:
         if isinstance(message.body, m.Call):
-            assert self._callers is not None
-            self._callers.admit(connection, message.body)
+            assert self._inbound is not None
+            self._inbound.admit(connection, message.body)
             return
         self._check_sender(connection, message.body)
         if isinstance(message.body, m.Boundary) and not self._is_for_us(message.body):
@@ -796,8 +796,8 @@ class WorkerLinks:
         return (body.step, body.attempt) == self._current
 
     def _closed(self, connection: Connection, reason: HeteroError | None) -> None:
-        if self._callers is not None:
-            self._callers.gone(connection)
+        if self._inbound is not None:
+            self._inbound.gone(connection)
         if connection.peer is None:
             return  # it has not said who it is
         if isinstance(reason, errors.ResourceError):

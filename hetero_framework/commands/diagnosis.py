@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from transformers import PretrainedConfig
 
 from hetero_framework import control, versions
-from hetero_framework.cluster import about, link_probe
+from hetero_framework.cluster import link_probe, worker_info
 from hetero_framework.cluster.roles import Role, decide_role, machine_of
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.commands import island_diagnosis
@@ -220,7 +220,7 @@ def _greet(
         welcome = links.connect_all()[worker.id]
         ask = partial(_answer, links, worker.id)
         began = time.time()
-        answer = ask(control.request(1, about.ABOUT, None))
+        answer = ask(control.request(1, worker_info.ABOUT, None))
         trip_s = time.time() - began
         facts = control.result(answer)
         answer.release()
@@ -261,7 +261,7 @@ Found = Iterator[tuple[str, str]]
 def version(view: View) -> Found:
     for name, needed, here in versions.too_old():
         yield f"{name} {here} is here, {name} {needed} is needed", "install the newer one"
-    here = about.facts()["versions"]
+    here = worker_info.facts()["versions"]
     for id, asked in view.workers.items():
         there = (asked.facts or {}).get("versions", {})
         for name in here:
@@ -474,7 +474,7 @@ def disk(view: View) -> Found:
     """Two checkpoints on the coordinator; the weights where a hub model is not there yet."""
     state = sum(stage.gradients + stage.optimizer for stage in view.memory)
     if view.is_coordinator and view.config.training.save_strategy != "no":
-        free = about.free_bytes(view.config.checkpoints)
+        free = worker_info.free_bytes(view.config.checkpoints)
         if free is not None and free < 2 * state:
             yield (
                 f"two checkpoints need {size(2 * state)}, {size(free)} are free in"
@@ -488,7 +488,7 @@ def disk(view: View) -> Found:
         asked = view.workers.get(id) if id not in view.own else None
         room = (asked.facts or {}).get("cache_free") if asked is not None else None
         if id in view.own:
-            room = about.free_bytes(about.model_cache())
+            room = worker_info.free_bytes(worker_info.model_cache())
         if room is not None and room < weights:
             yield (
                 f"the weights of {process_name(id)} need {size(weights)}, {size(room)} are free"

@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from hetero_framework.cluster import link_probe, survey
+from hetero_framework.cluster import link_probe, remote_measurement
 from hetero_framework.cluster.assembly import Cluster, MachineFacts
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.commands.fleet_profile import profile_of
@@ -64,7 +64,7 @@ def plan_fleet(
         needed = {entry["id"] for entry in found.shard_plan}
         for worker in (w for w in cluster.workers if w not in needed):
             with suppress(HeteroError):  # one that is gone need not know
-                cluster.control(worker, survey.LEFT_OUT, found.why)
+                cluster.control(worker, remote_measurement.LEFT_OUT, found.why)
         return found
 
 
@@ -125,25 +125,27 @@ class _Measuring:
 
     def costs(self) -> dict[WorkerId, ModelCost]:
         """Of the model's parts on each process, the coordinator's first."""
-        found: dict[WorkerId, survey.Survey] = {}
+        found: dict[WorkerId, remote_measurement.Measurement] = {}
         for together in turns(self._config):
             _log.info("measuring %s", ", ".join(map(process_name, together)))
             found |= self._measured_at_once(together)
         order: list[WorkerId] = ["local", *self._cluster.workers]
         return {id: found[id].cost for id in order}
 
-    def _measured_at_once(self, together: Sequence[WorkerId]) -> dict[WorkerId, survey.Survey]:
+    def _measured_at_once(
+        self, together: Sequence[WorkerId]
+    ) -> dict[WorkerId, remote_measurement.Measurement]:
         """All of these, while this thread measures its own process."""
         cluster, found = self._cluster, {}
         asked = {
-            worker: survey.question(
+            worker: remote_measurement.question(
                 next(self._numbers), self._config, self._model, worker, anew=self._anew
             )
             for worker in together
             if worker != "local"
         }
 
-        def note(id: WorkerId, one: survey.Survey) -> None:
+        def note(id: WorkerId, one: remote_measurement.Measurement) -> None:
             found[id] = one
             _log.info("%s: %s", process_name(id), _said_of(one))
 
@@ -153,7 +155,7 @@ class _Measuring:
                     continue
                 answer = cluster.assembly.remotes[worker].answer(question)
                 if answer is not None:
-                    note(worker, survey.answer_of(answer))
+                    note(worker, remote_measurement.answer_of(answer))
                     answer.release()
             return len(found) == len(together)
 
@@ -161,7 +163,9 @@ class _Measuring:
             if asked:
                 all_answered()  # sends the questions
             config = self._config.held_by("local")
-            own = survey.survey(config, self._model, cluster.device, anew=self._anew)
+            own = remote_measurement.model_costs(
+                config, self._model, cluster.device, anew=self._anew
+            )
             note("local", own)
         names = ", ".join(f"worker {worker}" for worker in asked)
         cluster.pipeline.until(all_answered, f"what {names} measures")
@@ -223,7 +227,7 @@ def turns(config: Config) -> Iterator[list[WorkerId]]:
         yield [owner for owner in column if owner is not None]
 
 
-def _said_of(found: survey.Survey) -> str:
+def _said_of(found: remote_measurement.Measurement) -> str:
     layers = len(found.cost.kinds)
     forward_s, backward_s = (
         sum(found.cost.of_layers(name)) / layers for name in ("forward_s", "backward_s")
@@ -236,7 +240,7 @@ def _tiny(config: Config, folder: str) -> Config:
     """The processes of `config`, all of them, with a layer of a tiny model each."""
     raw, owners = config.to_dict(), ["local", *(worker.id for worker in config.workers)]
     plan = [{"id": owner, "start": k, "end": k + 1} for k, owner in enumerate(owners)]
-    fields = {**survey.TINY, "num_hidden_layers": len(owners)}
+    fields = {**remote_measurement.TINY, "num_hidden_layers": len(owners)}
     kept = ("connect_timeout_s", "liveness_timeout_s", "load_timeout_s", "log_level")
     training = {name: raw["training"][name] for name in kept}
     for machine in (raw["coordinator"], *raw["workers"]):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from hetero_framework import units
-from hetero_framework.cluster.pausing import Desk, State, Worker, supervised
+from hetero_framework.cluster.pausing import PauseFile, State, Worker, supervised
 from hetero_framework.commands.options import option
 from hetero_framework.core import timeouts
 from hetero_framework.errors import PeerLostError, UserError
@@ -34,10 +34,10 @@ def run(arguments: argparse.Namespace) -> None:
 def pause(worker_id: str, address: str | None = None) -> str:
     """Have a worker of this machine let go of its run and its memory; what there is to say of it.
     Raises UserError when none of that name is served here, PeerLostError when it does not."""
-    desk, worker = _find(worker_id, address)
-    if not _want(desk, True) and worker.state == State.PAUSED.value:
+    pause_file, worker = _find(worker_id, address)
+    if not _want(pause_file, True) and worker.state == State.PAUSED.value:
         return f"worker {worker_id} is paused already; it goes on after: hetero resume {worker_id}"
-    paused = _await(desk, worker, lambda found: found.state == State.PAUSED.value)
+    paused = _await(pause_file, worker, lambda found: found.state == State.PAUSED.value)
     freed = f" ({units.size(paused.freed_bytes)} of it)" * (paused.freed_bytes > 0)
     return (
         f"worker {worker_id} is paused: its process has ended, its memory{freed} and its device "
@@ -47,18 +47,18 @@ def pause(worker_id: str, address: str | None = None) -> str:
 
 def resume(worker_id: str, address: str | None = None) -> str:
     """Have a paused worker of this machine started again. Raises as `pause` does."""
-    desk, worker = _find(worker_id, address)
-    if not _want(desk, False) and worker.state == State.RUNNING.value:
+    pause_file, worker = _find(worker_id, address)
+    if not _want(pause_file, False) and worker.state == State.RUNNING.value:
         return f"worker {worker_id} is not paused"
-    _await(desk, worker, lambda found: found.state == State.RUNNING.value)
+    _await(pause_file, worker, lambda found: found.state == State.RUNNING.value)
     return f"worker {worker_id} is started again; its run goes on when it is ready"
 
 
-def _find(worker_id: str, address: str | None) -> tuple[Desk, Worker]:
+def _find(worker_id: str, address: str | None) -> tuple[PauseFile, Worker]:
     """The one that is meant."""
     found = supervised(worker_id)
     if address is not None:
-        found = [(desk, worker) for desk, worker in found if worker.address == address]
+        found = [(pause_file, worker) for pause_file, worker in found if worker.address == address]
     where = f" at {address}" if address is not None else ""
     if not found:
         raise UserError(
@@ -75,18 +75,18 @@ def _find(worker_id: str, address: str | None) -> tuple[Desk, Worker]:
     return found[0]
 
 
-def _want(desk: Desk, paused: bool) -> bool:
+def _want(pause_file: PauseFile, paused: bool) -> bool:
     try:
-        return desk.want_pause(paused)
+        return pause_file.want_pause(paused)
     except OSError as error:
         raise UserError(f"cannot tell the worker's supervisor: {error}") from error
 
 
-def _await(desk: Desk, before: Worker, is_done: Callable[[Worker], bool]) -> Worker:
+def _await(pause_file: PauseFile, before: Worker, is_done: Callable[[Worker], bool]) -> Worker:
     """The worker's state once it is as it should be."""
     deadline = time.monotonic() + _PATIENCE_S
-    while not ((found := desk.worker()) is not None and is_done(found)):
-        if time.monotonic() > deadline or not desk.is_held():
+    while not ((found := pause_file.worker()) is not None and is_done(found)):
+        if time.monotonic() > deadline or not pause_file.is_held():
             raise PeerLostError(
                 f"the supervisor of worker {before.id} (process {before.pid}) does not answer",
                 hint="look at its screen; the wish stays, and it is granted when it is started",

@@ -73,8 +73,8 @@ def serve(
         program = (*PROGRAM, *access.arguments(worker_ids))
         return run_workers(config, worker_ids, keep=keep, debug=arguments.debug, program=program)
     from hetero_framework.cluster.child import watch_parent
-    from hetero_framework.cluster.orders import Orders
     from hetero_framework.cluster.roles import threads_for
+    from hetero_framework.cluster.stop_signals import StopSignals
 
     # Before torch is imported, which reads it once.
     os.environ["OMP_NUM_THREADS"] = str(threads_for(config, worker_ids[0]))
@@ -82,7 +82,7 @@ def serve(
     from hetero_framework.engine.loading import load_stages
 
     # After the imports: on Windows they would wait for a thread that reads standard input.
-    orders = Orders()
+    orders = StopSignals()
     watch_parent(on_order=orders.from_parent)
     logs = config.output_dir / "logs"
     serve(

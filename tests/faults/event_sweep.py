@@ -60,7 +60,7 @@ FEW = ["loading/SIGTERM"]
 
 def work(connection: Connection, name: str, point: str, raw: dict[str, Any], at: str) -> None:
     """A worker's process; it is told "cut" and, as a supervisor tells it, why to end."""
-    from hetero_framework.cluster.orders import Orders
+    from hetero_framework.cluster.stop_signals import StopSignals
     from hetero_framework.cluster.worker import serve
     from hetero_framework.config import Config
     from hetero_framework.core import stream
@@ -69,7 +69,7 @@ def work(connection: Connection, name: str, point: str, raw: dict[str, Any], at:
     os.environ["HETERO_FAILPOINT"] = f"{name}/{point}" if point else ""
     _say_into(Path(at), name)
     sockets: list[socket.socket] = []
-    begin, orders = stream.PlainStream.__init__, Orders()
+    begin, orders = stream.PlainStream.__init__, StopSignals()
 
     def noted(self: stream.PlainStream, sock: socket.socket) -> None:
         sockets.append(sock)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from hetero_framework import cli, control
-from hetero_framework.cluster import about, roles
+from hetero_framework.cluster import roles, worker_info
 from hetero_framework.commands import diagnosis
 from hetero_framework.config import Config
 from tests.integration.conftest import Pool
@@ -44,7 +44,7 @@ def test_workers_that_are_up_are_asked_and_serve_a_run_afterwards(
     for asked in view.workers.values():
         assert asked.problem is None
         assert asked.facts is not None
-        assert asked.facts["versions"] == about.facts()["versions"]
+        assert asked.facts["versions"] == worker_info.facts()["versions"]
         assert abs(asked.clock_s) < 5
         assert asked.speed is not None
         assert asked.speed.up_bytes_per_s > 0

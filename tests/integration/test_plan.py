@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from hetero_framework import cli
-from hetero_framework.cluster import survey
+from hetero_framework.cluster import remote_measurement
 from hetero_framework.commands import auto_plan, fleet
 from hetero_framework.commands.plan_report import Wishes
 from hetero_framework.config import Config, load_config
@@ -161,7 +161,7 @@ def test_worker_that_goes_away_while_it_is_measured_is_named(
     """A worker that the coordinator has started: it is killed when it has been asked."""
     ports = [worker["port"] for worker in raw["workers"]]
     raw["workers"] = [{**MACHINE, "id": 1}, {**MACHINE, "id": 2, "port": ports[1]}]
-    asked = survey.question
+    asked = remote_measurement.question
 
     def kill(number: int, config: Config, model: Any, worker: int | str, **options: Any) -> Any:
         if worker == 1:
@@ -169,7 +169,7 @@ def test_worker_that_goes_away_while_it_is_measured_is_named(
             os.kill(child[0], signal.SIGKILL)
         return asked(number, config, model, worker, **options)
 
-    monkeypatch.setattr(survey, "question", kill)
+    monkeypatch.setattr(remote_measurement, "question", kill)
     with pytest.raises(UserError, match=r"it was being measured: lost worker 1: .*SIGKILL"):
         fleet.measure_fleet(Config.from_dict(raw))
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hetero_framework.cluster import kernel_word
+from hetero_framework.cluster import oom_killer
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config
 from hetero_framework.core.dial import Listener
@@ -144,7 +144,7 @@ def test_killed_worker_is_reported_with_its_signal(config: Config, program: Any)
         if os.name != "nt":
             said = str(workers.exited()[0])
             assert "signal SIGKILL" in said
-            if kernel_word.out_of_memory_kills() is not None:
+            if oom_killer.out_of_memory_kills() is not None:
                 assert "the kernel counts none ended for that" in said
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from hetero_framework.cluster import supervisor
 from hetero_framework.cluster.pausing import supervised
-from hetero_framework.cluster.restarts import RestartPolicy
+from hetero_framework.cluster.restart_policy import RestartPolicy
 from hetero_framework.cluster.supervisor import run_workers
 from hetero_framework.commands.pause import pause, resume
 from hetero_framework.config import Config

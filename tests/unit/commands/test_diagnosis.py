@@ -18,7 +18,7 @@ import pytest
 from filelock import FileLock
 
 from hetero_framework import cli, versions
-from hetero_framework.cluster import about
+from hetero_framework.cluster import worker_info
 from hetero_framework.cluster.link_probe import LinkSpeed
 from hetero_framework.cluster.roles import Role
 from hetero_framework.commands import diagnosis
@@ -178,7 +178,7 @@ def test_worker_that_is_busy_is_only_noted(tmp_path: Path) -> None:
     ],
 )
 def test_other_versions(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    facts = about.facts()
+    facts = worker_info.facts()
     same = {**facts, "versions": {**facts["versions"], "torch": f"{facts['versions']['torch']}+x"}}
     assert found(diagnosis.version, asked(view(tmp_path), facts=facts)) == []
     del same["versions"]["torch"]
@@ -197,9 +197,11 @@ def test_versions_that_are_too_old_here(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("seconds", "way"), [(60.0, "ahead of"), (-60.0, "behind")])
 def test_clock(seconds: float, way: str, tmp_path: Path) -> None:
-    made = asked(view(tmp_path), facts=about.facts(), clock_s=seconds)
+    made = asked(view(tmp_path), facts=worker_info.facts(), clock_s=seconds)
     assert way in found(diagnosis.clock, made)[0]
-    assert found(diagnosis.clock, asked(view(tmp_path), facts=about.facts(), clock_s=1.0)) == []
+    assert (
+        found(diagnosis.clock, asked(view(tmp_path), facts=worker_info.facts(), clock_s=1.0)) == []
+    )
 
 
 @pytest.mark.parametrize("speed", [LinkSpeed(0.001, 1e6, 1e9), LinkSpeed(0.2, 1e9, 1e9)])
@@ -314,7 +316,7 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
 
 def test_failpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failpoints.VARIABLE, "step")
-    lines = found(diagnosis.failpoint, asked(view(tmp_path), facts=about.facts()))
+    lines = found(diagnosis.failpoint, asked(view(tmp_path), facts=worker_info.facts()))
     assert [line.partition(":")[0] for line in lines] == [
         "HETERO_FAILPOINT is set on this machine",
         "HETERO_FAILPOINT is set on worker 1",

@@ -1,7 +1,7 @@
-"""What a machine takes for the parts of a model, when `hetero plan --measure` asks.
+"""Cost of a model's parts on a worker's machine, measured for `hetero plan --measure`.
 
-What was measured is remembered on that machine, for the same device, model, settings and versions.
-Importing this module registers the answer of a worker.
+Each machine caches its results by device, model, settings and versions. Importing this module
+registers the worker's handler.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from hetero_framework.models.shard import load_model_config
 
 MEASURE = "hetero.measure"
 LEFT_OUT = "hetero.left-out"
-"""To a worker that was measured: the plan has no layers for it; the data say why."""
+"""Tells a measured worker that the plan has no layers for it; the data say why."""
 TINY: dict[str, Any] = {
     **{"model_type": "llama", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32},
     **{"num_attention_heads": 2, "num_key_value_heads": 2},
 }
-"""What the workers load, a layer each, while they are measured."""
+"""The model of which each worker loads a layer while it is measured."""
 _KIND = "costs"
 _log = logging.getLogger(__name__)
-# Settings of a run that its parts' times do not depend on, and that change often.
+# Settings that change often and do not affect the times of a model's parts.
 _ASIDE = (
     *("output_dir", "logging_dir", "max_steps", "num_train_epochs", "learning_rate", "seed"),
     *("data_seed", "gradient_accumulation_steps", "gradient_checkpointing", "max_in_flight"),
@@ -48,24 +48,26 @@ _ASIDE = (
 
 
 @dataclass(frozen=True)
-class Survey:
-    """What the parts cost, how many seconds that took to find out, and whether it was known."""
+class Measurement:
+    """The parts' cost, the seconds that the measurement took, and whether it was cached."""
 
     cost: ModelCost
     seconds: float
     was_known: bool
 
 
-def survey(config: Config, model: PretrainedConfig, device: Device, *, anew: bool) -> Survey:
+def model_costs(
+    config: Config, model: PretrainedConfig, device: Device, *, anew: bool
+) -> Measurement:
     """What `model`, that of `config` as a process holds it (`Config.held_by`), takes on a device of
     this machine; measured where it is not known, or `anew`. Raises as `measure`."""
     began = time.monotonic()
     asked = _question_of(config, model, device)
     if not anew and (known := cache.recall(_KIND, asked)) is not None:
-        return Survey(ModelCost.from_dict(known), time.monotonic() - began, True)
+        return Measurement(ModelCost.from_dict(known), time.monotonic() - began, True)
     found = measure(config, model, device)
     cache.remember(_KIND, asked, found.to_dict())
-    return Survey(found, time.monotonic() - began, False)
+    return Measurement(found, time.monotonic() - began, False)
 
 
 def _question_of(config: Config, model: PretrainedConfig, device: Device) -> str:
@@ -105,10 +107,10 @@ def question(
     return control.request(number, MEASURE, data)
 
 
-def answer_of(message: Message) -> Survey:
+def answer_of(message: Message) -> Measurement:
     """What the worker found. Raises UserError with its reason if it could not."""
     raw = control.result(message)
-    return Survey(ModelCost.from_dict(raw["cost"]), raw["seconds"], raw["was_known"])
+    return Measurement(ModelCost.from_dict(raw["cost"]), raw["seconds"], raw["was_known"])
 
 
 @control.on(LEFT_OUT)
@@ -133,7 +135,7 @@ def _measure(data: Any) -> dict[str, Any]:
     model = load_model_config(section, config.base_dir)
     device = open_device(config.worker(data["worker"]).device)
     _check_size(config, model, device)
-    found = survey(config, model, device, anew=bool(data.get("anew")))
+    found = model_costs(config, model, device, anew=bool(data.get("anew")))
     return {"cost": found.cost.to_dict(), "seconds": found.seconds, "was_known": found.was_known}
 
 

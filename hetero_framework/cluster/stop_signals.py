@@ -1,4 +1,5 @@
-"""What tells a worker process to end: signals, and the lines that its supervisor writes to it."""
+"""Requests to a worker process to end: signals, and lines that its supervisor writes to its
+stdin."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from hetero_framework.core import timeouts
 from hetero_framework.errors import StoppedEarly
 
 SIGNALS = {"SIGINT": "Ctrl-C", "SIGTERM": "SIGTERM", "SIGHUP": "SIGHUP", "SIGBREAK": "Ctrl-Break"}
-"""Those that end a process in order, and what a user knows them as."""
+"""Signals that end a process in order, with the names that users know."""
 
 
 def stop_signals() -> dict[int, str]:
-    """Numbers and names of `SIGNALS` on this system, without those that are to be ignored: `nohup`
-    has SIGHUP ignored, and means it."""
+    """Numbers and names of `SIGNALS` on this system, without the ignored ones: `nohup` ignores
+    SIGHUP on purpose."""
     found = {
         getattr(signal, name): shown for name, shown in SIGNALS.items() if hasattr(signal, name)
     }
@@ -27,13 +28,13 @@ def stop_signals() -> dict[int, str]:
 
 
 def stopped_by(shown: str) -> str:
-    """Why a worker leaves that was stopped by a signal, in words for the coordinator."""
+    """The reason that a worker stopped by a signal gives the coordinator."""
     return f"it was stopped on its own machine ({shown})"
 
 
-class Orders:
-    """Hands on what this process is told. The same order over both ways is one; a second signal
-    means at once."""
+class StopSignals:
+    """Passes requests to end on to the worker. A request that comes both as a signal and as a line
+    counts once; a second signal means at once."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -41,17 +42,17 @@ class Orders:
         self._signals = 0
 
     def from_parent(self, reason: str) -> None:
-        """A line of the supervisor, in the thread that reads them."""
+        """Take a line of the supervisor. Runs in the thread that reads them."""
         if self._reason is None:
             self._reason, self._by_parent = reason, True
-            # Does nothing before `obeyed_by`, which looks for itself.
+            # Has no effect before `obeyed_by`, which checks for an earlier line itself.
             _thread.interrupt_main(signal.SIGTERM)
 
     @contextmanager
     def obeyed_by(self, told: Callable[[str, bool], None]) -> Iterator[None]:
-        """Within the block `told(reason, at_once)` is called for each order, in the main thread
-        between any two of its instructions; it may raise. The process ends RELEASE_S after the
-        first, whatever it does then."""
+        """Within the block, call `told(reason, at_once)` for each request, in the main thread
+        between any two of its instructions; it may raise. The process ends at most RELEASE_S after
+        the first request, whatever it is doing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -75,7 +76,7 @@ class Orders:
         shown = stop_signals()
         before: dict[int, Any] = {number: signal.signal(number, note) for number in shown}
         try:
-            if self._by_parent:  # it came while the libraries were imported
+            if self._by_parent:  # the line came while libraries were imported
                 self._by_parent = False
                 obey(False)
             yield

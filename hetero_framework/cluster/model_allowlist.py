@@ -1,7 +1,8 @@
-"""What a coordinator may have a worker load: what the worker's own configuration names.
+"""Models that a coordinator may have a worker load: those that the worker's own configuration
+names.
 
-A model or adapter is a folder, a name on the hub or a configuration in place, and the one thing of
-a run's configuration from which a worker makes a path.
+A model or adapter is a folder, a name on the hub or an inline configuration. It is the only value
+of a run's configuration that a worker turns into a path.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import fnmatch
 import glob
 import os
 
-from hetero_framework.cluster.survey import TINY
+from hetero_framework.cluster.remote_measurement import TINY
 from hetero_framework.config import Config, WorkerConfig
 from hetero_framework.errors import ConfigError
 
@@ -18,9 +19,9 @@ EVERYTHING = "*"
 
 
 def check_permitted(asked: Config, own: Config, entry: WorkerConfig) -> Config:
-    """`asked`, in which every folder is the one that was looked at, whatever links led there.
-    Raises ConfigError, which names both, for a model or an adapter that neither `own`, the worker's
-    configuration, nor the `models` of its `entry` there permits."""
+    """Return `asked` with every folder resolved to the one that was checked, without symbolic
+    links. Raises ConfigError for a model or adapter that is permitted neither by `own`, the
+    worker's configuration, nor by the `models` of its `entry` there."""
     _check_in_place(asked, own, entry)
     folders: dict[str, dict[str, str]] = {}
     for what, name in (("model", _model(asked)), ("adapter", _adapter(asked))):
@@ -35,7 +36,7 @@ def check_permitted(asked: Config, own: Config, entry: WorkerConfig) -> Config:
 
 
 def _check_in_place(asked: Config, own: Config, entry: WorkerConfig) -> None:
-    """Of a model that is written in the configuration itself; a tiny one is for measuring."""
+    """Check a model that is written in the configuration itself; the tiny one is for measuring."""
     fields = asked.model.from_config if asked.model is not None else None
     if fields is None or EVERYTHING in (entry.models or ()):
         return
@@ -64,7 +65,7 @@ def _adapter(config: Config) -> str | None:
 
 
 def _opened(config: Config, name: str) -> str:
-    """The folder that a name means, without links; of a name on the hub the one it would have."""
+    """The folder that a name means, without symbolic links; also for a name on the hub."""
     return os.path.realpath(config.path(name))
 
 
@@ -80,8 +81,8 @@ def _is_permitted(asked: str, own: Config, entry: WorkerConfig) -> bool:
 
 
 def _opened_pattern(own: Config, pattern: str) -> str:
-    """A pattern of folders, without links in front of its first wildcard. In the name of the
-    file's own folder brackets are no pattern."""
+    """A pattern of folders whose part before the first wildcard is resolved. Brackets in the name
+    of the configuration's own folder are not a pattern."""
     parts = os.path.normpath(os.path.expanduser(pattern)).split(os.sep)
     plain = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     folder = os.sep.join(parts[:plain]) + os.sep if plain else "."

@@ -1,5 +1,4 @@
-"""The side of a worker that listens nowhere: it dials the coordinator until it is there, and again
-whenever the link was lost."""
+"""A worker without a port: it dials the coordinator, and dials again whenever the link is lost."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from hetero_framework.security.access import Access
 _log = logging.getLogger(__name__)
 
 
-class Dialling:
-    """Keeps one connection with the coordinator. `begin(stream)` starts it, `call` is said first;
-    `refused` and `gone` are to be told what becomes of it. `run` is a thread's."""
+class OutboundWorker:
+    """Keeps one connection with the coordinator. `begin(stream)` starts it, and `call` is its first
+    message. The reader thread reports to `refused` and `gone`; `run` is the target of a thread."""
 
     def __init__(
         self,
@@ -45,11 +44,11 @@ class Dialling:
         self.where = host_and_port(coordinator.ip, coordinator.port)
 
     def run(self) -> None:
-        """Dial until `close`. The user hears once why it does not come about."""
+        """Dial until `close`. Each reason for a failure is logged once."""
         while not self._stop.is_set():
             try:
                 if self._hold():
-                    continue  # it was served: the link is wanted back at once
+                    continue  # the link worked until now, so dial again at once
             except HeteroError as error:  # keys that do not fit, or no thread
                 self._tell(error.message, error.hint)
             except (OSError, MemoryError) as error:  # the stream broke before it was begun
@@ -57,24 +56,24 @@ class Dialling:
             self._stop.wait(timeouts.CALL_PAUSE_S)
 
     def close(self) -> None:
-        """`run` ends soon; the connection is its owner's."""
+        """Have `run` end soon. The owner of the connection closes it."""
         self._stop.set()
         self._over.set()
 
     def refused(self, connection: Connection, answer: m.Reject) -> bool:
-        """In the reader thread: whether this was our call that was not wanted."""
+        """Whether the coordinator rejected our call with this answer. Runs in the reader thread."""
         if connection is not self._connection:
             return False
         self._tell(f"the coordinator refused this worker: {answer.message}", answer.hint)
         return True
 
     def gone(self, connection: Connection) -> None:
-        """In the reader thread: a connection has ended."""
+        """Note that a connection has ended. Runs in the reader thread."""
         if connection is self._connection:
             self._over.set()
 
     def _hold(self) -> bool:
-        """Dial, call and wait for the end of the connection; whether the coordinator greeted us."""
+        """Dial, call and wait for the end of the connection; whether the coordinator said HELLO."""
         stream = self._dial()
         if stream is None:
             return False
@@ -111,7 +110,7 @@ class Dialling:
             raise
 
     def _tell(self, text: str, hint: str | None) -> None:
-        """What is said again and again is said once, until the coordinator was there."""
+        """Log a message once until it changes or the coordinator has been there."""
         if text != self._told:
             self._told = text
             _log.info("%s", f"{text}: {hint}" if hint else text)

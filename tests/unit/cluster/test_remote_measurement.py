@@ -1,4 +1,4 @@
-"""What a machine remembers of a survey, and what makes it measure anew."""
+"""What a machine remembers of a measurement, and what makes it measure anew."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.cluster import survey
+from hetero_framework.cluster import remote_measurement
 from hetero_framework.config import Config
 from hetero_framework.core.devices import Device
 from hetero_framework.engine.measuring import ModelCost, PartCost
@@ -32,11 +32,13 @@ class Counting:
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
     found = Counting()
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(survey, "measure", found)
+    monkeypatch.setattr(remote_measurement, "measure", found)
     return found
 
 
-def ask(*, anew: bool = False, model: dict[str, Any] = LLAMA, **sections: Any) -> survey.Survey:
+def ask(
+    *, anew: bool = False, model: dict[str, Any] = LLAMA, **sections: Any
+) -> remote_measurement.Measurement:
     config = Config.from_dict(
         {
             "coordinator": {"ip": "127.0.0.1"},
@@ -47,7 +49,7 @@ def ask(*, anew: bool = False, model: dict[str, Any] = LLAMA, **sections: Any) -
     )
     assert config.model is not None
     loaded = load_model_config(config.model, Path())
-    return survey.survey(config, loaded, Device(), anew=anew)
+    return remote_measurement.model_costs(config, loaded, Device(), anew=anew)
 
 
 def test_what_was_measured_is_remembered(measured: Counting) -> None:
@@ -82,5 +84,5 @@ def test_what_a_cost_depends_on_is_measured(changed: dict[str, Any], measured: C
 
 def test_another_version_measures_again(measured: Counting, monkeypatch: Any) -> None:
     ask()
-    monkeypatch.setattr(survey, "__version__", "0.0.0")
+    monkeypatch.setattr(remote_measurement, "__version__", "0.0.0")
     assert not ask().was_known

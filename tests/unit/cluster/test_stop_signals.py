@@ -1,4 +1,4 @@
-"""Orders in a process of its own, since signals are for main threads."""
+"""StopSignals in a process of its own, since signals are for main threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_framework.cluster.orders import Orders
+from hetero_framework.cluster.stop_signals import StopSignals
 from hetero_framework.core import timeouts
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 
 PROGRAM = """
 import os, signal, sys, threading, time
-from hetero_framework.cluster.orders import Orders
+from hetero_framework.cluster.stop_signals import StopSignals
 from hetero_framework.core import timeouts
 timeouts.RELEASE_S = float(sys.argv[2])
-orders, told = Orders(), []
+orders, told = StopSignals(), []
 def parent(reason):
     thread = threading.Thread(target=orders.from_parent, args=(reason,))
     thread.start()
@@ -84,7 +84,7 @@ def test_a_process_that_does_not_come_to_its_end_is_ended() -> None:
 
 def test_handlers_are_as_before_after_the_block() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with Orders().obeyed_by(lambda reason, at_once: None):
+    with StopSignals().obeyed_by(lambda reason, at_once: None):
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
     assert timeouts.HAND_OVER_S < timeouts.RELEASE_S < 25

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.cluster.dialling import Dialling
+from hetero_framework.cluster.outbound_worker import OutboundWorker
 from hetero_framework.config import CoordinatorConfig
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
@@ -31,7 +31,7 @@ def test_connection_that_cannot_be_begun_is_closed_and_dialled_again(
         raise ConnectionResetError("reset before it was set up")
 
     place = CoordinatorConfig(ip="127.0.0.1", port=listener.port)
-    dialling = Dialling(place, m.Call(1, "p"), LOOPBACK_ONLY, begin)
+    dialling = OutboundWorker(place, m.Call(1, "p"), LOOPBACK_ONLY, begin)
     accepted = []
     running = in_background(dialling.run, "dialling")
     try:

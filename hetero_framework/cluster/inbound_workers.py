@@ -1,8 +1,8 @@
-"""The workers that dial the coordinator because nobody can dial them: who has called and waits.
+"""Workers without a port, which dial the coordinator: their connections until the run takes them.
 
-A worker that calls is parked until the run wants it. One whose link works already is refused, so
-that a second process with the same id changes nothing; only the process that has the link may
-call again, for then it has lost it.
+The connection of a worker that has said CALL is parked until `take`. A second process with the id
+of a connected worker is refused. Only the process that owns the link may call again, since that
+means that it has lost the link.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class _Caller:
         return f"{self.connection.stream.peer}, for {time.monotonic() - self.since:.0f} s now"
 
 
-class Callers:
-    """Of the workers `expected`. `greet` is called as the door calls it, and begins a connection
-    whose CALL is brought to `admit`."""
+class InboundWorkers:
+    """The parked connections of the workers `expected`. `greet` is the door's callback for a new
+    stream; the connection that it begins passes its CALL to `admit`."""
 
     def __init__(self, expected: Collection[WorkerId], access: Access, greet: Greet) -> None:
         self._expected = {str(worker): worker for worker in expected}
@@ -50,13 +50,14 @@ class Callers:
         self._accepting: Future[None] | None = None
 
     def listen(self, host: str, port: int) -> None:
-        """Let workers call from now on. Raises NetworkError when the port cannot be had."""
+        """Accept calls from now on. Raises NetworkError when the port is not available."""
         listener = Listener(host, port)
         self._listener = listener
         self._accepting = in_background(lambda: self._door.run(listener), "accept workers")
 
     def admit(self, connection: Connection, call: m.Call) -> None:
-        """In a reader thread: a worker has said who it is. Refuses it, or parks it for `take`."""
+        """Refuse the worker that sent this CALL, or park its connection for `take`. Runs in a
+        reader thread."""
         self._door.gone(connection.stream)
         identity, name = connection.identity, f"worker {call.worker_id}"
         if identity is not None and identity.worker != str(call.worker_id):
@@ -85,12 +86,12 @@ class Callers:
             text = f"{name} is connected from {stranger}"
             connection.refuse("busy", text, "give each worker an id and a key of its own")
             return
-        for other in others:  # its process has lost that one
+        for other in others:  # its process has lost it
             other.connection.close(drain_s=0)
 
     def take(self, worker: WorkerId) -> Connection | None:
-        """The connection of a worker that waits, if there is one. Raises what ended the thread that
-        accepts them, for then nobody would come."""
+        """The parked connection of a worker, if there is one. Raises the error that ended the
+        accepting thread, since without it no worker can come."""
         if self._accepting is not None and self._accepting.done():
             self._accepting.result()
         with self._lock:
@@ -101,11 +102,11 @@ class Callers:
             return caller.connection
 
     def gone(self, connection: Connection) -> None:
-        """A connection has ended."""
+        """Note that a connection has ended."""
         self._door.gone(connection.stream)
 
     def close(self) -> None:
-        """Nobody may call any more; who waits is told so."""
+        """Stop accepting, and refuse the parked connections."""
         if self._listener is not None:
             self._listener.close()
         self._door.close()

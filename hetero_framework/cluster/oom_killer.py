@@ -1,4 +1,4 @@
-"""What Linux' kernel says of a process that SIGKILL ended: whether memory had run out."""
+"""Whether the out-of-memory killer of Linux ended a process, as far as the kernel tells."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _MAX_MESSAGES = 10_000  # the kernel's buffer holds fewer
 
 
 def out_of_memory_kills() -> int | None:
-    """How many processes of this machine were ended so far for lack of memory; None where nobody
-    counts."""
+    """Number of processes of this machine that the kernel has killed for lack of memory; None where
+    the system has no such counter."""
     with suppress(OSError, ValueError):
         found = re.search(r"^oom_kill (\d+)$", _COUNTERS.read_text("ascii"), re.MULTILINE)
         return int(found[1]) if found else None
@@ -22,8 +22,8 @@ def out_of_memory_kills() -> int | None:
 
 
 def on_kill(pid: int, kills_before: int | None) -> str:
-    """Why a process was killed, as far as it can be known; `kills_before` is what
-    `out_of_memory_kills` gave before."""
+    """Why a process was killed, as far as known; `kills_before` is an earlier value of
+    `out_of_memory_kills`."""
     if (line := _message_of(pid)) is not None:
         return f"out of memory; the kernel: {line}"
     now = out_of_memory_kills()
@@ -35,7 +35,8 @@ def on_kill(pid: int, kills_before: int | None) -> str:
 
 
 def _message_of(pid: int) -> str | None:
-    """The kernel's line about the end of this process, where it may be read: root, as a rule."""
+    """The kernel's log line about the end of this process, where we may read it (usually as
+    root)."""
     found = None
     with suppress(OSError):
         descriptor = os.open(_MESSAGES, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))

@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import pytest
 
-from hetero_framework.cluster.restarts import MAX_DEATHS, RestartPolicy
+from hetero_framework.cluster.restart_policy import MAX_DEATHS, RestartPolicy
 from hetero_framework.core.timeouts import DEATHS_S
 
 

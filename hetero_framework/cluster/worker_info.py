@@ -1,4 +1,4 @@
-"""What a worker says of itself when `hetero doctor` asks: versions, clock, memory, disk.
+"""Facts about a worker's machine for `hetero doctor`: versions, clock, free disk space.
 
 Importing this module registers the answer.
 """
@@ -21,7 +21,7 @@ ABOUT = "hetero.about"
 
 
 def facts() -> dict[str, Any]:
-    """Versions by package, the clock in seconds, free bytes where models are kept."""
+    """Versions by package, the clock in seconds, free bytes in the cache of models."""
     libraries = {name: versions.installed(name) for name in versions.LIBRARIES}
     return {
         "versions": {"hetero_framework": __version__, "Python": platform.python_version()}
@@ -33,14 +33,14 @@ def facts() -> dict[str, Any]:
 
 
 def model_cache() -> Path:
-    """Where models of the hub are kept on this machine."""
+    """The directory in which this machine keeps models of the hub."""
     from huggingface_hub.constants import HF_HUB_CACHE  # slow
 
     return Path(HF_HUB_CACHE)
 
 
 def free_bytes(directory: Path) -> int | None:
-    """What is free on the disk of a directory, which need not exist; None where nothing tells."""
+    """Free bytes on the disk of a directory, which need not exist; None where that is unknown."""
     for path in (directory, *directory.absolute().parents):
         with suppress(OSError):
             return shutil.disk_usage(path).free

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero_framework.cluster import oom_killer
+
+
+def test_the_kernel_is_asked_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters, messages = tmp_path / "vmstat", tmp_path / "kmsg"
+    monkeypatch.setattr(oom_killer, "_COUNTERS", counters)
+    monkeypatch.setattr(oom_killer, "_MESSAGES", messages)
+    assert oom_killer.out_of_memory_kills() is None
+    assert oom_killer.on_kill(7, None) == "out of memory, as a rule"
+    counters.write_text("pgfault 1\noom_kill 3\n")
+    assert oom_killer.out_of_memory_kills() == 3
+    assert "none ended for that" in oom_killer.on_kill(7, 3)
+    assert "counts a process ended for that" in oom_killer.on_kill(7, 2)
+    messages.write_text("3,1,1,-;Out of memory: Killed process 7 (python) total-vm:9kB\n rest\n")
+    text = "out of memory; the kernel: Out of memory: Killed process 7 (python) total-vm:9kB"
+    assert oom_killer.on_kill(7, 3) == text
+    assert "none ended for that" in oom_killer.on_kill(77, 3)
