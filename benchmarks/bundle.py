@@ -34,9 +34,15 @@ from hetero_framework.engine.boundary_io import BoundaryIO, unpack
 from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo
 from hetero_framework.errors import HeteroError
-from hetero_framework.models.partition import ranges_between
-from hetero_framework.models.shard import Shard, build_shard
-from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiate, gradients_of
+from hetero_framework.models.cut.partition import ranges_between
+from hetero_framework.models.cut.shard import Shard, build_shard
+from hetero_framework.models.cut.side import (
+    Bundle,
+    as_leaves,
+    crossing,
+    differentiate,
+    gradients_of,
+)
 
 CASES = {"0.26 MB": Llama(4, 256, 256), "1 MB": Llama(4, 512, 512)}
 _THERE, _BACK = Forward(0, 0, 1, 0), Backward(0, 0, 0, 0)

@@ -24,8 +24,8 @@ from benchmarks.gpu_checks import (
 from hetero_framework.config import Config
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.errors import ResourceError
-from hetero_framework.models.memory import estimate_memory
-from hetero_framework.models.shard import load_model_config
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.sizing.memory import estimate_memory
 
 _ADAPTER = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.1}
 _NEAR = 1e-3

@@ -72,7 +72,7 @@ from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import HeteroError
 from hetero_framework.islands import links, tunnel
 from hetero_framework.islands.lighthouse import Lighthouse
-from hetero_framework.models.remains import Remains
+from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.security.access import Plaintext
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.visualizer.progress import Progress
@@ -159,9 +159,9 @@ def sleeping(seconds: float) -> BuildStages:
     """Makes real stages in which each layer sleeps so long in each of its backwards."""
 
     def build(
-        config: Config, specs: Sequence[StageSpec], device: Device, remains: Remains
+        config: Config, specs: Sequence[StageSpec], device: Device, pool: ReusePool
     ) -> list[Stage]:
-        stages = load_stages(config, specs, device, remains)
+        stages = load_stages(config, specs, device, pool)
         for stage in stages:
             for block in stage._shard._blocks:
                 block.register_forward_hook(partial(_sleep_behind, seconds))

@@ -44,8 +44,8 @@ from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.models.adapter_plan import ADAPTER_WEIGHTS as ADAPTER
-from hetero_framework.models.remains import Remains
+from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS as ADAPTER
+from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.visualizer.progress import Progress
 
@@ -138,9 +138,9 @@ def paced(slow_from: float) -> BuildStages:
     """Makes real stages that sleep for their layers, SLOWER times as long from a step on."""
 
     def build(
-        config: Config, specs: Sequence[StageSpec], device: Device, remains: Remains
+        config: Config, specs: Sequence[StageSpec], device: Device, pool: ReusePool
     ) -> list[Stage]:
-        stages = load_stages(config, specs, device, remains)
+        stages = load_stages(config, specs, device, pool)
         for spec, stage in zip(specs, stages, strict=True):
             _slow_down(stage, spec.end - spec.start, slow_from)
         return stages

@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, logging
 from benchmarks import environment
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
-from hetero_framework.models.introspect import introspect
-from hetero_framework.models.shard import ShardRange, load_model_config, load_shard
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.shard import ShardRange, load_model_config, load_shard
 
 
 def peak_bytes() -> int:

@@ -6,9 +6,9 @@
 The stages of a plan are loaded as a run loads them, one process's after the other, and do two steps
 each: as many forwards as their in-flight limit, their backwards, the optimizer. What is compared is
 the most bytes that tensors have held at once in the second step: weights, gradients, optimizer,
-what autograd keeps, logits, and everything that exists for a moment only. They are counted
-(`Peak`), so neither the allocator nor the load of the machine plays a part; what torch's kernels
-take inside is not seen. `ratio` is estimate / measured. Prints one JSON object per case; `--save`
+what autograd keeps, logits, and everything that exists for a moment only. `PeakMemory` counts
+them, so neither the allocator nor the load of the machine plays a part; what torch's kernels take
+inside is not seen. `ratio` is estimate / measured. Prints one JSON object per case; `--save`
 keeps all under results/.
 """
 
@@ -32,10 +32,10 @@ from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.models.memory import StageMemory, estimate_memory
-from hetero_framework.models.peak import Peak
-from hetero_framework.models.shard import load_model_config
-from hetero_framework.models.side import Bundle
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.cut.side import Bundle
+from hetero_framework.models.sizing.footprint import PeakMemory
+from hetero_framework.models.sizing.memory import StageMemory, estimate_memory
 
 GOAL = 0.10
 _IN_FLIGHT = 3
@@ -193,7 +193,7 @@ class Process:
 
 def most_bytes(case: Case, config: Config, specs: Sequence[StageSpec]) -> int:
     """The most that the tensors of one process hold in a step after the first."""
-    with Peak() as peak:
+    with PeakMemory() as peak:
         process = Process(config, specs, open_device("cpu"))
         process.step(case.tokens, 1, case.padded)
         gc.collect()

@@ -29,9 +29,9 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.state_snapshot import StateSnapshot
 from hetero_framework.errors import UserError
-from hetero_framework.models.footprint import Form
-from hetero_framework.models.remains import Remains
-from hetero_framework.models.side import Bundle
+from hetero_framework.models.cut.reuse import ReusePool
+from hetero_framework.models.cut.side import Bundle
+from hetero_framework.models.sizing.footprint import Form
 from hetero_framework.planner.schedule.simulator import Edge, Profile
 
 _ROW_ELEMENTS = 1024
@@ -211,11 +211,11 @@ class Load:
         )
 
     def build(
-        self, config: Config, specs: Sequence[StageSpec], device: Device, remains: Remains
+        self, config: Config, specs: Sequence[StageSpec], device: Device, pool: ReusePool
     ) -> list[StageInterface]:
         """The stages of one process, for `Cluster` and `worker.serve`."""
         if self.llama is not None:
-            return list(load_stages(config, specs, device, remains))
+            return list(load_stages(config, specs, device, pool))
         _sleepers.clear()
         return [SleepStage(spec, self) for spec in specs]
 

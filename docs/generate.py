@@ -1,4 +1,4 @@
-"""Write docs/configuration.md and config/foreign_names.json: `python docs/generate.py`."""
+"""Write docs/configuration.md and config/alias_names.json: `python docs/generate.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from hetero_framework import config as schema
-from hetero_framework.config import Config, foreign, resuming
+from hetero_framework.config import Config, aliases, resuming
 
 TARGET = Path(__file__).with_name("configuration.md")
 
@@ -65,8 +65,8 @@ def page() -> str:
             parts += [f"\n## {name}{items}\n", f"{section.__doc__}\n", _table(section, f"{name}.")]
     parts.append("\n## Names that are not supported\n")
     parts.append("Each is refused, with its reason where one is given.\n")
-    for name, reasons in foreign.unsupported().items():
-        parts += [f"| `{name}`: name of {foreign.OWNERS[name]} | reason |", "|---|---|"]
+    for name, reasons in aliases.unsupported().items():
+        parts += [f"| `{name}`: name of {aliases.OWNERS[name]} | reason |", "|---|---|"]
         parts += [f"| `{key}` | {reason} |" for key, reason in reasons.items() if reason]
         rest = ", ".join(f"`{key}`" for key, why in reasons.items() if not why)
         parts.append(f"\nAlso not supported: {rest}.\n" if rest else "")
@@ -129,7 +129,7 @@ def _section(annotation: Any) -> type[schema.Section] | None:
     return next((section for section in found if section is not None), None)
 
 
-def foreign_names() -> dict[str, dict[str, Any]]:
+def alias_names() -> dict[str, dict[str, Any]]:
     """The fields of the installed versions' classes that are no settings here, by section, with
     their defaults; null for what is no JSON value."""
     from peft import LoraConfig
@@ -162,9 +162,9 @@ def _fields(owner: type) -> dict[str, Any]:
 
 if __name__ == "__main__":
     # Names of other versions stay: a file may have been written for them.
-    known = json.loads(foreign.FILE.read_text(encoding="utf-8"))
-    names = {s: known[s] | found for s, found in foreign_names().items()}
+    known = json.loads(aliases.FILE.read_text(encoding="utf-8"))
+    names = {s: known[s] | found for s, found in alias_names().items()}
     text = json.dumps(names, indent=0, sort_keys=True) + "\n"
-    foreign.FILE.write_text(text, encoding="utf-8")
+    aliases.FILE.write_text(text, encoding="utf-8")
     TARGET.write_text(page(), encoding="utf-8")
-    print(f"wrote {foreign.FILE} and {TARGET}")
+    print(f"wrote {aliases.FILE} and {TARGET}")

@@ -54,7 +54,7 @@ def _folder(indent: int, folder: Path) -> list[str]:
 
 
 def _line(indent: int, name: str, text: str) -> str:
-    return f"{' ' * indent}{name:{26 - indent}}{text}"
+    return f"{' ' * indent}{name + ' ':{26 - indent}}{text}"
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ def settings(model: str | None, data: str | None) -> list[str]:
     if model is not None:
         from hetero_framework.commands.init import split_layers
         from hetero_framework.config import ModelConfig, load_config
-        from hetero_framework.models.introspect import introspect
-        from hetero_framework.models.shard import load_model_config
+        from hetero_framework.models.cut.introspect import introspect
+        from hetero_framework.models.cut.shard import load_model_config
 
         name = str(Path(model).absolute()) if Path(model).exists() else model
         config = load_config(CONFIG)

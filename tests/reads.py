@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.models import weights
+from hetero_framework.models.files import weights
 
 
 def note_reads(monkeypatch: pytest.MonkeyPatch, note: Callable[[str], object]) -> None:

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from hetero_framework.core.messages import Boundary, Coded, Message
 from hetero_framework.core.tensors import to_wire
 from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.models.language import towers
-from hetero_framework.models.tiny import tiny_config
+from hetero_framework.models.cut.language import towers
+from hetero_framework.models.cut.tiny import tiny_config
 
 TEXT = "the a model trains on many small machines and every layer keeps its own weights"
 WORDS = TEXT.split()

@@ -61,8 +61,8 @@ from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError
 from hetero_framework.log import event
-from hetero_framework.models import fingerprint
-from hetero_framework.models.objective import objective_of
+from hetero_framework.models.cut.objective import objective_of
+from hetero_framework.models.files import fingerprint
 from hetero_framework.planner.schedule.order import StepOrder
 from hetero_framework.planner.schedule.simulator import Profile
 from hetero_framework.planner.schedule.tuner import StageSeconds, Tuner, make_profile

@@ -19,8 +19,8 @@ from hetero_framework.core.background import in_background
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.security.acceptor import Acceptor, Greet
 from hetero_framework.security.access import Access
-from hetero_framework.security.door import Door, Greet
 
 _OVER = "the run is over"
 
@@ -36,12 +36,12 @@ class _Caller:
 
 
 class InboundWorkers:
-    """The parked connections of the workers `expected`. `greet` is the door's callback for a new
-    stream; the connection that it begins passes its CALL to `admit`."""
+    """The parked connections of the workers `expected`. `greet` is the acceptor's callback for a
+    new stream; the connection that it begins passes its CALL to `admit`."""
 
     def __init__(self, expected: Collection[WorkerId], access: Access, greet: Greet) -> None:
         self._expected = {str(worker): worker for worker in expected}
-        self._door = Door(access, greet)
+        self._acceptor = Acceptor(access, greet)
         self._waiting: dict[WorkerId, _Caller] = {}
         self._taken: dict[WorkerId, _Caller] = {}
         self._lock = threading.Lock()
@@ -53,12 +53,12 @@ class InboundWorkers:
         """Accept calls from now on. Raises NetworkError when the port is not available."""
         listener = Listener(host, port)
         self._listener = listener
-        self._accepting = in_background(lambda: self._door.run(listener), "accept workers")
+        self._accepting = in_background(lambda: self._acceptor.run(listener), "accept workers")
 
     def admit(self, connection: Connection, call: m.Call) -> None:
         """Refuse the worker that sent this CALL, or park its connection for `take`. Runs in a
         reader thread."""
-        self._door.gone(connection.stream)
+        self._acceptor.gone(connection.stream)
         identity, name = connection.identity, f"worker {call.worker_id}"
         if identity is not None and identity.worker != str(call.worker_id):
             text = f"the certificate is that of {identity}, not {name}"
@@ -103,13 +103,13 @@ class InboundWorkers:
 
     def gone(self, connection: Connection) -> None:
         """Note that a connection has ended."""
-        self._door.gone(connection.stream)
+        self._acceptor.gone(connection.stream)
 
     def close(self) -> None:
         """Stop accepting, and refuse the parked connections."""
         if self._listener is not None:
             self._listener.close()
-        self._door.close()
+        self._acceptor.close()
         with self._lock:
             self._closed = True
             waiting, self._waiting = list(self._waiting.values()), {}

@@ -26,9 +26,9 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
 from hetero_framework.engine.measuring import ModelCost, measure
 from hetero_framework.errors import ResourceError
-from hetero_framework.models.introspect import introspect
-from hetero_framework.models.memory import memory_of_parts
-from hetero_framework.models.shard import load_model_config
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.sizing.memory import memory_of_parts
 
 MEASURE = "hetero.measure"
 LEFT_OUT = "hetero.left-out"

@@ -68,9 +68,9 @@ from hetero_framework.errors import (
     ProtocolError,
     StoppedEarly,
 )
-from hetero_framework.models.remains import Remains
+from hetero_framework.models.cut.reuse import ReusePool
+from hetero_framework.security.acceptor import Acceptor
 from hetero_framework.security.access import Access, access_of
-from hetero_framework.security.door import Door
 
 _log = logging.getLogger(__name__)
 _MAX_LINES = 100  # that wait for the coordinator
@@ -224,7 +224,7 @@ class Worker:
         self._entry = config.worker(worker_id)
         self._interface = Interface()
         access = access or access_of(config, worker_id)
-        self._door = Door(access, self._greet)
+        self._acceptor = Acceptor(access, self._greet)
         call = m.Call(self._entry.id, secrets.token_hex(8))
         self._outbound = OutboundWorker(config.coordinator, call, access, self._call)
         self._only_run = run_id
@@ -259,7 +259,7 @@ class Worker:
         else:
             _check_name(self._config, entry)
             listener = self._listener(entry.port)
-            bring, bring_no_more = partial(self._door.run, listener), listener.close
+            bring, bring_no_more = partial(self._acceptor.run, listener), listener.close
             where = host_and_port(entry.ip, entry.port)
             _log.info("worker %s listens on %s (%s)", entry.id, where, what)
         bringing = in_background(bring, "coordinators")
@@ -298,7 +298,7 @@ class Worker:
                     self._send(Message(m.Leaving(self._told)))
         finally:
             bring_no_more()
-            self._door.close()
+            self._acceptor.close()
             if self._connection is not None:
                 self._connection.close()
             self._forget_run()
@@ -590,7 +590,7 @@ class Worker:
         self._later(self._on_message, connection, message, arrival)
 
     def _lost(self, connection: Connection, reason: HeteroError | None) -> None:
-        self._door.gone(connection.stream)
+        self._acceptor.gone(connection.stream)
         self._outbound.gone(connection)
         if (fault := connection.fault) is not None and (run := self._run) is not None:
             # An error of its own: the connection keeps the other one, and with a traceback stages.
@@ -650,7 +650,7 @@ class Worker:
             run.stages.flush()
         self._connection = connection
         connection.peer = m.COORDINATOR
-        self._door.gone(connection.stream)
+        self._acceptor.gone(connection.stream)
         self._gone_since = run.lost = None
         if run.meter is not None:
             connection.link.on_moved = run.meter.watch("local")
@@ -693,14 +693,14 @@ class Worker:
             self._leave(stay=True)
             return
         run = self._current.afresh(config.training.rejoin_wait_s)
-        remains = self._take_apart()
+        pool = self._take_apart()
         self._run = run
         specs = [spec for spec in config.plan.stages if spec.index in setup.stages]
         layers = ", ".join(spec.layers for spec in specs)
         _log.info("loading %s", layers)
         self._send_lines()
         began = time.monotonic()
-        stages = self._build(config, specs, self._device, remains)
+        stages = self._build(config, specs, self._device, pool)
         seconds = time.monotonic() - began
         _log.info("loaded %s onto %s in %.0f s", layers, self._device.name, seconds)
         self._install(run, config, stages)
@@ -727,15 +727,15 @@ class Worker:
         if self._connection is not None:
             self._connection.link.on_moved = run.meter.watch("local")
 
-    def _take_apart(self) -> Remains:
+    def _take_apart(self) -> ReusePool:
         """Forget the run but for what of its stages the next plan can take over."""
-        remains, host = Remains(), self._current.stages
+        pool, host = ReusePool(), self._current.stages
         if host is not None:
             host.close()
-            remains = take_apart(host.stages, host.config)
+            pool = take_apart(host.stages, host.config)
             del host
         self._forget_run()
-        return remains
+        return pool
 
     def _forget_run(self) -> None:
         """Free what a run has here: whoever comes next is told how much memory is free."""
@@ -750,7 +750,7 @@ class Worker:
     def _on_peer_hello(self, connection: Connection, hello: m.PeerHello) -> None:
         try:
             self.peers.accept(connection, hello)
-            self._door.gone(connection.stream)
+            self._acceptor.gone(connection.stream)
         except HeteroError as error:
             self._refuse(connection, "peer", error.message, error.hint)
 

@@ -9,7 +9,7 @@ from hetero_framework.commands.plan_report import Wishes, described, entries_of,
 from hetero_framework.config import Config
 from hetero_framework.planner import FleetProfile, Result
 from hetero_framework.security.access import Access
-from hetero_framework.trainer.kept_plan import keep_plan
+from hetero_framework.trainer.saved_plan import save_plan
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ def plan_run(config: Config, access: Access | None = None) -> Config:
     _log.info('shard_plan is "auto": the machines are measured, and the run planned for them')
     found = plan_fleet(config, _plan, access=access)
     planned = config.with_changes(shard_plan=entries_of(found.to_dict()))
-    keep_plan(planned, found)
+    save_plan(planned, found)
     return planned
 
 

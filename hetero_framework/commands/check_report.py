@@ -20,19 +20,19 @@ from hetero_framework.data.shown import shown_examples
 from hetero_framework.data.sources import find_sources
 from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.islands.forecast import island_lines
-from hetero_framework.models.attention import check_attention
-from hetero_framework.models.crossing import check_codec, crossing_lines
-from hetero_framework.models.introspect import introspect
-from hetero_framework.models.language import tower_lines
-from hetero_framework.models.memory import (
+from hetero_framework.models.cut.attention import check_attention
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.language import tower_lines
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
+from hetero_framework.models.library import quiet_libraries
+from hetero_framework.models.sizing.memory import (
     DEFAULT_TOKENS,
     StageMemory,
     estimate_memory,
     recomputing,
 )
-from hetero_framework.models.quantization import check_devices, devices_known, mixed_lines
-from hetero_framework.models.quiet import quiet_libraries
-from hetero_framework.models.shard import load_model_config
+from hetero_framework.models.verify.boundary_contents import check_codec, crossing_lines
 from hetero_framework.planner.schedule.tuner import assumed_profile
 from hetero_framework.planner.schedule.tuning import tune
 from hetero_framework.security.access import key_directory
@@ -99,7 +99,7 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
         resolved = resolve_loss_chunk(resolved, model_config, tokens)
         config = resolved.config
         if config.adapter is not None:
-            from hetero_framework.models.adapters import plan_adapter
+            from hetero_framework.models.adapters.lora import plan_adapter
 
             plan = plan_adapter(model_config, config.adapter, config.base_dir)
             notes += [f"warning: {remark}" for remark in plan.remarks]

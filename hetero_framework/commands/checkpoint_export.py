@@ -9,14 +9,14 @@ from hetero_framework.config import Config, load_config
 from hetero_framework.data import load_tokenizer
 from hetero_framework.engine.loading import quiet_libraries
 from hetero_framework.errors import CheckpointError
-from hetero_framework.models.export import OutputDirectory, base_generation
-from hetero_framework.models.restore import finished_tensors
-from hetero_framework.models.shard import load_model_config
-from hetero_framework.models.stated import as_held
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.export import OutputDirectory, base_generation
+from hetero_framework.models.files.restore import finished_tensors
+from hetero_framework.models.files.stated import as_held
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointReader, CheckpointStore
+from hetero_framework.trainer.checkpoint_export import trained_weights
 from hetero_framework.trainer.continuation import adapter_settings
 from hetero_framework.trainer.outputs import write_result
-from hetero_framework.trainer.rescue import trained_weights
 
 
 def export_checkpoint(
@@ -39,7 +39,7 @@ def export_checkpoint(
     model_config = load_model_config(config.model, config.base_dir)
     plan = None
     if config.adapter is not None:
-        from hetero_framework.models.adapters import plan_adapter
+        from hetero_framework.models.adapters.lora import plan_adapter
 
         plan = plan_adapter(model_config, config.adapter, config.base_dir)
 

@@ -40,11 +40,11 @@ from hetero_framework.core.messages import Message
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.hosts import LinkLost
 from hetero_framework.errors import ConfigError, HeteroError, NetworkError, PeerLostError, UserError
-from hetero_framework.models.attention import check_attention
-from hetero_framework.models.introspect import introspect
-from hetero_framework.models.memory import StageMemory, estimate_memory, recomputing
-from hetero_framework.models.quantization import check_devices, devices_known
-from hetero_framework.models.shard import load_model_config
+from hetero_framework.models.cut.attention import check_attention
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.quantization import check_devices, devices_known
+from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, recomputing
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.security.access import Access, Keyed, KeyOptions, access_of, key_directory
 from hetero_framework.units import bit_rate, seconds, size

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
             hint="give a step_N directory, or the output_dir of a run",
         )
     from hetero_framework.commands.checkpoint_export import export_checkpoint
-    from hetero_framework.models.export import OutputDirectory
+    from hetero_framework.models.files.export import OutputDirectory
 
     output = OutputDirectory(Path(arguments.output), overwrite=arguments.overwrite)
     config = Path(arguments.config) if arguments.config is not None else None

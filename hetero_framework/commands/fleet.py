@@ -27,9 +27,9 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.engine.measuring import ModelCost
 from hetero_framework.errors import HeteroError, PeerLostError, UserError
-from hetero_framework.models.memory import parts_by_process
-from hetero_framework.models.quantization import check_devices, devices_known
-from hetero_framework.models.shard import load_model_config
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.quantization import check_devices, devices_known
+from hetero_framework.models.sizing.memory import parts_by_process
 from hetero_framework.planner import FleetProfile, Result
 from hetero_framework.security.access import Access
 from hetero_framework.trainer.signals import StopRequest

@@ -11,7 +11,7 @@ from hetero_framework.config import Config
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.engine.measuring import ModelCost
-from hetero_framework.models.memory import StageMemory
+from hetero_framework.models.sizing.memory import StageMemory
 from hetero_framework.planner import FleetProfile
 
 

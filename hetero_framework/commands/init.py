@@ -295,8 +295,8 @@ def _check_quantised(config: Config, own: Sequence[str]) -> None:
             "no machine of these has 4 bits, which qlora needs",
             hint="take --adapter lora, or add a machine with an NVIDIA, AMD or Intel GPU",
         )
-    from hetero_framework.models.quantization import check_devices, devices_known
-    from hetero_framework.models.shard import load_model_config
+    from hetero_framework.models.cut.shard import load_model_config
+    from hetero_framework.models.files.quantization import check_devices, devices_known
 
     try:
         model = load_model_config(config.model, config.base_dir)
@@ -490,8 +490,8 @@ def _layers(answers: Answers, output: Path) -> int:
         raise UserError(
             "the number of layers is not known", hint="give --model NAME, or --layers N"
         )
-    from hetero_framework.models.introspect import introspect
-    from hetero_framework.models.shard import load_model_config
+    from hetero_framework.models.cut.introspect import introspect
+    from hetero_framework.models.cut.shard import load_model_config
 
     model = ModelConfig(name_or_path=answers.model)
     return introspect(load_model_config(model, output.absolute().parent)).num_layers

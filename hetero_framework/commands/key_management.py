@@ -24,8 +24,8 @@ from hetero_framework.core.identity import Identity
 from hetero_framework.core.stream import Stream
 from hetero_framework.errors import IdentityError, UserError
 from hetero_framework.security import authority as x509
-from hetero_framework.security import issuing
-from hetero_framework.security.door import Door
+from hetero_framework.security import certificates
+from hetero_framework.security.acceptor import Acceptor
 from hetero_framework.security.keys import AUTHORITY, ISSUED, REVOKED, KeyDirectory
 from hetero_framework.security.pairing import (
     GOOD_FOR_S,
@@ -48,7 +48,7 @@ def prepare_keys(config: Config, keys: KeyDirectory) -> bool:
     remote = [w for w in config.planned_workers if not addresses.is_loopback(w.ip)]
     if not here or not remote or keys.processes():
         return False
-    return issuing.ensure_authority(keys)[1]
+    return certificates.ensure_authority(keys)[1]
 
 
 def invite(
@@ -128,7 +128,7 @@ def _invite(
     say: Say,
 ) -> None:
     """`invited`: the members, with what is known of the machine of each."""
-    authority, made = issuing.ensure_authority(keys)
+    authority, made = certificates.ensure_authority(keys)
     if made:
         _log.info("made the authority of a new cluster: %s", keys.path)
     inviting = Inviting(keys, authority, invited, given)
@@ -154,16 +154,16 @@ def _invite(
 def _wait(inviting: Inviting, listener: Listener) -> None:
     def joined(stream: Stream, identity: Identity | None) -> None:
         _log.info("%s has joined from %s", identity, stream.peer)
-        door.gone(stream)
+        acceptor.gone(stream)
         stream.close()
 
-    door = Door(inviting, joined)
-    accepting = in_background(lambda: door.run(listener), "accept")
+    acceptor = Acceptor(inviting, joined)
+    accepting = in_background(lambda: acceptor.run(listener), "accept")
     try:
         while not inviting.over and not accepting.done():
             time.sleep(timeouts.ANSWER_TICK_S)
     finally:
-        door.close()
+        acceptor.close()
         listener.close()
         accepting.result(timeouts.EXIT_S)
 
@@ -215,7 +215,7 @@ def listing(keys: KeyDirectory) -> str:
     gone = keys.revoked()
     if keys.has_authority:
         lines.append(f"the authority is here; certificates of {_cluster(keys)}:")
-        for entry in issuing.issued(keys):
+        for entry in certificates.issued(keys):
             state = "revoked" if int(entry.serial, 16) in gone else "good"
             who = keys.kind.called(entry.process)
             lines.append(f"  {who}: {state}, made {entry.made}, {entry.serial}")
@@ -259,8 +259,8 @@ def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:
         yield f"there are no keys in {keys.path}", again
         return
     try:
-        own = issuing.read_authority(keys).cluster if keys.has_authority else None
-        listed = {int(entry.serial, 16): entry for entry in issuing.issued(keys)}
+        own = certificates.read_authority(keys).cluster if keys.has_authority else None
+        listed = {int(entry.serial, 16): entry for entry in certificates.issued(keys)}
         gone = keys.revoked()
     except IdentityError as error:
         yield error.message, error.hint or "hetero keys rotate makes all of it anew"
@@ -304,7 +304,7 @@ def _again(keys: KeyDirectory, process: str) -> str:
 
 
 def _wrong_lists(
-    keys: KeyDirectory, own: str | None, listed: Mapping[int, issuing.Issued], gone: Set[int]
+    keys: KeyDirectory, own: str | None, listed: Mapping[int, certificates.Issued], gone: Set[int]
 ) -> Iterator[Problem]:
     """What does not fit the authority here, whose cluster is `own`."""
     path = keys.path / ISSUED
@@ -328,7 +328,7 @@ def revoke(keys: KeyDirectory, process: str) -> str:
     """Take back the certificates of a member, or of "coordinator", or "lighthouse"."""
     kind, keeper = keys.kind, keys.kind.called("local")
     process = "local" if process == kind.keeper else process
-    found = issuing.revoke(keys, process)
+    found = certificates.revoke(keys, process)
     more = f"; {keeper} has a new key" if process == "local" else ""
     return (
         f"{kind.called(process)}: {len(found)} revoked{more}. {kind.member.capitalize()}s hear of "
@@ -338,7 +338,7 @@ def revoke(keys: KeyDirectory, process: str) -> str:
 
 def rotate(keys: KeyDirectory) -> str:
     """A new authority; who has to join again."""
-    elsewhere = issuing.rotate(keys)
+    elsewhere = certificates.rotate(keys)
     if not elsewhere:
         return "there is a new authority, and new keys for the processes of this machine"
     return (
@@ -364,14 +364,16 @@ def export_islands(keys: KeyDirectory, names: Sequence[str], folder: Path) -> li
 
 
 def _export(keys: KeyDirectory, processes: Sequence[str], folder: Path) -> list[Path]:
-    authority, _ = issuing.ensure_authority(keys)
+    authority, _ = certificates.ensure_authority(keys)
     target = KeyDirectory(folder, keys.kind)
     files = []
     for process in processes:
         identity = Identity.of(authority.cluster, process, keys.kind)
-        files.append(target.write_bundle(identity, issuing.issue_pem(keys, authority, process)))
+        files.append(
+            target.write_bundle(identity, certificates.issue_pem(keys, authority, process))
+        )
     return files
 
 
 def _cluster(keys: KeyDirectory) -> str:
-    return f"cluster {issuing.read_authority(keys).cluster}"
+    return f"cluster {certificates.read_authority(keys).cluster}"

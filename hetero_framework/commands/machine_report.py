@@ -15,7 +15,7 @@ from hetero_framework.cluster.roles import available_cores
 from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT
 from hetero_framework.core import addresses
 from hetero_framework.core.devices import Device, Support, list_devices
-from hetero_framework.models.attention import KNOWN, attention_support
+from hetero_framework.models.cut.attention import KNOWN, attention_support
 from hetero_framework.units import size
 
 _PACKAGES = (

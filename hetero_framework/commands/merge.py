@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> None:
     if not Path(arguments.adapter).is_dir():
         raise UserError(f"there is no adapter directory {arguments.adapter}")
     repository.resolve_model_path(arguments.model, Path.cwd())
-    from hetero_framework.models.export import OutputDirectory
-    from hetero_framework.models.merge import merge_adapter
+    from hetero_framework.models.adapters.merge import merge_adapter
+    from hetero_framework.models.files.export import OutputDirectory
 
     merge_adapter(
         Path(arguments.adapter),

@@ -69,9 +69,9 @@ OUTPUT_DIRECTORY = (
 )
 
 
-def load(arguments: argparse.Namespace, *, kept_plan: bool = True) -> Any:
-    """The configuration; with `kept_plan`, where it leaves the plan to the run, with the run's."""
-    from hetero_framework.config import load_config, with_kept_plan
+def load(arguments: argparse.Namespace, *, saved_plan: bool = True) -> Any:
+    """The configuration; with `saved_plan`, where it leaves the plan to the run, with the run's."""
+    from hetero_framework.config import load_config, with_saved_plan
 
     overrides = [*getattr(arguments, "set", ())]
     if getattr(arguments, "output_dir", None):
@@ -82,7 +82,7 @@ def load(arguments: argparse.Namespace, *, kept_plan: bool = True) -> Any:
         arguments.config or DEFAULT_CONFIG, overrides, getattr(arguments, "base_dir", None)
     )
     set_level(config.training.log_level)
-    return with_kept_plan(config) if kept_plan else config
+    return with_saved_plan(config) if saved_plan else config
 
 
 def report(

@@ -134,9 +134,9 @@ def run(arguments: argparse.Namespace) -> None:
         config = plan_report.write_plan(found, Path(arguments.config))
         _log.info("wrote the plan into %s", arguments.config)
         if config.model is not None and not about:  # an estimate is nothing to hold a run to
-            from hetero_framework.trainer.kept_plan import keep_plan
+            from hetero_framework.trainer.saved_plan import save_plan
 
-            keep_plan(config, result)
+            save_plan(config, result)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -188,7 +188,7 @@ def _profile(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 def _measured(arguments: argparse.Namespace) -> Any:
     """The profile of the configuration's machines."""
-    config = load(arguments, kept_plan=False)
+    config = load(arguments, saved_plan=False)
     check_coordinator(config, arguments)
     _find_model(config)
     from hetero_framework.commands.fleet import measure_fleet
@@ -202,7 +202,7 @@ def _paper_config(arguments: argparse.Namespace) -> Any:
     the workers that --device names."""
     is_there = Path(arguments.config).exists()
     if arguments.model is None or is_there or arguments.config != DEFAULT_CONFIG:
-        config = load(arguments, kept_plan=False)
+        config = load(arguments, saved_plan=False)
         if arguments.model is not None:
             name = {"name_or_path": arguments.model, "from_config": None}
             config = config.with_changes(

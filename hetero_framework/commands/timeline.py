@@ -27,9 +27,9 @@ OPTIONS = (
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from hetero_framework.profiling import account
-    from hetero_framework.profiling.between import read_between
+    from hetero_framework.profiling import prediction_error
     from hetero_framework.profiling.bottleneck import diagnose, text
+    from hetero_framework.profiling.island_stats import read_between
     from hetero_framework.profiling.picture import picture
     from hetero_framework.profiling.trace_file import read_timeline
     from hetero_framework.visualizer.timeline_picture import can_draw, draw
@@ -45,12 +45,12 @@ def run(arguments: argparse.Namespace) -> None:
         )
     place = Path(arguments.place)
     folder = place if place.is_dir() else place.parent
-    held = account.read_account(folder, found.steps)
+    held = prediction_error.read_account(folder, found.steps)
     between = read_between(folder)
     figures = {**found.to_dict(), "account": held.to_dict() if held is not None else None}
     if between is not None:
         figures["islands"] = between.to_dict()
-    shown = [text(found), *(["", *account.text(held)] if held is not None else [])]
+    shown = [text(found), *(["", *prediction_error.text(held)] if held is not None else [])]
     shown += ["", *between.text()] if between is not None else []
     report(arguments, figures, lambda _: "\n".join(shown))
     if arguments.output is None and arguments.json:

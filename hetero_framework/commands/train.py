@@ -55,7 +55,7 @@ OPTIONS = (
 
 
 def run(arguments: argparse.Namespace) -> int | None:
-    config = load(arguments, kept_plan=False)
+    config = load(arguments, saved_plan=False)
     from hetero_framework.cluster.roles import decide_role
     from hetero_framework.commands.preflight import preflight
 
@@ -112,12 +112,12 @@ def _planned(config: Any, arguments: argparse.Namespace, access: Any) -> Any:
     """With a plan where shard_plan is "auto": that of the run that goes on, else a new one."""
     if config.is_planned:
         return config
-    from hetero_framework.config import with_kept_plan
+    from hetero_framework.config import with_saved_plan
     from hetero_framework.trainer.outputs import UNFINISHED_FILE
 
     is_unfinished = (config.output_dir / UNFINISHED_FILE).exists() and not arguments.fresh
     if arguments.resume or config.resume_step or is_unfinished:
-        config = with_kept_plan(config)
+        config = with_saved_plan(config)
     if config.is_planned:
         return config
     from hetero_framework.commands.auto_plan import plan_run

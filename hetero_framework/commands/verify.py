@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         config.require("model")
         preflight(config, data=False)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums in one order
-    from hetero_framework.models import equivalence
+    from hetero_framework.models.verify import equivalence
 
     if arguments.all:
         output = Path(arguments.output or "docs/architectures.md")

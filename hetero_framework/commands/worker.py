@@ -38,7 +38,7 @@ OPTIONS = (
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = load(arguments, kept_plan=False)
+    config = load(arguments, saved_plan=False)
     from hetero_framework.cluster.roles import decide_role
 
     keys = processes_here(config, arguments)

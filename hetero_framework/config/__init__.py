@@ -9,7 +9,7 @@ from hetero_framework.config.load import (
     apply_override,
     json_schema,
     load_config,
-    with_kept_plan,
+    with_saved_plan,
 )
 from hetero_framework.config.plan import Plan, StageSpec, layers_text, process_name
 from hetero_framework.config.schema import (

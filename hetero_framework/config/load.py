@@ -37,7 +37,7 @@ def load_config(
     return Config.from_dict(raw, base_dir or file.absolute().parent, name=str(path))
 
 
-def with_kept_plan(config: Config) -> Config:
+def with_saved_plan(config: Config) -> Config:
     """With the plan that a run of this `output_dir` has made, where shard_plan is "auto" and there
     is one. Raises ConfigError for a plan that cannot be read or is not one for these workers."""
     file = config.output_dir / PLAN_FILE

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hetero_framework.config.foreign import OWNERS, is_harmless, meant, own_name, refusal_of
+from hetero_framework.config.aliases import OWNERS, is_harmless, meant, own_name, refusal_of
 from hetero_framework.config.strict_json import join_path, json_type
 
 

@@ -51,7 +51,7 @@ from hetero_framework.config.section import (
     checked_id,
     with_unit,
 )
-from hetero_framework.config.texts import text_problems
+from hetero_framework.config.text_limits import text_problems
 from hetero_framework.errors import ConfigError, PlanError
 
 _log = logging.getLogger(__name__)

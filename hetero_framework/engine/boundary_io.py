@@ -29,7 +29,7 @@ from hetero_framework.engine.expectation import Expectation, incoming_forms
 from hetero_framework.engine.out_of_memory import explaining
 from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo, Tensors
 from hetero_framework.errors import PeerLostError
-from hetero_framework.models.side import Bundle
+from hetero_framework.models.cut.side import Bundle
 
 Done = Callable[[], None]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hetero_framework.engine.stage_api import GradientPart, StatePart, TakeEarly, Tensors
-from hetero_framework.models.shard import weakly
+from hetero_framework.models.cut.shard import weakly
 
 EARLY_PART_BYTES = 1 << 18
 """At least so much is given at once: each part costs a frame, and a wait for the device."""

@@ -18,7 +18,7 @@ from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.out_of_memory import Attempt, explained
 from hetero_framework.errors import HeteroError, ProtocolError, as_hetero_error, is_out_of_memory
-from hetero_framework.models.side import Bundle
+from hetero_framework.models.cut.side import Bundle
 from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD, Readiness, Task
 
 _AHEAD = 2  # tasks that may be queued on a device that computes behind our back

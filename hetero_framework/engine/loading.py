@@ -13,24 +13,23 @@ from hetero_framework.core.devices import Device
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StageInterface
 from hetero_framework.errors import DeviceError
-from hetero_framework.models.library import LIBRARY_ERRORS, one_line
-from hetero_framework.models.quiet import quiet_libraries
-from hetero_framework.models.remains import Remains
-from hetero_framework.models.shard import ShardRange, load_model_config, load_shard
-from hetero_framework.models.trainable import attach_adapter
+from hetero_framework.models.adapters.trainable import attach_adapter
+from hetero_framework.models.cut.reuse import ReusePool
+from hetero_framework.models.cut.shard import ShardRange, load_model_config, load_shard
+from hetero_framework.models.library import LIBRARY_ERRORS, one_line, quiet_libraries
 
-BuildStages = Callable[[Config, Sequence[StageSpec], Device, Remains], Sequence[StageInterface]]
+BuildStages = Callable[[Config, Sequence[StageSpec], Device, ReusePool], Sequence[StageInterface]]
 """`load_stages`, or what takes its place where other stages are played."""
 _log = logging.getLogger(__name__)
 
 
-def take_apart(stages: Iterable[StageInterface], config: Config) -> Remains:
+def take_apart(stages: Iterable[StageInterface], config: Config) -> ReusePool:
     """What is left of stages of `config` that are used no more, for `load_stages`."""
-    remains = Remains(_origin(config))
+    pool = ReusePool(_origin(config))
     for stage in stages:
         if isinstance(stage, Stage):
-            remains.add(*stage.dissolve())
-    return remains
+            pool.add(*stage.dissolve())
+    return pool
 
 
 def _origin(config: Config) -> object:
@@ -40,14 +39,14 @@ def _origin(config: Config) -> object:
 
 
 def load_stages(
-    config: Config, specs: Sequence[StageSpec], device: Device, remains: Remains | None = None
+    config: Config, specs: Sequence[StageSpec], device: Device, pool: ReusePool | None = None
 ) -> list[Stage]:
-    """Load the stages of one process onto its device. What `remains` of earlier ones is not read
+    """Load the stages of one process onto its device. What `pool` of earlier ones is not read
     again, and the rest of it is freed first. Raises ModelError, ConfigError when the adapter does
     not fit the model, and DeviceError as the two checks below."""
     assert config.model is not None
     spans = [ShardRange.of(spec) for spec in specs]
-    kept = (remains or Remains()).hand_out(_origin(config), spans)
+    kept = (pool or ReusePool()).hand_out(_origin(config), spans)
     quiet_libraries(config.training.log_level)
     seed = config.training.seed
     check_types(config, device)
@@ -61,7 +60,7 @@ def load_stages(
         shard.is_quantized |= config.quantizes
         failpoints.hit("load")
         if config.adapter is not None and plan is None:
-            from hetero_framework.models.adapters import plan_adapter
+            from hetero_framework.models.adapters.lora import plan_adapter
 
             plan = plan_adapter(shard.config, config.adapter, config.base_dir)
         attach_adapter(shard, plan, seed)

@@ -30,15 +30,14 @@ from hetero_framework.core.devices import Device
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.models.footprint import Setting, bundle_at
-from hetero_framework.models.introspect import introspect
-from hetero_framework.models.layer_kinds import layer_kinds
-from hetero_framework.models.memory import DEFAULT_TOKENS
-from hetero_framework.models.objective import objective_of
-from hetero_framework.models.quantization import stored_quantization
-from hetero_framework.models.shard import ShardRange, load_shard
-from hetero_framework.models.side import Bundle, returning
-from hetero_framework.models.trainable import export_parts
+from hetero_framework.models.adapters.trainable import export_parts
+from hetero_framework.models.cut.introspect import introspect, layer_kinds
+from hetero_framework.models.cut.objective import objective_of
+from hetero_framework.models.cut.shard import ShardRange, load_shard
+from hetero_framework.models.cut.side import Bundle, returning
+from hetero_framework.models.files.quantization import stored_quantization
+from hetero_framework.models.sizing.footprint import Setting, bundle_at
+from hetero_framework.models.sizing.memory import DEFAULT_TOKENS
 
 _LEAST_RUNS, _MOST_RUNS = 3, 20
 

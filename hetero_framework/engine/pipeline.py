@@ -28,7 +28,7 @@ from hetero_framework.engine.ties import TiedGradients, Ties
 from hetero_framework.planner.schedule.readiness import Admission
 
 if TYPE_CHECKING:
-    from hetero_framework.models.objective import CausalLM  # imports transformers
+    from hetero_framework.models.cut.objective import CausalLM  # imports transformers
 
 _POLL_S = 0.5
 _ANSWER_S = 0.1

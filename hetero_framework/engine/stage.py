@@ -30,14 +30,16 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.state_snapshot import Entry, StateSnapshot, in_parts
 from hetero_framework.errors import CheckpointError, ProtocolError
-from hetero_framework.models.arrivals import Arrivals
-from hetero_framework.models.footprint import Form
-from hetero_framework.models.objective import objective_of
-from hetero_framework.models.partition import ShardRange
-from hetero_framework.models.remains import Kept
-from hetero_framework.models.seeds import Place, forward_seed
-from hetero_framework.models.shard import Shard, weakly
-from hetero_framework.models.side import (
+from hetero_framework.models.adapters.trainable import (
+    export_parts,
+    tied_parameters,
+    trainable_parameters,
+)
+from hetero_framework.models.cut.objective import objective_of
+from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.reuse import ReusableModules
+from hetero_framework.models.cut.shard import Shard, weakly
+from hetero_framework.models.cut.side import (
     Bundle,
     as_leaves,
     crossing,
@@ -47,7 +49,9 @@ from hetero_framework.models.side import (
     shown,
     shown_form,
 )
-from hetero_framework.models.trainable import export_parts, tied_parameters, trainable_parameters
+from hetero_framework.models.rng import Place, forward_seed
+from hetero_framework.models.sizing.footprint import Form
+from hetero_framework.models.verify.side_tensor_checks import SideTensorChecks
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 _LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # torch's own; of its shape
@@ -70,7 +74,7 @@ class Stage:
         half = torch.float16 if training.fp16 else None
         self._autocast_dtype = torch.bfloat16 if training.bf16 else half
         self._objective = objective_of(training)
-        self._arrivals = Arrivals(shard, training)
+        self._side_checks = SideTensorChecks(shard, training)
         if training.compiles:
             shard.compile_blocks(training.torch_compile_backend, training.torch_compile_mode)
         if config.checkpointing(spec.index) is True:
@@ -95,7 +99,7 @@ class Stage:
         self._current_micro_batch = 0
         shard.on_enter = weakly(self._enter)
 
-    def dissolve(self) -> tuple[ShardRange, Kept]:
+    def dissolve(self) -> tuple[ShardRange, ReusableModules]:
         """The stage is used no more: its range, and what of the shard another one can take. All
         else is freed, whoever still holds the stage."""
         self.abort()
@@ -107,7 +111,7 @@ class Stage:
     @property
     def side_gradients(self) -> tuple[bool, ...]:
         """Of each side tensor that enters, whether it wants a gradient in training."""
-        return self._arrivals.trained
+        return self._side_checks.trained
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -341,11 +345,11 @@ class Stage:
         elif kind == "weights":
             self._load_weights(part.tensors)
         elif kind == "adapter":
-            from hetero_framework.models import adapters
+            from hetero_framework.models.adapters import lora
 
-            self._loaded_keys |= adapters.load_adapter_tensors(self._shard, part.tensors)
+            self._loaded_keys |= lora.load_adapter_tensors(self._shard, part.tensors)
             if part.last:
-                adapters.check_adapter_complete(self._shard, self._loaded_keys)
+                lora.check_adapter_complete(self._shard, self._loaded_keys)
         else:
             self._load_checkpoint(part)
 
@@ -433,7 +437,7 @@ class Stage:
             return received
         forms = [(tuple(t.shape), t.dtype, t.requires_grad) for t in received]
         problem = self.arrival_problem(forms, *size)
-        problem = problem or self._arrivals.problem(received[1:], *size, train=self._info.train)
+        problem = problem or self._side_checks.problem(received[1:], *size, train=self._info.train)
         if problem:
             text = f"FORWARD of micro-batch {micro_batch} for stage {self.index}: {problem}"
             raise ProtocolError(text)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import StageFigures
-from hetero_framework.models.footprint import Form
-from hetero_framework.models.side import Bundle
+from hetero_framework.models.cut.side import Bundle
+from hetero_framework.models.sizing.footprint import Form
 from hetero_framework.planner.schedule.order import Order, StepOrder
 
 Tensors = dict[str, Tensor]
@@ -179,7 +179,7 @@ class StageInterface(Protocol):
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
-        """Hashes of the weights that it was read from (models/fingerprint.py); empty for none."""
+        """Hashes of the weights it was read from (models/files/fingerprint.py); empty for none."""
 
     @property
     def differentiates(self) -> bool:

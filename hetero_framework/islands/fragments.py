@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from hetero_framework.errors import ConfigError
-from hetero_framework.models.fingerprint import layer_group
+from hetero_framework.models.files.fingerprint import layer_group
 
 
 @dataclass(frozen=True)

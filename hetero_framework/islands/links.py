@@ -33,8 +33,8 @@ from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
 from hetero_framework.islands.rendezvous import Member, View
 from hetero_framework.log import event
+from hetero_framework.security.acceptor import Acceptor
 from hetero_framework.security.access import Access
-from hetero_framework.security.door import Door
 
 _log = logging.getLogger(__name__)
 Check = Callable[[], None]
@@ -333,8 +333,8 @@ class IslandLinks:
         self._refused: dict[tuple[str, str], ProtocolError] = {}  # by name, process
         self._of: dict[Connection, tuple[Circle, str]] = {}
         self._listener = Listener(host, port)
-        self._door = Door(access, self._greet)
-        self._running = in_background(lambda: self._door.run(self._listener), "island door")
+        self._acceptor = Acceptor(access, self._greet)
+        self._running = in_background(lambda: self._acceptor.run(self._listener), "island door")
         shown = f"[{host}]" if ":" in host else host
         self.member = Member(name, process, f"{shown}:{self._listener.port}")
 
@@ -403,7 +403,7 @@ class IslandLinks:
     def close(self, reason: str) -> None:
         self.part(reason)
         self._listener.close()
-        self._door.close()
+        self._acceptor.close()
         with self._lock:
             waiting, self._came = list(self._came.values()), {}
         for connection in waiting:
@@ -481,7 +481,7 @@ class IslandLinks:
                 known[0].lose(known[1], str(said))
 
     def _on_hello(self, connection: Connection, hello: m.IslandHello) -> None:
-        self._door.gone(connection.stream)
+        self._acceptor.gone(connection.stream)
         identity = connection.identity
         if hello.to != self._name:
             text = f"this is island {self._name}, not {hello.to}"
@@ -527,7 +527,7 @@ class IslandLinks:
 
     def _lost(self, connection: Connection, reason: HeteroError | None) -> None:
         """In a reader thread."""
-        self._door.gone(connection.stream)
+        self._acceptor.gone(connection.stream)
         with self._lock:
             known = self._of.pop(connection, None)
             for key in [key for key, came in self._came.items() if came is connection]:

@@ -29,8 +29,8 @@ from hetero_framework.errors import HeteroError, IdentityError, NetworkError
 from hetero_framework.islands import notes
 from hetero_framework.islands.notes import Notes
 from hetero_framework.islands.presence import Presence
+from hetero_framework.security.acceptor import Acceptor
 from hetero_framework.security.access import LOOPBACK_ONLY, Access
-from hetero_framework.security.door import Door
 
 _log = logging.getLogger(__name__)
 MAX_LINKS = 128
@@ -57,8 +57,10 @@ class _Passage(ABC):
         self._lock = threading.Lock()
         self._open: dict[Stream, str] = {}  # who has come on it
         self._carried: set[Future[None]] = set()
-        self._door = Door(access, self._greet)
-        self._accepting = in_background(lambda: self._door.run(listener), "accept in the tunnel")
+        self._acceptor = Acceptor(access, self._greet)
+        self._accepting = in_background(
+            lambda: self._acceptor.run(listener), "accept in the tunnel"
+        )
 
     @property
     def port(self) -> int:
@@ -77,7 +79,7 @@ class _Passage(ABC):
     def close(self) -> None:
         """Ends all links. Safe to call twice."""
         self._closed.set()
-        self._door.close()
+        self._acceptor.close()
         self._listener.close()
         with self._lock:
             carried = set(self._carried)
@@ -86,7 +88,7 @@ class _Passage(ABC):
         wait_for([self._accepting, *carried], timeouts.EXIT_S)
 
     def _greet(self, stream: Stream, identity: Identity | None) -> None:
-        self._door.gone(stream)
+        self._acceptor.gone(stream)
         who = str(identity) if identity is not None else stream.peer.rpartition(":")[0]
         if not self._add(stream, who):
             stream.close()

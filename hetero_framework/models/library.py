@@ -1,4 +1,4 @@
-"""What the model libraries raise, how it is told, and how they are imported quickly."""
+"""transformers, PEFT and torch as libraries: their errors, their notices, and quick imports."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers import logging
 
 # On a configuration that they cannot build or run.
 LIBRARY_ERRORS = (
@@ -51,3 +52,24 @@ def compiled_at_first_call() -> Iterator[None]:
         yield
     finally:
         torch.compile = compile_now
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """No progress bars and no messages below errors: tiny copies and shards provoke many."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def quiet_libraries(log_level: str) -> None:
+    """Show the libraries' own progress bars and notices with log level DEBUG only."""
+    if log_level != "DEBUG":
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()

@@ -99,7 +99,7 @@ class Keyed:
 
     def arguments(self, processes: Iterable[WorkerId]) -> list[str]:
         if self.keys.has_authority:
-            from hetero_framework.security.issuing import issue_missing
+            from hetero_framework.security.certificates import issue_missing
 
             issue_missing(self.keys, processes)
         return ["--keys", str(self.keys.path)]
@@ -187,7 +187,7 @@ def island_access(config: Config, options: KeyOptions | None = None) -> Access:
     assert config.island is not None
     keys, name = key_directory(config, options).of_islands, config.island.name
     if keys.has_authority and not keys.has(name):  # on the lighthouse's own machine
-        from hetero_framework.security.issuing import issue_missing
+        from hetero_framework.security.certificates import issue_missing
 
         issue_missing(keys, [name])
     access = _access(keys, name, None, options or KeyOptions(), _PLAIN_ISLANDS)

@@ -41,7 +41,7 @@ from hetero_framework.errors import HeteroError, IdentityError, NetworkError
 from hetero_framework.log import one_line
 from hetero_framework.security import authority as x509
 from hetero_framework.security.authority import Authority
-from hetero_framework.security.issuing import sign
+from hetero_framework.security.certificates import sign
 from hetero_framework.security.keys import KeyDirectory
 
 GOOD_FOR_S = 15 * 60.0

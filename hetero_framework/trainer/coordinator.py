@@ -37,20 +37,20 @@ from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import Schedule
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport
-from hetero_framework.models.introspect import introspect
-from hetero_framework.models.objective import objective_of
-from hetero_framework.profiling.account import stage_predictions
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.objective import objective_of
+from hetero_framework.profiling.prediction_error import stage_predictions
 from hetero_framework.profiling.trace_file import Timeline
 from hetero_framework.security.access import Access, access_of
-from hetero_framework.trainer import kept_plan, outputs, setup, skipped_step
+from hetero_framework.trainer import outputs, saved_plan, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
+from hetero_framework.trainer.checkpoint_export import export_last_checkpoint
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
 from hetero_framework.trainer.outputs import RunDirectories
 from hetero_framework.trainer.replanning import AUTO, PlanChange, Replanning, absence_s
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single, StepPart
-from hetero_framework.trainer.rescue import rescue_result
 from hetero_framework.trainer.run_checkpoint import (
     RunCheckpoints,
     newest_state,
@@ -135,14 +135,14 @@ def train(
             if checkpoint is None:
                 directories.check_fresh()
             kept = plan_in_force(checkpoint, config) if checkpoint is not None and replan else None
-            parts = setup.prepare(config, kept)
+            prepared = setup.prepare(config, kept)
             if checkpoint is not None:
-                checkpoint = same_run(checkpoint, parts, must=not goes_on)
+                checkpoint = same_run(checkpoint, prepared, must=not goes_on)
             # Who belongs to a run, with how many threads, follows from the plan that was given.
             with Cluster(
-                parts.resolved.given,
-                max_frame_bytes=parts.max_frame_bytes,
-                max_boundary_bytes=parts.max_boundary_bytes,
+                prepared.resolved.given,
+                max_frame_bytes=prepared.max_frame_bytes,
+                max_boundary_bytes=prepared.max_boundary_bytes,
                 build=build,
                 debug=debug,
                 run_id=directories.run_id,
@@ -150,16 +150,16 @@ def train(
                 access=access,
                 should_stop=lambda: stop.requested is not None,
                 absence_s=absence_s(config) if replan else None,
-                id_layers=introspect(parts.model_config).id_readers,
+                id_layers=introspect(prepared.model_config).id_readers,
                 show_away=show.away,
             ) as cluster:
-                planned = parts.config.plan.owners
+                planned = prepared.config.plan.owners
                 facts = cluster.start([w for w in cluster.known_workers if w not in planned])
-                parts = setup.fit_devices(parts, facts)
+                prepared = setup.fit_devices(prepared, facts)
                 began = time.monotonic()
-                plan = kept_plan.planned(parts.config)
+                plan = saved_plan.planned(prepared.config)
                 times = plan.pipeline if plan is not None else None
-                cluster.assemble(parts.config, parts.memory_limits, times)
+                cluster.assemble(prepared.config, prepared.memory_limits, times)
                 load_s = time.monotonic() - began
                 labels = {owner: fact.label for owner, fact in facts.items()}
                 with (
@@ -170,13 +170,13 @@ def train(
                     ) as metrics,
                     Timeline(config, devices=labels) as timeline,
                 ):
-                    checkpoints = RunCheckpoints(store, cluster, parts)
+                    checkpoints = RunCheckpoints(store, cluster, prepared)
                     files = RunFiles(directories, checkpoints, metrics, events, timeline)
-                    replanning = Replanning(parts, facts, survivors=replan)
+                    replanning = Replanning(prepared, facts, survivors=replan)
                     replanning.move_s = load_s
-                    replicas = _replicas(parts, cluster, checkpoints, stop, islands)
+                    replicas = _replicas(prepared, cluster, checkpoints, stop, islands)
                     run = Coordinator(
-                        parts,
+                        prepared,
                         cluster,
                         files,
                         show,
@@ -201,7 +201,7 @@ class Coordinator:
 
     def __init__(
         self,
-        parts: setup.Prepared,
+        prepared: setup.Prepared,
         cluster: Cluster,
         files: RunFiles,
         progress: Progress,
@@ -212,11 +212,11 @@ class Coordinator:
     ) -> None:
         """`planned_s` is what the plan was to take for a step when it was made, where that is
         known."""
-        self._parts = parts
+        self._prepared = prepared
         self._planned_s = planned_s
         self._replanning = replanning
-        self._config = config = parts.config
-        self._data: TrainData = parts.data
+        self._config = config = prepared.config
+        self._data: TrainData = prepared.data
         self._cluster = cluster
         self._files = files
         self._checkpoints = files.checkpoints
@@ -226,14 +226,14 @@ class Coordinator:
         self._order = ModelOrder(cluster.assembly.trainable)
         self._schedule = Schedule(config.training, self._data.total_steps)
         self._objective = objective_of(config.training)
-        self._count_items = self._objective.item_counter(parts.model_config)
-        self._count_predictions = self._objective.prediction_counter(parts.model_config)
+        self._count_items = self._objective.item_counter(prepared.model_config)
+        self._count_predictions = self._objective.prediction_counter(prepared.model_config)
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
         self._first_step, self._has_begun = 0, False
         self._losses: list[tuple[int, float]] = []  # and the steps
         self._evaluation_is_due = self._save_is_due = False
         self._deaths: Counter[tuple[WorkerId, int]] = Counter()  # by worker and step
-        self._memory = _memory_by_owner(parts)
+        self._memory = _memory_by_owner(prepared)
         self._may_last_s = math.inf
 
     def run(self, checkpoint: CheckpointReader | None) -> RunSummary:
@@ -292,7 +292,7 @@ class Coordinator:
         self._first_step = self._state.step
         if checkpoint is not None:
             self._files.directories.tidy()
-        warn_of_a_small_disk(self._parts, self._files.directories.store, self._state.step)
+        warn_of_a_small_disk(self._prepared, self._files.directories.store, self._state.step)
         self._files.metrics.resume(self._state.step)
         self._draw_diagram()
         step, total, rows = self._state.step, self._data.total_steps, self._stage_rows()
@@ -304,7 +304,7 @@ class Coordinator:
         _log.info("", extra=log.event(what, step=step, run_id=run_id, total_steps=total))
 
     def _draw_diagram(self) -> None:
-        outputs.draw_diagram(self._parts, self._replanning.facts, self._cluster.assembly.direct)
+        outputs.draw_diagram(self._prepared, self._replanning.facts, self._cluster.assembly.direct)
 
     def _stage_rows(self) -> list[StageRow]:
         facts, stages = self._replanning.facts, self._config.plan.stages
@@ -338,7 +338,7 @@ class Coordinator:
         self._cluster.rejoin()
 
     def _load_initial_adapter(self) -> None:
-        setup.load_initial_adapter(self._parts, self._cluster.pipeline)
+        setup.load_initial_adapter(self._prepared, self._cluster.pipeline)
 
     def _go_back(self, trouble: StagesLost | WorkerLeaving) -> None:
         """A worker's process is another one, or will be: all stages return to the newest state that
@@ -357,7 +357,7 @@ class Coordinator:
                 self._come_back(trouble)
                 state = self._checkpoints.rewind()
                 if state is None:  # nothing is kept: everybody begins again
-                    self._cluster.assemble(self._config, self._parts.memory_limits)
+                    self._cluster.assemble(self._config, self._prepared.memory_limits)
                     state = self._take_up(None)
                 break
             except (StagesLost, WorkerLeaving) as again:
@@ -425,10 +425,10 @@ class Coordinator:
         while True:
             try:
                 self._cluster.forget_step()
-                self._parts, self._config = change.parts, change.parts.config
+                self._prepared, self._config = change.prepared, change.prepared.config
                 self._replanning.taken(change)
-                self._checkpoints.replanned(change.parts)
-                self._cluster.assemble(change.parts.config, change.parts.memory_limits)
+                self._checkpoints.replanned(change.prepared)
+                self._cluster.assemble(change.prepared.config, change.prepared.memory_limits)
                 state = self._checkpoints.rewind() or self._take_up(None)
                 break
             except StagesLost as lost:
@@ -440,7 +440,7 @@ class Coordinator:
         self._replicas.went_back(state)
         self._return_to(state)
         self._order = ModelOrder(self._cluster.assembly.trainable)
-        self._memory = _memory_by_owner(change.parts)
+        self._memory = _memory_by_owner(change.prepared)
         self._progress.replanned(self._stage_rows())
         self._draw_diagram()
         repeated = plural(reached - state.step, "step")
@@ -678,7 +678,7 @@ class Coordinator:
             self._stop_early()
         except errors.PeerLostError as lost:
             self._checkpoints.keep_newest()
-            result = rescue_result(self._parts, self._checkpoints, self._state, lost)
+            result = export_last_checkpoint(self._prepared, self._checkpoints, self._state, lost)
         else:
             self._cluster.retrying(self._cluster.pipeline.drain_commits)
         self._keep_spans()
@@ -686,7 +686,7 @@ class Coordinator:
         self._checkpoints.finished()
         self._files.directories.mark_finished()
         files = outputs.result_files(self._config, result, self._files.metrics.path)
-        self._progress.close({**files, **outputs.what_next(self._parts, files)})
+        self._progress.close({**files, **outputs.what_next(self._prepared, files)})
         _log.info("", extra=log.event("run finished", step=self._state.step))
         return RunSummary(self._state.step, tuple(loss for _, loss in self._losses), files)
 
@@ -707,7 +707,7 @@ class Coordinator:
         raise type(problem)(message, hint=self._checkpoints.advice(problem))
 
     def _write_result(self) -> Path:
-        return outputs.export(self._parts, self._cluster.pipeline)
+        return outputs.export(self._prepared, self._cluster.pipeline)
 
     def _keep_spans(self) -> None:
         """Add what was recorded to the timeline. A worker's part of a step comes with its next
@@ -768,7 +768,7 @@ class Coordinator:
 
 
 def _replicas(
-    parts: setup.Prepared,
+    prepared: setup.Prepared,
     cluster: Cluster,
     checkpoints: RunCheckpoints,
     stop: StopRequest,
@@ -779,13 +779,13 @@ def _replicas(
         return Single()
     from hetero_framework.trainer.islands import open_islands
 
-    return open_islands(parts, cluster, checkpoints, stop, access)
+    return open_islands(prepared, cluster, checkpoints, stop, access)
 
 
-def _memory_by_owner(parts: setup.Prepared) -> Counter[WorkerId]:
+def _memory_by_owner(prepared: setup.Prepared) -> Counter[WorkerId]:
     """What each process is estimated to need."""
     found: Counter[WorkerId] = Counter()
-    for memory in parts.memory:
+    for memory in prepared.memory:
         found[memory.stage.owner] += memory.total
     return found
 

@@ -15,17 +15,17 @@ from hetero_framework.units import size
 _log = logging.getLogger(__name__)
 
 
-def warn_of_a_small_disk(parts: Prepared, store: CheckpointStore, done: int) -> None:
+def warn_of_a_small_disk(prepared: Prepared, store: CheckpointStore, done: int) -> None:
     """Warn, with numbers, where two checkpoints or those that the run will keep at once do not fit
     beside what is there; `done` steps are behind it. Raises CheckpointError for an odd directory.
     """
-    training = parts.config.training
+    training = prepared.config.training
     if training.save_strategy == "no":
         return
-    data = parts.data
+    data = prepared.data
     most = checkpoints_at_once(training, data.total_steps, data.steps_per_epoch)
     there = sum(step <= done for step in store.complete_steps()) if done else 0
-    nbytes = sum(memory.gradients + memory.optimizer for memory in parts.memory)
+    nbytes = sum(memory.gradients + memory.optimizer for memory in prepared.memory)
     needed = nbytes * max(most - there, 2)
     try:
         free = shutil.disk_usage(_existing(store.root)).free

@@ -29,8 +29,8 @@ from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.errors import ResourceError
 from hetero_framework.log import event
-from hetero_framework.trainer.by_name import TensorsInMemory, load_by_name
 from hetero_framework.trainer.checkpoint import CheckpointWriter, durable_store
+from hetero_framework.trainer.state_by_parameter import TensorsInMemory, load_by_name
 from hetero_framework.trainer.train_state import TrainState
 
 SHARE = 0.05

@@ -29,25 +29,25 @@ def check_islands(config: Config, access: Access | None) -> Access:
 
 
 def open_islands(
-    parts: Prepared,
+    prepared: Prepared,
     cluster: Cluster,
     checkpoints: RunCheckpoints,
     stop: StopRequest,
     access: Access,
 ) -> SummedSteps:
     """The group that the island section of this run's configuration is for."""
-    config = parts.config
+    config = prepared.config
     assert config.island is not None
     links = IslandLinks(
         config.island.name,
         secrets.token_hex(8),
         access,
         config.coordinator.ip,
-        max_frame_bytes=parts.max_frame_bytes,
+        max_frame_bytes=prepared.max_frame_bytes,
         liveness_s=config.training.liveness_timeout_s,
     )
     kind = SummedSteps if config.island.sync_steps == 1 else OuterRounds
-    group = kind(parts, cluster, checkpoints, stop)
+    group = kind(prepared, cluster, checkpoints, stop)
     address = config.island.lighthouse_address
     rendezvous = rendezvous_at(address, access, links.member, group.lively)
     island = config.island

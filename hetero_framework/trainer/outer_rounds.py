@@ -145,7 +145,7 @@ class OuterRounds(SummedSteps):
             state = self._joined(state)
         if not self._outer:
             self._begin_with(state)
-        total = self._parts.data.total_steps
+        total = self._prepared.data.total_steps
         while state.step < total:
             if self._round is None:
                 state = self._deal(state)
@@ -229,7 +229,7 @@ class OuterRounds(SummedSteps):
             island.fragments,
             island.delay_steps,
         )
-        base, total = self._ledger.count, self._parts.data.total_steps
+        base, total = self._ledger.count, self._prepared.data.total_steps
         dealt = self._ledger.deal(counts, total)
         last = base + sum(map(count_steps, dealt.values())) == total
         self._enter(Round(base, dealt, last), circle.me)
@@ -385,7 +385,7 @@ class OuterRounds(SummedSteps):
         for parts in steps.values():
             self._ledger = self._ledger.commit(parts)
             counted += parts
-        order, ids = self._parts.data.order, self._said.setdefault("sample_ids", {})
+        order, ids = self._prepared.data.order, self._said.setdefault("sample_ids", {})
         for number in (k for parts in steps.values() for part in parts for k in range(*part)):
             ids[number] = [int(k) for batch in order.step_indices(number) for k in batch]
         self._before = list(self._outer)
@@ -446,7 +446,7 @@ class OuterRounds(SummedSteps):
             self._begin_with(state)
         state = super()._joined(state)
         self._syncs_before = self._syncs
-        total, members = self._parts.data.total_steps, len(self._present.members)
+        total, members = self._prepared.data.total_steps, len(self._present.members)
         if not (state.step or self._hinted) and (hint := short_run(self._island, total, members)):
             self._hinted = True
             _log.warning("%s", hint)

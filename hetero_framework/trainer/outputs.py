@@ -30,16 +30,16 @@ from hetero_framework.core.files import write_file
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.errors import ConfigError, HeteroError
 from hetero_framework.log import EVENTS_FILE, one_line
-from hetero_framework.models.adapter_plan import AdapterPlan
-from hetero_framework.models.export import (
+from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.language import stock_class
+from hetero_framework.models.files.export import (
     OutputDirectory,
     align_tokens,
     write_adapter,
     write_checkpoint,
 )
-from hetero_framework.models.introspect import introspect
-from hetero_framework.models.language import stock_class
-from hetero_framework.models.towers import tower_weights
+from hetero_framework.models.files.non_text_modules import non_text_weights
 from hetero_framework.owned import other_writers, refuse_link
 from hetero_framework.profiling.trace_file import TIMELINE_FILE
 from hetero_framework.repository import resolve_model_path
@@ -303,18 +303,18 @@ def _holder(file: Path) -> str:
         return "another run"
 
 
-def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int]) -> None:
+def draw_diagram(prepared: Prepared, facts: Facts, direct: frozenset[int]) -> None:
     """Draw `architecture.<format>` in the output directory, if the configuration wants it.
     `direct` has the boundaries with a link from worker to worker."""
-    config = parts.config
+    config = prepared.config
     if not config.training.visualize:
         return
     assert config.model is not None
     details = DiagramDetails(
-        model=config.model.name_or_path or parts.model_config.model_type,
-        num_layers=introspect(parts.model_config).num_layers,
-        parameters={m.index: m.parameters for m in parts.memory},
-        memory_bytes={m.index: m.total for m in parts.memory},
+        model=config.model.name_or_path or prepared.model_config.model_type,
+        num_layers=introspect(prepared.model_config).num_layers,
+        parameters={m.index: m.parameters for m in prepared.memory},
+        memory_bytes={m.index: m.total for m in prepared.memory},
         devices={owner: fact.label for owner, fact in facts.items()},
         direct=direct,
     )
@@ -322,12 +322,12 @@ def draw_diagram(parts: Prepared, facts: Facts, direct: frozenset[int]) -> None:
     draw(config, config.output_dir / f"architecture.{chosen}", chosen, details)
 
 
-def export(parts: Prepared, pipeline: Pipeline) -> Path:
+def export(prepared: Prepared, pipeline: Pipeline) -> Path:
     """Write the finished artefact that the stages hold; returns its directory."""
-    config, plan, directory = parts.config, parts.adapter_plan, parts.config.result_dir
+    config, plan, directory = prepared.config, prepared.adapter_plan, prepared.config.result_dir
     output = OutputDirectory(directory, overwrite=True)
     tensors = (part.tensors for _, _, part in pipeline.export())
-    about = (parts.model_config, parts.generation, parts.tokenizer)
+    about = (prepared.model_config, prepared.generation, prepared.tokenizer)
     write_result(output, config, plan, *about, tensors)
     return directory
 
@@ -348,7 +348,7 @@ def write_result(
     told = config.data is not None and config.data.eos_token is not None
     align_tokens(model_config, generation, tokenizer, ends_as_told=told)
     if plan is None:
-        towers = tower_weights(config.model, config.base_dir, model_config)
+        towers = non_text_weights(config.model, config.base_dir, model_config)
         write_checkpoint(output, tensors, model_config, generation, tokenizer, towers=towers)
         return
     name = config.model.name_or_path
@@ -368,14 +368,14 @@ def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]
     return {label: path for label, path in found.items() if path.exists()}
 
 
-def what_next(parts: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
+def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
     """What a person can do with what a run left: a label, and a command or a line of Python."""
-    config = parts.config
+    config = prepared.config
     assert config.model is not None
     result, output = _shown(config.result_dir), _shown(config.output_dir)
-    load = f"{stock_class(parts.model_config).__name__}.from_pretrained"
+    load = f"{stock_class(prepared.model_config).__name__}.from_pretrained"
     found = {}
-    if parts.adapter_plan is None:
+    if prepared.adapter_plan is None:
         found["to load it"] = f"{load}({str(result)!r})"
     elif (base := config.model.name_or_path) is not None:
         place = config.path(base)

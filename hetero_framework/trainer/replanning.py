@@ -25,9 +25,9 @@ from hetero_framework.core.background import in_background
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.errors import PlanError, UserError
 from hetero_framework.log import event
-from hetero_framework.models.introspect import introspect
-from hetero_framework.models.language import meta_model
-from hetero_framework.models.memory import memory_of_parts
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.language import meta_model
+from hetero_framework.models.sizing.memory import memory_of_parts
 from hetero_framework.planner import FleetProfile
 from hetero_framework.planner.layout import Fleet
 from hetero_framework.planner.planning import CHUNKS
@@ -53,7 +53,7 @@ class PlanChange:
     `planned_s` is what a step should take by what was seen under the plans before, where that
     fits, `proposal` is what the judge said where it is for a shorter step."""
 
-    parts: setup.Prepared
+    prepared: setup.Prepared
     reason: str
     away: tuple[WorkerId, ...]
     planned_s: float | None
@@ -62,27 +62,27 @@ class PlanChange:
     @property
     def layers(self) -> str:
         """Who holds what, in words."""
-        return layers_of(self.parts.config.plan.stages)
+        return layers_of(self.prepared.config.plan.stages)
 
 
 class Replanning:
-    """The plans of one run. `parts` are those of the plan in force."""
+    """The plans of one run. `prepared` is of the plan in force."""
 
     def __init__(
-        self, parts: setup.Prepared, facts: Mapping[WorkerId, MachineFacts], *, survivors: bool
+        self, prepared: setup.Prepared, facts: Mapping[WorkerId, MachineFacts], *, survivors: bool
     ) -> None:
         """`survivors`: the run goes on without workers that stay away."""
-        given = parts.resolved.given
+        given = prepared.resolved.given
         self.survivors = survivors
         self.facts = dict(facts)
-        self.missing: set[WorkerId] = {*given.plan.owners} - {*parts.config.plan.owners}
+        self.missing: set[WorkerId] = {*given.plan.owners} - {*prepared.config.plan.owners}
         """Workers that the plan in force does without because they were away."""
         self.move_s = 0.0
         """Seconds that loading took the last time."""
-        self._parts = parts
+        self._prepared = prepared
         self._policy: str = given.training.replan
         self._home = plan_entries(given)  # the plan when everybody is here
-        self._judge = Judge(_model_work(parts), parts.config.plan.stages, self._fleet)
+        self._judge = Judge(_model_work(prepared), prepared.config.plan.stages, self._fleet)
         self._search: tuple[Question, Future[Proposal | None]] | None = None
         self._return: Proposal | None = None
         self._told: list[Stages] = []
@@ -142,7 +142,7 @@ class Replanning:
             _log.debug("the search for a plan failed", exc_info=error)
             return None, None
         proposal = found.result()
-        if question.stages != self._parts.config.plan.stages:
+        if question.stages != self._prepared.config.plan.stages:
             return None, None  # another plan was taken meanwhile
         if proposal is None:
             self._judge.refuse(question)
@@ -174,10 +174,10 @@ class Replanning:
 
     def taken(self, change: PlanChange) -> None:
         """This plan is in force."""
-        self._parts, self.missing = change.parts, set(change.away)
+        self._prepared, self.missing = change.prepared, set(change.away)
         if not self.missing:
-            self._home = plan_entries(change.parts.config)
-        self._judge.taken(change.parts.config.plan.stages, change.proposal)
+            self._home = plan_entries(change.prepared.config)
+        self._judge.taken(change.prepared.config.plan.stages, change.proposal)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -185,17 +185,17 @@ class Replanning:
     def _part_bytes(self) -> dict[WorkerId, PartBytes]:
         """As each process holds the parts. It takes seconds for large models, so not before it is
         needed."""
-        config = self._parts.resolved.given
+        config = self._prepared.resolved.given
         kinds = {owner: config.quantization(owner) for owner in self.facts}
         examples = {kind: owner for owner, kind in kinds.items()}
-        made = {kind: _part_bytes(self._parts, owner) for kind, owner in examples.items()}
+        made = {kind: _part_bytes(self._prepared, owner) for kind, owner in examples.items()}
         return {owner: made[kind] for owner, kind in kinds.items()}
 
     def _change(
         self, entries: setup.Entries, reason: str, away: tuple[WorkerId, ...]
     ) -> PlanChange:
-        parts = setup.replanned(self._parts, entries, self.facts, reason)
-        return PlanChange(parts, reason, away, self._step_s(parts.config.plan.stages, away))
+        prepared = setup.replanned(self._prepared, entries, self.facts, reason)
+        return PlanChange(prepared, reason, away, self._step_s(prepared.config.plan.stages, away))
 
     def _step_s(self, stages: Stages, away: Collection[WorkerId]) -> float | None:
         """What a step of a plan should take by what the steps have shown."""
@@ -205,7 +205,7 @@ class Replanning:
         return schedule.forecast.seconds if schedule is not None else None
 
     def _fleet(self, observed: Observed, away: Collection[WorkerId] | None = None) -> FleetProfile:
-        config = self._parts.config
+        config = self._prepared.config
         free = _free_bytes(config, self.facts, self.missing if away is None else away)
         return observed.fleet(
             free,
@@ -217,7 +217,7 @@ class Replanning:
     def _holdable(self, owner: WorkerId, free: float) -> PartBytes:
         """What the parts need on a process: of those that others hold in another precision, which
         are to keep it, more than is free."""
-        config, parts = self._parts.config, self._part_bytes[owner]
+        config, parts = self._prepared.config, self._part_bytes[owner]
         kind = config.quantization(owner)
         others = {s.index for s in config.plan.stages if config.quantization(s.owner) != kind}
         if not others:
@@ -230,13 +230,13 @@ class Replanning:
 
     def _searched(self, away: Collection[WorkerId]) -> list[dict[str, Any]]:
         """The planner's answer for the processes that are here."""
-        owners = [entry.id for entry in self._parts.resolved.given.shard_plan]
+        owners = [entry.id for entry in self._prepared.resolved.given.shard_plan]
         chunks = {CHUNKS} if len(set(owners)) < len(owners) else set()
         fleet = self._fleet(self._judge.observed, away)
         try:
             found = planner.plan(fleet, allow=chunks)
         except PlanError as error:
-            if not isinstance(kinds := self._parts.config.kinds, dict):
+            if not isinstance(kinds := self._prepared.config.kinds, dict):
                 raise
             kept = f"layers keep their precision ({json.dumps(kinds)}), which goes by machine"
             raise PlanError(f"{error.message}; {kept}", hint=error.hint) from error
@@ -245,7 +245,7 @@ class Replanning:
     def _with_settings(self, entries: setup.Entries) -> list[dict[str, Any]]:
         """Where tensors go directly is the run's setting, and what the user said of a process's
         checkpointing stays."""
-        given = self._parts.resolved.given.shard_plan
+        given = self._prepared.resolved.given.shard_plan
         said = {entry.id: entry.gradient_checkpointing for entry in given}
         return [
             {
@@ -290,23 +290,23 @@ def _free_bytes(
     return {d: facts[d].memory_free / sharers[place] for d, place in places.items()}
 
 
-def _model_work(parts: setup.Prepared) -> ModelWork:
+def _model_work(prepared: setup.Prepared) -> ModelWork:
     """Counted in weights: what a matrix product costs for a token."""
-    model = meta_model(parts.model_config)
-    blocks = model.get_submodule(introspect(parts.model_config).blocks)
+    model = meta_model(prepared.model_config)
+    blocks = model.get_submodule(introspect(prepared.model_config).blocks)
     layers = [sum(p.numel() for p in block.parameters()) for block in blocks.children()]
     head = model.get_output_embeddings()
     head_work = sum(p.numel() for p in head.parameters()) if head is not None else 0
     return ModelWork(tuple(map(float, layers)), float(head_work))
 
 
-def _part_bytes(parts: setup.Prepared, owner: WorkerId) -> PartBytes:
-    layers = introspect(parts.model_config).num_layers
-    config, tokens = parts.config.held_by(owner), parts.data.row_tokens
+def _part_bytes(prepared: setup.Prepared, owner: WorkerId) -> PartBytes:
+    layers = introspect(prepared.model_config).num_layers
+    config, tokens = prepared.config.held_by(owner), prepared.data.row_tokens
     if config.training.gradient_checkpointing:  # "auto": wherever it takes that
         config = config.with_changes(training={"gradient_checkpointing": True})
     embedding, *blocks, head = memory_of_parts(
-        config, parts.model_config, layers, parts.adapter_plan, tokens
+        config, prepared.model_config, layers, prepared.adapter_plan, tokens
     )
     return PartBytes(
         tuple(float(block.kept) for block in blocks),

@@ -24,11 +24,11 @@ from hetero_framework.engine.stage import WEIGHTS
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.errors import CheckpointError, HeteroError, ResourceError
 from hetero_framework.log import event
-from hetero_framework.trainer.by_name import TensorsInMemory, by_parameter, load_by_name
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore, durable_store
 from hetero_framework.trainer.continuation import check_identity, identity, versions
 from hetero_framework.trainer.durable import BESIDE, DurableSteps, write_beside, write_stages
 from hetero_framework.trainer.setup import Prepared
+from hetero_framework.trainer.state_by_parameter import TensorsInMemory, by_parameter, load_by_name
 from hetero_framework.trainer.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -37,13 +37,13 @@ _log = logging.getLogger(__name__)
 class RunCheckpoints:
     """The checkpoints of one run: written, taken up, and what they mean for who goes on."""
 
-    def __init__(self, store: CheckpointStore, cluster: Cluster, parts: Prepared) -> None:
+    def __init__(self, store: CheckpointStore, cluster: Cluster, prepared: Prepared) -> None:
         self._store = store
         self._cluster = cluster
-        self._parts = parts
+        self._prepared = prepared
         self._last: tuple[int, Path] | None = None  # its step and its store's directory
-        replicates = parts.config.replicates
-        durable = DurableSteps(parts.config, cluster, self.manifest, lambda: self.beside())
+        replicates = prepared.config.replicates
+        durable = DurableSteps(prepared.config, cluster, self.manifest, lambda: self.beside())
         self._durable = durable if replicates else None
         self.beside: Callable[[], Mapping[str, torch.Tensor]] = dict
         """Tensors of this process that belong to the state beside those of the stages."""
@@ -76,12 +76,12 @@ class RunCheckpoints:
             return self._cluster.retrying(lambda: durable.take(state)) is not None
         return state.step == 0 or self.keep(state)
 
-    def replanned(self, parts: Prepared) -> None:
+    def replanned(self, prepared: Prepared) -> None:
         """The run has another plan now. What is kept stays; `rewind` gives it to the new stages,
         and `begin` follows."""
-        self._parts = parts
+        self._prepared = prepared
         if self._durable is not None:
-            self._durable.replanned(parts.config)
+            self._durable.replanned(prepared.config)
 
     def rewind(self) -> TrainState | None:
         """Have all stages go back to the newest state that is kept; None where there is none.
@@ -182,7 +182,7 @@ class RunCheckpoints:
         state = self._cluster.retrying(lambda: self._load(reader))
         if reader.directory.parent == self._store.root:
             self._last = state.step, self._store.root
-        total = self._parts.data.total_steps
+        total = self._prepared.data.total_steps
         if state.step > total:
             said = "checkpoint %d lies beyond the %d steps of this run: nothing is left to train"
             _log.warning(said, state.step, total)
@@ -234,7 +234,7 @@ class RunCheckpoints:
 
             self._cluster.pipeline.snapshot(take)
             self._cluster.pipeline.finish_snapshot()
-            write_beside(writer, len(self._parts.config.plan.stages), self.beside())
+            write_beside(writer, len(self._prepared.config.plan.stages), self.beside())
             return writer.commit(self.manifest(state, values))
 
     def _write_parts(
@@ -246,12 +246,12 @@ class RunCheckpoints:
 
     def manifest(self, state: TrainState, values: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint of `state` says beside its tensors; `values` are the stages'."""
-        resolved, config = self._parts.resolved, self._parts.config
+        resolved, config = self._prepared.resolved, self._prepared.config
         settings = {"settings": config.to_dict(), "base_dir": str(config.base_dir.absolute())}
         return {
-            "identity": identity(resolved.given, self._parts.data.fingerprint),
+            "identity": identity(resolved.given, self._prepared.data.fingerprint),
             "given": resolved.given.to_dict(),
-            "contents": self._parts.contents,
+            "contents": self._prepared.contents,
             "base": self._cluster.fingerprint,
             "config": settings,
             "position": state.state_dict(),
@@ -342,11 +342,13 @@ def newest_state(
     return store.resolve("latest")
 
 
-def same_run(reader: CheckpointReader, parts: Prepared, *, must: bool) -> CheckpointReader | None:
+def same_run(
+    reader: CheckpointReader, prepared: Prepared, *, must: bool
+) -> CheckpointReader | None:
     """`reader`, if it is of a run with these settings; else CheckpointError, or None without
     `must`."""
     try:
-        check_identity(reader, parts.resolved, parts.data, parts.contents)
+        check_identity(reader, prepared.resolved, prepared.data, prepared.contents)
     except CheckpointError as error:
         if must:
             raise

@@ -22,32 +22,36 @@ from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanError
-from hetero_framework.models.adapter_plan import PEFT_PREFIX, AdapterPlan
-from hetero_framework.models.attention import check_attention
-from hetero_framework.models.chunked_loss import chunk_tokens
-from hetero_framework.models.crossing import check_codec, crossing_lines, largest_sides
-from hetero_framework.models.equivalence import (
-    admit,
-    admit_adapter,
-    admit_packing,
-    why_not_chunked,
-)
-from hetero_framework.models.export import base_generation
-from hetero_framework.models.introspect import introspect
-from hetero_framework.models.language import meta_model, tower_lines
-from hetero_framework.models.memory import (
+from hetero_framework.models.adapters.adapter_plan import PEFT_PREFIX, AdapterPlan
+from hetero_framework.models.cut.attention import check_attention
+from hetero_framework.models.cut.chunked_loss import chunk_tokens
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.language import meta_model, tower_lines
+from hetero_framework.models.cut.shard import ShardRange, load_model_config
+from hetero_framework.models.cut.varlen_attention import VARLEN
+from hetero_framework.models.files.export import base_generation
+from hetero_framework.models.files.non_text_modules import non_text_weights
+from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
+from hetero_framework.models.files.stated import as_held
+from hetero_framework.models.library import quiet_libraries
+from hetero_framework.models.sizing.memory import (
     StageMemory,
     check_fits,
     estimate_memory,
     in_flight_limits,
     recompute_stages,
 )
-from hetero_framework.models.quantization import check_devices, devices_known, mixed_lines
-from hetero_framework.models.quiet import quiet_libraries
-from hetero_framework.models.shard import ShardRange, load_model_config
-from hetero_framework.models.stated import as_held
-from hetero_framework.models.towers import tower_weights
-from hetero_framework.models.varlen_attention import VARLEN
+from hetero_framework.models.verify.boundary_contents import (
+    check_codec,
+    crossing_lines,
+    largest_sides,
+)
+from hetero_framework.models.verify.equivalence import (
+    admit,
+    admit_adapter,
+    admit_packing,
+    why_not_chunked,
+)
 from hetero_framework.planner.schedule.tuning import default_max_in_flight
 from hetero_framework.trainer.continuation import contents
 from hetero_framework.trainer.resolved import Resolved
@@ -135,14 +139,14 @@ def prepare(
     for line in (*mixed_lines(config), *tower_lines(model_config)):
         say(line)
     if config.adapter is None:
-        tower_weights(config.model, config.base_dir, model_config)  # that it can be written
+        non_text_weights(config.model, config.base_dir, model_config)  # that it can be written
     generation = base_generation(config.model, config.base_dir, model_config)
     check_compiled(config, model_config)
     tokenizer, data = read_data(config, model_config, most=most)
     for line in data.report:
         say(line)
     if config.adapter is not None:
-        from hetero_framework.models.adapters import explicit_settings, plan_adapter
+        from hetero_framework.models.adapters.lora import explicit_settings, plan_adapter
 
         adapter_plan = plan_adapter(model_config, config.adapter, config.base_dir)
         for remark in adapter_plan.remarks:
@@ -181,23 +185,23 @@ def read_data(
     return tokenizer, data
 
 
-def replanned(parts: Prepared, plan: Entries, facts: Facts, reason: str) -> Prepared:
+def replanned(prepared: Prepared, plan: Entries, facts: Facts, reason: str) -> Prepared:
     """The same run under another plan, decided for `reason`. Raises PlanError for one that does not
     fit the devices, and ArchitectureError where the model cannot be cut so."""
-    resolved = parts.resolved.decide("shard_plan", list(plan), reason)
+    resolved = prepared.resolved.decide("shard_plan", list(plan), reason)
     config = resolved.config
-    config.plan.covers(introspect(parts.model_config).num_layers)
-    if config.kinds != parts.config.kinds:
+    config.plan.covers(introspect(prepared.model_config).num_layers)
+    if config.kinds != prepared.config.kinds:
         raise PlanError(
             "layers would be held in another precision, which changes the result: as"
-            f" {json.dumps(config.kinds)} instead of {json.dumps(parts.config.kinds)}",
+            f" {json.dumps(config.kinds)} instead of {json.dumps(prepared.config.kinds)}",
             hint="layers move between machines of one kind of quantization only",
         )
-    _admit_cut(config, parts.model_config)
-    if parts.data.settings.padding_free:
-        admit_packing(parts.model_config, shard_ranges(config))
-    memory = _stage_memory(config, parts.model_config, parts.data, parts.adapter_plan)
-    return fit_devices(replace(parts, resolved=resolved, memory=memory), facts)
+    _admit_cut(config, prepared.model_config)
+    if prepared.data.settings.padding_free:
+        admit_packing(prepared.model_config, shard_ranges(config))
+    memory = _stage_memory(config, prepared.model_config, prepared.data, prepared.adapter_plan)
+    return fit_devices(replace(prepared, resolved=resolved, memory=memory), facts)
 
 
 def _admit_cut(
@@ -314,26 +318,26 @@ def largest_frame(model_config: PretrainedConfig, boundary_bytes: int) -> int:
     return max(boundary_bytes, largest_tensor + STATE_PART_BYTES) + _FRAME_MARGIN
 
 
-def fit_devices(parts: Prepared, facts: Facts) -> Prepared:
+def fit_devices(prepared: Prepared, facts: Facts) -> Prepared:
     """Decide what depends on the devices' free memory, before anything is loaded: which stages with
     checkpointing "auto" compute their layers again, and how many micro-batches each stage may hold.
     Raises PlanError if a stage does not fit its device even so, ConfigError for one of quantised
     weights whose device cannot hold such.
     """
-    resolved, config = parts.resolved, parts.resolved.config
+    resolved, config = prepared.resolved, prepared.resolved.config
     no_four_bit = {owner: fact.no_four_bit for owner, fact in facts.items()}
-    check_devices(config, parts.model_config, no_four_bit)
+    check_devices(config, prepared.model_config, no_four_bit)
     check_attention(config, {owner: fact.device for owner, fact in facts.items()})
 
     def placed(memory: Iterable[StageMemory]) -> list[StageMemory]:
         return [replace(m, device=facts[m.stage.owner].device) for m in memory]
 
-    memory = placed(parts.memory)
+    memory = placed(prepared.memory)
     devices = _devices(config, facts)
     optional = {s.index for s in config.plan.stages if config.checkpointing(s.index) == "auto"}
     if optional:
         changed = _checkpointing(resolved, dict.fromkeys(optional, True), "").config
-        model, tokens, plan = parts.model_config, parts.data.row_tokens, parts.adapter_plan
+        model, tokens, plan = prepared.model_config, prepared.data.row_tokens, prepared.adapter_plan
         in_flight = [m.in_flight for m in memory]
         estimated = estimate_memory(changed, model, tokens=tokens, plan=plan, in_flight=in_flight)
         recomputing = placed(estimated)
@@ -347,7 +351,7 @@ def fit_devices(parts: Prepared, facts: Facts) -> Prepared:
         limit = config.training.gradient_accumulation_steps
         memory_limits = in_flight_limits(memory, limit, devices)
         memory = [m.holding(min(m.in_flight, memory_limits[m.index])) for m in memory]
-    fitted = replace(parts, resolved=resolved, memory=memory, memory_limits=memory_limits)
+    fitted = replace(prepared, resolved=resolved, memory=memory, memory_limits=memory_limits)
     check_memory(fitted, facts)
     return fitted
 
@@ -376,32 +380,32 @@ def _devices(config: Config, facts: Facts) -> list[tuple[set[str | int], int]]:
     return list(found.values())
 
 
-def check_memory(parts: Prepared, facts: Facts) -> None:
+def check_memory(prepared: Prepared, facts: Facts) -> None:
     """Raise PlanError if a stage does not fit its device.
 
     Processes that share a device (CPU workers of one machine, two workers on one card) share what
     is free: from each one's view the others have taken theirs.
     """
     needs: dict[str | int, int] = dict.fromkeys(facts, 0)
-    for memory in parts.memory:
+    for memory in prepared.memory:
         needs[memory.stage.owner] += memory.total
     free = {}
-    for owners, available in _devices(parts.config, facts):
+    for owners, available in _devices(prepared.config, facts):
         together = sum(needs[owner] for owner in owners)
         free.update({owner: max(0, available - (together - needs[owner])) for owner in owners})
-    check_fits(parts.memory, free)
+    check_fits(prepared.memory, free)
 
 
-def load_initial_adapter(parts: Prepared, pipeline: Pipeline) -> None:
+def load_initial_adapter(prepared: Prepared, pipeline: Pipeline) -> None:
     """Give every stage its tensors of the adapter that the run starts from, if there is one. Only
     the coordinator needs the file."""
-    plan = parts.adapter_plan
+    plan = prepared.adapter_plan
     if plan is None or plan.weights is None:
         return
-    from hetero_framework.models.adapters import saved_tensors
+    from hetero_framework.models.adapters.lora import saved_tensors
 
-    blocks = f"{PEFT_PREFIX}{introspect(parts.model_config).blocks}."
-    for spec in parts.config.plan.stages:
+    blocks = f"{PEFT_PREFIX}{introspect(prepared.model_config).blocks}."
+    for spec in prepared.config.plan.stages:
         own = {str(layer) for layer in range(spec.start, spec.end)}
 
         def wanted(key: str, own: set[str] = own) -> bool:

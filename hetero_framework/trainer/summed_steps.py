@@ -61,11 +61,11 @@ class SummedSteps(ReplicaGroup):
     """This run as one of several islands, whose coordinators are the replicas: `sync_steps` 1."""
 
     def __init__(
-        self, parts: Prepared, cluster: Cluster, checkpoints: RunCheckpoints, stop: StopRequest
+        self, prepared: Prepared, cluster: Cluster, checkpoints: RunCheckpoints, stop: StopRequest
     ) -> None:
-        assert parts.config.island is not None
-        self._island: IslandConfig = parts.config.island
-        self._parts = parts
+        assert prepared.config.island is not None
+        self._island: IslandConfig = prepared.config.island
+        self._prepared = prepared
         self._cluster = cluster
         self._checkpoints = checkpoints
         self._stop = stop
@@ -130,7 +130,7 @@ class SummedSteps(ReplicaGroup):
 
     def _is_done(self, state: TrainState) -> bool:
         """Whether nothing is left to do with the others."""
-        return state.step >= self._parts.data.total_steps
+        return state.step >= self._prepared.data.total_steps
 
     def _count(self, state: TrainState) -> int:
         """The commits of the group that led to `state`, as it says."""
@@ -238,7 +238,7 @@ class SummedSteps(ReplicaGroup):
         self._note_progress()
         self._position = self._position.after_commit(self._done(state), circle.view)
         if self._island.share == "auto":
-            order = self._parts.data.order
+            order = self._prepared.data.order
             self._retune(self._shares.tuned(self._seconds, order.samples_per_step, state.step))
         return replace(state, group=self._remembered())
 
@@ -376,9 +376,9 @@ class SummedSteps(ReplicaGroup):
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all islands."""
-        parts, data = self._parts, self._parts.data
-        same = identity(parts.resolved.given, data.fingerprint)
-        training = parts.config.training.model_dump(mode="json")
+        prepared, data = self._prepared, self._prepared.data
+        same = identity(prepared.resolved.given, data.fingerprint)
+        training = prepared.config.training.model_dump(mode="json")
         island = self._island.model_dump(mode="json")
         return {
             **order_facts(data.order, data.fingerprint),
@@ -423,7 +423,7 @@ class SummedSteps(ReplicaGroup):
             return True
         if group is None or self._moved_at is None:
             return False
-        patience = self._parts.config.training.step_timeout_s
+        patience = self._prepared.config.training.step_timeout_s
         if len(self._step_s) >= _KNOWN_STEPS:
             patience = max(_LEAST_PATIENCE_S, _PATIENCE * statistics.median(self._step_s))
         still_s = min(time.monotonic() - self._moved_at, self._cluster.idle_s)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hetero_framework.models.export import OutputDirectory, write_checkpoint
+from hetero_framework.models.files.export import OutputDirectory, write_checkpoint
 from tests.faults.syscall_sweep import (
     MODES,
     WRITTEN,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hetero_framework.core import files
 from hetero_framework.security import authority as x509
-from hetero_framework.security import issuing
+from hetero_framework.security import certificates
 from hetero_framework.security.keys import KeyDirectory
 from tests.faults.syscall_sweep import (
     MODES,
@@ -34,11 +34,11 @@ Tree = dict[str, bytes]
 def cluster(root: Path) -> None:
     """A coordinator, a worker of its machine, one elsewhere that was revoked, and islands."""
     keys = KeyDirectory(root / "hetero_keys")
-    made, _ = issuing.ensure_authority(keys)
-    issuing.issue_missing(keys, [1])
-    issuing.issue_pem(keys, made, 2)
-    issuing.revoke(keys, 2)
-    issuing.ensure_authority(keys.of_islands)
+    made, _ = certificates.ensure_authority(keys)
+    certificates.issue_missing(keys, [1])
+    certificates.issue_pem(keys, made, 2)
+    certificates.revoke(keys, 2)
+    certificates.ensure_authority(keys.of_islands)
 
 
 def after_a_kill(root: Path) -> None:
@@ -65,8 +65,8 @@ def tree(keys: KeyDirectory) -> Tree:
 
 def is_new(keys: KeyDirectory) -> bool:
     """Whether all here is of one authority, which has nothing to do with the revoked worker."""
-    cluster = issuing.read_authority(keys).cluster
-    listed = issuing.issued(keys)
+    cluster = certificates.read_authority(keys).cluster
+    listed = certificates.issued(keys)
     own = {process: x509.serial_of(keys.bundle(process).read_bytes()) for process in ("local", 1)}
     return (
         {keys.identity(process).cluster for process in own} == {cluster}
@@ -78,7 +78,7 @@ def is_new(keys: KeyDirectory) -> bool:
 
 def _case(root: Path, old: Tree, islands: Tree, exchanges: bool, mode: str, n: int) -> str | None:
     keys = KeyDirectory(root / "hetero_keys")
-    reached, result = disturbed(root, lambda: issuing.rotate(keys) and None, mode, n)
+    reached, result = disturbed(root, lambda: certificates.rotate(keys) and None, mode, n)
     if not reached:
         return None
     if not exchanges:
@@ -87,7 +87,7 @@ def _case(root: Path, old: Tree, islands: Tree, exchanges: bool, mode: str, n: i
     assert outcome == "old" or is_new(keys), "neither the old nor the new set"
     assert outcome == "new" or result not in (WRITTEN, WRITTEN_AGAIN), "said to be new"
     assert tree(keys.of_islands) == islands, "the keys of islands are others"
-    issuing.rotate(keys)
+    certificates.rotate(keys)
     assert is_new(keys)
     assert not keys.left_overs()
     assert [path.name for path in root.iterdir()] == ["hetero_keys"]

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.models import equivalence
+from hetero_framework.models.verify import equivalence
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.visualizer.progress import Progress
 from tests.samples import free_ports, save_llama, save_texts
@@ -104,7 +104,7 @@ def verdicts(_verdicts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     As between runs of a user, who has a cache. Training the copies took 1.0 of 2.3 s of a short run
     of the Llama here and 2.5 of 6.1 s of one of Gemma 3n, and most runs ask the same: a question
     names settings, cut, versions and code. A refusal is never remembered. What a verdict is, and
-    its cache, is tested in tests/unit/models/test_equivalence.py.
+    its cache, is tested in tests/unit/models/verify/test_equivalence.py.
     """
 
     def recall(kind: str, question: str) -> Any:

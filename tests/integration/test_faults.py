@@ -36,7 +36,7 @@ from hetero_framework.core.messages import Message
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, UserError
-from hetero_framework.models.remains import Remains
+from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.trainer import outputs
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
@@ -450,7 +450,7 @@ def slow_worker(pool: Pool) -> Iterator[Callable[[Callable[[], object]], int]]:
         config = at_port(Config.from_dict(pool.config(Path("unused"), [3])), port)
 
         def build(
-            run: Config, specs: Sequence[StageSpec], device: Device, remains: Remains
+            run: Config, specs: Sequence[StageSpec], device: Device, pool: ReusePool
         ) -> list[Stage]:
             stages = load_stages(run, specs, device)
             stage, real, calls = stages[0], stages[0].forward_backward, count(1)

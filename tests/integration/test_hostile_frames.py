@@ -33,8 +33,8 @@ from hetero_framework.core.timeouts import STRANGER_S
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import ProtocolError
-from hetero_framework.models.remains import Remains
-from hetero_framework.models.side import Bundle
+from hetero_framework.models.cut.reuse import ReusePool
+from hetero_framework.models.cut.side import Bundle
 from hetero_framework.trainer.coordinator import train
 from tests.framed import checksum, framed
 from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
@@ -234,7 +234,7 @@ def run_with(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Iterator[C
         config = Config.from_dict(raw)
 
         def build(
-            sent: Config, specs: Sequence[StageSpec], device: Device, remains: Remains
+            sent: Config, specs: Sequence[StageSpec], device: Device, pool: ReusePool
         ) -> list[Stage]:
             [stage] = load_stages(sent, specs, device)
             forward = stage.forward

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hetero_framework.cli import main
-from hetero_framework.models.tiny import tiny_config
+from hetero_framework.models.cut.tiny import tiny_config
 from tests.integration.oracles import tokenized
 from tests.integration.test_parity import assert_same, weights
 from tests.samples import save_llama, save_tokenizer

@@ -78,8 +78,8 @@ def cut_at(monkeypatch: pytest.MonkeyPatch) -> None:
     def take(self: Any) -> None:
         cut = CUTS.get(self._state.step)
         if cut and self._config.workers:
-            parts = replanned(self._parts, entries(cut), self._replanning.facts, "a test")
-            self._take_plan_now(PlanChange(parts, "a test", away=(), planned_s=None))
+            prepared = replanned(self._prepared, entries(cut), self._replanning.facts, "a test")
+            self._take_plan_now(PlanChange(prepared, "a test", away=(), planned_s=None))
 
     monkeypatch.setattr(Coordinator, "_take_back", take)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.models.tiny import tiny_config
+from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import Pool, read_metrics
 from tests.integration.test_parity import assert_same, weights

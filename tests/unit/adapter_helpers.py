@@ -10,11 +10,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from hetero_framework.config import AdapterConfig, ModelConfig
 from hetero_framework.core.devices import open_device
-from hetero_framework.models.adapters import plan_adapter
-from hetero_framework.models.partition import ranges_between
-from hetero_framework.models.shard import Shard, ShardRange, load_shard
-from hetero_framework.models.side import Bundle, as_leaves, crossing, differentiate, gradients_of
-from hetero_framework.models.trainable import attach_adapter, trainable_parameters
+from hetero_framework.models.adapters.lora import plan_adapter
+from hetero_framework.models.adapters.trainable import attach_adapter, trainable_parameters
+from hetero_framework.models.cut.partition import ranges_between
+from hetero_framework.models.cut.shard import Shard, ShardRange, load_shard
+from hetero_framework.models.cut.side import (
+    Bundle,
+    as_leaves,
+    crossing,
+    differentiate,
+    gradients_of,
+)
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},

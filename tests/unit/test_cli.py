@@ -123,7 +123,7 @@ def test_a_run_imports_peft_only_for_an_adapter_and_never_datasets_or_the_compil
         "slow = {'peft', 'bitsandbytes', 'datasets', 'pandas', 'pyarrow', 'tensorboard'}\n"
         "slow |= {'transformers.trainer', 'torch._inductor.compile_fx'}\n"
         "found = slow & set(sys.modules)\n"
-        "import hetero_framework.models.adapters\n"
+        "import hetero_framework.models.adapters.lora\n"
         "found |= {'datasets', 'torch._inductor.compile_fx'} & set(sys.modules)\n"
         "sys.exit(f'imported: {found}' if found else 0)\n"
     )

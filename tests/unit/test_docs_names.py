@@ -127,7 +127,7 @@ def of_config() -> frozenset[str]:
 def of_other_tools() -> frozenset[str]:
     """Settings of transformers, peft, trl and others, which have their own lists and test."""
     found: set[str] = set()
-    for file in PACKAGE.glob("config/foreign_*.json"):
+    for file in PACKAGE.glob("config/alias_*.json"):
         found |= set(re.findall(r'"([\w.]+)"', file.read_text(encoding="utf-8")))
     return frozenset(found)
 
@@ -242,7 +242,7 @@ def _name(span: str) -> bool:
 NOT_WRITTEN = """
 .bin .cache .ckpt .csv .gz .id .ip .joblib .local .ndjson .npz .parquet .pickle .pkl .port .pt .pth
 .quantization .start .text .tsv .txt .weight .yaml .yml
-arrow.json chat_template.json dataset_dict.json foreign_names.json foreign_settings.json
+arrow.json chat_template.json dataset_dict.json alias_names.json alias_settings.json
 known_devices.json preprocessor_config.json processor_config.json state.json tokenizer_config.json
 train.jsonl video_preprocessor_config.json
 """

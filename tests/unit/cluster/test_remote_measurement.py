@@ -11,7 +11,7 @@ from hetero_framework.cluster import remote_measurement
 from hetero_framework.config import Config
 from hetero_framework.core.devices import Device
 from hetero_framework.engine.measuring import ModelCost, PartCost
-from hetero_framework.models.shard import load_model_config
+from hetero_framework.models.cut.shard import load_model_config
 
 PART = PartCost(0.25, 0.5, 0.125, 7, 3)
 COST = ModelCost(PART, {0: PART}, PART, [0, 0], 64, "float32")

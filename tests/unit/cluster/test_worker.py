@@ -68,8 +68,8 @@ from hetero_framework.errors import (
     ProtocolError,
     StoppedEarly,
 )
-from hetero_framework.models.remains import Remains
-from hetero_framework.security import door
+from hetero_framework.models.cut.reuse import ReusePool
+from hetero_framework.security import acceptor
 from tests.framed import framed
 from tests.samples import free_ports
 
@@ -141,7 +141,7 @@ class Served:
             self.error = error
 
     def _build(
-        self, config: Config, specs: Sequence[StageSpec], device: Device, remains: Remains
+        self, config: Config, specs: Sequence[StageSpec], device: Device, pool: ReusePool
     ) -> list[Any]:
         self.loading()
         stages = [StandIn(spec) for spec in specs]
@@ -493,8 +493,8 @@ def test_plain_dial_that_a_crowd_has_used_up_the_pace_for_is_tried_again(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The crowd and the coordinator come from one address."""
-    monkeypatch.setattr(door, "_BURST", 3.0)
-    monkeypatch.setattr(door, "_RATE_PER_S", 2.0)
+    monkeypatch.setattr(acceptor, "_BURST", 3.0)
+    monkeypatch.setattr(acceptor, "_RATE_PER_S", 2.0)
     monkeypatch.setattr(timeouts, "BUSY_PAUSE_S", 0.6)
     served = serve()
     for _ in range(3):
@@ -650,7 +650,7 @@ def test_no_more_strangers_than_a_few_are_let_in(serve: Any) -> None:
     """A new one takes an old one's place, so that nobody can keep the coordinator out."""
     served = serve()
     streams = [connect("127.0.0.1", served.port, WAIT_S) for _ in range(16)]
-    wait_until(lambda: served._worker._door.strangers == 16)
+    wait_until(lambda: served._worker._acceptor.strangers == 16)
     served.dial().expect(Welcome)
 
     def sent_away() -> int:
@@ -661,7 +661,7 @@ def test_no_more_strangers_than_a_few_are_let_in(serve: Any) -> None:
     wait_until(lambda: sent_away() == 1)
     for stream in streams:
         stream.close()
-    wait_until(lambda: not served._worker._door.strangers)
+    wait_until(lambda: not served._worker._acceptor.strangers)
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOBUFS, errno.EHOSTUNREACH])
@@ -691,7 +691,7 @@ def test_worker_goes_on_accepting_after_what_the_system_refuses(
     assert first.read(memoryview(bytearray(1))) == 0
     first.close()
     served.dial().expect(Welcome)
-    assert served._worker._door.strangers == 0
+    assert served._worker._acceptor.strangers == 0
 
 
 def test_frame_that_a_coordinator_may_announce_is_no_larger_than_half_of_the_memory(

@@ -23,7 +23,7 @@ from hetero_framework.config import LIGHTHOUSE_PORT, load_config
 from hetero_framework.core import addresses
 from hetero_framework.core.background import in_background
 from hetero_framework.errors import IdentityError, UserError
-from hetero_framework.security import issuing
+from hetero_framework.security import certificates
 from hetero_framework.security.access import KeyOptions, lighthouse_access
 from hetero_framework.security.keys import KeyDirectory
 from tests.certificates import keys_of_year
@@ -101,7 +101,7 @@ def test_keys_that_are_of_no_use_by_this_clock_are_named(
 ) -> None:
     keys_of_year(monkeypatch, year)
     keys = KeyDirectory(tmp_path / "hetero_keys")
-    issuing.ensure_authority(keys)
+    certificates.ensure_authority(keys)
     with pytest.raises(IdentityError, match=r"coordinator\.pem: this machine's clock says 20") as f:
         check(None, keys)
     assert f"good from {year}-01-01" in f.value.message
@@ -159,10 +159,10 @@ def two_clusters(tmp_path: Path) -> tuple[KeyDirectory, KeyDirectory]:
     """Each with a worker of its machine and a revoked one elsewhere."""
     found = (KeyDirectory(tmp_path / "own"), KeyDirectory(tmp_path / "other"))
     for keys in found:
-        made, _ = issuing.ensure_authority(keys)
-        issuing.issue_missing(keys, [1])
-        issuing.issue_pem(keys, made, 2)
-        issuing.revoke(keys, 2)
+        made, _ = certificates.ensure_authority(keys)
+        certificates.issue_missing(keys, [1])
+        certificates.issue_pem(keys, made, 2)
+        certificates.revoke(keys, 2)
         assert check(None, keys).endswith("all good")
     return found
 
@@ -210,8 +210,8 @@ def test_revoked_key_lost_entry_and_left_overs_are_all_named_at_once(
     two_clusters: tuple[KeyDirectory, KeyDirectory], tmp_path: Path
 ) -> None:
     keys, _ = two_clusters
-    issuing.revoke(keys, 1)
-    entries = [entry for entry in issuing.issued(keys) if entry.process != "local"]
+    certificates.revoke(keys, 1)
+    entries = [entry for entry in certificates.issued(keys) if entry.process != "local"]
     keys.write("issued.json", json.dumps([vars(entry) for entry in entries]).encode())
     (tmp_path / "own.rotating").mkdir()
     (keys.path / ".authority.pem.00000000.tmp").touch()
@@ -223,7 +223,7 @@ def test_revoked_key_lost_entry_and_left_overs_are_all_named_at_once(
         assert f"{name} was left by a change of keys that was interrupted: delete it" in str(
             found.value
         )
-    issuing.rotate(keys)
+    certificates.rotate(keys)
     assert check(None, keys).endswith("all good")
     assert not keys.left_overs()
 

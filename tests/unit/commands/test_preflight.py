@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 from hetero_framework.commands.preflight import declared_layers, preflight
 from hetero_framework.config import Config
 from hetero_framework.errors import ArchitectureError, ConfigError, UserError
-from hetero_framework.models import tiny
-from hetero_framework.models.introspect import introspect
+from hetero_framework.models.cut import tiny
+from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.library import LIBRARY_ERRORS
 
 Make = Callable[..., Config]

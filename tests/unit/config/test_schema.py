@@ -20,8 +20,8 @@ from hetero_framework.config import (
     DataConfig,
     ModelConfig,
     TrainingConfig,
+    aliases,
     apply_override,
-    foreign,
     json_schema,
     load_config,
 )
@@ -484,7 +484,7 @@ def defaults() -> Iterator[tuple[str, str, Any]]:
     """What the libraries themselves say is their value where nothing is said."""
     schemas = ((TrainingArguments, "training"), (SFTConfig, "data"), (LoraConfig, "adapter"))
     for owner, section in schemas:
-        own = foreign.unsupported()[section]
+        own = aliases.unsupported()[section]
         for field in dataclasses.fields(owner):
             made = field.default_factory
             default = made() if made is not dataclasses.MISSING else field.default
@@ -765,7 +765,7 @@ def test_unknown_name_is_told_its_name_here_or_that_there_is_none(path: str, exp
 
 @pytest.mark.parametrize("section", Config.model_fields)
 def test_what_a_setting_is_called_here_exists(section: str) -> None:
-    for here in (*foreign.settings()["called"], *foreign.settings()["called_of_machines"]):
+    for here in (*aliases.settings()["called"], *aliases.settings()["called_of_machines"]):
         place, _, name = re.split(r"[ ,]", here)[0].partition(".")
         if place == section and name:
             assert f'"{name}"' in json.dumps(json_schema()), here
@@ -804,8 +804,8 @@ def test_documentation_is_up_to_date(generate: Any) -> None:
 
 
 def test_every_name_of_the_installed_transformers_peft_and_trl_is_listed(generate: Any) -> None:
-    listed = json.loads(foreign.FILE.read_text(encoding="utf-8"))
-    for section, names in generate.foreign_names().items():
+    listed = json.loads(aliases.FILE.read_text(encoding="utf-8"))
+    for section, names in generate.alias_names().items():
         assert set(names) <= set(listed[section]), "run: python docs/generate.py"
 
 

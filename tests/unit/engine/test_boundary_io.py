@@ -41,7 +41,7 @@ from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo
 from hetero_framework.errors import PeerLostError, ProtocolError
-from hetero_framework.models.side import Bundle
+from hetero_framework.models.cut.side import Bundle
 from tests.samples import boundary_message
 from tests.unit.device_helpers import WAIT_S, QueuedDevice
 

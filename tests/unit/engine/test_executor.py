@@ -29,8 +29,8 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.state_snapshot import StateSnapshot
 from hetero_framework.errors import HeteroError, ModelError, ProtocolError
-from hetero_framework.models.footprint import Form
-from hetero_framework.models.side import Bundle
+from hetero_framework.models.cut.side import Bundle
+from hetero_framework.models.sizing.footprint import Form
 from hetero_framework.planner.schedule.order import Order, StepOrder
 from hetero_framework.planner.schedule.policies import by_depth, due_dates, forwards_ahead
 from hetero_framework.planner.schedule.readiness import (

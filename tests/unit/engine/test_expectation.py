@@ -25,7 +25,7 @@ from hetero_framework.core.tensors import to_wire
 from hetero_framework.engine import expectation
 from hetero_framework.engine.expectation import Expectation, incoming_forms, rows_and_tokens
 from hetero_framework.errors import PeerLostError, ProtocolError
-from hetero_framework.models.footprint import Form
+from hetero_framework.models.sizing.footprint import Form
 
 HIDDEN = torch.zeros(2, 7, 4)
 MOST = HIDDEN.nbytes

@@ -13,8 +13,8 @@ from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.engine import measuring
 from hetero_framework.engine.measuring import ModelCost, measure
-from hetero_framework.models.shard import load_model_config
-from hetero_framework.models.tiny import tiny_config
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.cut.tiny import tiny_config
 from tests.samples import save_llama
 
 ROWS, TOKENS = 2, 16

@@ -50,7 +50,7 @@ from hetero_framework.engine.stage_api import Loss as StageLoss
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import HeteroError
-from hetero_framework.models.objective import CausalLM
+from hetero_framework.models.cut.objective import CausalLM
 from hetero_framework.planner.schedule.order import StepOrder, Transfer
 from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD
 from tests.samples import boundary_message

@@ -22,10 +22,10 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import OutOfMemory, ProtocolError
-from hetero_framework.models.partition import ranges_between
-from hetero_framework.models.shard import build_shard
-from hetero_framework.models.tiny import tiny_config
-from hetero_framework.models.varlen_attention import VARLEN, sample_lengths
+from hetero_framework.models.cut.partition import ranges_between
+from hetero_framework.models.cut.shard import build_shard
+from hetero_framework.models.cut.tiny import tiny_config
+from hetero_framework.models.cut.varlen_attention import VARLEN, sample_lengths
 from tests.samples import boundary_message
 from tests.unit.device_helpers import QueuedDevice, Reads
 from tests.unit.engine.test_executor import FakeStage

@@ -17,7 +17,7 @@ from hetero_framework.core import files, timeouts
 from hetero_framework.core.identity import Identity
 from hetero_framework.errors import IdentityError, ResourceError
 from hetero_framework.security import authority as x509
-from hetero_framework.security import issuing
+from hetero_framework.security import certificates
 from hetero_framework.security.keys import (
     LOCK,
     MAX_REVOKED,
@@ -117,42 +117,42 @@ def test_certificates_are_as_strict_readers_want_them(tmp_path: Path) -> None:
 
 def test_authority_is_made_once(tmp_path: Path) -> None:
     keys = KeyDirectory(tmp_path / "keys")
-    made, is_new = issuing.ensure_authority(keys)
-    again, is_new_again = issuing.ensure_authority(keys)
+    made, is_new = certificates.ensure_authority(keys)
+    again, is_new_again = certificates.ensure_authority(keys)
     assert (is_new, is_new_again) == (True, False)
     assert again.cluster == made.cluster == keys.identity("local").cluster
-    issuing.issue_missing(keys, [1, "two"])
+    certificates.issue_missing(keys, [1, "two"])
     assert keys.processes() == ["local", "1", "two"]
 
 
 def test_machine_that_has_joined_makes_no_authority_of_its_own(tmp_path: Path) -> None:
     keys = keys_of(tmp_path / "keys", 1)
     with pytest.raises(IdentityError, match="not the authority that made them"):
-        issuing.ensure_authority(keys)
+        certificates.ensure_authority(keys)
     with pytest.raises(IdentityError, match=r"there is no .*authority\.pem"):
-        issuing.revoke(keys, 2)
+        certificates.revoke(keys, 2)
 
 
 def test_revoking_takes_back_all_that_a_process_got(tmp_path: Path) -> None:
     keys = KeyDirectory(tmp_path / "keys")
-    made, _ = issuing.ensure_authority(keys)
-    numbers = {x509.serial_of(issuing.issue_pem(keys, made, 1)) for _ in range(2)}
-    other = x509.serial_of(issuing.issue_pem(keys, made, 2))
-    assert {int(entry.serial, 16) for entry in issuing.revoke(keys, 1)} == numbers
+    made, _ = certificates.ensure_authority(keys)
+    numbers = {x509.serial_of(certificates.issue_pem(keys, made, 1)) for _ in range(2)}
+    other = x509.serial_of(certificates.issue_pem(keys, made, 2))
+    assert {int(entry.serial, 16) for entry in certificates.revoke(keys, 1)} == numbers
     assert keys.revoked() == numbers
     assert other not in keys.revoked()
     with pytest.raises(IdentityError, match="no certificate of worker 1 counts"):
-        issuing.revoke(keys, 1)
+        certificates.revoke(keys, 1)
 
 
 def test_rotating_makes_a_new_cluster_and_names_who_has_to_join_again(tmp_path: Path) -> None:
     keys = KeyDirectory(tmp_path / "keys")
-    before, _ = issuing.ensure_authority(keys)
-    issuing.issue_missing(keys, [1])
-    issuing.issue_pem(keys, before, 7)
-    issuing.revoke(keys, 7)
-    assert issuing.rotate(keys) == ["7"]
-    cluster = issuing.read_authority(keys).cluster
+    before, _ = certificates.ensure_authority(keys)
+    certificates.issue_missing(keys, [1])
+    certificates.issue_pem(keys, before, 7)
+    certificates.revoke(keys, 7)
+    assert certificates.rotate(keys) == ["7"]
+    cluster = certificates.read_authority(keys).cluster
     assert cluster != before.cluster
     assert {keys.identity(process).cluster for process in ("local", 1)} == {cluster}
     assert keys.revoked() == frozenset()
@@ -163,18 +163,18 @@ def test_keys_of_islands_lie_beside_those_of_workers_and_know_nothing_of_them(
 ) -> None:
     workers = KeyDirectory(tmp_path / "keys")
     islands = workers.of_islands
-    own, _ = issuing.ensure_authority(workers)
-    other, _ = issuing.ensure_authority(islands)
+    own, _ = certificates.ensure_authority(workers)
+    other, _ = certificates.ensure_authority(islands)
     assert own.cluster != other.cluster
-    issuing.issue_missing(workers, ["garage"])
-    issuing.issue_missing(islands, ["garage", "attic"])
+    certificates.issue_missing(workers, ["garage"])
+    certificates.issue_missing(islands, ["garage", "attic"])
     assert workers.processes() == ["local", "garage"]
     assert islands.processes() == ["local", "attic", "garage"]
     assert str(islands.identity("garage")) == "island garage"
-    issuing.revoke(islands, "garage")
+    certificates.revoke(islands, "garage")
     assert workers.revoked() == frozenset()
     with pytest.raises(IdentityError, match="no certificate of island garage counts"):
-        issuing.revoke(islands, "garage")
+        certificates.revoke(islands, "garage")
     islands.write("island-barn.pem", workers.read("worker-garage.pem"))
     with pytest.raises(IdentityError, match=r"island-barn\.pem is the key of worker garage"):
         islands.identity("barn")
@@ -188,9 +188,9 @@ def rotated_in_another_process(keys: KeyDirectory, ready: Path) -> subprocess.Po
     """Rotates again and again until it is killed; `ready` is there after the first time."""
     program = (
         "import sys; from pathlib import Path\n"
-        "from hetero_framework.security import issuing, keys\n"
+        "from hetero_framework.security import certificates, keys\n"
         "while True:\n"
-        "    issuing.rotate(keys.KeyDirectory(Path(sys.argv[1]))); Path(sys.argv[2]).touch()\n"
+        "    certificates.rotate(keys.KeyDirectory(Path(sys.argv[1]))); Path(sys.argv[2]).touch()\n"
     )
     return subprocess.Popen([sys.executable, "-c", program, str(keys.path), str(ready)])
 
@@ -199,31 +199,33 @@ def test_keys_of_islands_survive_that_those_of_workers_are_replaced_all_the_time
     tmp_path: Path,
 ) -> None:
     keys, ready = KeyDirectory(tmp_path / "keys"), tmp_path / "ready"
-    issuing.ensure_authority(keys)
-    made, _ = issuing.ensure_authority(keys.of_islands)
+    certificates.ensure_authority(keys)
+    made, _ = certificates.ensure_authority(keys.of_islands)
     with rotated_in_another_process(keys, ready) as process:
         try:
             while not ready.exists():
                 assert process.poll() is None
                 time.sleep(0.01)
-            serials = [x509.serial_of(issuing.issue_pem(keys.of_islands, made, n)) for n in "abcde"]
+            serials = [
+                x509.serial_of(certificates.issue_pem(keys.of_islands, made, n)) for n in "abcde"
+            ]
         finally:
             process.kill()
-    listed = [int(entry.serial, 16) for entry in issuing.issued(keys.of_islands)]
+    listed = [int(entry.serial, 16) for entry in certificates.issued(keys.of_islands)]
     assert listed[1:] == serials
 
 
 def test_certificates_that_several_processes_issue_at_once_are_all_listed(tmp_path: Path) -> None:
     """r10: one that is not listed cannot be revoked."""
     keys = KeyDirectory(tmp_path / "keys")
-    issuing.ensure_authority(keys)
+    certificates.ensure_authority(keys)
     program = (
         "import sys; from pathlib import Path\n"
-        "from hetero_framework.security import authority, issuing, keys\n"
+        "from hetero_framework.security import authority, certificates, keys\n"
         "here = keys.KeyDirectory(Path(sys.argv[1]))\n"
-        "made = issuing.read_authority(here)\n"
+        "made = certificates.read_authority(here)\n"
         "for _ in range(8):\n"
-        "    print(authority.serial_of(issuing.issue_pem(here, made, 2)), flush=True)\n"
+        "    print(authority.serial_of(certificates.issue_pem(here, made, 2)), flush=True)\n"
     )
     command = [sys.executable, "-c", program, str(keys.path)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -231,8 +233,8 @@ def test_certificates_that_several_processes_issue_at_once_are_all_listed(tmp_pa
         int(line) for process in processes for line in process.communicate(timeout=60)[0].split()
     }
     assert len(made) == 24
-    assert made == {int(e.serial, 16) for e in issuing.issued(keys) if e.process == "2"}
-    issuing.revoke(keys, 2)
+    assert made == {int(e.serial, 16) for e in certificates.issued(keys) if e.process == "2"}
+    certificates.revoke(keys, 2)
     assert keys.revoked() == made
 
 
@@ -240,15 +242,15 @@ def test_process_that_keeps_the_lock_is_waited_for_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = KeyDirectory(tmp_path / "keys")
-    issuing.ensure_authority(keys)
+    certificates.ensure_authority(keys)
     monkeypatch.setattr(timeouts, "KEYS_S", 0.1)
     with FileLock(keys.path / LOCK):
         for change in (
-            lambda: issuing.rotate(keys),
-            lambda: issuing.revoke(keys, "local"),
-            lambda: issuing.issue_missing(keys, [1]),
+            lambda: certificates.rotate(keys),
+            lambda: certificates.revoke(keys, "local"),
+            lambda: certificates.issue_missing(keys, [1]),
             lambda: keys.learn_revoked(frozenset([1])),
-            lambda: issuing.ensure_authority(keys.of_islands),
+            lambda: certificates.ensure_authority(keys.of_islands),
         ):
             with pytest.raises(IdentityError, match="another process has been changing keys"):
                 change()
@@ -260,9 +262,9 @@ def test_disk_that_is_full_leaves_the_revoked_machine_revoked(
 ) -> None:
     """r01, r12."""
     keys = KeyDirectory(tmp_path / "keys")
-    made, _ = issuing.ensure_authority(keys)
-    issuing.issue_pem(keys, made, 2)
-    issuing.revoke(keys, 2)
+    made, _ = certificates.ensure_authority(keys)
+    certificates.issue_pem(keys, made, 2)
+    certificates.revoke(keys, 2)
     before = {file.name: file.read_bytes() for file in keys.path.iterdir()}
     if not exchanges:
         monkeypatch.setattr(files, "_exchange", lambda one, other: False)
@@ -273,12 +275,12 @@ def test_disk_that_is_full_leaves_the_revoked_machine_revoked(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         with pytest.raises(ResourceError, match="the disk is full"):
-            issuing.rotate(keys)
+            certificates.rotate(keys)
     assert {file.name: file.read_bytes() for file in keys.path.iterdir()} == before
     assert [file.name for file in tmp_path.iterdir()] == ["keys"]
     with pytest.raises(IdentityError, match="no certificate of worker 2 counts"):
-        issuing.revoke(keys, 2)
-    issuing.rotate(keys)
+        certificates.revoke(keys, 2)
+    certificates.rotate(keys)
     assert keys.revoked() == frozenset()
 
 
@@ -287,17 +289,17 @@ def test_directory_that_cannot_be_exchanged_is_changed_in_one_step_all_the_same(
 ) -> None:
     """A mount point, or another system than Linux: killed after the step, its next user ends it."""
     keys = KeyDirectory(tmp_path / "keys")
-    made, _ = issuing.ensure_authority(keys)
-    issuing.issue_pem(keys, made, 2)
-    issuing.revoke(keys, 2)
+    made, _ = certificates.ensure_authority(keys)
+    certificates.issue_pem(keys, made, 2)
+    certificates.revoke(keys, 2)
     monkeypatch.setattr(files, "_exchange", lambda one, other: False)
     with monkeypatch.context() as patched:
         patched.setattr(files, "finish_replacing", lambda directory: None)
-        issuing.rotate(keys)
-    assert issuing.read_authority(keys).cluster == made.cluster
+        certificates.rotate(keys)
+    assert certificates.read_authority(keys).cluster == made.cluster
     assert keys.revoked()
     keys.settle()
-    cluster = issuing.read_authority(keys).cluster
+    cluster = certificates.read_authority(keys).cluster
     assert cluster != made.cluster
     assert keys.identity("local").cluster == cluster
     assert keys.revoked() == frozenset()
@@ -309,11 +311,11 @@ def test_directory_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk" / "k").mkdir(mode=0o700, parents=True)
     (tmp_path / "hetero_keys").symlink_to(tmp_path / "disk" / "k")
     keys = KeyDirectory(tmp_path / "hetero_keys")
-    before, _ = issuing.ensure_authority(keys)
-    issuing.rotate(keys)
+    before, _ = certificates.ensure_authority(keys)
+    certificates.rotate(keys)
     assert (tmp_path / "hetero_keys").is_symlink()
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["k"]
-    assert issuing.read_authority(keys).cluster != before.cluster
+    assert certificates.read_authority(keys).cluster != before.cluster
 
 
 @posix
@@ -325,13 +327,13 @@ def test_every_directory_that_is_made_is_for_this_user_alone_and_ignored_by_git(
     keys = KeyDirectory(tmp_path / "hetero_keys")
     before = os.umask(umask)
     try:
-        issuing.ensure_authority(keys.of_islands)
+        certificates.ensure_authority(keys.of_islands)
     finally:
         os.umask(before)
     for folder in (keys.path, keys.of_islands.path):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert (folder / ".gitignore").read_text() == "*\n"
-    issuing.ensure_authority(keys)
+    certificates.ensure_authority(keys)
     assert keys.identity("local").keeps
 
 
@@ -343,12 +345,12 @@ def test_directory_that_others_can_read_is_closed_to_them_or_refused(
     for keys in (usual, other):
         keys.path.mkdir()
         keys.path.chmod(0o755)
-    issuing.ensure_authority(usual.of_islands)
+    certificates.ensure_authority(usual.of_islands)
     assert stat.S_IMODE(usual.path.stat().st_mode) == 0o700
     assert logged == [f"other users could read {usual.path} (mode 755); its mode is 700 now"]
     assert (usual.path / ".gitignore").exists()
     with pytest.raises(IdentityError, match=r"can read .*mine \(mode 755\)") as found:
-        issuing.ensure_authority(other)
+        certificates.ensure_authority(other)
     assert found.value.hint == f"chmod 700 {other.path}"
     assert not list(other.path.iterdir())
 
@@ -366,8 +368,8 @@ def test_key_that_another_user_owns_is_refused(place: str, tmp_path: Path) -> No
 
 def test_authority_that_was_rotated_meanwhile_signs_nothing(tmp_path: Path) -> None:
     keys = KeyDirectory(tmp_path / "keys")
-    made, _ = issuing.ensure_authority(keys)
-    issuing.rotate(keys)
+    made, _ = certificates.ensure_authority(keys)
+    certificates.rotate(keys)
     with pytest.raises(IdentityError, match="the authority was changed"):
-        issuing.issue_pem(keys, made, 3)
-    assert [entry.process for entry in issuing.issued(keys)] == ["local"]
+        certificates.issue_pem(keys, made, 3)
+    assert [entry.process for entry in certificates.issued(keys)] == ["local"]

@@ -21,8 +21,8 @@ from hetero_framework.core.dial import Listener
 from hetero_framework.core.identity import ISLANDS
 from hetero_framework.errors import IdentityError, NetworkError
 from hetero_framework.security import authority as x509
-from hetero_framework.security import issuing, pairing
-from hetero_framework.security.door import Door
+from hetero_framework.security import certificates, pairing
+from hetero_framework.security.acceptor import Acceptor
 from hetero_framework.security.keys import KeyDirectory
 from hetero_framework.security.pairing import Configuration, Inviting, Joined, Token, join
 from tests import certificates as clocks
@@ -43,16 +43,16 @@ class Host:
 
     def __init__(self, folder: Path) -> None:
         self.keys = KeyDirectory(folder)
-        self.authority = issuing.ensure_authority(self.keys)[0]
+        self.authority = certificates.ensure_authority(self.keys)[0]
         self.clock = Clock()
         self.inviting = Inviting(self.keys, self.authority, [1, "two"], CONFIGURATION, self.clock)
         self.joined: list[str] = []
         self.listener = Listener("127.0.0.1", 0)
-        self._door = Door(self.inviting, self._greet)
-        self._accepting = in_background(lambda: self._door.run(self.listener), "accept")
+        self._acceptor = Acceptor(self.inviting, self._greet)
+        self._accepting = in_background(lambda: self._acceptor.run(self.listener), "accept")
 
     def _greet(self, stream: Any, identity: Any) -> None:
-        self._door.gone(stream)
+        self._acceptor.gone(stream)
         stream.close()
         self.joined.append(str(identity))
 
@@ -66,7 +66,7 @@ class Host:
         return [entry.outcome for entry in self.inviting.invitations]
 
     def close(self) -> None:
-        self._door.close()
+        self._acceptor.close()
         self.listener.close()
         self._accepting.result(WAIT_S)
 
@@ -119,7 +119,7 @@ def test_machine_that_joins_gets_key_identity_and_configuration(host: Host, tmp_
     assert joined.configuration == CONFIGURATION
     assert own.identity(1) == joined.identity
     assert x509.bundle_problem(own.read("worker-1.pem"), joined.identity) is None
-    [coordinator, worker] = issuing.issued(host.keys)
+    [coordinator, worker] = certificates.issued(host.keys)
     assert (coordinator.process, worker.process) == ("local", "1")
     assert int(worker.serial, 16) == x509.serial_of(own.read("worker-1.pem"))
     # Its key was made there, and the host has never seen it.
@@ -135,7 +135,7 @@ def test_invitation_is_good_once(host: Host) -> None:
     host.join(host.token())
     with pytest.raises(IdentityError, match="used, over or of another"):
         host.join(host.token())
-    assert len(issuing.issued(host.keys)) == 2
+    assert len(certificates.issued(host.keys)) == 2
 
 
 def test_invitation_ends_after_15_minutes(host: Host) -> None:
@@ -143,7 +143,7 @@ def test_invitation_ends_after_15_minutes(host: Host) -> None:
     with pytest.raises(IdentityError, match="used, over or of another"):
         host.join(host.token())
     assert host.inviting.over
-    assert len(issuing.issued(host.keys)) == 1
+    assert len(certificates.issued(host.keys)) == 1
 
 
 def test_five_wrong_tries_end_the_invitation_that_they_name(host: Host) -> None:
@@ -195,7 +195,7 @@ def test_nothing_is_sent_to_who_is_not_the_authority_of_the_token(host: Host) ->
 def test_worker_of_the_cluster_cannot_invite(host: Host, tmp_path: Path) -> None:
     """It has a certificate of the right authority, but not the coordinator's."""
     keys = KeyDirectory(tmp_path / "thief")
-    issued = issuing.issue_pem(host.keys, host.authority, 7)
+    issued = certificates.issue_pem(host.keys, host.authority, 7)
     keys.write("coordinator.pem", b"# \n" + issued)
     host.inviting._keys = keys
     with pytest.raises(IdentityError, match="worker 7 answers there"):
@@ -245,23 +245,23 @@ def test_request_that_is_none_gets_nothing(request_: Any, host: Host) -> None:
             except OSError:
                 pass
     assert b"CERTIFICATE" not in answer
-    assert len(issuing.issued(host.keys)) == 1
+    assert len(certificates.issued(host.keys)) == 1
 
 
 def test_lighthouse_invites_islands_without_a_configuration(tmp_path: Path) -> None:
     keys = KeyDirectory(tmp_path / "host", ISLANDS)
-    authority = issuing.ensure_authority(keys)[0]
+    authority = certificates.ensure_authority(keys)[0]
     inviting = Inviting(keys, authority, ["garage"], None)
     joined: list[str] = []
     with closing(Listener("127.0.0.1", 0)) as listener:
 
         def greet(stream: Any, identity: Any) -> None:
-            door.gone(stream)
+            acceptor.gone(stream)
             stream.close()
             joined.append(str(identity))
 
-        door = Door(inviting, greet)
-        accepting = in_background(lambda: door.run(listener), "accept")
+        acceptor = Acceptor(inviting, greet)
+        accepting = in_background(lambda: acceptor.run(listener), "accept")
         [invitation] = inviting.invitations
         own = KeyDirectory(tmp_path / "own", ISLANDS)
         found = join(
@@ -275,7 +275,7 @@ def test_lighthouse_invites_islands_without_a_configuration(tmp_path: Path) -> N
     assert (found.identity.island, found.configuration) == ("garage", None)
     assert own.identity("garage") == found.identity
     assert own.processes() == ["garage"]
-    assert [entry.process for entry in issuing.issued(keys)] == ["local", "garage"]
+    assert [entry.process for entry in certificates.issued(keys)] == ["local", "garage"]
     assert keys.processes() == ["local"]
     assert (keys.path / "lighthouse.pem").is_file()
 

@@ -16,7 +16,7 @@ import pytest
 from hetero_framework import log
 from hetero_framework.cluster.child import Spawner
 from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
-from hetero_framework.config import PLAN_FILE, Config, with_kept_plan
+from hetero_framework.config import PLAN_FILE, Config, with_saved_plan
 from hetero_framework.core import failpoints
 from hetero_framework.errors import CheckpointError, ConfigError, StoppedEarly
 from hetero_framework.owned import other_writers
@@ -286,10 +286,10 @@ def test_a_plan_that_another_user_may_have_made_is_refused(
     config.output_dir.mkdir()
     file = config.output_dir / PLAN_FILE
     file.write_text('{"shard_plan": [{"id": "local", "start": 0, "end": 1}]}')
-    assert with_kept_plan(config).is_planned
+    assert with_saved_plan(config).is_planned
     plant(file, how, tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"plan\.json is not read, others may have made it"):
-        with_kept_plan(config)
+        with_saved_plan(config)
 
 
 @pytest.mark.parametrize(("mode", "whom"), [(0o777, "everybody"), (0o770, f"group {STRANGER}")])

@@ -96,11 +96,11 @@ def test_f18_a_stage_three_times_as_slow_is_said_once_with_a_better_plan(
 def test_a_run_that_may_takes_a_plan_that_pays(make: Make) -> None:
     run = make("auto")
     change = next(filter(None, straggles(run)))
-    assert change.parts.config.plan.stages != run._parts.config.plan.stages
-    assert change.parts.config.plan.num_layers == 6
+    assert change.prepared.config.plan.stages != run._prepared.config.plan.stages
+    assert change.prepared.config.plan.num_layers == 6
     assert change.planned_s == pytest.approx(8.0 * (1 - change.proposal.gain), rel=0.05)
     run.taken(change)
-    assert run._parts is change.parts
+    assert run._prepared is change.prepared
 
 
 def test_a_plan_whose_loading_takes_longer_than_it_saves_is_not_taken(make: Make) -> None:
@@ -137,7 +137,7 @@ def test_workers_that_are_away_hold_nothing_and_get_their_plan_back(make: Make) 
     run = make("ask")
     straggles(run, 5)
     change = run.without([2])
-    owners = {stage.owner for stage in change.parts.config.plan.stages}
+    owners = {stage.owner for stage in change.prepared.config.plan.stages}
     assert owners == {"local", 1}
     # 4 micro-batches of 2.7 s, two processes with a third of the layers, at the least.
     assert change.planned_s is not None
@@ -146,25 +146,25 @@ def test_workers_that_are_away_hold_nothing_and_get_their_plan_back(make: Make) 
     assert run.missing == {2}
     back = run.with_back([2], [])
     run.taken(back)
-    assert [stage.owner for stage in run._parts.config.plan.stages] == ["local", 1, 2]
+    assert [stage.owner for stage in run._prepared.config.plan.stages] == ["local", 1, 2]
     assert run.missing == set()
 
 
 def test_layers_move_between_machines_of_one_precision_only(make: Make) -> None:
     run = make("auto", all="nf4", worker_2="none")
-    kinds = run._parts.config.kinds
+    kinds = run._prepared.config.kinds
     assert kinds == {"nf4": "embedding + layers 0-3", "none": "layers 4-5 + head"}
     change = next(filter(None, straggles(run)))
-    assert change.parts.config.plan.stages != run._parts.config.plan.stages
-    assert change.parts.config.kinds == kinds
+    assert change.prepared.config.plan.stages != run._prepared.config.plan.stages
+    assert change.prepared.config.kinds == kinds
     others = run.without([1])
-    assert others.parts.config.kinds == kinds
-    assert {stage.owner for stage in others.parts.config.plan.stages} == {"local", 2}
+    assert others.prepared.config.kinds == kinds
+    assert {stage.owner for stage in others.prepared.config.plan.stages} == {"local", 2}
     with pytest.raises(PlanError, match="layers keep their precision"):
         run.without([2])
     entries = [{"id": "local", "start": 0, "end": 3}, {"id": 2, "start": 3, "end": 6}]
     with pytest.raises(PlanError, match="layers would be held in another precision"):
-        setup.replanned(run._parts, entries, run.facts, "a test")
+        setup.replanned(run._prepared, entries, run.facts, "a test")
 
 
 def test_a_device_without_4_bits_is_refused_before_anything_is_loaded(make: Make) -> None:

@@ -10,8 +10,8 @@ from transformers import BloomConfig, GPT2Config, LlamaConfig, PretrainedConfig
 from hetero_framework.cluster.assembly import MachineFacts
 from hetero_framework.config import Config
 from hetero_framework.errors import ArchitectureError, ConfigError, DataError, PlanError
-from hetero_framework.models.memory import estimate_memory
-from hetero_framework.models.tiny import tiny_config
+from hetero_framework.models.cut.tiny import tiny_config
+from hetero_framework.models.sizing.memory import estimate_memory
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import (
     Prepared,

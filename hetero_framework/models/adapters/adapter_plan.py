@@ -1,0 +1,93 @@
+"""The plan of one adapter over the whole model, shared by shards, files and memory estimates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_framework.config.schema import REWRITING_INITS
+from hetero_framework.models.cut.language import pattern
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
+
+# PEFT's names: of its weight file, and what it puts before a model's own parameter names.
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """One adapter over the whole model, the same on every machine.
+
+    `modules`, `parameters` and `saved_modules` are full names of the wrapped modules, of
+    `target_parameters` and of `modules_to_save`. `trainable` maps parameter names to shapes, in the
+    whole model's order; `tensors` the adapter file's keys. Of these, `embedding_tensors` are frozen
+    base embeddings, which PEFT writes and need not read. `weights` is the file to start from.
+    `autocast_adapter_dtype` is the setting of that name. `towers` are those of the model
+    (`language.py`), which have no part in it. `remarks` are for the user: entries without effect.
+    """
+
+    lora_config: LoraConfig
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    saved_modules: tuple[str, ...]
+    trainable: dict[str, tuple[int, ...]]
+    tensors: dict[str, tuple[int, ...]]
+    embedding_tensors: frozenset[str]
+    weights: Path | None = None
+    autocast_adapter_dtype: bool | None = None
+    towers: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def excluded(self) -> Any:
+        """`exclude_modules` that keep PEFT from adapting the towers of the whole model, too."""
+        own = self.lora_config.exclude_modules
+        if not self.towers:
+            return own
+        if isinstance(own, str):
+            if all(re.fullmatch(own, tower) for tower in self.towers):
+                return own
+            own = [own]
+        else:
+            own = [rf"(.*\.)?{re.escape(name)}" for name in sorted(own or ())]
+        return "|".join(f"({one})" for one in (*own, pattern(self.towers)))
+
+    @property
+    def rewrites_base(self) -> bool:
+        """Whether it takes its beginning out of the base's weights, in memory."""
+        return self.lora_config.init_lora_weights in REWRITING_INITS
+
+    def number_bytes(self, base: int, *, quantized: bool) -> int:
+        """Of an adapter's weight over a base whose weights, or what is not quantised, have `base`
+        bytes a number."""
+        if self.autocast_adapter_dtype or (self.autocast_adapter_dtype is None and not quantized):
+            return 4
+        return 2 if quantized else base
+
+    def trains(self, weights: Iterable[str]) -> bool:
+        """Whether it trains something in the modules of these weights of the base."""
+        parents = {name.rpartition(".")[0] for name in self.parameters}
+        wrapped = {*self.modules, *self.saved_modules, *parents}
+        trained = {_owner(name, wrapped) for name in self.trainable}
+        return any(weight.startswith(f"{name}.") for name in trained for weight in weights)
+
+
+def _owner(name: str, wrapped: set[str]) -> str:
+    """The module of the base that a trained parameter belongs to."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(1, len(parts)))
+    return next((p for p in prefixes if p in wrapped), name.rpartition(".")[0])
+
+
+@dataclass(frozen=True)
+class AttachedAdapter:
+    """State of a shard with an adapter: the plan, and PEFT's handle on the wrapped modules."""
+
+    plan: AdapterPlan
+    tuner: LoraModel

@@ -1,0 +1,595 @@
+"""The trained weights: LoRA, QLoRA or all of them; the same tensors under any cut.
+
+On the whole model on torch's meta device PEFT itself says which modules it would wrap and which
+tensors the adapter file holds. A shard gets its part of that plan, injected in place: parameter
+names are the whole PEFT model's without `base_model.model.`, and initial values PEFT's own, drawn
+on the CPU after seeding with (training seed, module name).
+
+Number types are those of PEFT (adapter weights in float32 over a bf16 or fp16 base) and TRL's
+SFTTrainer 1.16 (over a 4-bit or 8-bit base, all that is trained is bf16 except DoRA's magnitudes),
+unless `autocast_adapter_dtype` says otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PretrainedConfig
+
+from hetero_framework import repository
+from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
+from hetero_framework.config.problems import Problem, report
+from hetero_framework.config.schema import REWRITES_QUANTISED, REWRITING_INITS, init_refused
+from hetero_framework.errors import CheckpointError, ConfigError
+from hetero_framework.models.adapters.adapter_plan import (
+    ADAPTER_WEIGHTS,
+    PEFT_PREFIX,
+    AdapterPlan,
+    AttachedAdapter,
+)
+from hetero_framework.models.cut.introspect import tied_names
+from hetero_framework.models.cut.language import meta_model, towers
+from hetero_framework.models.files.quantization import stored_quantization
+from hetero_framework.models.library import compiled_at_first_call
+from hetero_framework.models.rng import derive_seed
+
+with compiled_at_first_call():
+    from peft import LoraConfig, PeftConfig, get_peft_model_state_dict
+    from peft.tuners.lora import LoraModel
+    from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
+    from peft.utils import ModulesToSaveWrapper
+    from peft.utils.constants import DUMMY_TARGET_MODULES
+
+if TYPE_CHECKING:
+    from hetero_framework.config import AdapterConfig
+    from hetero_framework.models.cut.shard import Shard
+
+ADAPTER_NAME = "default"
+
+# Initial values that are a function of one module's own shape, weight and random draws.
+LOCAL_INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal", *REWRITING_INITS)
+
+_LORA_FIELDS = frozenset(LoraConfig.__dataclass_fields__)
+
+# Settings that say where an adapter came from or how it starts, not what it is.
+_NOT_STRUCTURE = frozenset(
+    {
+        "task_type",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "auto_mapping",
+        "init_lora_weights",
+    }
+)
+
+# LoraConfig settings that change more than the wrapped module or need data before training.
+_UNSUPPORTED_FIELDS = (
+    "layer_replication",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "megatron_config",
+    "arrow_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "velora_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+    "ensure_weight_tying",
+)
+
+
+_ANY_LAYERS = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
+"""How PEFT finds the number of a layer where no layers_pattern says its name."""
+
+
+def plan_adapter(
+    model_config: PretrainedConfig, adapter: AdapterConfig, base_dir: Path | None = None
+) -> AdapterPlan:
+    """Resolve `adapter` against the whole model, without its weights.
+
+    Raises ConfigError when a target matches nothing, a setting contradicts the adapter to start
+    from, that adapter's file lacks or adds tensors, or the initialisation is not local to a layer.
+    """
+    if adapter.init_from is None:
+        plan = _plan(model_config, _lora_config(adapter), None)
+    else:
+        folder = Path(base_dir or "", os.path.expanduser(adapter.init_from))
+        folder = Path(os.path.normpath(folder))
+        plan = _plan(model_config, *_saved_config(folder, adapter))
+    return replace(plan, autocast_adapter_dtype=adapter.autocast_adapter_dtype)
+
+
+def plan_saved_adapter(model_config: PretrainedConfig, folder: Path) -> AdapterPlan:
+    """The plan of an existing PEFT adapter directory. Raises as `plan_adapter`."""
+    return _plan(model_config, *_saved_config(folder, None))
+
+
+def explicit_settings(adapter: AdapterConfig, plan: AdapterPlan) -> AdapterConfig:
+    """`adapter` with what `init_from` brought along written out, for machines without that file.
+
+    Raises ConfigError when the saved adapter has a setting that the configuration cannot say.
+    """
+    if plan.weights is None:
+        return adapter
+    saved = plan.lora_config
+    values = {n: getattr(saved, n) for n in type(adapter).model_fields if n in _LORA_FIELDS}
+    raw = {k: sorted(v) if isinstance(v, (set, frozenset)) else v for k, v in values.items()}
+    if not plan.rewrites_base:
+        raw["init_lora_weights"] = True  # what the saved weights replace
+    raw["autocast_adapter_dtype"] = adapter.autocast_adapter_dtype
+    explicit = type(adapter).model_validate_json(json.dumps(raw))
+    ours, theirs = _lora_config(explicit).to_dict(), saved.to_dict()
+    known = sorted(theirs.keys() - _NOT_STRUCTURE)
+    if lost := [k for k in known if _comparable(ours.get(k)) != _comparable(theirs[k])]:
+        raise ConfigError(f"adapter.init_from: its settings {', '.join(lost)} are not supported")
+    return explicit
+
+
+def saved_tensors(plan: AdapterPlan, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """The wanted tensors of the plan's file, by their keys in it."""
+    assert plan.weights is not None
+    with _open(plan.weights) as file:
+        return {key: file.get_tensor(key) for key in file.keys() if wanted(key)}  # noqa: SIM118
+
+
+def load_adapter_tensors(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Copy an adapter file's tensors into the shard, as far as they are its own; their keys."""
+    own = adapter_tensors(shard)
+    found = own.keys() & tensors.keys()
+    with torch.no_grad():
+        for key in found:
+            own[key].copy_(tensors[key])
+    return found
+
+
+def check_adapter_complete(shard: Shard, loaded: set[str]) -> None:
+    """Raise CheckpointError unless every tensor of the shard's adapter is among `loaded`."""
+    assert shard.adapter is not None
+    missing = adapter_tensors(shard).keys() - loaded - shard.adapter.plan.embedding_tensors
+    if missing:
+        shown = ", ".join(sorted(missing)[:5])
+        raise CheckpointError(f"the adapter lacks {len(missing)} tensors of this stage: {shown}")
+
+
+def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
+    """Give `shard` its part of a planned adapter, in place, with the plan's or new weights."""
+    autocast = plan.autocast_adapter_dtype
+    config = _local_config(plan, shard.model)
+    tuner = _inject(shard.model, config, seed, autocast=autocast is not False)
+    shard.adapter = AttachedAdapter(plan, tuner)
+    if plan.weights is not None:
+        own = adapter_tensors(shard)
+        load_adapter_tensors(shard, saved_tensors(plan, own.__contains__))
+    if shard.is_quantized and autocast is not True:
+        for name, parameter in shard.model.named_parameters():
+            if parameter.requires_grad and "lora_magnitude_vector" not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def take_off(model: nn.Module) -> None:
+    """Put the base's modules back where an adapter has wrapped them. What an adapter trains of
+    these themselves (biases) stays as it is, and requires gradients."""
+    for name, child in list(model.named_children()):
+        bare = child
+        while isinstance(bare, (BaseTunerLayer, ModulesToSaveWrapper)):
+            wrapped = "base_layer" if isinstance(bare, BaseTunerLayer) else "original_module"
+            bare = bare.get_submodule(wrapped)
+        if bare is not child:
+            setattr(model, name, bare)
+        take_off(bare)
+
+
+def tensors_of_plan(
+    model_config: PretrainedConfig, plan: AdapterPlan, trained: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The adapter file's tensors from all trained ones, by parameter name; without the base's, so
+    for plans without `embedding_tensors`."""
+    model = meta_model(model_config)
+    _inject(model, copy.deepcopy(plan.lora_config), seed=0)
+    for name, tensor in trained.items():
+        module, _, parameter = name.rpartition(".")
+        setattr(model.get_submodule(module), parameter, nn.Parameter(tensor))
+    return {key: tensor.detach() for key, tensor in _file_tensors(model, frozenset()).items()}
+
+
+def adapter_tensors(shard: Shard) -> dict[str, torch.Tensor]:
+    """This shard's part of the adapter file: PEFT's keys, tensors that alias the parameters."""
+    assert shard.adapter is not None
+    return _file_tensors(shard.model, shard.adapter.plan.embedding_tensors)
+
+
+def _lora_config(adapter: AdapterConfig) -> LoraConfig:
+    settings: dict[str, Any] = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in adapter.model_dump(include=set(_LORA_FIELDS)).items()
+    }
+    settings["lora_alpha"] = _integer(adapter.lora_alpha)
+    settings["alpha_pattern"] = {k: _integer(v) for k, v in adapter.alpha_pattern.items()}
+    try:
+        config = LoraConfig(task_type="CAUSAL_LM", **settings)
+    except ValueError as error:
+        raise ConfigError(
+            f"adapter: {error}", hint="change one of these settings: they contradict each other"
+        ) from error
+    _check_supported(config)
+    return config
+
+
+def _integer(value: float) -> float:
+    """16 for 16.0, as PEFT's users write it."""
+    return int(value) if float(value).is_integer() else value
+
+
+def _check_supported(config: LoraConfig) -> None:
+    init = config.init_lora_weights
+    if not any(init is known or init == known for known in LOCAL_INITS):
+        reason = init_refused(init) or "PEFT's manual does not know it"
+        raise ConfigError(
+            f"adapter.init_lora_weights={init!r} is not supported: {reason}",
+            hint='use true, false, "gaussian", "orthogonal", "pissa" or "olora"',
+        )
+    if init in REWRITING_INITS and config.target_parameters:
+        raise _decomposes_no_parameters(init)
+    for name in _UNSUPPORTED_FIELDS:
+        if getattr(config, name, None):
+            raise ConfigError(f"the adapter uses {name}, which is not supported here")
+
+
+def _decomposes_no_parameters(init: object) -> ConfigError:
+    return ConfigError(
+        f"adapter.init_lora_weights={init!r} is not supported with target_parameters: PEFT"
+        " decomposes the weights of modules only",
+        hint='use true, or name modules in "adapter.target_modules" ("all-linear" also means'
+        " experts that are parameters)",
+    )
+
+
+def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConfig, Path]:
+    """An adapter directory's settings; explicit ones in `adapter` must agree with them, except
+    lora_dropout, which belongs to the training."""
+    weights = folder / ADAPTER_WEIGHTS
+    for path in (folder / "adapter_config.json", weights):
+        if not path.is_file():
+            raise ConfigError(
+                f"no adapter in {folder}: {path.name} is missing",
+                hint="give a directory that PEFT's save_pretrained wrote with safetensors;"
+                " `hetero export` makes one of a checkpoint",
+            )
+    hint = "take that entry out of the file, or another adapter"
+    repository.refuse_code(str(folder), None, (repository.ADAPTER,), ConfigError, hint)
+    saved = PeftConfig.from_pretrained(str(folder))
+    if not isinstance(saved, LoraConfig):
+        raise ConfigError(f"{folder} holds a {saved.peft_type} adapter; only LoRA can be trained")
+    saved.inference_mode = False
+    for setting in EXPRESSIONS:
+        for text in expressions(setting, getattr(saved, setting) or ()):
+            try:
+                expression(setting, text)
+            except ValueError as error:
+                raise ConfigError(f"{folder / 'adapter_config.json'}: {setting}: {error}") from None
+    _check_supported(saved)
+    if adapter is not None:
+        explicit = _explicit_settings(adapter)
+        for name in sorted((explicit & _LORA_FIELDS) - {"lora_dropout"}):
+            wanted, there = getattr(adapter, name), getattr(saved, name)
+            if _comparable(wanted) != _comparable(there):
+                raise ConfigError(
+                    f"adapter.{name} is {wanted!r}, but the adapter in {folder} has {there!r}",
+                    hint=f"remove adapter.{name}; adapter.init_from brings it along",
+                )
+        if "lora_dropout" in explicit:
+            saved.lora_dropout = adapter.lora_dropout
+    return saved, weights
+
+
+def _explicit_settings(adapter: AdapterConfig) -> set[str]:
+    """The settings that the user wrote. The wire also carries defaults; those do not count."""
+    fields = type(adapter).model_fields
+    written = set(adapter.model_fields_set)
+    if written != set(fields):
+        return written
+    default = type(adapter)()
+    return {name for name in fields if getattr(adapter, name) != getattr(default, name)}
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return sorted(str(item) for item in value)
+    return value or None
+
+
+def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | None) -> AdapterPlan:
+    config = copy.deepcopy(config)
+    model = meta_model(model_config)
+    names = [name for name, _ in model.named_modules() if name]
+    parameters = [name for name, _ in model.named_parameters()]
+    asked = copy.deepcopy(config)
+    try:
+        tuner = _inject(model, config, seed=0)
+    except ValueError as error:
+        raise ConfigError(f"adapter: {error}", hint=_refusal_hint(model, str(error))) from error
+    except AttributeError as error:  # PEFT looked for the weight of a module
+        if config.init_lora_weights not in REWRITING_INITS:
+            raise
+        raise _decomposes_no_parameters(config.init_lora_weights) from error
+    if config.init_lora_weights in REWRITING_INITS:
+        _check_rewriting(model_config, model, tuner)
+    idle = _without_effect(asked, config, tuner, names, parameters)
+    if idle and weights is None:
+        hint = _module_hint(meta_model(model_config))
+        raise ConfigError(report("" if len(idle) == 1 else "the adapter", idle), hint=hint)
+    remarks = [*map(str, idle), *map(str, _idle_exclusions(asked, names))]
+    if asked.layers_to_transform and asked.target_parameters:
+        said = "does not hold for target_parameters, which get an update in every layer (PEFT)"
+        remarks.append(f"adapter.layers_to_transform {said}")
+
+    own = _file_tensors(model, frozenset())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*save_embedding_layers.*")
+        full = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME)
+    embeddings = {PEFT_PREFIX + key: t for key, t in full.items() if PEFT_PREFIX + key not in own}
+    saved = [n for n, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)]
+    plan = AdapterPlan(
+        lora_config=config,
+        modules=tuple(tuner.targeted_module_names),
+        parameters=tuple(getattr(tuner, "targeted_parameter_names", ())),
+        saved_modules=tuple(saved),
+        trainable={n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad},
+        tensors={key: tuple(t.shape) for key, t in {**own, **embeddings}.items()},
+        embedding_tensors=frozenset(embeddings),
+        weights=weights,
+        towers=towers(model_config),
+        remarks=tuple(remarks),
+    )
+    if weights is not None:
+        _check_file(weights, plan)
+    return plan
+
+
+def _check_rewriting(config: PretrainedConfig, model: Any, tuner: LoraModel) -> None:
+    """Raise ConfigError where the base's weights are quantised, another one's too, or stored the
+    other way round than the initialisation takes them."""
+    setting = "adapter.init_lora_weights"
+    if stored_quantization(config) is not None:
+        raise ConfigError(f"{setting}: {REWRITES_QUANTISED}", hint='set it to true or "orthogonal"')
+    for name in tuner.targeted_module_names:
+        layer: Any = model.get_submodule(name)
+        if ADAPTER_NAME not in layer.lora_A:  # an embedding begins as ever
+            continue
+        if layer.lora_A[ADAPTER_NAME].weight.shape[1] != layer.in_features:
+            raise ConfigError(
+                f"{setting}: of PEFT's it does not fit {name}, which stores its weight (in, out)",
+                hint='use "pissa"',
+            )
+    ends = {name.rpartition(".")[0] for pair in tied_names(model).items() for name in pair}
+    if both := sorted(ends & set(tuner.targeted_module_names)):
+        raise ConfigError(
+            f"{setting}: it would rewrite embedding and head, which are one weight ({both[0]})",
+            hint='take them out of "adapter.target_modules"',
+        )
+
+
+def _without_effect(
+    asked: LoraConfig, made: LoraConfig, tuner: _SeededLora, names: list[str], parameters: list[str]
+) -> list[Problem]:
+    """The entries of settings that nothing in the whole model answers to. `asked` is what was
+    written, `made` what PEFT made of it; `names` and `parameters` are those of the bare model."""
+    written = () if isinstance(asked.target_modules, str) else asked.target_modules or ()
+    # PEFT turns names of what newer classes keep as one parameter into target_parameters.
+    targets = set(written) & set(made.target_modules or ())
+    listed: list[tuple[str, Iterable[str], Iterable[str], str]] = [
+        ("target_modules", sorted(targets), names, "no module of the model is called"),
+        ("modules_to_save", asked.modules_to_save or (), names, "no module of the model is called"),
+        ("target_parameters", asked.target_parameters or (), parameters, "no parameter is called"),
+    ]
+    problems = [
+        Problem(f"adapter.{setting}", f"{said} {entry!r}{_near(entry, known)}")
+        for setting, entries, known, said in listed
+        for entry in entries
+        if not any(name == entry or name.endswith(f".{entry}") for name in known)
+    ]
+    for setting in ("rank_pattern", "alpha_pattern"):
+        problems += _idle_patterns(setting, list(getattr(asked, setting)), tuner.asked_for)
+    return problems + _idle_layers(asked, tuner.asked_for, names)
+
+
+def _idle_patterns(setting: str, keys: list[str], modules: list[str]) -> list[Problem]:
+    """Keys that decide nothing. PEFT takes the first that matches a module."""
+    matching = {key: set(filter(expression(setting, key).match, modules)) for key in keys}
+    problems, taken = [], set[str]()
+    for number, key in enumerate(keys):
+        if not matching[key]:
+            said = f"{key!r} matches no module that gets an update{_near(key, modules)}"
+            problems.append(Problem(f"adapter.{setting}", said))
+        elif not matching[key] - taken:
+            first = next(k for k in keys[:number] if matching[k] & matching[key])
+            said = f"{key!r} comes after {first!r}, which matches the same modules; put it before"
+            problems.append(Problem(f"adapter.{setting}", said))
+        taken |= matching[key]
+    return problems
+
+
+def _idle_layers(config: LoraConfig, targeted: list[str], names: list[str]) -> list[Problem]:
+    """Layers, and names of their lists, in which nothing gets an update."""
+    layers = config.layers_to_transform
+    if layers is None or layers == []:
+        return []
+    patterns = config.layers_pattern or []
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    finders = [expression("layers_pattern", text) for text in patterns] or [_ANY_LAYERS]
+    problems = [
+        Problem("adapter.layers_pattern", f"no layers of the model are called {text!r}")
+        for text, finder in zip(patterns, finders, strict=False)
+        if not any(map(finder.match, names))
+    ]
+
+    def numbers(names: list[str]) -> set[int]:
+        found = (finder.match(name) for name in names for finder in finders)
+        return {int(match["idx"]) for match in found if match is not None}
+
+    there, wanted = numbers(names), [layers] if isinstance(layers, int) else layers
+    known = f"; the model has {min(there)} to {max(there)}" if there else ""
+    return problems + [
+        Problem("adapter.layers_to_transform", f"nothing in layer {layer} gets an update{known}")
+        for layer in wanted
+        if layer not in numbers(targeted)
+    ]
+
+
+def _idle_exclusions(config: LoraConfig, names: list[str]) -> list[Problem]:
+    """Entries of exclude_modules that are no module; nothing is lost but what was meant."""
+    asked = config.exclude_modules or ()
+    if isinstance(asked, str):
+        found = any(map(expression("exclude_modules", asked).fullmatch, names))
+        idle = [] if found else [asked]
+    else:
+        idle = [e for e in sorted(asked) if not any(n == e or n.endswith(f".{e}") for n in names)]
+    return [
+        Problem("adapter.exclude_modules", f"no module of the model matches {e!r}{_near(e, names)}")
+        for e in idle
+    ]
+
+
+def _near(entry: str, names: Iterable[str]) -> str:
+    """Names like the last part of an entry, as a question."""
+    leaves = sorted({leaf for name in names if not (leaf := name.rpartition(".")[2]).isdigit()})
+    last = re.split(r"[.\\]", entry.strip("$^*"))[-1]
+    near = difflib.get_close_matches(last, leaves, n=3)
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+
+
+def _refusal_hint(model: nn.Module, refusal: str) -> str:
+    """The hint for settings that PEFT rejects for this model."""
+    for setting, none in (("lora_dropout", "0"), ("use_dora", "false")):
+        if setting in refusal:
+            return (
+                f'set "adapter.{setting}": {none} (experts whose weights are one parameter take'
+                ' none), or name the attention projections alone in "adapter.target_modules"'
+            )
+    if "Mamba" in refusal:
+        return (
+            'set "adapter.exclude_modules": ["out_proj", "conv1d"] (the state-space layers use '
+            "these weights without calling the module)"
+        )
+    return _module_hint(model)
+
+
+def _module_hint(model: nn.Module) -> str:
+    leaves = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), nn.Parameter) and module.weight.dim() > 1
+    }
+    return "modules that can be named: " + ", ".join(sorted(leaves))
+
+
+def _check_file(weights: Path, plan: AdapterPlan) -> None:
+    """Compare an adapter file's header with the plan; reads no tensor."""
+    with _open(weights) as file:
+        found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    missing = sorted(set(plan.tensors) - plan.embedding_tensors - set(found))
+    extra = sorted(set(found) - set(plan.tensors))
+    if missing or extra:
+        problems = "; ".join(
+            f"{len(keys)} tensors {what}: {', '.join(keys[:4])}{', ...' if keys[4:] else ''}"
+            for what, keys in (("are missing", missing), ("belong to no layer", extra))
+            if keys
+        )
+        hint = "adapter.init_from must be an adapter of this very model"
+        raise ConfigError(f"{weights} does not fit the model: {problems}", hint=hint)
+    for key, shape in found.items():
+        if shape != (needed := plan.tensors[key]):
+            raise ConfigError(f"{weights}: {key} has shape {shape}, the model needs {needed}")
+
+
+def _open(weights: Path) -> Any:
+    try:
+        return safe_open(str(weights), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{weights} cannot be read: {error}") from error
+
+
+class _SeededLora(LoraModel):
+    """PEFT's LoRA whose every module is created after seeding with its own name."""
+
+    def __init__(self, model: nn.Module, config: LoraConfig, seed: int) -> None:
+        # Before nn.Module.__init__, which allows plain values only.
+        self._training_seed = seed
+        self.asked_for: list[str] = []  # the names that PEFT looks up in rank_pattern
+        super().__init__(model, {ADAPTER_NAME: config}, ADAPTER_NAME)
+
+    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.asked_for.append(kwargs["current_key"])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed("adapter", self._training_seed, kwargs["current_key"]))
+            super()._create_and_replace(*args, **kwargs)
+
+
+def _inject(
+    model: nn.Module, config: LoraConfig, seed: int, *, autocast: bool = True
+) -> _SeededLora:
+    """Wrap the targets in place and leave only the adapter trainable, as `get_peft_model` does with
+    `autocast_adapter_dtype`."""
+    with warnings.catch_warnings():
+        # What PEFT corrects by itself, or warns of because a shard is not the whole model.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
+        warnings.filterwarnings("ignore", message="target_parameters=.* were set but no parameter")
+        warnings.filterwarnings("ignore", message="You have passed exclude_modules")
+        warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")
+        on_meta = any(p.is_meta for p in model.parameters())
+        with torch.device("meta" if on_meta else "cpu"):
+            tuner = _SeededLora(model, config, seed)
+    cast_adapter_dtype(model, ADAPTER_NAME, autocast_adapter_dtype=autocast)
+    return tuner
+
+
+def _local_config(plan: AdapterPlan, model: nn.Module) -> LoraConfig:
+    """The plan's settings with every choice of modules replaced by the full names in `model`."""
+
+    def present(names: tuple[str, ...]) -> list[str]:
+        return [name for name in names if _has_parameters(model, name)]
+
+    config = copy.deepcopy(plan.lora_config)
+    parameters = {name for name, _ in model.named_parameters()}
+    config.target_modules = present(plan.modules) or DUMMY_TARGET_MODULES
+    if plan.parameters:
+        config.target_parameters = [name for name in plan.parameters if name in parameters]
+    config.modules_to_save = present(plan.saved_modules) or None
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    return config
+
+
+def _has_parameters(model: nn.Module, name: str) -> bool:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return False
+    return next(module.parameters(), None) is not None
+
+
+def _file_tensors(model: nn.Module, embedding_keys: frozenset[str]) -> dict[str, torch.Tensor]:
+    own = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
+    tensors = {PEFT_PREFIX + key: tensor for key, tensor in own.items()}
+    state = model.state_dict() if embedding_keys else {}
+    for key in sorted(embedding_keys):
+        if (name := key.removeprefix(PEFT_PREFIX)) in state:
+            tensors[key] = state[name]
+    return tensors

@@ -1,0 +1,130 @@
+"""Fold an adapter into its base model, one block at a time."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from hetero_framework import repository
+from hetero_framework.config import ModelConfig
+from hetero_framework.core.devices import open_device
+from hetero_framework.data.tokenizer import read_tokenizer
+from hetero_framework.errors import DataError, ModelError
+from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+from hetero_framework.models.adapters.lora import plan_saved_adapter
+from hetero_framework.models.adapters.trainable import attach_adapter
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.language import meta_model
+from hetero_framework.models.cut.partition import ranges_between
+from hetero_framework.models.cut.shard import load_model_config, load_shard
+from hetero_framework.models.files.export import (
+    OutputDirectory,
+    Tensors,
+    align_tokens,
+    base_generation,
+    export_layers,
+    write_checkpoint,
+)
+from hetero_framework.models.files.non_text_modules import non_text_weights
+from hetero_framework.models.files.quantization import stored_quantization
+from hetero_framework.models.files.stated import as_held
+from hetero_framework.repository import resolve_model_path
+
+_log = logging.getLogger(__name__)
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def merge_adapter(
+    adapter_dir: Path,
+    model: str,
+    output: OutputDirectory,
+    dtype: DType = "auto",
+    revision: str | None = None,
+) -> None:
+    """Write `model`, a directory or hub name, with the adapter folded in into `output`.
+
+    `dtype` is the type of the result ("auto": the checkpoint's). Memory holds about one block and
+    one weight file. An adapter on one end of tied embeddings unties them: the ends then differ.
+    Raises ModelError for a quantised base, ConfigError for an adapter that does not fit,
+    CheckpointError when `output` holds something else, DataError for a tokenizer that brings code.
+    """
+    base_dir = Path.cwd()
+    source = resolve_model_path(model, base_dir)
+    output.check(source, adapter_dir)
+    settings = ModelConfig(name_or_path=model, revision=revision, dtype=dtype)
+    settings, warned = as_held(settings, base_dir)
+    for line in warned:
+        _log.warning("%s", line)
+    config = load_model_config(settings, base_dir)
+    if stored := stored_quantization(config):
+        raise ModelError(
+            f"{model} is quantised ({stored}); merging into it would round the adapter away",
+            hint="give the full-precision model that the quantised one was made from",
+        )
+    plan = plan_saved_adapter(config, Path(adapter_dir).expanduser())
+    untie = _adapts_a_tied_end(config, plan)
+    out_config = copy.deepcopy(config)
+    if untie:
+        for part in (out_config, out_config.get_text_config()):
+            part.tie_word_embeddings = False
+    parts = _merged_layers(settings, base_dir, introspect(config).num_layers, plan, untie)
+    generation = base_generation(settings, base_dir, config)
+    if (tokenizer := _tokenizer(str(adapter_dir))) is not None:  # the one that it was trained with
+        align_tokens(out_config, generation, tokenizer)
+    else:
+        tokenizer = _tokenizer(source, revision)
+    towers = non_text_weights(settings, base_dir, config)
+    write_checkpoint(output, parts, out_config, generation, tokenizer, towers=towers)
+
+
+def _adapts_a_tied_end(config: PretrainedConfig, plan: AdapterPlan) -> bool:
+    pairs = (meta_model(config).all_tied_weights_keys or {}).items()
+    ends = {name.rpartition(".")[0] for pair in pairs for name in pair}
+    return bool(ends & {*plan.modules, *plan.saved_modules})
+
+
+def _merged_layers(
+    settings: ModelConfig, base_dir: Path, count: int, plan: AdapterPlan, untie: bool
+) -> Iterator[Tensors]:
+    device = open_device("cpu")
+    for span in ranges_between(range(count + 1)):
+        shard = load_shard(settings, base_dir, span, device, seed=0)
+        for target in shard.ties if untie else ():
+            # Where its source is here, too, they share memory; a merge may change only one.
+            weight = shard.model.get_parameter(target)
+            weight.data = weight.data.clone()
+        attach_adapter(shard, plan, seed=0)
+        assert shard.adapter is not None
+        with warnings.catch_warnings():
+            # Whether the ends stay tied is decided above, for the whole model.
+            warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True`")
+            warnings.filterwarnings("ignore", message="Input and output embeddings are no longer")
+            shard.adapter.tuner.merge_and_unload()
+        shard.adapter = None
+        yield from export_layers(shard, untie=untie)
+
+
+def _tokenizer(source: str, revision: str | None = None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a directory or repository; None where it has none."""
+    has_one = cached_file(
+        source,
+        repository.TOKENIZER,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if has_one is None:
+        return None
+    try:
+        return read_tokenizer(source, revision)
+    except DataError as error:
+        hint = "take tokenizer_config.json out of it to write the model without one"
+        raise DataError(error.message, hint=hint) from error

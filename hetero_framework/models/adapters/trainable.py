@@ -1,0 +1,78 @@
+"""The weights that a shard trains and exports: all of them, or an adapter over frozen ones.
+
+PEFT is imported for adapters alone: it takes a third of the time that importing torch takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hetero_framework.errors import ConfigError
+from hetero_framework.models.files.export import export_layers
+
+if TYPE_CHECKING:
+    from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+    from hetero_framework.models.cut.shard import Shard
+
+
+def attach_adapter(shard: Shard, plan: AdapterPlan | None, seed: int) -> None:
+    """Decide what `shard` trains, in place: an adapter's parameters, or (None) every weight. Raises
+    ConfigError for full training of a quantised model, and for float16 weights to train."""
+    if plan is not None:
+        from hetero_framework.models.adapters.lora import attach_plan
+
+        attach_plan(shard, plan, seed)
+        for name in tied_parameters(shard):
+            raise ConfigError(
+                f"the adapter would train {name}, which is one weight with {shard.ties[name]}",
+                hint='set "adapter.bias" to "none"',
+            )
+    elif shard.is_quantized:
+        raise ConfigError(
+            "a quantised model cannot be trained in full",
+            hint='set "adapter" (QLoRA), or "model.quantization": null with a full-precision model',
+        )
+    else:
+        for parameter in shard.model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+    for name, parameter in shard.model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            # Adam's epsilon is zero in it: weights without a gradient would become NaN at once.
+            raise ConfigError(
+                f"{name} would be trained in float16, whose range is too small for an optimizer",
+                hint='set "model.dtype": "float32" (with "training.fp16": true for float16 '
+                'products) or "bfloat16"; an adapter alone can train over float16 weights',
+            )
+
+
+def trainable_parameters(shard: Shard) -> list[tuple[str, nn.Parameter]]:
+    """(canonical name, parameter) of what this shard trains, in the whole model's order. What is
+    tied to a weight of an earlier place is not trained by itself."""
+    named = [(n, p) for n, p in shard.model.named_parameters() if p.requires_grad]
+    named = [(name, parameter) for name, parameter in named if name not in shard.ties]
+    return sorted(named, key=lambda item: shard.parameter_index(item[0]))
+
+
+def tied_parameters(shard: Shard) -> dict[str, nn.Parameter]:
+    """By name, in the order of places, what is trained here as a part of a weight of an earlier
+    place that it is tied to."""
+    named = dict(shard.model.named_parameters())
+    found = {name: named[name] for name in shard.ties if name in named}
+    return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
+
+
+def export_parts(shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
+    """(key, CPU tensor) of the finished artefact's part in this shard: the adapter file's tensors
+    where an adapter is attached, else a Hugging Face checkpoint's, copied layer by layer."""
+    if shard.adapter is not None:
+        from hetero_framework.models.adapters.lora import adapter_tensors
+
+        for key, tensor in adapter_tensors(shard).items():
+            yield key, tensor.detach().to("cpu").contiguous()
+        return
+    for tensors in export_layers(shard):
+        yield from tensors.items()

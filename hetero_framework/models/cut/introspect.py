@@ -1,0 +1,580 @@
+"""The structure of a causal language model, learned from one forward of a tiny copy of it.
+
+Nothing here knows an architecture. While a tiny model of the same class runs once, hooks watch the
+candidates for the list of blocks, and a function mode sees where each weight is used. Names and
+layer counts are the real model's: only widths were shrunk.
+
+Shapes: B rows, S tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.cut.codebooks import for_model, ids_per_token
+from hetero_framework.models.cut.language import (
+    WeightUses,
+    meta_model,
+    model_class,
+    no_tiny_copy,
+    run_on_text,
+)
+from hetero_framework.models.cut.provenance import IDS, Provenance
+from hetero_framework.models.cut.side import Call, Report, Side, Way, hollow, tensors_at
+from hetero_framework.models.cut.tiny import PROBE_ROWS, PROBE_TOKENS, probe_inputs, shrink
+from hetero_framework.models.library import LIBRARY_ERRORS, quiet_library
+
+_PER_LAYER = re.compile(r".*(layer|block)_?types?$")
+_learned: dict[str, ModelStructure] = {}  # by the tiny configurations that this process has met
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """Where a block's hidden state comes in and goes out: `entry` is a position or keyword, `exit`
+    the index in a tuple of `exit_length` items (None: the block returns the tensor itself)."""
+
+    entry: int | str
+    exit: int | None
+    exit_length: int
+
+    def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The hidden state among a call's arguments."""
+        return args[self.entry] if isinstance(self.entry, int) else kwargs[self.entry]
+
+    def replace(
+        self, hidden_BSD: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same call with another hidden state."""
+        if isinstance(self.entry, int):
+            return (*args[: self.entry], hidden_BSD, *args[self.entry + 1 :]), kwargs
+        return args, {**kwargs, self.entry: hidden_BSD}
+
+    def take(self, output: Any) -> torch.Tensor:
+        """The hidden state in a block's output."""
+        return output if self.exit is None else output[self.exit]
+
+    def wrap(self, hidden_BSD: torch.Tensor) -> Any:
+        """An output that holds only this hidden state."""
+        if self.exit is None:
+            return hidden_BSD
+        return tuple(hidden_BSD if i == self.exit else None for i in range(self.exit_length))
+
+
+@dataclass(frozen=True)
+class ModelStructure:
+    """Where the parts of a model are.
+
+    `owner` says which stage has a trained parameter outside the blocks: -1 the first, i that of
+    block i, `num_layers` the last. `shared` gives the blocks (-1: before the first) beside which a
+    parameter is used, if more than one. `sides` are the tensors that cross boundaries beside the
+    hidden state; `id_readers` the blocks that read what follows from the token ids alone; `holders`
+    those behind which the model itself goes on using the hidden state that they received; `reports`
+    the calls in blocks whose outputs it uses behind all of them, in order.
+    `running` are the blocks that run; those that text alone does not reach stay as they are.
+    `hidden_shape` is a hidden state's in the tiny copy, whose hidden size is `tiny_width`; it has
+    `token_factor` tokens for each one of the text (ProphetNet predicts several), and `more_tokens`
+    that the model adds to each row (a prompt of CPM-Ant's). A token of the text has
+    `ids_per_token` ids (`codebooks.py`).
+    `takes_embeddings` tells whether blocks receive all but the hidden state alike where the model
+    gets embeddings in place of token ids, `reaches_into_blocks` whether the model uses weights of
+    its blocks (to rescale them) before it runs them, `loss_counts_items` whether its own loss is
+    the sum over tokens divided by `num_items_in_batch`, and what else it adds.
+    """
+
+    model_class: type[PreTrainedModel]
+    blocks: str
+    forms: tuple[BlockForm, ...]
+    running: tuple[int, ...]
+    owner: dict[str, int]
+    shared: dict[str, tuple[int, ...]]
+    sides: tuple[Side, ...]
+    id_readers: frozenset[int]
+    holders: frozenset[int]
+    reports: tuple[Report, ...]
+    hidden_shape: tuple[int, ...]
+    tiny_width: int
+    token_factor: int
+    more_tokens: int
+    ids_per_token: int
+    takes_embeddings: bool
+    reaches_into_blocks: bool
+    loss_counts_items: bool
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.forms)
+
+    def next_running(self, block: int) -> int | None:
+        """The first block from this one on that runs."""
+        return next((k for k in self.running if k >= block), None)
+
+    @property
+    def width_factor(self) -> int:
+        """The last size of a hidden state, in hidden sizes."""
+        return self.hidden_shape[-1] // self.tiny_width
+
+    @property
+    def streams(self) -> int:
+        """How many hidden sizes a token has in the tiny copy's hidden state."""
+        tokens = PROBE_ROWS * self.hidden_tokens(PROBE_TOKENS * self.ids_per_token)
+        return max(1, math.prod(self.hidden_shape) // (tokens * self.tiny_width))
+
+    def hidden_tokens(self, ids: int) -> int:
+        """How many tokens a hidden state has, of a micro-batch with so many ids a row."""
+        return self.token_factor * math.ceil(ids / self.ids_per_token) + self.more_tokens
+
+    def sides_at(self, boundary: int) -> tuple[Side, ...]:
+        """What crosses beside the hidden state at the entry of block `boundary`, in order."""
+        return tuple(side for side in self.sides if side.crosses(boundary))
+
+    def reads_ids(self, start: int, end: int) -> bool:
+        """Whether one of the blocks `[start, end)` needs the token ids."""
+        return any(start <= block < end for block in self.id_readers)
+
+
+def introspect(config: PretrainedConfig) -> ModelStructure:
+    """Learn the structure of `config`'s model. Raises ArchitectureError when it cannot be cut, or
+    when its tiny copy does not run."""
+    try:
+        with quiet_library():
+            tiny = shrink(config)
+            key = json.dumps(tiny.to_dict(), sort_keys=True, default=str)
+            if key not in _learned:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(0)
+                    _learned[key] = _learn(model_class(tiny), tiny)
+            return _learned[key]
+    except LIBRARY_ERRORS as error:
+        raise no_tiny_copy(config, error) from error
+
+
+def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructure:
+    model = cls._from_config(config)
+    model.train(False)
+    constant = {name for name, p in model.named_parameters() if not p.requires_grad}
+    count = ids_per_token(model)
+    inputs, fewer = (
+        for_model(probe_inputs(config, tokens=tokens, ids_per_token=count), count)
+        for tokens in (PROBE_TOKENS, PROBE_TOKENS - 2)
+    )
+    blocks, watch = _find_blocks(model, inputs)
+    if (width := getattr(config.get_text_config(), "hidden_size", None)) is None:
+        raise ArchitectureError(
+            f"a {config.model_type} model has no one hidden size: its blocks ({blocks}) do not work"
+            " on the text's tokens, and what they work on would have to be described"
+        )
+    factor, more = _tokens_of(model, blocks, watch, fewer)
+    return ModelStructure(
+        model_class=cls,
+        blocks=blocks,
+        forms=watch.forms(),
+        running=tuple(watch.order),
+        owner=_owners(model, blocks, watch, constant),
+        shared=_shared(blocks, watch),
+        sides=(*watch.sides(), *dict.fromkeys(side for r in watch.reports for _, side in r.parts)),
+        id_readers=frozenset(watch.id_readers),
+        holders=frozenset(watch.holders),
+        reports=watch.reports,
+        hidden_shape=watch.hidden_shape,
+        tiny_width=int(width),
+        token_factor=factor,
+        more_tokens=more,
+        ids_per_token=count,
+        takes_embeddings=_takes_embeddings(model, blocks, watch, inputs),
+        reaches_into_blocks=any(
+            min(phases) < 0 for n, phases in watch.phases.items() if n.startswith(f"{blocks}.")
+        ),
+        # That of several codebooks takes labels of another layout, and of tokens that are next.
+        loss_counts_items=count == 1 and _loss_counts_items(model, inputs),
+    )
+
+
+def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tuple[str, _Watch]:
+    """The list of blocks: the heaviest ModuleList whose members run once each, in order; else, some
+    of whose members do and the others do not run (those that attend to images)."""
+    candidates = [
+        (sum(p.numel() for p in module.parameters()), name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
+    ]
+    candidates.sort(key=lambda c: -c[0])
+    reasons: list[str] = []
+    again = False  # whether some run more than once
+    in_part: list[tuple[str, _Watch]] = []
+    for _, name, module in candidates:
+        if any(name.startswith(f"{other}.") for other in reasons):
+            continue
+        watch = _watched(model, module, inputs)
+        if watch.order == list(range(len(module))):
+            return name, watch
+        if watch.order and watch.order == sorted(set(watch.order)):
+            in_part.append((name, watch))
+        again |= len(watch.order) > len(set(watch.order))
+        reasons.append(name)
+    if in_part:
+        return in_part[0]
+    raise ArchitectureError(
+        f"{type(model).__name__} has no list of blocks that run once each, in order"
+        + (f" (looked at {', '.join(reasons)})" if reasons else "")
+        + ("; a micro-batch would have to go through a stage several times" if again else ""),
+        hint="only models whose layers form one chain can be cut",
+    )
+
+
+def _watched(
+    model: PreTrainedModel, blocks: nn.ModuleList, inputs: dict[str, torch.Tensor]
+) -> _Watch:
+    """What one forward of the model did."""
+    watch = _Watch(model, blocks, inputs["input_ids"])
+    left_out = {"labels"} | ({"input_ids"} if "inputs_embeds" in inputs else set())
+    with torch.enable_grad(), watch.provenance, watch:
+        run_on_text(model, {k: v for k, v in inputs.items() if k not in left_out})
+    return watch
+
+
+def _tokens_of(
+    model: PreTrainedModel, blocks: str, watch: _Watch, fewer: dict[str, torch.Tensor]
+) -> tuple[int, int]:
+    """(`token_factor`, `more_tokens`) of a `ModelStructure`; `fewer` are inputs with fewer tokens
+    than those of `watch`, for a second forward where there are not as many as in the text."""
+    most = _tokens(watch)
+    if most == PROBE_TOKENS:
+        return 1, 0
+    modules: Any = model.get_submodule(blocks)
+    least, tokens = _tokens(_watched(model, modules, fewer)), fewer["input_ids"].shape[1]
+    factor = (most - least) // (PROBE_TOKENS - tokens)
+    return factor, most - factor * PROBE_TOKENS
+
+
+def _takes_embeddings(
+    model: PreTrainedModel, blocks: str, watch: _Watch, inputs: dict[str, torch.Tensor]
+) -> bool:
+    """See `ModelStructure.takes_embeddings`; `watch` saw the `inputs`."""
+    if watch.sides() or watch.id_readers or ids_per_token(model) > 1:
+        return False  # what is made of ids beside the embedding cannot be made of its output
+    if "inputs_embeds" not in inspect.signature(model.forward).parameters:
+        return False
+    width = cast(Any, model.get_input_embeddings()).weight.shape[-1]
+    zeros = torch.zeros(*inputs["input_ids"].shape, width, dtype=model.dtype)
+    modules: Any = model.get_submodule(blocks)
+    try:
+        other = _watched(model, modules, {**inputs, "inputs_embeds": zeros}).independent
+    except ArchitectureError:
+        return False
+    alike = (torch.equal(t, other[at]) for at, t in watch.independent.items() if at in other)
+    return watch.independent.keys() <= other.keys() and all(alike)
+
+
+def _tokens(watch: _Watch) -> int:
+    """Tokens of a row of the hidden state, beside which the rows stand."""
+    pairs = [pair for pair in itertools.pairwise(watch.hidden_shape[:-1]) if PROBE_ROWS in pair]
+    return max(max(pair) for pair in pairs) if pairs else PROBE_TOKENS
+
+
+class _Watch(WeightUses):
+    """Watches one forward: calls of the blocks, and the phase in which each weight is used: 2 i
+    while block i runs, 2 i + 1 after it and before the next, -1 before the first."""
+
+    def __init__(self, model: PreTrainedModel, blocks: nn.ModuleList, ids: torch.Tensor) -> None:
+        super().__init__(model)
+        self._blocks = blocks
+        self.provenance = Provenance(ids, [p for p in model.parameters() if p.requires_grad])
+        self._handles: list[Any] = []
+        self.order: list[int] = []
+        self.calls: list[Call] = []
+        self.outputs: list[Any] = []
+        self.phases: dict[str, set[int]] = {}
+        # (block, module in it, its output) of every call.
+        self._inside: list[tuple[int, str, Any]] = []
+        pairs = tied_names(model).items()
+        paths = {name.rpartition(".")[0] for pair in pairs for name in pair}
+        self._tied = {path: model.get_submodule(path) for path in sorted(paths)}
+        # The phases in which the module at a path ran, of those that have tied weights.
+        self.ran: dict[str, set[int]] = {}
+        # By block, as it was when the block began: containers change later.
+        self._received: list[list[tuple[Way, torch.Tensor, Any]]] = []  # with each one's graph
+
+    def __enter__(self) -> _Watch:
+        for index, block in enumerate(self._blocks):
+            before = functools.partial(self._before, index)
+            self._handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(block.register_forward_hook(functools.partial(self._after, index)))
+            for name, module in block.named_modules():
+                seen = functools.partial(self._seen, index, name)
+                self._handles.append(module.register_forward_hook(seen))
+        for path, module in self._tied.items():
+            runs = functools.partial(self._runs, path)
+            self._handles.append(module.register_forward_pre_hook(runs))
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        for handle in self._handles:
+            handle.remove()
+
+    def _runs(self, path: str, module: nn.Module, args: Any) -> None:
+        self.ran.setdefault(path, set()).add(self.provenance.phase)
+
+    def _before(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.provenance.phase = 2 * index
+        self.order.append(index)
+        self.calls.append((args, kwargs))
+        for _, hidden_BSD in itertools.islice(_followed(args, kwargs), 1):
+            self.provenance.received(hidden_BSD, index)
+        found = tensors_at((args, kwargs))
+        self._received.append([(path, tensor, tensor.grad_fn) for path, tensor in found])
+
+    def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        self.provenance.phase = 2 * index + 1
+        self.outputs.append(output)
+
+    def _seen(self, index: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if name:
+            self._inside.append((index, name, output))
+
+    def on_use(self, name: str) -> None:
+        self.phases.setdefault(name, set()).add(self.provenance.phase)
+
+    def forms(self) -> tuple[BlockForm, ...]:
+        """How each block was called; one that does not run has the form of its neighbour. Raises
+        ArchitectureError if no hidden state passes."""
+        calls = zip(self.order, self.calls, self.outputs, strict=True)
+        seen = {i: BlockForm(_entry(i, *call), *_exit(i, output)) for i, call, output in calls}
+        nearest = (max((k for k in self.order if k <= i), default=self.order[0]) for i in self._all)
+        return tuple(seen[k] for k in nearest)
+
+    @property
+    def _all(self) -> range:
+        return range(len(self._blocks))
+
+    @property
+    def hidden_shape(self) -> tuple[int, ...]:
+        """See `ModelStructure.hidden_shape`."""
+        return tuple(self._hidden[0].shape)
+
+    @property
+    def _hidden(self) -> list[torch.Tensor]:
+        """What each block that ran received as its hidden state."""
+        forms = self.forms()
+        calls = zip(self.order, self.calls, strict=True)
+        return [forms[block].hidden(*call) for block, call in calls]
+
+    @property
+    def independent(self) -> dict[tuple[int, Way], torch.Tensor]:
+        """By block and place, what blocks receive that is of neither token ids nor weights."""
+        return {
+            (block, path): tensor
+            for block, received in zip(self.order, self._received, strict=True)
+            for path, tensor, _ in received
+            if self.provenance.level(tensor) is None
+        }
+
+    @functools.cached_property
+    def _besides(self) -> list[tuple[int, Way, torch.Tensor, Any, int]]:
+        """(block, place, tensor, graph, level) of what blocks receive and read beside the hidden
+        state."""
+        found, forms = [], self.forms()
+        for block, received in zip(self.order, self._received, strict=True):
+            form = forms[block]
+            for path, tensor, graph in received:
+                level = self.provenance.level(tensor)
+                is_hidden = [key for _, key in path[1:]] == [form.entry]
+                if level is None or is_hidden or not self.provenance.is_read(tensor, block):
+                    continue
+                found.append((block, path, tensor, graph, level))
+        return found
+
+    def sides(self) -> tuple[Side, ...]:
+        """See `ModelStructure.sides`."""
+        by_tensor: dict[int, list[tuple[int, Way, torch.Tensor, Any, int]]] = {}
+        for entry in self._besides:
+            if entry[4] != IDS:
+                by_tensor.setdefault(id(entry[2]), []).append(entry)
+        found = []
+        for entries in by_tensor.values():
+            block, path, tensor, graph, level = entries[0]
+            places = tuple((entry[0], entry[1]) for entry in entries)
+            name = _argument_name(self._blocks[block], path)
+            held, form = self.provenance.is_held(tensor, block), (tuple(tensor.shape), tensor.dtype)
+            found.append(Side(name, level, places, held, *form, self._weights_of(graph)))
+        return tuple(found)
+
+    def _weights_of(self, graph: Any) -> frozenset[str]:
+        """The names of the weights that a tensor with this graph depends on."""
+        found: set[str] = set()
+        seen, waiting = {graph}, [graph]
+        while waiting:
+            node = waiting.pop()
+            if node is None:
+                continue
+            found.update(self._names.get(id(getattr(node, "variable", None)), ()))
+            new = {before for before, _ in node.next_functions} - seen
+            seen |= new
+            waiting += new
+        return frozenset(found)
+
+    @functools.cached_property
+    def reports(self) -> tuple[Report, ...]:
+        """See `ModelStructure.reports`."""
+        last = self.order[-1]
+        top = self.forms()[last].take(self.outputs[-1])
+        sides: dict[int, Side] = {}
+        found = []
+        for block, module, output in self._inside:
+            parts = []
+            for path, tensor in tensors_at(output):
+                if self.provenance.shares(tensor, top) or not self.provenance.is_read_after(
+                    tensor, last
+                ):
+                    continue
+                places = ((len(self._blocks), ()),)
+                form = tuple(tensor.shape), tensor.dtype
+                weights = self._weights_of(tensor.grad_fn)
+                name = ".".join([module, *(str(key) for _, key in path)])
+                side = Side(name, block, places, False, *form, weights)
+                parts.append((path, sides.setdefault(id(tensor), side)))
+            if parts:
+                found.append(Report(block, module, hollow(output), tuple(parts)))
+        return tuple(found)
+
+    @property
+    def holders(self) -> set[int]:
+        """See `ModelStructure.holders`."""
+        received = zip(self.order, self._hidden, strict=True)
+        return {block for block, tensor in received if self.provenance.is_held(tensor, block)}
+
+    @property
+    def id_readers(self) -> set[int]:
+        """See `ModelStructure.id_readers`."""
+        return {entry[0] for entry in self._besides if entry[4] == IDS}
+
+
+def _argument_name(block: nn.Module, path: Way) -> str:
+    """A place in a block's call in words."""
+    (_, argument), *rest = path[1:]
+    if isinstance(argument, int):
+        parameters = list(inspect.signature(block.forward).parameters)
+        named = argument < len(parameters)
+        argument = parameters[argument] if named else f"argument {argument}"
+    return ".".join([argument, *(str(key) for _, key in rest)])
+
+
+def _entry(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+    for name, _ in _followed(args, kwargs):
+        return name
+    raise ArchitectureError(f"block {index} receives no hidden state as an argument")
+
+
+def _followed(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[int | str, torch.Tensor]]:
+    """Arguments that autograd follows, by position or keyword: the hidden state is the first."""
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for name, value in named:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            yield name, value
+
+
+def _exit(index: int, output: Any) -> tuple[int | None, int]:
+    if isinstance(output, torch.Tensor):
+        return None, 1
+    if isinstance(output, (tuple, list)):
+        for slot, value in enumerate(output):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                return slot, len(output)
+    raise ArchitectureError(
+        f"block {index} returns {type(output).__name__}, which holds no hidden state that autograd"
+        " follows: the model's own code goes backward through its blocks, and would have to do so"
+        " for a part of them"
+    )
+
+
+def _owners(
+    model: PreTrainedModel, blocks: str, watch: _Watch, constant: set[str]
+) -> dict[str, int]:
+    """See `ModelStructure.owner`. Constants (frozen parameters, such as tables of sines) have no
+    owner: all need them."""
+    last, behind = watch.order[-1], len(watch.forms())
+    tied = tied_names(model)
+    owner = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name.startswith(f"{blocks}.") or name in constant:
+            continue
+        # A tied weight is used in several places; which of its names is meant tells the module that
+        # runs there, else that the target is the later one.
+        phases = watch.ran.get(name.rpartition(".")[0]) or watch.phases.get(name, {-1})
+        phase = max(phases) if name in tied else min(phases)
+        owner[name] = -1 if phase < 0 else behind if phase > 2 * last else phase // 2
+    return owner
+
+
+def _shared(blocks: str, watch: _Watch) -> dict[str, tuple[int, ...]]:
+    """See `ModelStructure.shared`."""
+    shared = {}
+    for name, phases in watch.phases.items():
+        users = {phase // 2 for phase in phases}
+        if name.startswith(f"{blocks}."):
+            # Some models rescale their blocks' weights up front; each block's are its own.
+            users.discard(-1)
+        if len(users) > 1:
+            shared[name] = tuple(sorted(users))
+    return shared
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """{target: source} of the weights that the model ties."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def _loss_counts_items(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> bool:
+    """See `ModelStructure.loss_counts_items`. Not that of a model whose own loss does not run, as
+    where it is of what follows an image."""
+    items = (inputs["labels"][:, 1:] != -100).sum()
+    with torch.no_grad():
+        losses = []
+        for factor in (1, 2, 4):
+            try:
+                output = model(**inputs, num_items_in_batch=items * factor, use_cache=False)
+            except (TypeError, ValueError):
+                return False
+            losses.append(output.loss)
+    # Of what does not count them nothing is left in the differences.
+    first, second = losses[0] - losses[1], losses[1] - losses[2]
+    return bool(first > 0 and torch.isclose(first, 2 * second, rtol=1e-4))
+
+
+def layer_kinds(config: PretrainedConfig) -> list[int]:
+    """For each layer the first one of its kind: of the same modules, with weights of the same
+    shapes and types, and of the same type where the configuration lists one for every layer. Raises
+    ArchitectureError. Nothing is loaded."""
+    structure = introspect(config)
+    blocks = meta_model(config).get_submodule(structure.blocks)
+    assert isinstance(blocks, nn.ModuleList)
+    listed = list(_listed(config, len(blocks)))
+    first: dict[tuple[object, ...], int] = {}
+    found = []
+    for index, block in enumerate(blocks):
+        shapes = tuple((name, p.shape, p.dtype) for name, p in block.named_parameters())
+        kind = (repr(block), shapes, *(str(values[index]) for values in listed))
+        found.append(first.setdefault(kind, index))
+    return found
+
+
+def _listed(config: PretrainedConfig, num_layers: int) -> Iterator[list[object]]:
+    """What the configuration says of every single layer's type."""
+    for name, value in config.get_text_config().to_dict().items():
+        if _PER_LAYER.match(name) and isinstance(value, list) and len(value) == num_layers:
+            yield value

@@ -1,0 +1,139 @@
+"""The objective of a run: everything that another loss would change.
+
+The engine asks here which tensors a stage needs, how the last stage makes a loss of them, and by
+how many items a step is divided.
+
+Shapes: B rows of a micro-batch, S tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from hetero_framework.config import StageSpec, TrainingConfig
+from hetero_framework.data.batches import IGNORE_INDEX, MicroBatch, num_items
+from hetero_framework.models.cut.chunked_loss import chunk_tokens, chunked_loss, spans
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.language import meta_model, model_class
+from hetero_framework.models.cut.shard import Inputs, Shard
+from hetero_framework.models.cut.side import Bundle
+
+
+class CausalLM:
+    """Next-token prediction: each token's label is the token after it; -100 is no label."""
+
+    def __init__(
+        self,
+        loss_chunk_tokens: int | Literal["auto"] | None,
+        id_layers: frozenset[int] = frozenset(),
+    ) -> None:
+        """At most the logits of so many tokens exist at once; None: those of all. `id_layers` are
+        the model's that read token ids (`ModelStructure.id_readers`)."""
+        self._loss_chunk_tokens = loss_chunk_tokens
+        self._id_layers = id_layers
+
+    def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
+        """The tensors that a stage needs: tokens in front and where its layers read them, labels at
+        the end, others everywhere."""
+        reads = not self._id_layers.isdisjoint(range(spec.start, spec.end))
+        needed = {"input_ids": spec.is_first or reads, "labels": spec.is_last}
+        return [name for name in names if needed.get(name, True)]
+
+    def loss(
+        self,
+        shard: Shard,
+        inputs: Inputs,
+        received: Bundle,
+        num_items: torch.Tensor,
+        *,
+        running: Callable[[], AbstractContextManager[None]],
+        backward: Callable[[torch.Tensor], None] | None,
+    ) -> torch.Tensor:
+        """The last shard's loss of a micro-batch divided by `num_items`, as `item_counter` counts
+        them; 0-d, detached. Outside training without what routers add to it.
+
+        `running` is the context of each forward. `backward` differentiates a loss, scaled as the
+        caller likes; None outside training. Gradients are left in parameters and `received`.
+        """
+        divisor, differentiate = num_items, backward
+        if backward is not None and averages_means(type(shard.model)):
+            predicted = inputs["labels"][..., shard.ids_per_token :]
+            divisor = predicted.ne(IGNORE_INDEX).sum().clamp(min=1)
+            differentiate = _divided(backward, num_items)
+        limit = chunk_tokens(self._loss_chunk_tokens, shard.config)
+        if chunks := spans(inputs["labels"].shape, limit):
+            loss = chunked_loss(
+                shard, inputs, received, divisor, chunks, running=running, backward=differentiate
+            )
+        else:
+            with running():
+                loss = shard.loss(inputs, received, divisor, tokens_only=backward is None)
+            if differentiate is not None:
+                differentiate(loss)
+            loss = loss.detach()
+        return loss if divisor is num_items else loss / num_items
+
+    def num_chunks(self, config: PretrainedConfig, rows: int, tokens: int) -> int:
+        """How many pieces the loss of a micro-batch is computed in."""
+        limit = chunk_tokens(self._loss_chunk_tokens, config)
+        return max(1, len(spans((rows, tokens), limit)))
+
+    def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
+        """For training this model: what the loss of a step's micro-batches is divided by, as in
+        transformers' Trainer. That leaves the first label of each row, which nothing predicts, out
+        only where it knows the loss from the class's name, and so not for `GPT2LMHeadModel`. Where
+        it averages means, these are the items."""
+        if averages_means(model_class(config)):
+            return len
+        loss = LOSS_MAPPING.get(getattr(meta_model(config), "loss_type", None) or "")
+        if loss is not ForCausalLMLoss and introspect(config).loss_counts_items:
+            return lambda batches: num_items(batches, first=0)
+        return self.prediction_counter(config)
+
+    def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
+        """Counts what an evaluation's loss is divided by."""
+        first = introspect(config).ids_per_token
+        return lambda batches: num_items(batches, first=first)
+
+    def loss_bytes(
+        self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
+    ) -> int:
+        """Memory that the last stage needs for the loss of `tokens` tokens at once, with weights of
+        `number_bytes`: logits, their float32 upcast, its log-softmax and the gradients of both. Of
+        one loss chunk, also a float32 sum for `head_numbers`, the narrower trained weights."""
+        # In float32 the upcast is no copy.
+        per_logit = 16 if number_bytes == 4 else number_bytes + 16
+        limit = chunk_tokens(self._loss_chunk_tokens, text)
+        if limit is None or tokens <= limit:
+            return tokens * int(text.vocab_size) * per_logit
+        return limit * int(text.vocab_size) * per_logit + 4 * head_numbers
+
+
+def _divided(
+    backward: Callable[[torch.Tensor], None], num_items: torch.Tensor
+) -> Callable[[torch.Tensor], None]:
+    """`backward` of a loss that has not been divided yet."""
+    return lambda loss: backward(loss / num_items)
+
+
+def averages_means(cls: type[PreTrainedModel]) -> bool:
+    """Whether the Trainer averages the losses of a step's micro-batches, each the mean of its own
+    tokens. So it does for classes that take no number of items for their loss, and for those that
+    say so: multimodal ones, most of them."""
+    accepts = getattr(cls, "accepts_loss_kwargs", None)
+    if accepts is None:
+        parameters = inspect.signature(cls.forward).parameters.values()
+        accepts = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return not accepts
+
+
+def objective_of(training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> CausalLM:
+    """The objective of a run; `id_layers` as for `CausalLM`."""
+    return CausalLM(training.loss_chunk_tokens, id_layers)

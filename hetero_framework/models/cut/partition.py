@@ -1,0 +1,426 @@
+"""Taking everything outside a layer range out of a model.
+
+A shard's class is a subclass of the model's own. Absent blocks pass the hidden state on; absent
+weights before the blocks keep a shape without memory, so that the code around them runs; reaching
+what follows the blocks ends the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hetero_framework.config import StageSpec
+from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.cut.introspect import BlockForm, ModelStructure, tied_names
+from hetero_framework.models.cut.language import PLAIN, copy_plain_attributes, meta_model, towers
+from hetero_framework.models.cut.side import Call
+
+
+@dataclass(frozen=True)
+class ShardRange:
+    """Layers `[start, end)`; the first shard also has what comes before, the last what follows."""
+
+    start: int
+    end: int
+    is_first: bool
+    is_last: bool
+
+    @classmethod
+    def of(cls, stage: StageSpec) -> ShardRange:
+        return cls(stage.start, stage.end, stage.is_first, stage.is_last)
+
+
+def ranges_between(bounds: Sequence[int]) -> tuple[ShardRange, ...]:
+    """The shards of a whole model: one from each bound to the next."""
+    spans, last = enumerate(pairwise(bounds)), len(bounds) - 2
+    return tuple(ShardRange(start, end, k == 0, k == last) for k, (start, end) in spans)
+
+
+class Skeleton:
+    """The whole model without its weights: names and order of everything in it."""
+
+    def __init__(self, config: PretrainedConfig, structure: ModelStructure) -> None:
+        self.structure = structure
+        model = meta_model(config)
+        blocks: Any = model.get_submodule(structure.blocks)
+        if len(blocks) != structure.num_layers:
+            found = f"{type(model).__name__} has {len(blocks)} blocks"
+            raise ArchitectureError(f"{found}, its tiny copy {structure.num_layers}")
+        self.parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self.names = {*self.parameters, *model.state_dict()}
+        self.modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
+        self.towers = towers(config)
+        self.tied = tied_names(model)
+        self.ties = self._ties_of_places()
+        self._local: dict[str, int] = {}
+        counts: dict[str, int] = {}
+        for name in self.parameters:
+            parent = name.rpartition(".")[0]
+            self._local[name] = counts[parent] = counts.get(parent, -1) + 1
+
+    def parameter_index(self, name: str) -> tuple[int, ...]:
+        """Where a parameter stands in the whole model: (module, place in it). An adapter's stand
+        behind the own ones of the deepest module of the whole model in their name."""
+        parts = name.split(".")
+        for length in range(len(parts) - 1, -1, -1):
+            module = ".".join(parts[:length])
+            if module in self.modules:
+                return self.modules[module], self._local.get(name, len(self.parameters))
+        raise AssertionError("the root module has the empty name")
+
+    def layer_of(self, name: str) -> int | None:
+        """The block that a name lies in, or None outside the blocks."""
+        prefix = f"{self.structure.blocks}."
+        index = name.removeprefix(prefix).partition(".")[0]
+        return int(index) if name.startswith(prefix) and index.isdigit() else None
+
+    def _ties_of_places(self) -> dict[str, str]:
+        """{target: source} of what is tied to a weight of an earlier place: one target for each
+        place, in the order of these."""
+        found: dict[tuple[int, str], str] = {}
+        for target, source in self.tied.items():
+            here, there = self._place(target), self._place(source)
+            if here is not None and there is not None and there < here:
+                found.setdefault((here, source), target)
+        return {target: source for (_, source), target in sorted(found.items())}
+
+    def _place(self, name: str) -> int | None:
+        """The block that a parameter lies in, -1 for before and their number for behind them."""
+        layer = self.layer_of(name)
+        return self.structure.owner.get(name) if layer is None else layer
+
+    def beside(self, target: str) -> list[str]:
+        """The names at a target's place that are tied to the same weight, its own among them."""
+        source, place = self.ties[target], self._place(target)
+        return [n for n, s in self.tied.items() if s == source and self._place(n) == place]
+
+    def targets(self, rng: ShardRange) -> list[str]:
+        """The targets of `ties` that a shard has, in the order of their places."""
+        return [target for target in self.ties if self.holds(target, rng)]
+
+    def holds(self, name: str, rng: ShardRange) -> bool:
+        """Whether a shard has the parameter or module of this name (a head for a tied weight)."""
+        layer = self.layer_of(name)
+        if layer is not None:
+            return rng.start <= layer < rng.end
+        owner = self.structure.owner.get(name)
+        if owner is None:
+            inside = [o for n, o in self.structure.owner.items() if n.startswith(f"{name}.")]
+            return not inside or any(self._owns(o, rng) for o in inside)
+        return self._owns(owner, rng)
+
+    @property
+    def is_separable(self) -> bool:
+        """Whether a block's weights are its own: neither shared nor rescaled by the model."""
+        tied = {*self.ties, *self.ties.values()}
+        shared = self.structure.shared.keys() - tied
+        tied_blocks = [name for name in tied if self.layer_of(name) is not None]
+        return not (shared or tied_blocks or self.structure.reaches_into_blocks)
+
+    def _owns(self, owner: int, rng: ShardRange) -> bool:
+        if owner < 0:
+            return rng.is_first
+        if owner >= self.structure.num_layers:
+            return rng.is_last
+        return rng.start <= owner < rng.end
+
+
+def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> None:
+    """Raise ArchitectureError for what would cross a cut beside the hidden state."""
+    text = config.get_text_config()
+    structure = whole.structure
+    if getattr(text, "output_router_logits", False):
+        lacks = None if structure.reports else "transformers makes no loss of its routers' logits"
+        if not structure.loss_counts_items:
+            lacks = "its loss is not a sum over tokens and what the routers add"
+        if lacks is not None:
+            raise ArchitectureError(
+                f"output_router_logits is set, but of a {config.model_type} model {lacks}",
+                hint="set output_router_logits to false in the model's configuration",
+            )
+    for name in ("layerdrop", "layer_dropout"):
+        if getattr(text, name, 0.0):
+            raise ArchitectureError(
+                f"{name} = {getattr(text, name)} skips layers at random, over all stages",
+                hint=f"set {name} to 0 in the model's configuration",
+            )
+    if rng.is_first and rng.is_last:
+        return
+    tied = {*whole.tied, *whole.tied.values()}
+    for name, layers in sorted(structure.shared.items()):
+        inside = [rng.start <= layer < rng.end for layer in layers]
+        if name not in tied and any(inside) and not all(inside):
+            shared = f"{name} is shared by layers {list(layers)} of different stages"
+            raise ArchitectureError(shared)
+
+
+class Captured(Exception):
+    """Ends a forward once the hidden state has left the last block of a shard."""
+
+
+class PassThrough(nn.Module):
+    """Stands for an absent block: returns the hidden state it is given. What models read of their
+    blocks stays: plain attributes (`attention_type`), and tensors without memory
+    (`mamba.mup_vector`). Methods that a model calls on all blocks do nothing. The modules named in
+    `reporting` can pass for those of the block that report to the model (`report`)."""
+
+    def __init__(self, block: nn.Module, form: BlockForm, reporting: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._form = form
+        # Not among the modules yet: what loads and quantises a model has no business with them.
+        self._reporting = {name: _without_weights(block.get_submodule(name)) for name in reporting}
+        self._block_class = type(block)
+        # Set by the shard: what to do with the hidden state, and the call, on their way through.
+        self.on_call: Callable[[torch.Tensor, Call], torch.Tensor] | None = None
+        _copy_outline(block, self)
+
+    def __getattr__(self, name: str) -> Any:
+        of_class = getattr(self.__dict__.get("_block_class"), name, None)
+        if isinstance(of_class, PLAIN):
+            return of_class
+        if callable(of_class):
+            return lambda *args, **kwargs: None
+        return super().__getattr__(name)
+
+    def let_report(self) -> None:
+        """Put the reporting modules in their places, where the model looks for them."""
+        for name in sorted(self._reporting):  # those that others are in come first
+            path, _, child = name.rpartition(".")
+            parent: nn.Module = self
+            for step in path.split(".") if path else ():
+                parent = _inner(parent, step)
+            if parent._modules.get(child) is None:
+                vars(parent).pop(child, None)
+                parent.add_module(child, self._reporting[name])
+
+    def report(self, module: str, output: Any) -> None:
+        """Have one of them return this, with all that the model has hooked to it."""
+        reporting = self._reporting[module]
+        reporting.forward = lambda: output
+        try:
+            reporting()
+        finally:
+            del reporting.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden_BSD = self._form.hidden(args, kwargs)
+        if self.on_call is not None:
+            hidden_BSD = self.on_call(hidden_BSD, (args, kwargs))
+        return self._form.wrap(hidden_BSD)
+
+
+def _without_weights(module: nn.Module) -> nn.Module:
+    """The module itself; its tensors become attributes without memory."""
+    for inner in module.modules():
+        for tensors in (inner._parameters, inner._buffers):
+            taken = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+            for name, tensor in taken.items():
+                del tensors[name]
+                setattr(inner, name, tensor.detach().to("meta"))
+    return module
+
+
+def _inner(parent: nn.Module, name: str) -> nn.Module:
+    """The module of this name in an absent block, made of its outline if need be."""
+    found = parent._modules.get(name)
+    if found is None:
+        outline = vars(parent).pop(name, None)
+        found = nn.Module()
+        vars(found).update(vars(outline) if isinstance(outline, SimpleNamespace) else {})
+        parent.add_module(name, found)
+    return found
+
+
+class Lender(nn.Module):
+    """Stands for an absent block while a shard is read: those modules of it that targets in this
+    shard are tied to. `stand_in` takes its place then."""
+
+    stand_in: PassThrough
+
+    def __init__(self, stand_in: PassThrough, lent: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["stand_in"] = stand_in  # not among the modules: nothing is loaded into it
+        for path, module in lent.items():
+            parent: nn.Module = self
+            *steps, child = path.split(".")
+            for step in steps:
+                parent = _inner(parent, step)
+            parent.add_module(child, module)
+
+
+def _lent_modules(
+    block: nn.Module, prefix: str, present: Callable[[str], bool]
+) -> dict[str, nn.Module]:
+    """The modules of a block, by path, that have a parameter of their own that is `present`."""
+    return {
+        path: module
+        for path, module in block.named_modules()
+        if any(present(f"{prefix}.{path}.{n}") for n, _ in module.named_parameters(recurse=False))
+    }
+
+
+class AbsentLinear(nn.Module):
+    """Stands for an absent projection before the blocks; its output is not used."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.out_features: int
+        copy_plain_attributes(linear, self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(*x.shape[:-1], self.out_features)
+
+
+class AfterBlocks(nn.Module):
+    """Stands for an absent module after the blocks: reaching it ends the forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        copy_plain_attributes(module, self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise Captured
+
+
+def _copy_outline(source: nn.Module, target: Any) -> None:
+    """Plain attributes and tensors' shapes of a module and of the modules in it."""
+    copy_plain_attributes(source, target)
+    tensors = [*source.named_parameters(recurse=False), *source.named_buffers(recurse=False)]
+    for name, tensor in tensors:
+        setattr(target, name, tensor.detach().to("meta"))
+    for name, child in source.named_children():
+        setattr(target, name, _outline(child))
+
+
+def _outline(module: nn.Module) -> Any:
+    if isinstance(module, nn.ModuleList):
+        return [_outline(child) for child in module]
+    if isinstance(module, nn.ModuleDict):
+        return {name: _outline(child) for name, child in module.items()}
+    outline = SimpleNamespace()
+    _copy_outline(module, outline)
+    return outline
+
+
+def shard_class(whole: Skeleton, present: Callable[[str], bool]) -> type[PreTrainedModel]:
+    """The model's own class with everything taken out after construction that is not `present`:
+    that is asked of a block's name, and of those of the parameters outside blocks."""
+    base = whole.structure.model_class
+
+    def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)
+        _prune(self, whole, present)
+
+    # The library tells its own models from others by module and name.
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), {"__init__": __init__, **names})
+
+
+def _prune(model: Any, whole: Skeleton, present: Callable[[str], bool]) -> None:
+    structure = whole.structure
+    blocks = model.get_submodule(structure.blocks)
+    for index, form in enumerate(structure.forms):
+        if not present(f"{structure.blocks}.{index}"):
+            reporting = [report.module for report in structure.reports if report.block == index]
+            block = blocks[index]
+            lent = _lent_modules(block, f"{structure.blocks}.{index}", present)
+            blocks[index] = PassThrough(block, form, reporting)
+            if lent:
+                blocks[index] = Lender(blocks[index], lent)
+    absent: dict[str, list[str]] = {}
+    for name in structure.owner:
+        if not present(name):
+            path, _, attribute = name.rpartition(".")
+            absent.setdefault(path, []).append(attribute)
+    model._hetero_absent = []
+    for path, attributes in absent.items():
+        owner = structure.owner[f"{path}.{attributes[0]}".lstrip(".")]
+        _take_out(model, path, attributes, after=owner >= structure.num_layers)
+    _restrict_tying(model, present)
+    # What other stages hold is no news. The patterns are a list in older versions of transformers.
+    as_set = isinstance(model._keys_to_ignore_on_load_unexpected, set)
+    model._keys_to_ignore_on_load_unexpected = {".*"} if as_set else [".*"]
+
+
+def _take_out(model: Any, path: str, attributes: list[str], *, after: bool) -> None:
+    """Remove parameters of the module at `path`, leaving shapes without memory behind."""
+    module = model.get_submodule(path)
+    weights = {name: module._parameters.pop(name) for name in attributes}
+    leaf = path and not any(True for _ in module.children())
+    emptied = not any(p is not None for p in module._parameters.values())
+    if leaf and emptied and (after or isinstance(module, nn.Linear)):
+        parent_path, _, child = path.rpartition(".")
+        module = AfterBlocks(module) if after else AbsentLinear(module)
+        setattr(model.get_submodule(parent_path), child, module)
+    for name, weight in weights.items():
+        setattr(module, name, weight.detach())
+        model._hetero_absent.append((module, name))
+
+
+def _restrict_tying(model: Any, present: Callable[[str], bool]) -> None:
+    """Leave in the library's tables only ties whose both ends are here."""
+    for prefix, submodule in model.named_modules():
+        if isinstance(submodule, PreTrainedModel):
+            module: Any = submodule
+            dot = f"{prefix}." if prefix else ""
+            module._tied_weights_keys = None
+            module.all_tied_weights_keys = {
+                target: source
+                for target, source in (module.all_tied_weights_keys or {}).items()
+                if present(dot + target) and present(dot + source)
+            }
+
+
+def fill_absent(model: Any) -> None:
+    """Give absent weights that a forward may still touch a shape but no memory (zero stride)."""
+    device, dtype = model.device, model.dtype
+    for module, name in model._hetero_absent:
+        shape = getattr(module, name).shape
+        setattr(module, name, torch.zeros((), dtype=dtype, device=device).expand(shape))
+    del model._hetero_absent
+
+
+def outside(
+    model: Any, whole: Skeleton, rng: ShardRange, wanted: Callable[[nn.Module], bool]
+) -> dict[str, nn.Module]:
+    """The `wanted` modules of a shard before and after its blocks, by name: those without modules
+    in them, all of whose parameters are the shard's."""
+    owned = {name for name in whole.structure.owner if whole.holds(name, rng)}
+    found = {}
+    for path in sorted({name.rpartition(".")[0] for name in owned} - {""}):
+        module = model.get_submodule(path)
+        own = {f"{path}.{name}" for name, _ in module.named_parameters()}
+        if own and own <= owned and not any(True for _ in module.children()) and wanted(module):
+            found[path] = module
+    return found
+
+
+def untie(model: Any, whole: Skeleton, rng: ShardRange, targets: Sequence[str]) -> None:
+    """Make these targets parameters of their own, over one storage with whatever else is tied and
+    here, and take out what was only lent: gradients add up at each place by itself."""
+    weights = {whole.ties[target]: model.get_parameter(whole.ties[target]) for target in targets}
+    for target in targets:
+        weight = weights[whole.ties[target]]
+        own = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+        for name in whole.beside(target):
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, own)
+            model.all_tied_weights_keys.pop(name, None)
+    blocks = model.get_submodule(whole.structure.blocks)
+    for index, block in enumerate(blocks):
+        if isinstance(block, Lender):
+            blocks[index] = block.stand_in
+    model._hetero_absent = []
+    for source in weights:
+        if not whole.holds(source, rng) and whole.layer_of(source) is None:
+            path, _, attribute = source.rpartition(".")
+            _take_out(model, path, [attribute], after=False)
+    fill_absent(model)

@@ -1,0 +1,71 @@
+"""What is left of the shards of a process, for those that it loads next.
+
+Frozen blocks, and modules before and after the blocks, as they were read; quantised ones too. What
+is trained belongs to a step of the run, and is never taken from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from hetero_framework.models.cut.partition import ShardRange, Skeleton
+from hetero_framework.models.files.fingerprint import Fingerprint
+
+
+@dataclass(frozen=True)
+class ReusableModules:
+    """What is there already of one shard: blocks by number, modules outside them by name, and the
+    `fingerprint` of all that was read with them."""
+
+    blocks: Mapping[int, nn.Module] = field(default_factory=dict)
+    outside: Mapping[str, nn.Module] = field(default_factory=dict)
+    fingerprint: Fingerprint = field(default_factory=dict)
+
+    def has(self, name: str, whole: Skeleton) -> bool:
+        """Whether the block or the parameter of this name is among it."""
+        return whole.layer_of(name) in self.blocks or name.rpartition(".")[0] in self.outside
+
+    def put_into(self, model: Any, whole: Skeleton) -> None:
+        """Give the model its modules in place of what stands for them."""
+        blocks = model.get_submodule(whole.structure.blocks)
+        for index, block in self.blocks.items():
+            blocks[index] = block
+        for name, module in self.outside.items():
+            model.set_submodule(name, module)
+
+
+class ReusePool:
+    """What is left of shards that were taken apart, by their ranges, all read from one `origin`."""
+
+    def __init__(self, origin: object = None) -> None:
+        self._origin = origin
+        self._of: dict[ShardRange, ReusableModules] = {}
+
+    def add(self, rng: ShardRange, kept: ReusableModules) -> None:
+        self._of[rng] = kept
+
+    def hand_out(self, origin: object, ranges: Sequence[ShardRange]) -> list[ReusableModules]:
+        """For each of the shards to come what is there of it; all else is freed. What lies outside
+        the blocks goes to a shard with the same ends of the model."""
+        left = self._of if origin == self._origin else {}
+        self._of = {}
+        return [_taken(left, rng) for rng in ranges]
+
+
+def _taken(left: Mapping[ShardRange, ReusableModules], rng: ShardRange) -> ReusableModules:
+    blocks: dict[int, nn.Module] = {}
+    outside: dict[str, nn.Module] = {}
+    read: Fingerprint = {}
+    for its, kept in left.items():
+        own = {k: block for k, block in kept.blocks.items() if rng.start <= k < rng.end}
+        same_ends = (its.is_first, its.is_last) == (rng.is_first, rng.is_last)
+        ends = kept.outside if same_ends else {}
+        if own or ends:
+            blocks.update(own)
+            outside.update(ends)
+            read.update(kept.fingerprint)
+    return ReusableModules(blocks, outside, read)

@@ -1,0 +1,734 @@
+"""A layer range of any Hugging Face causal language model as a runnable shard.
+
+A shard is an instance of a subclass of the model's own class, and transformers runs its own forward
+in it: masks, rotary embeddings, routing and the like stay its business. Blocks outside the range
+pass the hidden state through. What was received is put in at the entry of the first block that is
+present, and taken out at the entry of the first one that is absent again, so that whatever a model
+does between its parts happens once, on one stage. Side tensors (`side.py`) go in and out at the
+blocks that receive them. The last shard can also run its blocks, and then
+what follows them on one loss chunk at a time (`chunk_loss`).
+
+Parameter names, list positions and layer indices are those of the whole model.
+
+Shapes: B rows of a micro-batch, S tokens, D hidden size. A hidden state may have more axes
+(some models carry several streams); it crosses a boundary as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from hetero_framework.core import frames
+from hetero_framework.errors import ArchitectureError, ModelError
+from hetero_framework.models.cut import partition
+from hetero_framework.models.cut.attention import check_installed
+from hetero_framework.models.cut.codebooks import for_model
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.language import lies_in
+from hetero_framework.models.cut.partition import Captured, ShardRange, Skeleton
+from hetero_framework.models.cut.reuse import ReusableModules
+from hetero_framework.models.cut.side import Bundle, Call, Report, Way, as_inner, put_at, tensor_at
+from hetero_framework.models.cut.tiny import causal_lm_config
+from hetero_framework.models.cut.varlen_attention import register_per_sample
+from hetero_framework.models.files.fingerprint import Fingerprint, fingerprint
+from hetero_framework.models.files.quantization import quantization_config
+from hetero_framework.models.files.weights import (
+    Checkpoint,
+    check_quantizer,
+    check_settings,
+    read_config,
+    refuse_wrapped,
+    renaming,
+)
+from hetero_framework.models.library import LIBRARY_ERRORS, quiet_library
+from hetero_framework.models.rng import derive_seed
+from hetero_framework.repository import resolve_model_path
+
+if TYPE_CHECKING:
+    from hetero_framework.config import ModelConfig
+    from hetero_framework.core.devices import Device
+    from hetero_framework.models.adapters.adapter_plan import AttachedAdapter
+
+Inputs = dict[str, Tensor]
+# Of one kind of layer: by training or not, sizes of one, the layer's own switches.
+_COMPILED_VERSIONS = 64
+NOTHING = ReusableModules()
+_Part = Literal["whole", "blocks", "head"]
+
+# transformers replaces methods of its own classes while it loads (`no_tie_weights`) and puts back
+# what it found: of two loads at once the other's replacement, and no model is tied from then on.
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
+    """The transformers configuration that the `model` section names: the one gate through which
+    every model comes, whoever names it. Raises ModelError, also for what would load code,
+    and DeviceError where the attention is not installed."""
+    if model.from_config is not None:
+        fields, place = dict(model.from_config), "model.from_config"
+        check_settings(fields, place)
+        try:
+            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        except LIBRARY_ERRORS as error:
+            raise ModelError(
+                f"model.from_config is no configuration of an installed architecture: {error}"
+            ) from error
+    else:
+        place = resolve_model_path(str(model.name_or_path), base_dir)
+        config = read_config(place, model.revision)
+    if model.attn_implementation is not None:
+        config._attn_implementation = model.attn_implementation
+    config = causal_lm_config(config)
+    _check_built(config, place)
+    if model.tie_word_embeddings is not None:
+        for part in (config, config.get_text_config()):
+            part.tie_word_embeddings = model.tie_word_embeddings
+    if model.router_aux_loss_coef is not None:
+        _set_router_loss(config, model.router_aux_loss_coef)
+    return config
+
+
+def _check_built(config: PretrainedConfig, place: str) -> None:
+    """What only the library's reading of a configuration tells. Raises ModelError."""
+    text: Any = config.get_text_config()
+    if not isinstance(text, PretrainedConfig):
+        raise ModelError(
+            f"{place}: a {config.model_type} model has no part for text, but its settings hold"
+            f" {frames.shown(text)} for one",
+            hint="take that entry out (text_config, decoder, generator, ...)",
+        )
+    for part in (config, text):
+        check_quantizer(getattr(part, "quantization_config", None), place)
+        attention = part._attn_implementation
+        if "/" in str(attention):
+            raise ModelError(
+                f"{place}: its attention {attention!r} would be a repository of native code, which"
+                " is never run here",
+                hint='set model.attn_implementation to "sdpa", or install the package that has it',
+            )
+        if isinstance(attention, str):  # transformers might take a kernel of the hub in its place
+            check_installed(attention)
+
+
+def _set_router_loss(config: PretrainedConfig, weight: float) -> None:
+    """Raises ModelError where the architecture has no such weight."""
+    text: Any = config.get_text_config()
+    if not (hasattr(text, "output_router_logits") and hasattr(text, "router_aux_loss_coef")):
+        raise ModelError(
+            f"model.router_aux_loss_coef is {weight:g}, but a {config.model_type} model has no"
+            " router_aux_loss_coef",
+            hint="take it out",
+        )
+    text.output_router_logits, text.router_aux_loss_coef = weight > 0, weight
+
+
+def load_shard(
+    model: ModelConfig,
+    base_dir: Path,
+    rng: ShardRange,
+    device: Device,
+    *,
+    seed: int,
+    kept: ReusableModules = NOTHING,
+) -> Shard:
+    """Load the shard that `rng` names onto `device`; only its own tensors are read, and of these
+    none that are `kept` in memory. With `model.from_config` the weights are random. Raises as
+    `build_shard`, `quantization_config`."""
+    config = load_model_config(model, base_dir)
+    dtype = None if model.dtype == "auto" else getattr(torch, model.dtype)
+    build = functools.partial(
+        build_shard, config, rng=rng, dtype=dtype, device=device.torch_device, kept=kept
+    )
+    if model.from_config is not None:
+        return build(checkpoint=None, seed=seed)
+    compute_dtype = dtype or config_dtype(config)
+    quantization = quantization_config(model.quantization, config, compute_dtype, device)
+    if isinstance(quantization, dict):
+        config.quantization_config, quantization = quantization, None
+    source = resolve_model_path(str(model.name_or_path), base_dir)
+    checkpoint = Checkpoint(source, model.revision)
+    shard = build(checkpoint=checkpoint, quantization=quantization)
+    shard.fingerprint = {**kept.fingerprint, **fingerprint(checkpoint, checkpoint.used)}
+    return shard
+
+
+def build_shard(
+    config: PretrainedConfig,
+    checkpoint: Checkpoint | None,
+    rng: ShardRange,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    quantization: Any = None,
+    seed: int = 0,
+    kept: ReusableModules = NOTHING,
+) -> Shard:
+    """Build a shard from a checkpoint, or (None) with random weights from `seed` and each module's
+    name, by the model's rules; on the device "meta" without any. What is `kept` of an earlier shard
+    is taken as it is. `dtype` None takes the configuration's. Raises ModelError (files),
+    ArchitectureError (a model that cannot be cut)."""
+    register_per_sample()
+    device, dtype = torch.device(device), dtype or config_dtype(config)
+    with _ONE_AT_A_TIME:
+        whole = Skeleton(config, introspect(config))
+        partition.check_cut(config, whole, rng)
+        targets = [name for name in whole.targets(rng) if not kept.has(name, whole)]
+        # A target is loaded from the source that it is tied to, which then goes.
+        sources = {whole.ties[target] for target in targets}
+
+        def is_read(name: str) -> bool:
+            return name in sources or (whole.holds(name, rng) and not kept.has(name, whole))
+
+        cls = partition.shard_class(whole, is_read)
+        model: Any
+        report: dict[str, Any]
+        with torch.device("meta"):
+            model = cls._from_config(copy.deepcopy(config), dtype=dtype)
+        if device.type == "meta":
+            model.tie_weights(recompute_mapping=False)
+        elif checkpoint is None:
+            model.to_empty(device="cpu")
+            with torch.random.fork_rng(devices=[]):
+                _initialize("", model, model, seed)
+            model.tie_weights(recompute_mapping=False)
+            model.to(device)
+        else:
+            wanted, lent = _key_filter(model, whole, checkpoint)
+            quantized = quantization is not None or hasattr(config, "quantization_config")
+            with quiet_library(), checkpoint.slices(wanted) as slices:
+                model, report = cls.from_pretrained(  # type: ignore[misc]
+                    None,
+                    config=config,
+                    state_dict={lent.get(key, key): found for key, found in slices.items()},
+                    dtype=dtype,
+                    device_map={"": device} if quantized or device.type != "cpu" else None,
+                    quantization_config=quantization,
+                    ignore_mismatched_sizes=True,  # named below
+                    output_loading_info=True,
+                )
+            for name, found, expected in sorted(report["mismatched_keys"]):
+                raise ModelError(
+                    f"{name} of the checkpoint {checkpoint.source!r} has the shape {list(found)};"
+                    f" its config.json says {list(expected)}",
+                    hint="put the config.json there that belongs to these weights",
+                )
+            if missing := sorted(report["missing_keys"]):
+                refuse_wrapped(checkpoint, whole.names)
+                shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+                raise ModelError(
+                    f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights that its"
+                    f" config.json asks for: {shown}"
+                )
+            model.config.name_or_path = checkpoint.source
+            _check_finite(model, checkpoint.source)
+        kept.put_into(model, whole)
+        partition.fill_absent(model)
+        if targets:
+            partition.untie(model, whole, rng, targets)
+        return Shard(model, config, whole, rng)
+
+
+def _check_finite(model: torch.nn.Module, source: str) -> None:
+    """Raise ModelError for weights that are infinite or not a number: no training mends those."""
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point() or weight.is_meta:
+            continue
+        # The sum takes no memory; it is not finite either where finite numbers add up to too much.
+        if bool(torch.isfinite(weight.detach().sum(dtype=torch.float32))):
+            continue
+        if wrong := sum(int((~torch.isfinite(row)).sum()) for row in weight.detach()):
+            raise ModelError(
+                f"{name} of the model {source!r} holds {wrong} numbers that are infinite or NaN",
+                hint="the file is damaged; copy or download the model again",
+            )
+
+
+def config_dtype(config: PretrainedConfig) -> torch.dtype:
+    dtype = config.dtype or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def _key_filter(
+    model: PreTrainedModel, whole: Skeleton, checkpoint: Checkpoint
+) -> tuple[Callable[[str], bool], dict[str, str]]:
+    """Tells which tensors of a checkpoint this shard needs, by the library's own renaming; and
+    {key: source} of those that stand for the source that they are tied to, which is not there."""
+    own = {*dict(model.named_parameters(remove_duplicate=False)), *model.state_dict()}
+    known = dict.fromkeys(whole.names, True)
+    rename = renaming(model, known)
+    lent: dict[str, str] = {}
+    if whole.tied:
+        keys = {rename(key): key for key in checkpoint.files}
+        for target, source in reversed(whole.tied.items()):
+            if source not in keys and target in keys:
+                lent = {k: s for k, s in lent.items() if s != source} | {keys[target]: source}
+
+    def wanted(key: str) -> bool:
+        name = lent.get(key) or rename(key)
+        if lies_in(name, whole.towers):
+            return False
+        # Quantisation keeps its statistics beside a weight, under longer names.
+        while name and name not in known:
+            if name in whole.modules and any(n.startswith(f"{name}.") for n in own):
+                return True
+            name = name.rpartition(".")[0]
+        return name in own
+
+    return wanted, lent
+
+
+def _initialize(name: str, module: nn.Module, owner: PreTrainedModel, seed: int) -> None:
+    """Run the model's `_init_weights` over all modules, innermost first, seeded by their names."""
+    inner = module if isinstance(module, PreTrainedModel) else owner
+    for child_name, child in module.named_children():
+        _initialize(f"{name}.{child_name}" if name else child_name, child, inner, seed)
+    torch.manual_seed(derive_seed(seed, name))
+    inner._initialize_weights(module)
+
+
+class Shard:
+    """A runnable layer range of a model.
+
+    `on_enter`, the place to set the random state, is called with "embedding" when a forward starts
+    (what all shards make before the blocks may have dropout, as XLNet's positions do), with i
+    before block i (in its recomputation too) and with "head" after the last block ("head n" for
+    loss chunk n > 0).
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, config: PretrainedConfig, whole: Skeleton, rng: ShardRange
+    ) -> None:
+        self.model: Any = model
+        self.config = config
+        self.range = rng
+        self.on_enter: Callable[[str | int], None] | None = None
+        self.adapter: AttachedAdapter | None = None
+        # Of the files that it was read from; empty for random weights.
+        self.fingerprint: Fingerprint = {}
+        # What is tied to a weight of an earlier place, which may be on another shard.
+        self.ties = {target: whole.ties[target] for target in whole.targets(rng)}
+        self._whole = whole
+        # Asked now: over a quantised base, an adapter's type would pass for the model's later.
+        self.dtype = model.dtype
+        # Whether the whole model counts as quantised, as TRL asks it: also when weights elsewhere
+        # are alone.
+        self.is_quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+        structure = whole.structure
+        self.entering = () if rng.is_first else structure.sides_at(rng.start)
+        self._leaving_sides = () if rng.is_last else structure.sides_at(rng.end)
+        self._reads_ids = structure.reads_ids(rng.start, rng.end)
+        self._injected: Bundle = ()
+        self._captured: dict[int, Tensor] = {}  # by place in the bundle
+        self._part: _Part = "whole"
+        self._chunk = 0
+        own = (k for k in structure.running if rng.start <= k < rng.end)
+        self._entry = next(own, None)  # the first block here, of those that run
+        self._last_running = structure.running[-1]
+        self._blocks: list[Any] = list(model.get_submodule(whole.structure.blocks).children())
+        self._forwards: dict[int, Callable[..., Any]] = {}
+        # What `dissolve` takes back: hooks, and forwards that were not their classes'.
+        self._hooks: list[RemovableHandle] = []
+        self._former: dict[int, Callable[..., Any] | None] = {}
+        self._recomputes = False
+        self._install()
+
+    @property
+    def width(self) -> int:
+        """The last size of a hidden state that crosses a boundary."""
+        return int(self.config.get_text_config().hidden_size) * self._whole.structure.width_factor
+
+    @property
+    def ids_per_token(self) -> int:
+        """See `ModelStructure.ids_per_token`."""
+        return self._whole.structure.ids_per_token
+
+    def hidden_tokens(self, ids: int) -> int:
+        """How many tokens a hidden state has, of a micro-batch with so many ids a row."""
+        return self._whole.structure.hidden_tokens(ids)
+
+    def parameter_index(self, name: str) -> tuple[int, ...]:
+        """Position of a parameter in the whole model's order."""
+        return self._whole.parameter_index(name)
+
+    @property
+    def tied_elsewhere(self) -> set[str]:
+        """The weights of this shard that others have targets of."""
+        sources = {s for t, s in self._whole.ties.items() if t not in self.ties}
+        return {name for name in sources if self._whole.holds(name, self.range)}
+
+    def parameters_outside_blocks(self) -> Iterator[nn.Parameter]:
+        """The parameters before and after the blocks of this shard, an adapter's included."""
+        for name, parameter in self.model.named_parameters():
+            if self._whole.layer_of(name) is None:
+                yield parameter
+
+    def train(self, mode: bool = True) -> None:
+        """Training mode (dropout, activation checkpointing) on or off."""
+        self.model.train(mode)
+        for module in self.model.modules():
+            # Outside training mode, which it needs for nothing else, bitsandbytes repacks 4-bit
+            # weights for good on some CPUs: training would go on with other numbers.
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.training = True
+
+    def compile_blocks(self, backend: str | None, mode: str | None) -> None:
+        """Compile the forward of every block with torch.compile; hooks stay outside. Which shape
+        came first, or how many versions other blocks use, must not decide what code runs: the
+        result would depend on the cut."""
+        limits: Any = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, _COMPILED_VERSIONS)
+        for index, forward in self._forwards.items():
+            self._forwards[index] = torch.compile(
+                forward, dynamic=True, backend=backend or "inductor", mode=mode
+            )
+
+    def recompute_blocks(self) -> None:
+        """Store only the input of each block in training, and compute it again in its backward."""
+        # Not by the library's own switch, which is inside the hooks in some versions only.
+        self._recomputes = True
+
+    def dissolve(self) -> ReusableModules:
+        """Take the shard apart, for good: what in it is frozen, as it was loaded, without adapter
+        and hooks. Nothing of a model whose blocks share weights or are rescaled by it, or whose
+        adapter has rewritten them."""
+        for hook in self._hooks:
+            hook.remove()
+        for index, former in self._former.items():
+            del self._blocks[index].forward
+            if former is not None:
+                self._blocks[index].forward = former
+        is_as_loaded = self.adapter is None or not self.adapter.plan.rewrites_base
+        if self.adapter is not None:
+            from hetero_framework.models.adapters.lora import take_off
+
+            take_off(self.model)
+        model, whole, rng, blocks = self.model, self._whole, self.range, self._blocks
+        self.model = self.adapter = None
+        self._forwards, self._former, self._blocks = {}, {}, []
+        if not (whole.is_separable and is_as_loaded):
+            return NOTHING
+        kept = {k: blocks[k] for k in range(rng.start, rng.end) if _is_frozen(blocks[k])}
+        for block in kept.values():
+            for module in block.modules():
+                # By these the model collects outputs; the next one hooks its own.
+                module._forward_hooks.clear()
+        return ReusableModules(
+            kept, partition.outside(model, whole, rng, _is_frozen), self.fingerprint
+        )
+
+    def forward(self, inputs: Inputs, received: Bundle) -> Bundle:
+        """What leaves this shard's last block. `received` is empty on the first shard. `inputs`
+        holds input_ids (first shard, and where blocks read them), attention_mask and optional
+        position_ids."""
+        if self._entry is None and not self.range.is_first:
+            return received
+        received = as_inner(received)
+        try:
+            with suppress(Captured), self._doing("blocks"):
+                self._run(for_model(inputs, self.ids_per_token), received)
+            for place, side in enumerate(self._leaving_sides, 1):
+                if side in self.entering:
+                    passed = received[1 + self.entering.index(side)]
+                    self._captured.setdefault(place, passed)
+            found = [self._captured.get(place) for place in range(1 + len(self._leaving_sides))]
+        finally:
+            self._captured = {}
+        left = tuple(tensor for tensor in found if tensor is not None)
+        if len(left) < len(found):
+            raise AssertionError("the forward ended without a hidden state or a side tensor")
+        return left
+
+    def chunk_loss(
+        self, inputs: Inputs, hidden_BSD: Tensor, num_items: Tensor, number: int
+    ) -> Tensor:
+        """The loss of loss chunk `number` of a micro-batch, from what `forward` of this last shard
+        gave. `hidden_BSD` and the `inputs` (labels, optional position_ids) are the chunk's; the
+        first label of each row is not used."""
+        self._chunk = number
+        with self._doing("head"):
+            return self.loss(inputs, (hidden_BSD,), num_items)
+
+    def loss(
+        self, inputs: Inputs, received: Bundle, num_items: Tensor, *, tokens_only: bool = False
+    ) -> Tensor:
+        """Sum of the token losses over `inputs["labels"]` divided by `num_items`; unless
+        `tokens_only`, with what the model adds for the routers of all layers."""
+        inputs, received = for_model(inputs, self.ids_per_token), as_inner(received)
+        labels = inputs["labels"]
+        structure = self._whole.structure
+        if structure.loss_counts_items and not (tokens_only and structure.reports):
+            return self._run(inputs, received, labels=labels, num_items_in_batch=num_items).loss
+        logits = self._run(inputs, received).logits
+        return token_loss(self.model, logits, labels, num_items)
+
+    def _run(self, inputs: Inputs, received: Bundle, **extra: Any) -> Any:
+        """The model's forward on what `for_model` gives."""
+        arguments: Inputs = {
+            name: inputs[name] for name in ("attention_mask", "position_ids") if name in inputs
+        }
+        if self._part != "head" and self.on_enter is not None:
+            self.on_enter("embedding")
+        if self._part != "head" and self.range.is_first:
+            arguments["input_ids"] = inputs["input_ids"]
+        else:
+            arguments.update(self._placeholder(inputs, received[0]))
+        self._injected = received
+        try:
+            return self.model(**arguments, use_cache=False, **extra)
+        finally:
+            self._injected = ()
+
+    @contextmanager
+    def _doing(self, part: _Part) -> Iterator[None]:
+        """Run only the blocks, or only what follows them."""
+        self._part = part
+        try:
+            yield
+        finally:
+            self._part = "whole"
+
+    def _placeholder(self, inputs: Inputs, hidden_BSD: Tensor) -> Inputs:
+        """The model's input where another shard has the embedding: only shape and type matter, but
+        for token ids that blocks read."""
+        if self._reads_ids and "input_ids" in inputs:
+            return {"input_ids": inputs["input_ids"]}
+        # A hidden state may have other axes in front of them.
+        shaped = inputs.get("attention_mask", inputs.get("position_ids", hidden_BSD))
+        rows, tokens = shaped.shape[:2]
+        if not self._whole.structure.takes_embeddings:
+            ids = (rows * self.ids_per_token, tokens)
+            return {"input_ids": torch.zeros(ids, dtype=torch.int64, device=hidden_BSD.device)}
+        width = self.model.get_input_embeddings().weight.shape[-1]
+        zeros = torch.zeros(rows, tokens, width, dtype=self.dtype, device=hidden_BSD.device)
+        return {"inputs_embeds": zeros}
+
+    def _install(self) -> None:
+        """The hooks that insert the hidden state, take it out and announce each block. They know
+        the shard weakly: dropped together they are freed at once."""
+        rng, last = self.range, self._last_running
+        for index in range(rng.start, rng.end):
+            self._former[index] = vars(self._blocks[index]).get("forward")
+            self._forwards[index] = self._blocks[index].forward
+            self._blocks[index].forward = self._passing(index)
+        after = self._blocks[last].register_forward_hook
+        self._put_in()
+        self._have_reported()
+        if rng.is_last:
+            if self._entry is None and self._blocks[last].on_call is None:
+                self._blocks[last].on_call = weakly(self._take_injected)
+            self._hooks.append(after(weakly(self._leaving)))
+        elif rng.end <= last:
+            self._take_out()
+        else:
+            self._hooks.append(after(weakly(self._capture_output)))
+
+    def _put_in(self) -> None:
+        """Have received tensors put in at the entries of this shard's blocks."""
+        rng = self.range
+        places: dict[int, list[tuple[int, Way]]] = {}
+        if self._entry is not None and not rng.is_first:
+            places[self._entry] = []
+        for number, side in enumerate(self.entering, 1):
+            for block, path in side.places:
+                if rng.start <= block < rng.end:
+                    places.setdefault(block, []).append((number, path))
+                    if side.is_held:
+                        break  # what the model itself then hands on is right
+        for block, found in places.items():
+            inject = weakly(self._inject, block, found)
+            hook = self._blocks[block].register_forward_pre_hook(inject, with_kwargs=True)
+            self._hooks.append(hook)
+
+    def _have_reported(self) -> None:
+        """Have what blocks report to the model behind all of them taken out of those here; on the
+        last shard, have absent ones report what came of it."""
+        for block, reports in itertools.groupby(self._whole.structure.reports, _block_of):
+            if not self.range.is_last and self.range.start <= block < self.range.end:
+                # The outermost module has the last word: an adapter may be in those within.
+                where = {side: (r.module, path) for r in reports for path, side in r.parts}
+                for side, (module, path) in where.items():
+                    take = weakly(self._take_report, 1 + self._leaving_sides.index(side), path)
+                    reporting = self._blocks[block].get_submodule(module)
+                    self._hooks.append(reporting.register_forward_hook(take))
+            elif self.range.is_last and block < self.range.start:
+                self._blocks[block].let_report()
+                self._blocks[block].on_call = weakly(self._report, block, list(reports))
+
+    def _take_report(
+        self, place: int, path: Way, module: nn.Module, args: Any, output: Any
+    ) -> None:
+        if self._part == "blocks":  # not when it is computed again
+            self._captured[place] = tensor_at(output, path)
+
+    def _report(self, block: int, reports: list[Report], hidden_BSD: Tensor, call: Call) -> Tensor:
+        """At the entry of an absent block in front of the last shard's."""
+        for report in reports:
+            output = copy.deepcopy(report.form)
+            for path, side in report.parts:
+                output = put_at(output, path, self._injected[1 + self.entering.index(side)])
+            self._blocks[block].report(report.module, output)
+        return self._take_injected(hidden_BSD, call) if block == self._last_running else hidden_BSD
+
+    def _take_out(self) -> None:
+        """Have what leaves collected at the entries of absent blocks behind this shard's."""
+        end = self._whole.structure.next_running(self.range.end)
+        assert end is not None
+        places: dict[int, list[tuple[int, Way]]] = {end: []}
+        for number, side in enumerate(self._leaving_sides, 1):
+            if side not in self.entering and side.places[-1][0] < len(self._blocks):
+                block, path = side.first_place(end)
+                places.setdefault(block, []).append((number, path))
+        for block, found in places.items():
+            is_last = block == max(places)
+            take = weakly(self._collect, block == end, found, is_last)
+            self._blocks[block].on_call = take
+
+    def _passing(self, index: int) -> Callable[..., Any]:
+        """A block's forward; it passes the hidden state on while the head works alone."""
+        form, forward = self._whole.structure.forms[index], self._forwards[index]
+        itself = weakref.ref(self)
+
+        def passing(*args: Any, **kwargs: Any) -> Any:
+            shard = itself()
+            assert shard is not None
+            if shard._part == "head":
+                return form.wrap(form.hidden(args, kwargs))
+            enter = functools.partial(shard._enter_block, index)
+            if shard._recomputes and shard._blocks[index].training and torch.is_grad_enabled():
+                # Entering seeds, in the recomputation too; not every device has a random state
+                # that torch could save.
+                kept = shard.on_enter is None
+                return checkpoint(
+                    enter, *args, use_reentrant=False, preserve_rng_state=kept, **kwargs
+                )
+            return enter(*args, **kwargs)
+
+        # What `functools.wraps` does, without a reference to the block.
+        functools.update_wrapper(passing, forward)
+        del passing.__wrapped__  # type: ignore[attr-defined]
+        passing.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        return passing
+
+    def _enter_block(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        if self.on_enter is not None:
+            self.on_enter(index)
+        return self._forwards[index](*args, **kwargs)
+
+    def _inject(
+        self,
+        block: int,
+        places: list[tuple[int, Way]],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call | None:
+        """At the entry of a block of this shard."""
+        if self._part == "head":
+            return None
+        if block == self._entry:
+            form = self._whole.structure.forms[block]
+            if block in self._whole.structure.holders:
+                _overwrite(form.hidden(args, kwargs), self._injected[0])
+            else:
+                args, kwargs = form.replace(self._injected[0], args, kwargs)
+        call: Call = args, kwargs
+        for number, path in places:
+            side = self.entering[number - 1]
+            if side.is_held:
+                held = _overwrite(tensor_at(call, path), self._injected[number])
+                if side in self._leaving_sides:
+                    # Its uses here join what comes back for it one by one, as in the whole model.
+                    self._captured[1 + self._leaving_sides.index(side)] = held
+            else:
+                call = put_at(call, path, self._injected[number])
+        return call
+
+    def _take_injected(self, placeholder: Tensor, call: Call) -> Tensor:
+        return self._injected[0]
+
+    def _collect(
+        self,
+        is_first: bool,
+        places: list[tuple[int, Way]],
+        is_last: bool,
+        hidden_BSD: Tensor,
+        call: Call,
+    ) -> Tensor:
+        """At the entry of an absent block behind this shard's; the last one ends the forward."""
+        if is_first:
+            self._captured[0] = hidden_BSD
+        for number, path in places:
+            self._captured[number] = tensor_at(call, path)
+        if is_last:
+            raise Captured
+        return hidden_BSD
+
+    def _capture_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._captured[0] = self._whole.structure.forms[-1].take(output)
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After the last block, on the last shard."""
+        form = self._whole.structure.forms[-1]
+        if self._part == "blocks":
+            self._captured[0] = form.take(output)
+            raise Captured
+        if self.on_enter is not None:
+            self.on_enter(f"head {self._chunk}" if self._part == "head" and self._chunk else "head")
+        return form.wrap(self._injected[0]) if self._part == "head" else None
+
+
+def _block_of(report: Report) -> int:
+    return report.block
+
+
+def _overwrite(placeholder: Tensor, received: Tensor) -> Tensor:
+    """The placeholder, with what was received in it and the gradients leading there. For tensors
+    that the model's own variables hold, too. Raises ArchitectureError where it is another kind."""
+    if (placeholder.shape, placeholder.dtype) != (received.shape, received.dtype):
+        raise ArchitectureError(
+            f"a tensor of {tuple(received.shape)}, {received.dtype}, has no place in a stage whose"
+            f" own is {tuple(placeholder.shape)}, {placeholder.dtype}"
+        )
+    return placeholder.copy_(received)
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(parameter.requires_grad for parameter in module.parameters())
+
+
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """A bound method, called with `first` in front, that does not keep its object alive. The object
+    must outlive the calls."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = reference()
+        assert bound is not None
+        return bound(*first, *args, **kwargs)
+
+    return call
+
+
+def token_loss(model: PreTrainedModel, logits: Tensor, labels: Tensor, num_items: Tensor) -> Tensor:
+    """The library's causal-LM loss: sum of token losses divided by `num_items`."""
+    return model.loss_function(
+        logits=logits.contiguous(),
+        labels=labels,
+        vocab_size=logits.shape[-1],
+        num_items_in_batch=num_items,
+    )

@@ -1,0 +1,420 @@
+"""Finished artefacts: a PEFT adapter directory or a Hugging Face checkpoint, complete or absent.
+
+What the shards contribute is compared with the whole model's key list before the directory appears
+under its name.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from hetero_framework import repository
+from hetero_framework._version import __version__
+from hetero_framework.core.files import (
+    discard,
+    put_back,
+    replace_directory,
+    sync_directory,
+    sync_file,
+)
+from hetero_framework.data.tokenizer import settle_pad_token
+from hetero_framework.errors import CheckpointError, ModelError, ResourceError
+from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS, AdapterPlan
+from hetero_framework.models.cut.language import meta_model, model_class
+from hetero_framework.models.library import one_line, quiet_library
+
+if TYPE_CHECKING:
+    from hetero_framework.config import ModelConfig
+    from hetero_framework.models.cut.shard import Shard
+    from hetero_framework.models.files.non_text_modules import NonTextWeights
+
+Tensors = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
+
+MODEL_WEIGHTS = "model.safetensors"
+MODEL_INDEX = "model.safetensors.index.json"
+EXPORT_LIST = "hetero_export.json"  # in every artefact: the names of its files
+MAX_FILE_BYTES = 1 << 30  # of one weight file, which the writer holds in memory
+
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+_log = logging.getLogger(__name__)
+
+
+def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
+    """Yield the shard's weights as a Hugging Face checkpoint names them, on the CPU, by layer, with
+    transformers' weight conversions (fused experts) reverted; the inputs of each lie in one layer.
+    What is tied to another weight is left out, unless `untie`."""
+    model = shard.model
+    left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
+    if not untie:
+        left_out.update(shard.ties)
+    state = {key: tensor for key, tensor in model.state_dict().items() if key not in left_out}
+    if not shard.range.is_first:
+        # Buffers outside the layers (constants) are in every shard; one of them speaks for all.
+        own = {name for name, _ in model.named_parameters()}
+        state = {key: t for key, t in state.items() if key in own or _LAYER.match(key)}
+    layers: dict[str, Tensors] = {}
+    for key, tensor in state.items():
+        layer = _LAYER.match(key)
+        layers.setdefault(layer.group(1) if layer else "", {})[key] = tensor
+    for tensors in layers.values():
+        converted = checkpoint_form(model, tensors)
+        yield {key: t.detach().to("cpu").contiguous() for key, t in converted.items()}
+
+
+def expected_checkpoint_tensors(config: PretrainedConfig) -> Shapes:
+    """Keys and shapes of the whole model's checkpoint; uses no memory for weights."""
+    model = meta_model(config)
+    left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
+    state = {key: t for key, t in model.state_dict().items() if key not in left_out}
+    return {key: tuple(t.shape) for key, t in checkpoint_form(model, state).items()}
+
+
+def checkpoint_form(model: Any, state: Tensors) -> Tensors:
+    """Tensors of a model as a checkpoint of its class names and cuts them."""
+    # The model records how names differed in the checkpoint it was loaded from (a missing prefix,
+    # say); those written here must be the class's own on every stage.
+    recorded = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = None
+    try:
+        return revert_weight_conversion(model, state)
+    finally:
+        model._weight_conversions = recorded
+
+
+def base_generation(
+    model: ModelConfig, base_dir: Path, config: PretrainedConfig
+) -> GenerationConfig | None:
+    """How text is generated with the model that the `model` section names, as transformers reads it
+    with the weights; None for a class that generates none. Raises ModelError."""
+    if not model_class(config).can_generate():
+        return None
+    if model.name_or_path is None:
+        return GenerationConfig.from_model_config(config)
+    source = repository.resolve_model_path(model.name_or_path, base_dir)
+    own: Any = {"revision": model.revision or "main"}
+    try:
+        with quiet_library():
+            try:
+                return GenerationConfig.from_pretrained(source, **own)
+            except OSError:  # there is none
+                own |= {"config_file_name": repository.CONFIG, "_from_model_config": True}
+                return GenerationConfig.from_pretrained(source, **own)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"{repository.GENERATION} of the model {source!r} cannot be used: {one_line(error)}",
+            hint="correct it there, or take it away",
+        ) from error
+
+
+def align_tokens(
+    config: PretrainedConfig,
+    generation: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    ends_as_told: bool = False,
+) -> None:
+    """Enter the tokenizer's special tokens in both configurations, as Trainer and SFTTrainer do:
+    generation ends at what was learned as the end, too. `ends_as_told`: the end was chosen by
+    `data.eos_token`, which takes the place of the configuration's."""
+    from transformers.trainer_utils import align_special_tokens  # slow: it brings PEFT
+
+    settle_pad_token(tokenizer, config.get_text_config().vocab_size)
+    if ends_as_told:
+        config.get_text_config().eos_token_id = tokenizer.eos_token_id
+    model = SimpleNamespace(config=config, generation_config=generation)
+    with quiet_library():
+        align_special_tokens(model, tokenizer)
+
+
+def write_adapter(
+    output: OutputDirectory,
+    parts: Iterable[Mapping[str, torch.Tensor]],
+    plan: AdapterPlan,
+    base_model: str | None,
+    revision: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Write a PEFT adapter directory from the shards' parts, atomically. Raises CheckpointError,
+    with the keys, for tensors that are missing, unexpected, misshapen or there twice."""
+    tensors: Tensors = {}
+    for part in _checked(parts, plan.tensors, "adapter"):
+        tensors.update({key: _own_copy(tensor) for key, tensor in part.items()})
+    config = copy.deepcopy(plan.lora_config)
+    config.base_model_name_or_path, config.revision = base_model, revision
+    config.inference_mode = True
+    config.exclude_modules = plan.excluded
+    if plan.towers:
+        # A tower may have modules of these names, too.
+        config.modules_to_save = list(plan.saved_modules) or None
+    # How the weights began is no part of what they are, unless the base has changed with them; sets
+    # have no order of their own.
+    config.task_type = "CAUSAL_LM"
+    if not plan.rewrites_base:
+        config.init_lora_weights = True
+    for name, value in vars(config).items():
+        if isinstance(value, set):
+            setattr(config, name, sorted(value))
+    with output.writing() as folder:
+        save_file(tensors, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
+        config.save_pretrained(str(folder))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+        if plan.towers and base_model is not None:
+            copy_processor(base_model, revision, folder)
+
+
+def copy_processor(source: str, revision: str | None, folder: Path) -> None:
+    """Copy a multimodal model's files that say how pictures and sound are prepared; without a chat
+    template, which would take the place of the tokenizer's."""
+    for path in set(repository.settings_files(source, revision, repository.PROCESSORS)):
+        fields = repository.read_json(path, ModelError)
+        if fields.pop("chat_template", None) is None:
+            shutil.copyfile(path, folder / path.name)
+        else:
+            text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+            (folder / path.name).write_text(text, encoding="utf-8")
+
+
+def write_checkpoint(
+    output: OutputDirectory,
+    parts: Iterable[Mapping[str, torch.Tensor]],
+    config: PretrainedConfig,
+    generation_config: GenerationConfig | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    towers: NonTextWeights | None = None,
+) -> None:
+    """Write a Hugging Face checkpoint directory from the shards' parts, and the `towers` that no
+    shard has, atomically, with at most one file's tensors and one part in memory. Raises
+    CheckpointError like `write_adapter`."""
+    with output.writing() as folder:
+        files = _WeightFiles(folder, max_file_bytes)
+        for part in _checked(parts, expected_checkpoint_tensors(config), "checkpoint"):
+            for key, tensor in part.items():
+                files.add(key, _own_copy(tensor))
+        for key, tensor in towers.tensors() if towers is not None else ():
+            files.add(key, tensor)
+        files.finish()
+        config = copy.deepcopy(config)
+        # What `save_pretrained` of a model adds.
+        config.architectures, config.dtype = [model_class(config).__name__], files.dtype
+        config.save_pretrained(str(folder))
+        if generation_config is not None:
+            # Not `save_pretrained`, which refuses what many published ones hold (a temperature
+            # without sampling) once a token was changed.
+            place = str(folder / repository.GENERATION)
+            generation_config.to_json_file(place, keys_to_pop=["compile_config"])
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+        if towers is not None:
+            towers.copy_processor(folder)
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    # Parts may lie in receive buffers that are used again for the next part.
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _checked(
+    parts: Iterable[Mapping[str, torch.Tensor]], expected: Shapes, what: str
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """The parts, compared with what the whole model must have."""
+
+    def refuse(problem: str, keys: Set[str]) -> None:
+        if keys:
+            shown = ", ".join(sorted(keys)[:8]) + (", ..." if len(keys) > 8 else "")
+            raise CheckpointError(
+                f"the {what} is not written: {len(keys)} {problem}: {shown}",
+                hint="every stage of the plan must contribute its layers exactly once",
+            )
+
+    seen: set[str] = set()
+    for part in parts:
+        refuse("tensors that the model does not have", part.keys() - expected.keys())
+        refuse("tensors that two stages sent", part.keys() & seen)
+        wrong = {key for key, tensor in part.items() if tuple(tensor.shape) != expected[key]}
+        refuse("tensors of a wrong shape", wrong)
+        seen.update(part)
+        yield part
+    refuse("missing tensors", expected.keys() - seen)
+
+
+class _WeightFiles:
+    """Weight files of bounded size; their number is in their names, so renamed at the end."""
+
+    def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        self._folder = folder
+        self._max_file_bytes = max_file_bytes
+        self._pending: Tensors = {}
+        self._pending_bytes = 0
+        self._files: list[list[str]] = []
+        self.dtype: torch.dtype | None = None
+        self._total_bytes = 0
+        self._total_parameters = 0
+
+    def add(self, key: str, tensor: torch.Tensor) -> None:
+        if self._pending and self._pending_bytes + tensor.nbytes > self._max_file_bytes:
+            self._flush()
+        if self.dtype is None and tensor.is_floating_point():
+            self.dtype = tensor.dtype
+        self._pending[key] = tensor
+        self._pending_bytes += tensor.nbytes
+        self._total_bytes += tensor.nbytes
+        self._total_parameters += tensor.numel()
+
+    def finish(self) -> None:
+        self._flush()
+        count = len(self._files)
+        if count == 1:
+            self._temporary(0).rename(self._folder / MODEL_WEIGHTS)
+            return
+        weight_map = {}
+        for number, keys in enumerate(self._files):
+            name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._temporary(number).rename(self._folder / name)
+            weight_map.update(dict.fromkeys(keys, name))
+        sizes = {"total_parameters": self._total_parameters, "total_size": self._total_bytes}
+        index = {"metadata": sizes, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (self._folder / MODEL_INDEX).write_text(text, encoding="utf-8")
+
+    def _flush(self) -> None:
+        path = self._temporary(len(self._files))
+        save_file(self._pending, str(path), metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def _temporary(self, number: int) -> Path:
+        return self._folder / f"part-{number:05d}.safetensors"
+
+
+class OutputDirectory:
+    """The directory of an artefact: what may be replaced there, and the moment it changes.
+
+    A directory that is not empty is written only with `overwrite`: the files on the list of its
+    artefact (`EXPORT_LIST`) are replaced, all others stay. Without a list, what is there may be
+    replaced only if it is exactly what is written.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+        self.path = path.absolute()
+        self._overwrite = overwrite
+        self._partial = self.path.with_name(f".{self.path.name}.partial")
+        self._old = self.path.with_name(f".{self.path.name}.old")
+
+    def check(self, *sources: str | Path) -> None:
+        """Raise CheckpointError where nothing may be written: it holds something, or is one of the
+        `sources` of the artefact (directories or hub names)."""
+        for source in map(Path, sources):
+            if self.path.exists() and source.exists() and self.path.samefile(source):
+                raise CheckpointError(
+                    f"{self.path} is what the result is made from; it will not be replaced",
+                    hint="choose another directory",
+                )
+        if self.path.exists() and not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is a file", hint="choose another directory")
+        if not self._overwrite and self._present():
+            raise CheckpointError(
+                f"{self.path} is not empty; nothing in it will be replaced",
+                hint="choose another directory; --overwrite replaces an earlier result in it and"
+                " leaves other files alone",
+            )
+
+    @contextmanager
+    def writing(self) -> Iterator[Path]:
+        """A folder that becomes the directory when the block ends, and vanishes when it raises.
+        Raises CheckpointError also for a file that is not ours; ResourceError for the disk."""
+        try:
+            self.check()
+            if put_back(self.path, self._old):
+                _log.warning("put %s back: its replacement was interrupted", self.path)
+            for left_over in (self._partial, self._old):
+                discard(left_over)
+            self._partial.mkdir(parents=True)
+            yield self._partial
+            self._finish()
+        except (OSError, SafetensorError) as error:
+            raise ResourceError(
+                f"cannot write {self.path}: {error}",
+                hint=f"{self._partial} is complete; rename it" if self._is_complete() else None,
+            ) from error
+        finally:
+            if not self._is_complete():
+                discard(self._partial)
+
+    def _is_complete(self) -> bool:
+        """Whether everything but the last rename is done."""
+        with suppress(OSError):  # a disk that does not say
+            return (self._partial / EXPORT_LIST).exists()
+        return False
+
+    def _finish(self) -> None:
+        files = sorted(path.name for path in self._partial.iterdir())
+        for path in self._partial.rglob("*"):
+            if path.is_file():
+                sync_file(path)
+        for name in self._foreign(files):
+            _link(self.path / name, self._partial / name)
+        text = json.dumps({"hetero_framework": __version__, "files": files}, indent=1) + "\n"
+        listed = self._partial / f"{EXPORT_LIST}.tmp"
+        listed.write_text(text, encoding="utf-8")
+        sync_file(listed)
+        listed.rename(self._partial / EXPORT_LIST)
+        for folder in (*filter(Path.is_dir, self._partial.rglob("*")), self._partial):
+            sync_directory(folder)
+        replace_directory(self._partial, self.path, self._old)
+
+    def _present(self) -> list[str]:
+        return sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else []
+
+    def _foreign(self, files: list[str]) -> list[str]:
+        """The entries of the directory that remain when `files` are written into it."""
+        present = self._present()
+        try:
+            listed = json.loads((self.path / EXPORT_LIST).read_text("utf-8"))["files"]
+            own = {EXPORT_LIST, *map(str, listed)}
+        except FileNotFoundError:  # of a version that wrote no list
+            own = set(files) if present == files else set()
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{self.path / EXPORT_LIST} cannot be read") from error
+        foreign = [name for name in present if name not in own]
+        if taken := sorted({*files, EXPORT_LIST}.intersection(foreign)):
+            what = f"{', '.join(taken)} of another origin"
+            raise CheckpointError(
+                f"{self.path} holds {what}, which will not be replaced",
+                hint="choose another directory, or remove these files",
+            )
+        return foreign
+
+
+def _link(source: Path, target: Path) -> None:
+    """`source` a second time, without a copy of its bytes where the file system can do that."""
+
+    def link(one: str, other: str) -> None:
+        try:
+            os.link(one, other, follow_symlinks=False)
+        except (OSError, NotImplementedError):
+            shutil.copy2(one, other, follow_symlinks=False)
+
+    if source.is_dir() and not source.is_symlink():
+        shutil.copytree(source, target, symlinks=True, copy_function=link)
+    else:
+        link(str(source), str(target))

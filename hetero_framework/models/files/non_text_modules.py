@@ -1,0 +1,105 @@
+"""What a multimodal checkpoint holds beside its language model, copied into what training makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PretrainedConfig
+
+from hetero_framework import repository
+from hetero_framework.errors import ModelError
+from hetero_framework.models.cut.language import lies_in, on_meta, towers
+from hetero_framework.models.cut.missing_parts import AbsentPart
+from hetero_framework.models.cut.tiny import stock_class
+from hetero_framework.models.files.export import checkpoint_form, copy_processor
+from hetero_framework.models.files.weights import Checkpoint, renaming
+from hetero_framework.repository import resolve_model_path
+
+if TYPE_CHECKING:
+    from hetero_framework.config import ModelConfig
+
+
+class NonTextWeights:
+    """The tensors of the towers in a checkpoint, under the names that the model's class gives them
+    in one of its own, and the settings of its processor. Raises ModelError unless all are there."""
+
+    def __init__(self, config: PretrainedConfig, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        source, hint = (checkpoint.source, checkpoint.revision), "take that entry out of the file"
+        repository.refuse_code(*source, repository.PROCESSORS, ModelError, hint)
+        self._shapes, self._sources, missing = _placed(config, checkpoint)
+        if missing:
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise ModelError(
+                f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights that text does"
+                f" not use, but that the finished model has to hold: {shown}",
+                hint="take a checkpoint of the whole model, or train an adapter",
+            )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(key, tensor) one at a time, as the file holds it."""
+        for key, source in sorted(self._sources.items()):
+            with self._checkpoint.slices(source.__eq__) as found:
+                shape = found[source].get_shape()
+                if tuple(shape) != self._shapes.get(key, tuple(shape)):
+                    raise ModelError(
+                        f"{source} of the checkpoint {self._checkpoint.source!r} has the shape"
+                        f" {shape}; its config.json says {list(self._shapes[key])}",
+                        hint="put the config.json there that belongs to these weights",
+                    )
+                tensor = found[source][...]
+            yield key, tensor
+
+    def copy_processor(self, folder: Path) -> None:
+        """See `export.copy_processor`."""
+        copy_processor(self._checkpoint.source, self._checkpoint.revision, folder)
+
+
+def non_text_weights(
+    model: ModelConfig, base_dir: Path, config: PretrainedConfig
+) -> NonTextWeights | None:
+    """Of the model that the `model` section names; None where it has no towers. Raises ModelError
+    as `NonTextWeights`, and for random weights, beside which there are none."""
+    if not (gone := towers(config)):
+        return None
+    if model.name_or_path is None:
+        raise ModelError(
+            f"text alone does not train {', '.join(gone)}, and model.from_config gives no weights"
+            " to copy there",
+            hint="name a checkpoint of the whole model, or train an adapter",
+        )
+    source = resolve_model_path(model.name_or_path, base_dir)
+    return NonTextWeights(config, Checkpoint(source, model.revision))
+
+
+def _placed(
+    config: PretrainedConfig, checkpoint: Checkpoint
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list[str]]:
+    """By key of a checkpoint of the class: shapes, and the keys in `checkpoint`; and what is not
+    there. What stands for a part that this machine cannot build tells no names and shapes: its
+    tensors keep those of the file."""
+    model: Any = on_meta(stock_class(config), config)
+    gone = towers(config)
+    absent = [name for name, part in model.named_modules() if isinstance(part, AbsentPart)]
+    left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if lies_in(name, gone) and name not in left_out
+    }
+    shapes = {key: tuple(t.shape) for key, t in checkpoint_form(model, state).items()}
+    rename = renaming(model, dict.fromkeys(model.state_dict(), True))
+    sources, empty = {}, set(absent)
+    for source in checkpoint.files:
+        keys = {source} & shapes.keys()
+        if not keys:
+            name = rename(source)
+            if name in state:  # another version's names
+                keys = checkpoint_form(model, {name: state[name]}).keys() & shapes.keys()
+            elif own := {part for part in absent if lies_in(name, (part,))}:
+                keys, empty = {source}, empty - own
+        sources.update(dict.fromkeys(keys, source))
+    return shapes, sources, sorted({*shapes.keys() - sources.keys(), *empty})

@@ -1,0 +1,108 @@
+"""What the weights of a checkpoint say against its config.json, asked once before a run.
+
+transformers compares tied weights that a checkpoint holds twice and keeps a head of its own, and
+warns of tensors that the model has no place for. A shard sees only its own tensors, so that who
+starts a run asks for the whole model: by name, and of tied weights by their numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_framework.config import ModelConfig
+from hetero_framework.errors import ModelError
+from hetero_framework.models.cut.introspect import introspect, tied_names
+from hetero_framework.models.cut.language import lies_in, meta_model, towers
+from hetero_framework.models.cut.shard import config_dtype, load_model_config
+from hetero_framework.models.files.weights import Checkpoint, refuse_wrapped, renaming
+from hetero_framework.repository import resolve_model_path
+
+_CHUNK_BYTES = 1 << 26
+# What the library passes over in silence where the model makes it itself.
+_MADE = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+_OF_8_BITS = ("SCB", "weight_format")
+_SHOWN = 4
+
+
+def as_held(model: ModelConfig, base_dir: Path) -> tuple[ModelConfig, list[str]]:
+    """The `model` section with `tie_word_embeddings` as the checkpoint has it, where it holds both
+    ends of tied weights, and warnings. Raises ModelError, also for names that a wrapper made."""
+    if model.name_or_path is None:
+        return model, []
+    config = load_model_config(model, base_dir)
+    whole = meta_model(config)
+    checkpoint = Checkpoint(resolve_model_path(model.name_or_path, base_dir), model.revision)
+    rename = renaming(whole, dict.fromkeys(whole.state_dict(), True))
+    keys = {rename(key): key for key in checkpoint.files}
+    refuse_wrapped(checkpoint, whole.state_dict())
+    gone = [name for name in keys if not lies_in(name, towers(config))]
+    lines = list(_left_out(checkpoint, whole, config, gone))
+    twice = {t: s for t, s in tied_names(whole).items() if t in keys and s in keys}
+    if model.tie_word_embeddings is not None or not twice:
+        return model, lines
+    dtype = config_dtype(config) if model.dtype == "auto" else getattr(torch, model.dtype)
+    unlike = [t for t, s in twice.items() if not _are_equal(checkpoint, keys[t], keys[s], dtype)]
+    held = model.changed(tie_word_embeddings=not unlike)
+    if unlike:
+        target, source = unlike[0], twice[unlike[0]]
+        apart = tied_names(meta_model(load_model_config(held, base_dir)))
+        if target in apart or not (tied_names(whole).keys() - apart.keys()) <= keys.keys():
+            raise ModelError(
+                f"the model {checkpoint.source!r} ties {target} to {source}, but its weights have"
+                " other numbers there",
+                hint="save it with one of both, or set model.tie_word_embeddings to true to train"
+                f" {source} in both places",
+            )
+        lines.append(
+            f"config.json of the model {checkpoint.source!r} ties {target} to {source}, but its"
+            " weights have other numbers there: they are two weights, as transformers has it, and"
+            " the result's config.json says so"
+        )
+    return held, lines
+
+
+def _left_out(checkpoint: Checkpoint, whole: Any, config: Any, names: list[str]) -> Iterator[str]:
+    """A warning of the tensors that the model has no place for; the library's own exceptions."""
+    known, buffers = {*whole.state_dict()}, [name for name, _ in whole.named_buffers()]
+    modules = {name for name, _ in whole.named_modules() if name}
+    silent = {*(whole._keys_to_ignore_on_load_unexpected or ())}
+    silent |= {how for end, how in _MADE.items() if any(n.endswith(end) for n in buffers)}
+
+    def has_place(name: str) -> bool:
+        # Quantisation keeps its statistics beside a weight, under longer names.
+        parent, child = name.rpartition(".")[::2]
+        beside = parent in known or (parent in modules and child in _OF_8_BITS)
+        return name in known or beside or parent.rpartition(".")[0] in known
+
+    extra = [name for name in names if not has_place(name)]
+    extra = sorted(name for name in extra if not any(re.search(how, name) for how in silent))
+    if not extra:
+        return
+    shown = ", ".join(extra[:_SHOWN]) + (", ..." if len(extra) > _SHOWN else "")
+    blocks, count = introspect(config).blocks, introspect(config).num_layers
+    found = (re.match(rf"{re.escape(blocks)}\.(\d+)\.", name) for name in extra)
+    layers = {int(match[1]) for match in found if match}
+    why = f" (it asks for {count} layers, they are of {max(layers) + 1})" if layers else ""
+    yield (
+        f"the model {checkpoint.source!r} holds {len(extra)} tensors that its config.json has no"
+        f" place for{why}; they are left out, and not in the result: {shown}"
+    )
+
+
+def _are_equal(checkpoint: Checkpoint, one: str, other: str, dtype: torch.dtype) -> bool:
+    """Whether two tensors have the same numbers in `dtype`; reads until they differ."""
+    with checkpoint.slices({one, other}.__contains__) as slices:
+        a, b = slices[one], slices[other]
+        shape = a.get_shape()
+        if shape != b.get_shape():
+            return False
+        rows = max(1, _CHUNK_BYTES // max(1, 4 * torch.Size(shape[1:]).numel()))
+        return all(
+            torch.equal(a[first : first + rows].to(dtype), b[first : first + rows].to(dtype))
+            for first in range(0, shape[0], rows)
+        )

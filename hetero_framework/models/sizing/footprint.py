@@ -1,0 +1,373 @@
+"""What a part of a model keeps of a micro-batch, and what it takes for a moment: counted by running
+it forward and backward on tensors that have shapes and no data.
+
+The part is the shard that a stage would load, with its adapter, type and loss; nothing is read or
+computed, so the size of the model plays no part. The micro-batch is a padded one: without padding
+some attention needs no mask, and less. Some models cannot be run without numbers (what their
+experts get depends on them): those have no footprint.
+
+Shapes: B rows of a micro-batch, S tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
+
+from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+from hetero_framework.models.adapters.trainable import attach_adapter
+from hetero_framework.models.cut.introspect import (
+    LIBRARY_ERRORS,
+    PROBE_ROWS,
+    PROBE_TOKENS,
+    introspect,
+    layer_kinds,
+)
+from hetero_framework.models.cut.objective import CausalLM
+from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.shard import Shard, build_shard
+from hetero_framework.models.cut.side import (
+    Bundle,
+    Side,
+    as_leaves,
+    crossing,
+    differentiate,
+    returning,
+)
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+_MOST_CHUNKS = 4
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one part and one micro-batch.
+
+    `kept` are there from its forward to its backward: its output and what autograd stores, without
+    its input; `shared` of them (the mask) all layers of a stage have together. `forward` and
+    `backward` are the most that comes to that while it runs, gradients of weights that are added to
+    others included. A part that is not differentiated keeps nothing.
+    """
+
+    kept: int
+    shared: int
+    forward: int
+    backward: int
+
+    @property
+    def passing(self) -> int:
+        """The most that comes to what is kept."""
+        return max(self.forward, self.backward)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What footprints depend on besides the part: `autocast` is the type of matrix products where
+    that is not the weights', `rows` and `tokens` are those of a micro-batch."""
+
+    model: PretrainedConfig
+    plan: AdapterPlan | None
+    objective: CausalLM
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    rows: int
+    tokens: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        plan, adapter = self.plan, None
+        if plan is not None:
+            settings = str(plan.lora_config.to_dict()), plan.autocast_adapter_dtype
+            adapter = (*settings, plan.modules, plan.saved_modules)
+        return (
+            *(self.model.to_json_string(), self.model._attn_implementation, adapter),
+            *(repr(vars(self.objective)), self.dtype, self.autocast, self.rows, self.tokens),
+        )
+
+
+_counted: dict[tuple[object, ...], Footprint | None] = {}
+
+Form = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape and type of a tensor that crosses a boundary, and whether a gradient comes back for it."""
+_forms: dict[tuple[object, ...], tuple[Form, ...]] = {}
+_parts: dict[tuple[object, ...], tuple[Shard, FakeTensorMode]] = {}
+
+
+def bundle_at(setting: Setting, block: int) -> tuple[Form, ...]:
+    """What crosses the boundary in front of a block: the hidden state, then side tensors. Raises
+    one of LIBRARY_ERRORS where a part that makes one cannot run without numbers."""
+    structure = introspect(setting.model)
+    crossing_sides = structure.sides_at(block)
+    made: dict[Side, Form] = {}
+    for maker in {side.maker for side in crossing_sides}:
+        own = [side for side in structure.sides if side.maker == maker]
+        made |= zip(own, _made_by(setting, maker)[1:], strict=True)
+    return (_made_by(setting, -1)[0], *(made[side] for side in crossing_sides))
+
+
+def bundle_forms(setting: Setting, block: int) -> tuple[Form, ...]:
+    """`bundle_at`, or an estimate where that cannot be counted: the tiny copy's tensors, scaled."""
+    try:
+        return bundle_at(setting, block)
+    except LIBRARY_ERRORS as error:
+        _log.debug("no shapes of what enters layer %d: %s", block, error)
+    structure = introspect(setting.model)
+    scale = int(setting.model.get_text_config().hidden_size) / structure.tiny_width
+    scale *= setting.rows * setting.tokens / (PROBE_ROWS * PROBE_TOKENS)
+    tiny = [(structure.hidden_shape, setting.dtype)]
+    tiny += [(side.shape, side.dtype) for side in structure.sides_at(block)]
+    return tuple((((math.ceil(math.prod(shape) * scale)),), dtype, True) for shape, dtype in tiny)
+
+
+def bundle_bytes(setting: Setting, block: int) -> int:
+    """Of all that crosses the boundary in front of a block."""
+    forms = bundle_forms(setting, block)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in forms)
+
+
+def _made_by(setting: Setting, maker: int) -> tuple[Form, ...]:
+    """The hidden state and the side tensors that a part makes; see `Side.maker`."""
+    structure = introspect(setting.model)
+    numbers = Counter(side.maker for side in structure.sides)
+    if maker >= 0:
+        alike = layer_kinds(setting.model)[maker]
+        maker = alike if numbers[alike] == numbers[maker] else maker
+    key = (*setting.key, maker)
+    if key not in _forms:
+        incoming = bundle_at(setting, maker) if maker >= 0 else ()
+        shard, mode = _pretended(setting, maker)
+        # Whoever asks while it watches what autograd keeps does not mean this run.
+        unseen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        half = torch.autocast("cpu", setting.autocast) if setting.autocast else nullcontext()
+        with _quiet(), mode, torch.random.fork_rng(devices=[]), unseen, half:
+            left = shard.forward(_inputs(setting), _fakes(incoming))
+        makers = [-1, *(side.maker for side in structure.sides_at(shard.range.end))]
+        own = [t for t, m in zip(left, makers, strict=True) if t is left[0] or m == maker]
+        _forms[key] = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in own)
+    return _forms[key]
+
+
+def _pretended(setting: Setting, maker: int) -> tuple[Shard, FakeTensorMode]:
+    """The part that makes side tensors, without data, for rows of any length. Its attention and its
+    experts are of the kind that runs so; they give tensors of the same form."""
+    key = (*replace(setting, rows=0, tokens=0).key, maker)
+    if key not in _parts:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        model = copy.deepcopy(setting.model)
+        model._attn_implementation = "eager"
+        model._experts_implementation = "batched_mm"
+        rng = ShardRange(max(maker, 0), maker + 1, maker < 0, False)
+        shard, mode = _shard(replace(setting, model=model), rng), FakeTensorMode()
+        with mode:
+            _without_data(shard)
+        _parts[key] = shard, mode
+    return _parts[key]
+
+
+def _fakes(forms: Iterable[Form]) -> Bundle:
+    """Tensors without data, inside a FakeTensorMode."""
+    return tuple(
+        torch.empty(shape, dtype=dtype, requires_grad=wants) for shape, dtype, wants in forms
+    )
+
+
+def _inputs(setting: Setting) -> dict[str, Tensor]:
+    ids_BS = torch.zeros(setting.rows, setting.tokens, dtype=torch.int64)
+    mask_BS = torch.ones_like(ids_BS)
+    return {"input_ids": ids_BS, "attention_mask": mask_BS, "labels": ids_BS.clone()}
+
+
+def layer_footprint(
+    setting: Setting, layer: int, *, recompute: bool = False, train: bool = True
+) -> Footprint | None:
+    """Of one layer; `recompute`: its activations are computed again backward, `train`: what comes
+    in needs a gradient. None where that cannot be counted."""
+    rng = ShardRange(layer, layer + 1, False, False)
+    return _remembered(setting, rng, recompute, train)
+
+
+def embedding_footprint(setting: Setting) -> Footprint | None:
+    """Of what is in front of the layers."""
+    return _remembered(setting, ShardRange(0, 0, True, False), False, True)
+
+
+def head_footprint(setting: Setting) -> Footprint | None:
+    """Of what follows the layers, and the loss: forward and backward in one, nothing is kept. None
+    also for a loss of many chunks, which would take as many runs."""
+    if setting.objective.num_chunks(setting.model, setting.rows, setting.tokens) > _MOST_CHUNKS:
+        return None
+    last = introspect(setting.model).num_layers
+    return _remembered(setting, ShardRange(last, last, False, True), False, True)
+
+
+def _remembered(
+    setting: Setting, rng: ShardRange, recompute: bool, train: bool
+) -> Footprint | None:
+    key = (*setting.key, rng, recompute, train)
+    if key not in _counted:
+        introspect(setting.model)  # runs a tiny copy, on numbers
+        try:
+            with _quiet():
+                _counted[key] = _count(setting, rng, recompute, train)
+        except LIBRARY_ERRORS as error:
+            _log.debug("no footprint of %s: %s", rng, error)
+            _counted[key] = None
+    return _counted[key]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs what it cannot run without data before it raises."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _count(setting: Setting, rng: ShardRange, recompute: bool, train: bool) -> Footprint:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    shard = _shard(setting, rng)
+    if recompute:
+        shard.recompute_blocks()
+    incoming = () if rng.is_first else bundle_at(setting, rng.start)
+    with FakeTensorMode(), torch.random.fork_rng(devices=[]):
+        own = _without_data(shard)
+        inputs = _inputs(setting)
+        received: Bundle = ()
+        if not rng.is_first:
+            received = crossing(_fakes(incoming))
+            received = as_leaves(received) if train else received
+        shard.train()
+        return _run(setting, shard, inputs, received, own)
+
+
+def _run(
+    setting: Setting,
+    shard: Shard,
+    inputs: dict[str, Tensor],
+    received: Bundle,
+    own: list[Tensor],
+) -> Footprint:
+    known = [*own, *inputs.values(), *received]
+    running: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if setting.autocast is not None:
+        dtype = setting.autocast
+
+        def running() -> AbstractContextManager[Any]:
+            return torch.autocast("cpu", dtype)
+
+    with PeakMemory(known) as peak:
+        if shard.range.is_last:
+            loss, backward = setting.objective.loss, torch.Tensor.backward
+            items = torch.ones(())
+            loss(shard, inputs, received, items, running=running, backward=backward)
+            return Footprint(0, 0, peak.most, peak.most)
+        entries: list[int] = []
+
+        def entered(place: str | int) -> None:
+            if place != "embedding":
+                entries.append(peak.made)
+
+        shard.on_enter = entered
+        with running():
+            left = shard.forward(inputs, received)
+        kept, forward = peak.now, peak.most - peak.now
+        if not any(tensor.requires_grad for tensor in left):
+            return Footprint(0, 0, peak.most, 0)
+        shared = 0 if shard.range.is_first else peak.held(entries[0])
+        peak.most = kept
+        differentiate(left, tuple(map(torch.empty_like, returning(left))))
+        return Footprint(kept, shared, forward, peak.most - kept)
+
+
+def _shard(setting: Setting, rng: ShardRange) -> Shard:
+    """On the meta device."""
+    shard = build_shard(setting.model, None, rng, dtype=setting.dtype, device="meta")
+    plan = setting.plan
+    attach_adapter(shard, replace(plan, weights=None) if plan is not None else None, 0)
+    return shard
+
+
+def _without_data(shard: Shard) -> list[Tensor]:
+    """Move a shard from the meta device to a pretended CPU; gradients are there, as after the first
+    micro-batch. All of these tensors."""
+    made: list[Tensor] = []
+    parameters: dict[nn.Parameter, nn.Parameter] = {}
+
+    def like(tensor: Tensor) -> Tensor:
+        made.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+        return made[-1]
+
+    for module in shard.model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in parameters:
+                    new = nn.Parameter(like(parameter), requires_grad=parameter.requires_grad)
+                    if new.requires_grad:
+                        new.grad = like(parameter)
+                    parameters[parameter] = new
+                module._parameters[name] = parameters[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = like(buffer)
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):  # an absent weight's stand-in
+                setattr(module, name, like(value))
+    return made
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes that tensors made inside have held at once (`most`), and hold now (`now`).
+    Tensors on the meta device hold none; those that are `known`, and views of them, do not count.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.most = self.made = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._held: dict[int, tuple[int, int]] = {}  # bytes, and how many were made before
+
+    def held(self, made: int) -> int:
+        """Bytes now held by the first so many tensors that were made."""
+        return sum(nbytes for nbytes, before in self._held.values() if before < made)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known and key not in self._held:
+            self._held[key] = (storage.nbytes(), self.made)
+            self.made += 1
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._held.pop(key)[0]

@@ -1,0 +1,549 @@
+"""How much memory each stage needs, from shapes alone.
+
+Weights, gradients and optimizer state are counted tensor by tensor. So are activations, what a
+layer takes for a moment, and the loss, on tensors without data (`footprint`). Where a model cannot
+be run so, they are an estimate:
+
+    bytes per token and layer = 1.4 c * sum of (inputs + outputs) of the layer's matrices
+
+with c bytes per number: each matrix product keeps its input, its output is kept by what follows,
+and 0.4 more stands for norms and residuals. Attention that stores its matrix ("eager") adds c + 4
+bytes per head and pair of tokens. A stage that neither trains anything nor passes a gradient on
+stores nothing for backward. All sizes are bytes.
+
+What is counted is tensors; benchmarks/stage_memory.py compares them with stages that run. What an
+allocator keeps besides comes to it. For a Llama of 110 M weights, 4 x 256 tokens, float32 on a CPU,
+LoRA on all linear layers is estimated 1.31 GiB and full training 2.56; over an idle process glibc's
+resident set peaks at 2.42 and 3.13, since it keeps what smaller tensors gave back, and with
+MALLOC_MMAP_THRESHOLD_=131072 at 1.31 and 2.57.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConfig
+from hetero_framework.errors import PlanError
+from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+from hetero_framework.models.cut.introspect import introspect, layer_kinds
+from hetero_framework.models.cut.language import meta_model
+from hetero_framework.models.cut.objective import objective_of
+from hetero_framework.models.cut.shard import ShardRange, Skeleton
+from hetero_framework.models.files.quantization import (
+    modules_left_alone,
+    stored_quantization,
+    stored_settings,
+)
+from hetero_framework.models.sizing.footprint import (
+    Footprint,
+    Setting,
+    bundle_bytes,
+    embedding_footprint,
+    head_footprint,
+    layer_footprint,
+)
+from hetero_framework.units import size
+
+DEFAULT_TOKENS = 1024
+ACTIVATION_MARGIN = 1.4
+
+# bitsandbytes: numbers that share one scale, scales that share one scale of scales, and the
+# tables that each double-quantised matrix carries (16 and 256 float32, one offset).
+_BLOCK, _NESTED_BLOCK, _NF4_TABLES = 64, 256, 4 * (16 + 256 + 1)
+
+# Numbers of optimizer state per trainable weight, by a part of the optimizer's name.
+_STATES_PER_WEIGHT = (
+    ("adafactor", 0.0),
+    ("sgd", 0.0),
+    ("lion", 1.0),
+    ("adagrad", 1.0),
+    ("rmsprop", 1.0),
+    ("ademamix", 3.0),
+)
+_ADAM_STATES = 2.0
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Memory of one stage.
+
+    `parameters` is the number of weights, an adapter's included. `activations` are those of
+    `in_flight` micro-batches, each `per_micro_batch`. `working` is the most that layers and
+    embedding take besides while they run, `logits` what the loss does. `foreach` is what an
+    optimizer that steps all weights at once needs then: on CUDA and XPU torch's AdamW does (the
+    roots of all second moments). `device` is the owner's. `trained` is the number of trained
+    values.
+    """
+
+    stage: StageSpec
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    in_flight: int
+    per_micro_batch: int
+    working: int = 0
+    foreach: int = 0
+    device: str = "auto"
+    trained: int = 0
+
+    def holding(self, in_flight: int) -> StageMemory:
+        """The same stage with another number of micro-batches in flight."""
+        more = (in_flight - self.in_flight) * self.per_micro_batch
+        return replace(self, in_flight=in_flight, activations=self.activations + more)
+
+    @property
+    def index(self) -> int:
+        return self.stage.index
+
+    @property
+    def kept(self) -> int:
+        """What is there in every moment of a step."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def step(self) -> int:
+        """What comes to that while the optimizer steps."""
+        return self.foreach if self.device.partition(":")[0] in ("cuda", "rocm", "xpu") else 0
+
+    @property
+    def total(self) -> int:
+        return self.kept + max(self.activations + self.passing, self.step)
+
+    @property
+    def passing(self) -> int:
+        """The most that comes to what is kept and to the activations, for a moment."""
+        return max(self.logits, self.working)
+
+    def __str__(self) -> str:
+        steps = self.step > self.activations + self.passing
+        moment = "logits" if self.logits >= self.working else "working"
+        peak = ("step",) if steps else ("activations", moment)
+        parts = ("weights", "gradients", "optimizer", *peak)
+        sizes = [f"{name} {size(getattr(self, name))}" for name in parts if getattr(self, name)]
+        return f"{size(self.total)} ({', '.join(sizes)})"
+
+
+def estimate_memory(
+    config: Config,
+    model_config: PretrainedConfig,
+    *,
+    max_in_flight: int | None = None,
+    tokens: int | None = None,
+    plan: AdapterPlan | None = None,
+    in_flight: Sequence[int] | None = None,
+) -> list[StageMemory]:
+    """Memory of every stage of `config`; loads nothing. Raises as `plan_adapter`, `introspect`.
+
+    `in_flight` are the micro-batches that each stage may store, by default `max_in_flight` (by
+    default the configuration's, else twice the stages); the last stage holds one, and none more
+    than a step has. `tokens` is the longest sample (default: data.max_length). Checkpointing "auto"
+    counts as none.
+    """
+    assert config.model is not None
+    stages = config.plan.stages
+    if config.adapter is not None and plan is None:
+        from hetero_framework.models.adapters.lora import plan_adapter
+
+        plan = plan_adapter(model_config, config.adapter, config.base_dir)
+    if tokens is None:
+        tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
+    if max_in_flight is None:
+        max_in_flight = config.training.max_in_flight or 2 * len(stages)
+    most = config.training.gradient_accumulation_steps
+    shapes = _shapes_by_owner(config, model_config, plan)
+    found = []
+    differentiates = False
+    for spec, held in zip(stages, in_flight or [max_in_flight] * len(stages), strict=True):
+        held = 1 if spec.is_last else min(held, most)
+        own = shapes[spec.owner]
+        differentiates |= any(own.holds(name, ShardRange.of(spec)) for name in own.trainable)
+        found.append(_stage_memory(spec, own, config, held, tokens, differentiates))
+    return found
+
+
+def _shapes_by_owner(
+    config: Config, model: PretrainedConfig, plan: AdapterPlan | None
+) -> dict[int | str, Shapes]:
+    """The sizes with the weights as each process of the plan holds them."""
+    assert config.model is not None
+    kinds = {owner: config.quantization(owner) for owner in config.plan.owners}
+    made = {
+        kind: Shapes(model, config.model.quantized(kind), plan, quantizes=config.quantizes)
+        for kind in {*kinds.values()}
+    }
+    return {owner: made[kind] for owner, kind in kinds.items()}
+
+
+def memory_of_parts(
+    config: Config,
+    model_config: PretrainedConfig,
+    layers: int,
+    plan: AdapterPlan | None = None,
+    tokens: int | None = None,
+) -> list[StageMemory]:
+    """Memory of the embedding, of each of the model's `layers` and of the head alone, one
+    micro-batch in flight. Raises as `estimate_memory`."""
+    bounds = [(0, 0), *((k, k + 1) for k in range(layers)), (layers, layers)]
+    entries = [{"id": "local", "start": start, "end": end} for start, end in bounds]
+    config = config.with_changes(shard_plan=entries)
+    return estimate_memory(config, model_config, max_in_flight=1, tokens=tokens, plan=plan)
+
+
+def recomputing(config: Config) -> Config:
+    """The configuration with checkpointing on where it says "auto"."""
+    plan = config.to_dict()["shard_plan"]
+    for index, entry in enumerate(plan):
+        if config.checkpointing(index) == "auto":
+            entry["gradient_checkpointing"] = True
+    return config.with_changes(shard_plan=plan)
+
+
+def parts_by_process(
+    config: Config, model_config: PretrainedConfig, owners: Iterable[int | str]
+) -> dict[int | str, list[StageMemory]]:
+    """`memory_of_parts` as each of these processes holds them."""
+    layers = introspect(model_config).num_layers
+    kinds = {owner: config.quantization(owner) for owner in owners}
+    examples = {kind: owner for owner, kind in kinds.items()}
+    made = {
+        kind: memory_of_parts(config.held_by(owner), model_config, layers)
+        for kind, owner in examples.items()
+    }
+    return {owner: made[kind] for owner, kind in kinds.items()}
+
+
+def recompute_stages(
+    plain: Sequence[StageMemory],
+    recomputing: Sequence[StageMemory],
+    optional: Collection[int],
+    devices: Iterable[tuple[Collection[int | str], int]],
+) -> set[int]:
+    """The fewest `optional` stages to compute again backward so that every device fits; all of a
+    device's where even they do not help. `plain` and `recomputing` are all stages without and with
+    it, `devices` the owners on each device with the bytes that are free there."""
+    chosen = set()
+    for owners, free in devices:
+        own = [m for m in plain if m.stage.owner in owners]
+        needed = sum(m.total for m in own)
+        saved = {m.index: m.total - recomputing[m.index].total for m in own if m.index in optional}
+        # Stages that save most first: fewer would not save as much.
+        for index in sorted(saved, key=lambda k: (-saved[k], k)):
+            if needed <= free or saved[index] <= 0:
+                break
+            chosen.add(index)
+            needed -= saved[index]
+    return chosen
+
+
+def in_flight_limits(
+    memory: Sequence[StageMemory], limit: int, devices: Iterable[tuple[Collection[int | str], int]]
+) -> tuple[int, ...]:
+    """The number of micro-batches that fit each stage's memory, 1 to `limit`, the same for all of a
+    device; `devices` as for `recompute_stages`."""
+    found = [limit] * len(memory)
+    for owners, free in devices:
+        own = [m for m in memory if m.stage.owner in owners]
+        spare = free - sum(m.kept + m.holding(0).activations + m.passing for m in own)
+        once = sum(m.per_micro_batch for m in own if m.stage.is_last)
+        each = sum(m.per_micro_batch for m in own if not m.stage.is_last)
+        most = (spare - once) // each if each else limit
+        for m in own:
+            found[m.index] = max(1, min(limit, most))
+    return tuple(found)
+
+
+def check_fits(memory: Sequence[StageMemory], free: Mapping[int | str, int]) -> None:
+    """Raise PlanError when the stages of an owner in `free` need more bytes than its device has."""
+    problems, short = [], []
+    for owner, available in free.items():
+        own = [m for m in memory if m.stage.owner == owner]
+        if sum(m.total for m in own) > available:
+            short += own
+            who = "the coordinator" if owner == "local" else f"worker {owner}"
+            needs = "; ".join(f"stage {m.index} ({m.stage.layers}) needs {m}" for m in own)
+            problems.append(f"{who} has {size(available)} free, but {needs}")
+    if problems:
+        raise PlanError("\n".join(problems), hint=_advice(short))
+
+
+def _advice(memory: Sequence[StageMemory]) -> str:
+    """Suggestions for using less memory, the largest share first."""
+    advice = {
+        "a smaller per_device_train_batch_size, data.max_length or training.max_in_flight, or"
+        " gradient_checkpointing": sum(m.activations for m in memory),
+        "a smaller training.loss_chunk_tokens": sum(m.logits for m in memory),
+        "an adapter instead of full training": sum(m.gradients + m.optimizer for m in memory),
+        'model.quantization "nf4" with an adapter': sum(m.weights for m in memory),
+    }
+    ordered = sorted((name for name in advice if advice[name]), key=lambda name: -advice[name])
+    return "give it fewer layers in shard_plan; or " + "; or ".join(ordered)
+
+
+class Shapes:
+    """Sizes of everything in the whole model, to be asked by stage."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        model: ModelConfig,
+        plan: AdapterPlan | None,
+        *,
+        quantizes: bool = False,
+    ) -> None:
+        """`quantizes`: weights of the model are quantised, at least elsewhere."""
+        whole = meta_model(config)
+        self._config, self._plan = config, plan
+        self.skeleton = Skeleton(config, introspect(config))
+        self.text = config.get_text_config()
+        stored: Any = config.dtype or torch.float32
+        dtype = stored if model.dtype == "auto" else getattr(torch, model.dtype)
+        self._dtype: torch.dtype = dtype
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.number_bytes = int(dtype.itemsize)
+        quantization = model.quantization or stored_quantization(config)
+        sizes = _module_sizes(whole, quantization, config)
+        self.weights = {
+            name: sizes.get(name, p.numel() * self.number_bytes)
+            for name, p in whole.named_parameters(remove_duplicate=False)
+        }
+        self.numbers = {n: p.numel() for n, p in whole.named_parameters(remove_duplicate=False)}
+        self.buffers = {name: b.nbytes for name, b in whole.named_buffers()}
+        self.trains_everything = plan is None
+        quantizes |= quantization is not None
+        self.trainable = self._trainable(whole, plan, quantizes)
+        named = whole.named_parameters(remove_duplicate=False)
+        self.of_matrices = {name: p.shape for name, p in named if p.dim() > 1}
+        self.matrices = {
+            name: p.shape
+            for name, p in whole.named_parameters()
+            if p.dim() > 1 and self.skeleton.layer_of(name) is not None
+        }
+        self.upcast_inputs: set[str] = set()
+        if plan is not None:
+            own = plan.number_bytes(self.number_bytes, quantized=quantizes)
+            self.upcast_inputs = set(plan.modules) if own > self.number_bytes else set()
+        self.attention = config._attn_implementation or "sdpa"
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each layer the first one of its kind."""
+        return layer_kinds(self._config)
+
+    def setting(self, config: Config, tokens: int) -> Setting:
+        """Of micro-batches of so many tokens a row."""
+        training, rows = config.training, config.training.per_device_train_batch_size
+        if config.data is not None and config.data.padding_free:
+            rows, tokens = 1, rows * tokens
+        half = torch.float16 if training.fp16 else None
+        return Setting(
+            self._config,
+            self._plan,
+            objective_of(training),
+            self._dtype,
+            torch.bfloat16 if training.bf16 else half,
+            rows,
+            tokens,
+        )
+
+    def _trainable(
+        self, whole: PreTrainedModel, plan: AdapterPlan | None, quantized: bool
+    ) -> dict[str, tuple[int, int]]:
+        """{parameter: (numbers, bytes of one)} of what is trained."""
+        if plan is None:
+            floats = [(n, p) for n, p in whole.named_parameters() if p.is_floating_point()]
+            return {name: (p.numel(), self.number_bytes) for name, p in floats}
+        own = plan.number_bytes(self.number_bytes, quantized=quantized)
+        return {
+            name: (math.prod(shape), own if ".lora_" in name else self.number_bytes)
+            for name, shape in plan.trainable.items()
+        }
+
+    def holds(self, name: str, rng: ShardRange) -> bool:
+        """Whether a stage has a parameter, an adapter's included."""
+        parts = name.split(".")
+        while parts and name not in self.weights and ".".join(parts) not in self.skeleton.modules:
+            parts.pop()
+        return self.skeleton.holds(name if name in self.weights else ".".join(parts), rng)
+
+
+def _module_sizes(
+    model: PreTrainedModel, quantization: str | None, config: PretrainedConfig
+) -> dict[str, int]:
+    """Bytes of the weights that bitsandbytes quantises, statistics included."""
+    if quantization is None:
+        return {}
+    settings = stored_settings(config)
+    skipped = settings.get("llm_int8_skip_modules") or modules_left_alone(config)
+    double = bool(settings.get("bnb_4bit_use_double_quant", True)) if settings else True
+    sizes = {}
+    for name, module in model.named_modules():
+        linear = type(module) is nn.Linear or isinstance(module, Conv1D)
+        if linear and not any(name == skip or name.endswith(f".{skip}") for skip in skipped):
+            count = module.weight.numel()
+            rows = count // module.weight.shape[-1]
+            sizes[f"{name}.weight"] = (
+                count + 4 * rows if quantization == "int8" else _four_bit_size(count, double)
+            )
+    return sizes
+
+
+def _four_bit_size(count: int, double: bool) -> int:
+    blocks = math.ceil(count / _BLOCK)
+    scales = blocks + 4 * math.ceil(blocks / _NESTED_BLOCK) if double else 4 * blocks
+    return math.ceil(count / 2) + scales + (_NF4_TABLES if double else 4 * 16)
+
+
+def _stage_memory(
+    spec: StageSpec,
+    shapes: Shapes,
+    config: Config,
+    in_flight: int,
+    tokens: int,
+    differentiates: bool,
+) -> StageMemory:
+    training, skeleton, rng = config.training, shapes.skeleton, ShardRange.of(spec)
+    machine = config.coordinator if spec.owner == "local" else config.worker(spec.owner)
+    held = {name: size for name, size in shapes.weights.items() if skeleton.holds(name, rng)}
+    targets = skeleton.targets(rng)
+    # One storage for all that is tied and here.
+    first = {skeleton.ties[target]: target for target in reversed(targets)}
+    for target in targets:
+        if first[source := skeleton.ties[target]] != target or skeleton.holds(source, rng):
+            held.pop(target)
+    trained = {n: v for n, v in shapes.trainable.items() if shapes.holds(n, rng)}
+    gradients = stepped = sum(count * size for count, size in trained.values())
+    if shapes.trains_everything:
+        # Each place of a tied weight collects a gradient; only the first has optimizer state.
+        gradients += sum(shapes.weights[target] for target in targets)
+    added = sum(count * size for name, (count, size) in trained.items() if name not in held)
+    here = {None, *range(rng.start, rng.end)}
+    buffers = sum(n for name, n in shapes.buffers.items() if skeleton.layer_of(name) in here)
+    counted = _counted_bytes(spec, shapes, config, tokens, differentiates)
+    per_micro_batch, working, logits = counted or _estimated_bytes(
+        spec, shapes, config, tokens, differentiates
+    )
+    return StageMemory(
+        stage=spec,
+        parameters=sum(shapes.numbers[name] for name in held)
+        + sum(count for name, (count, _) in trained.items() if name not in held),
+        weights=sum(held.values()) + added + buffers,
+        gradients=gradients,
+        trained=sum(count for count, _ in trained.values()),
+        optimizer=_optimizer_bytes(training.optim, trained.values()),
+        activations=in_flight * per_micro_batch,
+        logits=logits,
+        in_flight=in_flight,
+        per_micro_batch=per_micro_batch,
+        working=working,
+        foreach=stepped if training.optim == "adamw_torch" else 0,
+        device=machine.device,
+    )
+
+
+def _optimizer_bytes(optim: str, trained: Iterable[tuple[int, int]]) -> int:
+    """State of an optimizer of transformers, by its name. Adafactor's one number per row and column
+    is left out; a paged state counts like one on the device."""
+    states = next((n for part, n in _STATES_PER_WEIGHT if part in optim), _ADAM_STATES)
+    bits = 8 if "8bit" in optim else 4 if "4bit" in optim else None
+    return int(sum(count * states * (bits / 8 if bits else size) for count, size in trained))
+
+
+def _counted_bytes(
+    spec: StageSpec, shapes: Shapes, config: Config, tokens: int, differentiates: bool
+) -> tuple[int, int, int] | None:
+    """(for each micro-batch in flight, for a moment in the layers, for the loss) as footprints say;
+    None where there are none."""
+    setting = shapes.setting(config, tokens)
+    recompute = config.checkpointing(spec.index) is True
+    parts: list[Footprint | None] = [embedding_footprint(setting)] if spec.is_first else []
+    kinds = shapes.kinds
+    parts += [
+        layer_footprint(setting, kinds[k], recompute=recompute, train=differentiates)
+        for k in range(spec.start, spec.end)
+    ]
+    if None in parts:
+        return None
+    inner = [part for part in parts if part is not None]
+    hidden = 0 if spec.is_first else bundle_bytes(setting, spec.start)
+    shared = max((part.shared for part in inner), default=0)
+    working = behind = 0
+    for part in reversed(inner):
+        # Forward, what is behind a part has not run yet; backward, it has given its own back.
+        working = max(working, part.passing - behind)
+        behind += part.kept - part.shared
+    logits = 0
+    if spec.is_last:
+        head = head_footprint(setting)
+        batch_tokens = setting.rows * setting.tokens
+        estimated = _loss_bytes(shapes, batch_tokens, config.training)
+        logits = estimated if head is None else head.passing
+    if not differentiates:
+        return 0, hidden + working, logits
+    return hidden + shared + behind, working, logits
+
+
+def _estimated_bytes(
+    spec: StageSpec, shapes: Shapes, config: Config, tokens: int, differentiates: bool
+) -> tuple[int, int, int]:
+    """The same by the formula. Gradient checkpointing: a hidden state per layer and micro-batch,
+    and one layer in full; no backward: what a layer uses."""
+    training = config.training
+    batch_tokens = training.per_device_train_batch_size * tokens
+    c = 2 if training.bf16 or training.fp16 else shapes.number_bytes
+    hidden = batch_tokens * int(shapes.text.hidden_size) * c
+    one_row = config.data is not None and config.data.padding_free
+    row_tokens = batch_tokens if one_row else tokens
+    span = range(spec.start, spec.end)
+    layers = [_layer_bytes(layer, shapes, c, row_tokens) * batch_tokens for layer in span]
+    largest = max(layers, default=0)
+    logits = _loss_bytes(shapes, batch_tokens, training) if spec.is_last else 0
+    if not differentiates:
+        return 0, hidden + largest, logits
+    if config.checkpointing(spec.index) is True:
+        return hidden * (len(layers) + 1), largest, logits
+    return hidden + sum(layers), 0, logits
+
+
+def _layer_bytes(layer: int, shapes: Shapes, c: int, row_tokens: int) -> int:
+    """Bytes per token that one layer stores."""
+    numbers = upcast = 0.0
+    experts = experts_per_token(shapes.text)
+    for name, shape in shapes.matrices.items():
+        if shapes.skeleton.layer_of(name) == layer:
+            copies = experts if len(shape) > 2 else 1
+            numbers += copies * (shape[-1] + shape[-2])
+            if name.removesuffix(".weight") in shapes.upcast_inputs:
+                # PEFT computes a float32 adapter's share on a float32 copy of the input.
+                upcast += 4 * shape[-1]
+    attention = 0
+    if shapes.attention == "eager":
+        attention = int(shapes.text.num_attention_heads) * row_tokens * (c + 4)
+    return int(ACTIVATION_MARGIN * c * numbers + upcast + attention)
+
+
+def experts_per_token(text: PretrainedConfig) -> int:
+    """How many experts a token visits; 1 for a model without."""
+    names = ("num_experts_per_tok", "numexperts_per_token", "moe_topk", "top_k")
+    values = (getattr(text, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 1)
+
+
+def _loss_bytes(shapes: Shapes, batch_tokens: int, training: TrainingConfig) -> int:
+    layers = shapes.skeleton.structure.num_layers
+    head = ShardRange(layers, layers, False, True)
+    own = [numbers for name, numbers in shapes.trainable.items() if shapes.holds(name, head)]
+    narrow = sum(count for count, size in own if size < 4)
+    objective = objective_of(training)
+    return objective.loss_bytes(shapes.text, batch_tokens, shapes.number_bytes, narrow)

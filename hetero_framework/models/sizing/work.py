@@ -1,0 +1,154 @@
+"""How much a model's parts compute and move for one micro-batch, from shapes alone.
+
+A product with a matrix of n numbers takes 2 n operations per token forward; backward as many for
+the gradient of its input and, where it is trained, as many again for its own. Attention takes 4 S D
+per token forward for S tokens and heads of D numbers in all, and twice that backward. Of experts
+those that a token visits count. What is small beside these (norms, activations) is left out.
+
+Moved are the weights, and what a layer keeps for its backward pass: written and read once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from hetero_framework.config import Config
+from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+from hetero_framework.models.cut.shard import ShardRange
+from hetero_framework.models.sizing.footprint import Setting, bundle_bytes
+from hetero_framework.models.sizing.memory import (
+    DEFAULT_TOKENS,
+    Shapes,
+    StageMemory,
+    experts_per_token,
+    memory_of_parts,
+)
+
+
+@dataclass(frozen=True)
+class PartWork:
+    """Of one micro-batch: floating-point operations, and bytes between a device and its memory."""
+
+    forward_flops: float
+    backward_flops: float
+    forward_bytes: float
+    backward_bytes: float
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """`layers` of the whole model in order; `hidden_numbers`, each of `number_bytes`, cross a
+    boundary. `memory` is that of embedding, layers and head, without gradient checkpointing and
+    with it. `half`: the arithmetic is of 16 bits."""
+
+    embedding: PartWork
+    layers: list[PartWork]
+    head: PartWork
+    memory: list[StageMemory]
+    recomputing: list[StageMemory]
+    hidden_numbers: int
+    dtype: str
+    half: bool
+
+
+def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
+    """The work of `model`, that of `config`, as `Config.held_by` says that a process
+    holds it; loads nothing. Raises as `plan_adapter` and `introspect`."""
+    assert config.model is not None
+    plan: AdapterPlan | None = None
+    if config.adapter is not None:
+        from hetero_framework.models.adapters.lora import plan_adapter
+
+        plan = plan_adapter(model, config.adapter, config.base_dir)
+    shapes = Shapes(model, config.model, plan, quantizes=config.quantizes)
+    count = shapes.skeleton.structure.num_layers
+    tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
+    rows = config.training.per_device_train_batch_size
+    memory, recomputing = (
+        memory_of_parts(
+            config.with_changes(training={"gradient_checkpointing": again}), model, count, plan
+        )
+        for again in (False, True)
+    )
+    bounds = [(0, 0), *((k, k + 1) for k in range(count)), (count, count)]
+    ranges = [ShardRange(a, b, k == 0, k == count + 1) for k, (a, b) in enumerate(bounds)]
+    parts = []
+    differentiates = False
+    for rng, held in zip(ranges, memory, strict=True):
+        part = _Part(shapes, rng, held)
+        differentiates |= part.trains
+        parts.append(part.work(rows, tokens, differentiates))
+    training = config.training
+    return ModelWork(
+        parts[0],
+        parts[1:-1],
+        parts[-1],
+        memory,
+        recomputing,
+        _largest_bundle(shapes.setting(config, tokens), shapes) // shapes.number_bytes,
+        shapes.dtype,
+        half=training.bf16 or training.fp16 or shapes.number_bytes == 2,
+    )
+
+
+def _largest_bundle(setting: Setting, shapes: Shapes) -> int:
+    """Bytes of what crosses the fullest boundary."""
+    structure = shapes.skeleton.structure
+    boundaries = {0, *(side.maker + 1 for side in structure.sides)}
+    return max(bundle_bytes(setting, k) for k in boundaries)
+
+
+class _Part:
+    """The embedding, a layer or the head."""
+
+    def __init__(self, shapes: Shapes, rng: ShardRange, memory: StageMemory) -> None:
+        self._shapes, self._rng, self._memory = shapes, rng, memory
+        experts = experts_per_token(shapes.text)
+        own = {n: s for n, s in shapes.of_matrices.items() if shapes.skeleton.holds(n, rng)}
+        # Rows of a table are looked up, not multiplied.
+        multiplied = own if rng.end > rng.start or rng.is_last else {}
+        self._numbers = {
+            name: shape[-1] * shape[-2] * (experts if len(shape) > 2 else 1)
+            for name, shape in multiplied.items()
+        }
+        trained = {n: v for n, v in shapes.trainable.items() if shapes.holds(n, rng)}
+        self._added = sum(n for name, (n, _) in trained.items() if name not in shapes.numbers)
+        every = shapes.trains_everything  # a tied head is trained, too
+        self._trained = sum(n for name, n in self._numbers.items() if every or name in trained)
+        self.trains = bool(trained)
+
+    def work(self, rows: int, tokens: int, differentiates: bool) -> PartWork:
+        """`differentiates`: something here or below is trained."""
+        batch_tokens, memory = rows * tokens, self._memory
+        is_layer = self._rng.end > self._rng.start
+        products = 2.0 * batch_tokens * sum(self._numbers.values())
+        added = 2.0 * batch_tokens * self._added
+        attention = 4.0 * batch_tokens * tokens * _attention_numbers(self._shapes.text) * is_layer
+        kept = memory.per_micro_batch if is_layer else memory.logits
+        weights = memory.weights + self._unpacked_bytes()
+        forward_bytes = weights + 2.0 * kept
+        if not differentiates:
+            return PartWork(products + added + attention, 0.0, forward_bytes, 0.0)
+        own = 2.0 * batch_tokens * self._trained
+        return PartWork(
+            products + added + attention,
+            products + own + 2 * (added + attention),
+            forward_bytes,
+            weights + 2.0 * kept + 2.0 * memory.gradients,
+        )
+
+    def _unpacked_bytes(self) -> float:
+        """What quantised weights move besides: they are unpacked for each use, and read then."""
+        shapes = self._shapes
+        packed = [n for n in self._numbers if shapes.weights[n] < shapes.numbers[n] * 2]
+        return 2.0 * sum(shapes.numbers[name] * 2 for name in packed)
+
+
+def _attention_numbers(text: Any) -> int:
+    """Heads times their size; 0 for a model that has none."""
+    heads = getattr(text, "num_attention_heads", None) or 0
+    each = getattr(text, "head_dim", None) or (int(text.hidden_size) // heads if heads else 0)
+    return int(heads * each)

@@ -1,0 +1,163 @@
+"""Accepts connections, a few at a time, and authenticates them.
+
+A stranger is a connection that is not authenticated yet. There are at most MAX_STRANGERS; a new one
+takes the place of one of the address that has most of them. Each TLS handshake has a thread of its
+own, so nothing waits for a slow one.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import IPv6Address, IPv6Network
+
+from hetero_framework import log
+from hetero_framework.core import addresses, timeouts
+from hetero_framework.core.background import in_background
+from hetero_framework.core.dial import Listener
+from hetero_framework.core.identity import Identity
+from hetero_framework.core.stream import Stream
+from hetero_framework.errors import IdentityError, NetworkError, ResourceError
+from hetero_framework.security.access import Access
+
+_log = logging.getLogger(__name__)
+MAX_STRANGERS = 16
+_RATE_PER_S, _BURST = 20.0, 64.0
+_MAX_ADDRESSES = 1024
+
+Greet = Callable[[Stream, "Identity | None"], None]
+
+
+class RateLimit:
+    """How often an address may connect. Not safe for several threads."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, tuple[float, float]] = {}  # by address: connections, at which time
+
+    def allows(self, address: str, now: float) -> bool:
+        left, at = self._left.pop(address, (_BURST, now))
+        left = min(_BURST, left + (now - at) * _RATE_PER_S)
+        self._left[address] = (left - 1 if left >= 1 else left, now)  # the last one again
+        if len(self._left) > _MAX_ADDRESSES:
+            del self._left[next(iter(self._left))]
+        return left >= 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Stranger:
+    plain: Stream  # as it was accepted
+    peer: str
+
+    @property
+    def group(self) -> str:
+        """Its address without the port; of IPv6 the network, for one machine has all addresses."""
+        address = addresses.parsed(self.peer.rpartition(":")[0])
+        if isinstance(address, IPv6Address):
+            plain = address.ipv4_mapped
+            return str(plain or IPv6Network((int(address), 64), strict=False))
+        return str(address)
+
+
+class Acceptor:
+    """Lets in whom `access` admits: `greet(stream, identity)` is called in an own thread, or in
+    that of `run` without keys. `gone` is to be told of every stream that it got."""
+
+    def __init__(self, access: Access, greet: Greet) -> None:
+        self._access = access
+        self._greet = greet
+        self._rates = RateLimit()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._strangers: dict[Stream, _Stranger] = {}
+
+    @property
+    def strangers(self) -> int:
+        """How many there are now."""
+        return len(self._strangers)
+
+    def run(self, listener: Listener) -> None:
+        """Accept until the listener is closed."""
+        while True:
+            try:
+                stream = listener.accept()
+            except NetworkError:
+                return  # the listener was closed
+            except OSError as error:
+                # No descriptors or memory, or the network's own trouble: it passes.
+                _log.warning("cannot accept a connection: %s", error)
+                time.sleep(timeouts.ACCEPT_PAUSE_S)
+                continue
+            self._let_in(stream)
+
+    def gone(self, stream: Stream) -> None:
+        """A stranger is known now, or has left."""
+        with self._lock:
+            self._strangers.pop(stream, None)
+
+    def close(self) -> None:
+        """Send all strangers away; nobody comes in any more."""
+        with self._lock:
+            self._closed = True
+            strangers = list(self._strangers.values())
+        for stranger in strangers:
+            stranger.plain.stop()  # its own thread closes it
+
+    def _let_in(self, plain: Stream) -> None:
+        stranger = _Stranger(plain, plain.peer)
+        crowded = None
+        with self._lock:
+            welcome = not self._closed and self._rates.allows(stranger.group, time.monotonic())
+            if welcome:
+                crowded = self._most_of_one() if self.strangers >= MAX_STRANGERS else None
+                self._strangers[plain] = stranger
+        if crowded is not None:
+            crowded.plain.stop()
+        if not welcome:
+            plain.close()
+        elif self._access.encrypts:
+            admitted = in_background(lambda: self._admit(stranger), "handshake")
+            admitted.add_done_callback(lambda found: self._failed(stranger, found.exception()))
+        else:
+            self._admit(stranger)
+
+    def _most_of_one(self) -> _Stranger:
+        """Take away one of the strangers, of the group with most of them."""
+        counts = Counter(stranger.group for stranger in self._strangers.values())
+        [(most, _)] = counts.most_common(1)
+        every = [key for key, found in self._strangers.items() if found.group == most]
+        return self._strangers.pop(random.choice(every))
+
+    def _admit(self, stranger: _Stranger) -> None:
+        try:
+            stream, identity = self._access.accepted(stranger.plain)
+        except (IdentityError, ResourceError) as error:
+            by = log.said_by(stranger.group)
+            _log.warning("refused %s: %s", stranger.peer, error.message, extra=by)
+            self._refuse(stranger.plain)
+            return
+        except OSError as error:
+            _log.debug("%s: %s", stranger.peer, error)
+            self._refuse(stranger.plain)
+            return
+        with self._lock:
+            if self._strangers.pop(stranger.plain, None) is not None:
+                self._strangers[stream] = stranger
+        try:
+            self._greet(stream, identity)
+        except (OSError, NetworkError, MemoryError):
+            self._refuse(stream)  # gone before it could be greeted, or no thread or memory for it
+
+    def _failed(self, stranger: _Stranger, error: BaseException | None) -> None:
+        """A handshake ended with an error that nobody expected, or had no thread."""
+        if error is not None:
+            _log.error("cannot admit %s: %r", stranger.peer, error)
+            self._refuse(stranger.plain)
+
+    def _refuse(self, stream: Stream) -> None:
+        self.gone(stream)
+        stream.close()

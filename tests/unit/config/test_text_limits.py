@@ -1,0 +1,47 @@
+"""Texts that no setting may have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_framework.config.text_limits import text_problems
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("$HOME/model", "$HOME is not replaced here"),
+        ("/data/${USER}/model", "${USER} is not replaced here"),
+        ("%USERPROFILE%\\model", "%USERPROFILE% is not replaced here"),
+        ("file:///data/model", "file: is how a URL begins"),
+        ("'/data/model'", "' is a quote"),
+        ('"/data/model', '" is a quote'),
+        ("/data/model ", "begins or ends with a space"),
+        ("~/model", None),
+        ("C:\\models\\llama", None),
+        ("/data/my model (1) & more", None),
+        ("org/name-1.5", None),
+    ],
+)
+def test_what_a_shell_replaces_is_refused_in_paths(path: str, said: str | None) -> None:
+    places: list[dict[str, Any]] = [
+        {"model": {"name_or_path": path}},
+        {"model": {"tokenizer": path}},
+        {"adapter": {"init_from": path}},
+        {"data": {"train": ["a.jsonl", path]}},
+        {"data": {"chat_template_path": path}},
+        {"training": {"output_dir": path}},
+        {"checkpoint_dir": path},
+    ]
+    for place in places:
+        found = [problem.text for problem in text_problems(place)]
+        assert len(found) == (said is not None), place
+        assert said is None or said in found[0]
+
+
+def test_other_texts_may_have_it() -> None:
+    assert not list(
+        text_problems({"data": {"dataset_text_field": "$x"}, "training": {"optim": " "}})
+    )

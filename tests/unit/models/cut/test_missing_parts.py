@@ -1,0 +1,99 @@
+"""Multimodal classes whose towers need a package that is not here, against their own classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+from transformers.utils import is_timm_available
+
+from hetero_framework.config import AdapterConfig, ModelConfig
+from hetero_framework.errors import ArchitectureError, ModelError
+from hetero_framework.models.adapters.trainable import export_parts
+from hetero_framework.models.cut import language
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.language import towers
+from hetero_framework.models.cut.missing_parts import AbsentPart, stand_in
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.cut.tiny import tiny_config
+from hetero_framework.models.files.export import OutputDirectory, write_adapter, write_checkpoint
+from hetero_framework.models.files.non_text_modules import non_text_weights
+from hetero_framework.models.verify.equivalence import compare, ranges_from_cuts
+from tests.samples import save_multimodal
+from tests.unit.adapter_helpers import shards
+from tests.unit.models.files.test_export import files_of
+
+pytestmark = pytest.mark.skipif(is_timm_available(), reason="timm is there")
+
+NAME = "FastVlmForConditionalGeneration"
+
+
+def seen(base: Path) -> dict[str, torch.Tensor]:
+    """Tensors of the absent tower, put into the checkpoint."""
+    file = base / "model.safetensors"
+    stored = load_file(file)
+    added = {f"model.vision_tower.timm_model.stem.{i}.weight": torch.randn(3, i) for i in (1, 2)}
+    save_file({**stored, **added}, file, metadata={"format": "pt"})
+    return added
+
+
+@pytest.mark.parametrize(
+    "name", [NAME, *(pytest.param(n, marks=pytest.mark.long) for n in ("gemma3n", "perception_lm"))]
+)
+def test_text_trains_to_the_bit_without_the_package(name: str) -> None:
+    config = tiny_config(name)
+    assert "model.vision_tower" in towers(config)
+    result = compare(config, ranges_from_cuts([2, 5], 6))
+    assert (result.verdict, result.reason) == ("bit-equal", "")
+
+
+def test_a_part_that_is_there_is_never_replaced() -> None:
+    config = tiny_config("LlavaForConditionalGeneration")
+    assert not stand_in(config)
+    assert not issubclass(AutoModel._model_mapping[type(config.vision_config)], AbsentPart)
+
+
+def test_text_that_needs_the_part_is_refused_with_the_package(monkeypatch) -> None:
+    config = tiny_config(NAME)
+    towers(config)
+    cls = language.stock_class(config)
+    forward = cls.forward
+
+    def looking(self, *args, **kwargs):
+        self.model.vision_tower(torch.zeros(1))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "forward", looking)
+    config.text_config.rope_parameters["rope_theta"] = 777.0  # another question than those before
+    with pytest.raises(ArchitectureError, match="requires the timm library"):
+        introspect(config)
+
+
+def test_its_tensors_go_from_the_checkpoint_into_the_result(tmp_path: Path) -> None:
+    base = save_multimodal(tmp_path / "base", NAME)
+    model = ModelConfig(name_or_path=str(base))
+    config = load_model_config(model, base)
+    with pytest.raises(ModelError, match=r"lacks 1 .* has to hold: model\.vision_tower"):
+        non_text_weights(model, base, config)
+    added = seen(base)
+    pieces = shards(base, 0, 3, 6)
+    parts = [dict(export_parts(piece)) for piece in pieces]
+    besides = non_text_weights(model, base, config)
+    write_checkpoint(OutputDirectory(tmp_path / "out"), parts, config, towers=besides)
+    ours, theirs = files_of(tmp_path / "out"), files_of(base)
+    assert ours.keys() == theirs.keys()
+    assert added.keys() <= ours.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_an_adapter_leaves_it_alone(tmp_path: Path) -> None:
+    base = save_multimodal(tmp_path / "base", NAME)
+    pieces = shards(base, 0, 3, 6, adapter=AdapterConfig(r=4, target_modules=("q_proj",)))
+    parts = [dict(export_parts(piece)) for piece in pieces]
+    folder = tmp_path / "adapter"
+    write_adapter(OutputDirectory(folder), parts, pieces[0].adapter.plan, str(base))
+    assert "vision_tower" in PeftConfig.from_pretrained(folder).exclude_modules

@@ -1,0 +1,173 @@
+"""A multimodal checkpoint's towers in what training makes, against transformers' and PEFT's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+from hetero_framework.config import AdapterConfig, ModelConfig
+from hetero_framework.errors import ModelError
+from hetero_framework.models.adapters.merge import merge_adapter
+from hetero_framework.models.adapters.trainable import export_parts
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.export import OutputDirectory, write_adapter, write_checkpoint
+from hetero_framework.models.files.non_text_modules import non_text_weights
+from tests.samples import save_multimodal
+from tests.unit.adapter_helpers import chain_logits, randomise, shards, stock_logits
+from tests.unit.models.files.test_export import files_of
+
+CLASSES = [
+    "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+]
+
+
+def settings(base: Path) -> ModelConfig:
+    return ModelConfig(name_or_path=str(base))
+
+
+def write(base: Path, target: Path, pieces: list) -> Path:
+    config = pieces[0].config
+    besides = non_text_weights(settings(base), base, config)
+    parts = [dict(export_parts(piece)) for piece in pieces]
+    write_checkpoint(OutputDirectory(target), parts, config, towers=besides)
+    return target
+
+
+def original(name: str, folder: Path) -> Any:
+    model, report = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    return model.train(False)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("size", ["5GB", "100KB"])
+def test_a_checkpoint_is_the_librarys_own_byte_for_byte(name, size, tmp_path) -> None:
+    base = save_multimodal(tmp_path / "base", name, max_shard_size=size)
+    (base / "preprocessor_config.json").write_text('{"image_size": 32}')
+    target = write(base, tmp_path / "out", shards(base, 0, 1, 3, 6))
+    ours, theirs = files_of(target), files_of(base)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    read = [json.loads((folder / "config.json").read_text()) for folder in (target, base)]
+    assert read[0] == read[1]
+    assert (target / "preprocessor_config.json").read_text() == '{"image_size": 32}'
+    original(name, target)
+
+
+def test_trained_weights_stand_beside_untouched_towers(tmp_path) -> None:
+    name = "LlavaNextForConditionalGeneration"
+    base = save_multimodal(tmp_path / "base", name)
+    pieces = shards(base, 0, 1, 3, 6)
+    randomise(pieces)
+    target = write(base, tmp_path / "out", pieces)
+    assert torch.equal(stock_logits(original(name, target)), chain_logits(pieces))
+    ours, theirs = files_of(target), files_of(base)
+    same = {key for key in theirs if torch.equal(ours[key], theirs[key])}
+    assert same == {key for key in theirs if "language_model" not in key and "lm_head" not in key}
+
+
+def test_the_towers_of_another_versions_checkpoint_get_the_names_of_today(tmp_path) -> None:
+    name = "LlavaForConditionalGeneration"
+    base = save_multimodal(tmp_path / "base", name)
+    file = base / "model.safetensors"
+    stored = load_file(file)
+    expected = dict(stored)
+    older = {f"model.{key}" if "vision_tower" in key else key: t for key, t in stored.items()}
+    assert older.keys() != stored.keys()
+    save_file(older, file, metadata={"format": "pt"})
+    target = write(base, tmp_path / "out", shards(base, 0, 6))
+    ours = files_of(target)
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[key], expected[key]) for key in expected)
+
+
+def test_a_checkpoint_without_its_towers_is_refused_before_it_is_trained(tmp_path) -> None:
+    base = save_multimodal(tmp_path / "base", "Gemma3ForConditionalGeneration")
+    file = base / "model.safetensors"
+    language = {key: t for key, t in load_file(file).items() if "vision" not in key}
+    save_file(language, file, metadata={"format": "pt"})
+    config = load_model_config(settings(base), base)
+    with pytest.raises(ModelError, match=r"lacks \d+ weights that text does not use"):
+        non_text_weights(settings(base), base, config)
+
+
+def test_a_processor_that_brings_code_is_refused_before_the_first_step(tmp_path) -> None:
+    base = save_multimodal(tmp_path / "base", "LlavaForConditionalGeneration")
+    text = json.dumps({"auto_map": {"AutoProcessor": "processing.Own"}})
+    config = load_model_config(settings(base), base)
+    (base / "processor_config.json").write_text(text)
+    with pytest.raises(ModelError, match="code of its own"):
+        non_text_weights(settings(base), base, config)
+
+
+def test_random_weights_have_no_towers_to_copy(tmp_path) -> None:
+    base = save_multimodal(tmp_path / "base", "Gemma3ForConditionalGeneration")
+    fields = json.loads((base / "config.json").read_text())
+    model = ModelConfig(from_config=fields)
+    config = load_model_config(model, base)
+    with pytest.raises(ModelError, match="from_config"):
+        non_text_weights(model, base, config)
+
+
+def test_a_tower_of_another_shape_is_named(tmp_path) -> None:
+    base = save_multimodal(tmp_path / "base", "LlavaNextForConditionalGeneration")
+    file = base / "model.safetensors"
+    stored = load_file(file)
+    stored["image_newline"] = torch.ones(3)
+    save_file(stored, file, metadata={"format": "pt"})
+    config = load_model_config(settings(base), base)
+    found = non_text_weights(settings(base), base, config)
+    assert found is not None
+    with pytest.raises(ModelError, match=r"image_newline .* \[3\]"):
+        list(found.tensors())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("excluded", [None, ("k_proj",), r".*layers\.0\..*"])
+def test_an_adapter_is_one_of_the_original_class(name, excluded, tmp_path) -> None:
+    base = save_multimodal(tmp_path / "base", name)
+    adapter = AdapterConfig(r=4, target_modules=("q_proj", "k_proj"), exclude_modules=excluded)
+    pieces = shards(base, 0, 1, 3, 6, adapter=adapter)
+    randomise(pieces)
+    folder, plan = tmp_path / "adapter", pieces[0].adapter.plan
+    parts = [dict(export_parts(piece)) for piece in pieces]
+    write_adapter(OutputDirectory(folder), parts, plan, str(base))
+    assert PeftConfig.from_pretrained(folder).base_model_name_or_path == str(base)
+    adapted: Any = PeftModel.from_pretrained(original(name, base), folder)
+    assert torch.equal(stock_logits(adapted.train(False)), chain_logits(pieces))
+    assert get_peft_model_state_dict(adapted).keys() == plan.tensors.keys()
+    # It is read here again, and what it excludes does not grow.
+    again = AdapterConfig(init_from=str(folder))
+    continued = shards(base, 0, 6, adapter=again)
+    assert torch.equal(chain_logits(continued), chain_logits(pieces))
+    write_adapter(OutputDirectory(tmp_path / "again"), parts, continued[0].adapter.plan, str(base))
+    configs = [PeftConfig.from_pretrained(place) for place in (folder, tmp_path / "again")]
+    assert configs[0].exclude_modules == configs[1].exclude_modules
+
+
+@pytest.mark.parametrize("modules", [("q_proj", "down_proj"), ("q_proj", "lm_head")])
+def test_a_merged_adapter_is_a_whole_checkpoint(modules, tmp_path) -> None:
+    name = "Gemma3ForConditionalGeneration"
+    base = save_multimodal(tmp_path / "base", name)
+    pieces = shards(base, 0, 2, 6, adapter=AdapterConfig(r=4, target_modules=modules))
+    randomise(pieces)
+    folder = tmp_path / "adapter"
+    parts = [dict(export_parts(piece)) for piece in pieces]
+    write_adapter(OutputDirectory(folder), parts, pieces[0].adapter.plan, str(base))
+    merge_adapter(folder, str(base), OutputDirectory(tmp_path / "merged"))
+    merged = original(name, tmp_path / "merged")
+    assert torch.allclose(stock_logits(merged), chain_logits(pieces), rtol=1e-4, atol=1e-5)
+    ours, theirs = merged.state_dict(), original(name, base).state_dict()
+    assert ours.keys() == theirs.keys()
+    same = {key for key in theirs if torch.equal(ours[key], theirs[key])}
+    assert {key for key in theirs if "vision" in key or "projector" in key} <= same

@@ -1,0 +1,265 @@
+"""Quantised shards against the whole model as transformers and bitsandbytes load it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
+
+from hetero_framework.config import AdapterConfig, Config
+from hetero_framework.core.devices import Device, Support, open_device
+from hetero_framework.engine.loading import load_stages
+from hetero_framework.errors import ConfigError, DeviceError, ModelError
+from hetero_framework.models.adapters.trainable import (
+    attach_adapter,
+    export_parts,
+    trainable_parameters,
+)
+from hetero_framework.models.files.export import OutputDirectory, write_adapter
+from hetero_framework.models.files.quantization import (
+    modules_left_alone,
+    quantization_config,
+    stored_quantization,
+)
+from tests.samples import save_multimodal
+from tests.unit.adapter_helpers import (
+    batch,
+    chain_backward,
+    chain_logits,
+    keep_unpacked,
+    randomise,
+    save_model,
+    shards,
+    stock,
+    stock_logits,
+)
+
+PREFIX = "base_model.model."
+
+SETTINGS = {
+    "nf4": BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    ),
+    "int8": BitsAndBytesConfig(load_in_8bit=True),
+}
+
+
+def quantised(base: Path, kind: str) -> PreTrainedModel:
+    return stock(base, quantization_config=SETTINGS[kind], device_map={"": "cpu"})
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module", params=["nf4", "int8"])
+def stored(
+    request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """A checkpoint that bitsandbytes quantised before it was saved."""
+    folder = tmp_path_factory.mktemp(request.param)
+    quantised(llama, request.param).save_pretrained(folder)
+    return request.param, folder
+
+
+def test_shards_of_a_quantised_checkpoint_equal_the_whole(stored: tuple[str, Path]) -> None:
+    kind, folder = stored
+    whole = stock(folder, device_map={"": "cpu"})
+    parts = shards(folder, 0, 1, 3, 4, attach=False)
+    assert torch.equal(chain_logits(parts), stock_logits(whole))
+    assert stored_quantization(AutoConfig.from_pretrained(folder)) == kind
+
+
+def test_quantising_while_loading_equals_the_stored_checkpoint(
+    stored: tuple[str, Path], llama: Path
+) -> None:
+    kind, folder = stored
+    parts = shards(llama, 0, 2, 4, quantization=kind, attach=False)
+    assert torch.equal(chain_logits(parts), stock_logits(stock(folder, device_map={"": "cpu"})))
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+@pytest.mark.parametrize("autocast", [None, True, pytest.param(False, marks=pytest.mark.long)])
+def test_qlora_loss_and_gradients_equal_the_whole_models(
+    stored: tuple[str, Path], autocast: bool | None, tmp_path: Path
+) -> None:
+    _, folder = stored
+    settings = AdapterConfig(target_modules="all-linear", autocast_adapter_dtype=autocast)
+    parts = shards(folder, 0, 1, 3, 4, adapter=settings)
+    randomise(parts)
+    assert parts[0].adapter is not None
+    exported = [dict(export_parts(part)) for part in parts]
+    write_adapter(
+        OutputDirectory(tmp_path / "adapter"), exported, parts[0].adapter.plan, str(folder)
+    )
+
+    base = stock(folder, device_map={"": "cpu"})
+    model = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # By default as TRL's SFTTrainer does over a quantised base.
+            parameter.data = parameter.data.to(dtype)
+    model.train(False)
+    expected_loss = model(**batch(), use_cache=False).loss
+    expected_loss.backward()
+    assert torch.equal(chain_backward(parts), expected_loss.detach())
+
+    expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
+    found = dict(item for part in parts for item in trainable_parameters(part))
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        assert parameter.dtype == dtype
+        assert torch.equal(parameter.grad, expected[name].grad), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen2_5_VLForConditionalGeneration",
+        pytest.param("Gemma3ForConditionalGeneration", marks=pytest.mark.long),
+    ],
+)
+def test_the_language_part_of_a_multimodal_class_is_quantised_as_in_the_whole(
+    name: str, tmp_path: Path
+) -> None:
+    base = save_multimodal(tmp_path / "base", name)
+    cls = getattr(transformers, name)
+    settings = {"quantization_config": SETTINGS["nf4"], "device_map": {"": "cpu"}}
+    whole = cls.from_pretrained(base, **settings).train(False)
+    keep_unpacked(whole)
+    expected = stock_logits(whole)
+    assert torch.equal(
+        chain_logits(shards(base, 0, 2, 6, quantization="nf4", attach=False)), expected
+    )
+    whole.save_pretrained(tmp_path / "stored")
+    stored = shards(tmp_path / "stored", 0, 1, 3, 6, attach=False)
+    assert torch.equal(chain_logits(stored), expected)
+
+
+def test_every_shard_leaves_alone_what_the_whole_model_does(llama: Path) -> None:
+    whole = quantised(llama, "nf4")
+    types = {n: type(m).__name__ for n, m in whole.named_modules()}
+    assert modules_left_alone(AutoConfig.from_pretrained(llama)) == ["lm_head"]
+    for part in shards(llama, 0, 1, 3, 4, quantization="nf4", attach=False):
+        linear = {
+            n: type(m).__name__ for n, m in part.model.named_modules() if "Linear4" in str(type(m))
+        }
+        assert linear
+        assert all(types[name] == kind for name, kind in linear.items())
+        plain = [n for n, m in part.model.named_modules() if type(m) is torch.nn.Linear]
+        assert plain in ([], ["lm_head"])
+
+
+def test_full_training_of_a_quantised_model_is_refused(llama: Path) -> None:
+    (shard,) = shards(llama, 0, 4, quantization="nf4", attach=False)
+    with pytest.raises(ConfigError, match="cannot be trained in full"):
+        attach_adapter(shard, None, 0)
+
+
+def test_nf4_is_qloras_recipe(llama: Path) -> None:
+    config = AutoConfig.from_pretrained(llama)
+    settings = quantization_config("nf4", config, torch.bfloat16, open_device("cpu"))
+    assert isinstance(settings, BitsAndBytesConfig)
+    assert settings.bnb_4bit_quant_type == "nf4"
+    assert settings.bnb_4bit_use_double_quant
+    assert settings.bnb_4bit_compute_dtype == torch.bfloat16
+
+
+class NoFourBit(Device):
+    def four_bit(self) -> Support:
+        return Support(False, "no kernels for this device")
+
+
+def test_device_without_bitsandbytes_is_refused_with_the_reason(
+    llama: Path, stored: tuple[str, Path]
+) -> None:
+    device = NoFourBit()
+    with pytest.raises(DeviceError, match="no kernels for this device"):
+        quantization_config("nf4", AutoConfig.from_pretrained(llama), torch.float32, device)
+    config = AutoConfig.from_pretrained(stored[1])
+    with pytest.raises(DeviceError, match="no kernels for this device"):
+        quantization_config(None, config, torch.float32, device)
+
+
+def test_contradicting_or_foreign_quantisation_is_refused(
+    stored: tuple[str, Path], llama: Path
+) -> None:
+    kind, folder = stored
+    other: Any = "int8" if kind == "nf4" else "nf4"
+    config = AutoConfig.from_pretrained(folder)
+    with pytest.raises(ConfigError, match="quantised already"):
+        quantization_config(other, config, torch.float32, open_device("cpu"))
+    config = AutoConfig.from_pretrained(llama)
+    config.quantization_config = json.loads('{"quant_method": "gptq", "bits": 4}')
+    with pytest.raises(ModelError, match="'gptq'"):
+        stored_quantization(config)
+
+
+def mixed(base: Path, *, worker: str | None = "none", **sections: Any) -> Config:
+    """Layers 0 and 1 in nf4, 2 and 3 as the worker says."""
+    machine = {"ip": "127.0.0.1", "device": "cpu"}
+    return Config.from_dict(
+        {
+            "coordinator": {**machine, "port": 1},
+            "workers": [{**machine, "id": 1, "port": 2, "quantization": worker}],
+            "shard_plan": [{"id": "local", "start": 0, "end": 2}, {"id": 1, "start": 2, "end": 4}],
+            "model": {"name_or_path": str(base), "quantization": "nf4"},
+            "adapter": {"target_modules": "all-linear"},
+            **sections,
+        }
+    )
+
+
+def test_layers_by_machine_equal_one_model_that_quantises_exactly_these(
+    llama: Path, tmp_path: Path
+) -> None:
+    config = mixed(llama)
+    stages = load_stages(config, config.plan.stages, open_device("cpu"))
+    parts = [stage._shard for stage in stages]
+    for part in parts:
+        part.train(False)
+    randomise(parts)
+    assert parts[0].adapter is not None
+    exported = [dict(export_parts(part)) for part in parts]
+    write_adapter(
+        OutputDirectory(tmp_path / "adapter"), exported, parts[0].adapter.plan, str(llama)
+    )
+
+    left_alone = ["lm_head", "model.layers.2", "model.layers.3"]
+    settings = copy.deepcopy(SETTINGS["nf4"])
+    settings.llm_int8_skip_modules = left_alone
+    base = stock(llama, quantization_config=settings, device_map={"": "cpu"})
+    model = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # As TRL's SFTTrainer does where any of the base is quantised.
+            parameter.data = parameter.data.to(torch.bfloat16)
+    model.train(False)
+    expected_loss = model(**batch(), use_cache=False).loss
+    expected_loss.backward()
+    assert torch.equal(chain_backward(parts), expected_loss.detach())
+    expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
+    found = dict(item for part in parts for item in trainable_parameters(part))
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter.grad, expected[name].grad), name
+
+    everything = load_stages(mixed(llama, worker=None), config.plan.stages, open_device("cpu"))
+    kinds = [
+        type(s._shard.model.model.layers[3].mlp.up_proj.base_layer)
+        for s in (stages[1], everything[1])
+    ]
+    assert [kind.__name__ for kind in kinds] == ["Linear", "Linear4bit"]

@@ -1,0 +1,128 @@
+"""Footprints against the same parts run on numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_framework.config import AdapterConfig
+from hetero_framework.models.adapters.lora import plan_adapter
+from hetero_framework.models.adapters.trainable import attach_adapter
+from hetero_framework.models.cut.objective import CausalLM
+from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.shard import build_shard
+from hetero_framework.models.cut.tiny import tiny_config
+from hetero_framework.models.sizing import footprint
+from hetero_framework.models.sizing.footprint import (
+    Footprint,
+    PeakMemory,
+    Setting,
+    embedding_footprint,
+    head_footprint,
+    layer_footprint,
+)
+
+ROWS, TOKENS = 2, 24
+
+
+def setting_of(model_type: str, adapter: AdapterConfig | None = None) -> Setting:
+    config = tiny_config(model_type)
+    plan = plan_adapter(config, adapter, Path()) if adapter is not None else None
+    return Setting(config, plan, CausalLM("auto"), torch.float32, None, ROWS, TOKENS)
+
+
+def measured(setting: Setting, rng: ShardRange, *, recompute: bool = False) -> tuple[int, int]:
+    """(kept, most besides backward) of a part that runs on numbers, padded."""
+    shard = build_shard(setting.model, None, rng, dtype=setting.dtype)
+    attach_adapter(shard, setting.plan, 0)
+    shard.train()
+    if recompute:
+        shard.recompute_blocks()
+    own = [*shard.model.parameters(), *shard.model.buffers()]
+    for parameter in shard.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            own.append(parameter.grad)
+    ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    mask[-1, -5:] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    hidden = torch.randn(ROWS, TOKENS, shard.width).requires_grad_()
+    received = () if rng.is_first else (hidden,)
+    with PeakMemory([*own, ids, mask, *received]) as peak:
+        (out,) = shard.forward(inputs, received)
+        kept = peak.most = peak.now
+        if out.requires_grad:
+            torch.autograd.backward(out, torch.empty_like(out))
+    return kept, peak.most - kept
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("adapter", [None, AdapterConfig(target_modules="all-linear")])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_a_layer_is_counted_as_it_runs(
+    model_type: str, adapter: AdapterConfig | None, recompute: bool
+) -> None:
+    setting = setting_of(model_type, adapter)
+    found = layer_footprint(setting, 2, recompute=recompute)
+    assert found is not None
+    kept, backward = measured(setting, ShardRange(2, 3, False, False), recompute=recompute)
+    assert (found.kept, found.backward) == (kept, backward)
+    assert found.shared < found.kept
+    assert model_type != "llama" or found.shared > 0  # the mask
+
+
+def test_recomputing_keeps_less_and_takes_more_for_a_moment() -> None:
+    plain, again = (layer_footprint(setting_of("llama"), 2, recompute=on) for on in (False, True))
+    assert plain is not None
+    assert again is not None
+    assert again.kept < plain.kept / 3
+    assert again.backward > plain.backward
+
+
+def test_the_embedding_takes_a_gradient_of_its_size_for_a_moment() -> None:
+    setting = setting_of("llama")
+    found = embedding_footprint(setting)
+    assert found is not None
+    assert (found.kept, found.backward) == measured(setting, ShardRange(0, 0, True, False))
+    assert found.backward >= 4 * setting.model.vocab_size * setting.model.hidden_size
+
+
+def test_what_is_not_differentiated_keeps_nothing() -> None:
+    setting = setting_of("llama", AdapterConfig(layers_to_transform=(5,)))
+    found = layer_footprint(setting, 2, train=False)
+    assert found is not None
+    assert (found.kept, found.backward) == (0, 0)
+    assert found.forward > 0
+
+
+def test_the_head_holds_the_logits_of_all_tokens_or_of_a_chunk() -> None:
+    setting = setting_of("llama")
+    whole, chunked = (
+        head_footprint(Setting(setting.model, None, CausalLM(limit), torch.float32, None, 2, 512))
+        for limit in (None, 300)
+    )
+    assert whole is not None
+    assert chunked is not None
+    assert whole.kept == 0
+    assert whole.passing >= 3 * 4 * 2 * 512 * setting.model.vocab_size
+    assert chunked.passing < 0.8 * whole.passing
+
+
+def test_a_model_that_needs_numbers_has_none_and_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(footprint, "_counted", {})
+    setting = setting_of("llama")
+    asked = []
+
+    def refuses(*args: object) -> Footprint:
+        asked.append(args)
+        raise RuntimeError("data-dependent")
+
+    monkeypatch.setattr(footprint, "_count", refuses)
+    assert layer_footprint(setting, 2) is None
+    assert layer_footprint(setting, 2) is None
+    assert len(asked) == 1

@@ -1,0 +1,336 @@
+"""Memory estimates against what real shards hold and what autograd really stores."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hetero_framework.config import AdapterConfig, Config, StageSpec
+from hetero_framework.engine.optimizer import build_optimizer
+from hetero_framework.errors import PlanError
+from hetero_framework.models.adapters.trainable import tied_parameters, trainable_parameters
+from hetero_framework.models.cut.chunked_loss import chunked_loss, spans
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.sizing.footprint import PeakMemory
+from hetero_framework.models.sizing.memory import (
+    StageMemory,
+    check_fits,
+    estimate_memory,
+    in_flight_limits,
+    recompute_stages,
+)
+from tests.unit.adapter_helpers import batch, chain_backward, save_model, shards, stock
+
+
+def config_of(
+    base: Path, bounds: tuple[int, ...], adapter: AdapterConfig | None = None, **sections: Any
+) -> Config:
+    plan = [
+        {"id": "local" if index == 0 else index, "start": start, "end": end}
+        for index, (start, end) in enumerate(itertools.pairwise(bounds))
+    ]
+    address = {"ip": "127.0.0.1"}
+    return Config.from_dict(
+        {
+            "coordinator": address,
+            "workers": [{**address, "id": i, "port": 9000 + i} for i in range(1, len(plan))],
+            "shard_plan": plan,
+            "model": {"name_or_path": str(base), **sections.get("model", {})},
+            "adapter": adapter.model_dump(mode="json") if adapter else None,
+            "training": {"per_device_train_batch_size": 2, **sections.get("training", {})},
+            "data": sections.get("data"),
+        }
+    )
+
+
+def memory_of(config: Config, **kwargs: Any) -> list[StageMemory]:
+    assert config.model is not None
+    return estimate_memory(config, load_model_config(config.model, Path()), **kwargs)
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of all distinct storages, statistics of quantised weights included."""
+    storages = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        state = getattr(tensor, "quant_state", None)
+        found = [tensor, getattr(tensor, "SCB", None)]
+        if state is not None:
+            found += [state.absmax, state.code]
+            if state.nested:
+                found += [state.offset, state.state2.absmax, state.state2.code]
+        for item in found:
+            if item is not None:
+                storage = item.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+CASES: dict[str, tuple[str, dict[str, Any], AdapterConfig | None, dict[str, Any]]] = {
+    "full": ("llama", {}, None, {}),
+    "full tied": ("gemma", {}, None, {}),
+    "full gpt2": ("gpt2", {}, None, {}),
+    "lora bfloat16": ("llama", {}, AdapterConfig(), {"dtype": "bfloat16"}),
+    "qlora": ("llama", {}, AdapterConfig(target_modules="all-linear"), {"quantization": "nf4"}),
+    "int8": ("llama", {}, AdapterConfig(), {"quantization": "int8"}),
+    "experts, saved head": (
+        "qwen3_moe",
+        {},
+        AdapterConfig(target_modules=("q_proj",), modules_to_save=("lm_head",)),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("bounds", [(0, 1, 3, 4), (0, 4)])
+@pytest.mark.parametrize("case", CASES)
+def test_weights_gradients_and_optimizer_are_counted_exactly(
+    case: str, bounds: tuple[int, ...], tmp_path: Path
+) -> None:
+    model_type, changes, adapter, model = CASES[case]
+    base = save_model(tmp_path, model_type, **changes)
+    parts = shards(base, *bounds, adapter=adapter, **model)
+    config = config_of(base, bounds, adapter, model=model)
+    estimates = memory_of(config, tokens=12)
+    assert [m.weights for m in estimates] == [held_bytes(part.model) for part in parts]
+    chain_backward(parts)
+    for part, estimated in zip(parts, estimates, strict=True):
+        stepping = [p for _, p in trainable_parameters(part)]
+        collecting = [*stepping, *tied_parameters(part).values()]
+        assert estimated.gradients == sum(p.grad.nbytes for p in collecting if p.grad is not None)
+        optimizer = build_optimizer(config.training, part.model, stepping)
+        optimizer.step()
+        states = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
+        assert estimated.optimizer == sum(t.nbytes for t in states)
+
+
+def test_weights_that_blocks_share_are_counted_once_in_a_stage_and_their_gradients_for_each(
+    tmp_path: Path,
+) -> None:
+    base = save_model(tmp_path, "zamba2")
+    for bounds in ((0, 4), (0, 2, 4)):
+        parts = shards(base, *bounds)
+        config = config_of(base, bounds, None, model={})
+        estimates = memory_of(config, tokens=12)
+        assert [m.weights for m in estimates] == [held_bytes(part.model) for part in parts]
+        for part, estimated in zip(parts, estimates, strict=True):
+            stepping = [p for _, p in trainable_parameters(part)]
+            collecting = [*stepping, *tied_parameters(part).values()]
+            assert estimated.gradients == sum(p.nbytes for p in collecting)
+            assert estimated.optimizer == 2 * sum(p.nbytes for p in stepping)
+
+
+def stored_for_backward(model: nn.Module) -> int:
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = model(**batch(), use_cache=False)
+    del output
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_of_the_right_size(model_type: str, dtype: str, tmp_path: Path) -> None:
+    base = save_model(tmp_path, model_type)
+    model = stock(base, dtype=getattr(torch, dtype)).train()
+    config = config_of(base, (0, 4), model={"dtype": dtype})
+    (estimated,) = memory_of(config, tokens=12)
+    real = stored_for_backward(model)
+    assert 0.6 < (estimated.activations + estimated.logits) / real < 1.4
+
+
+def test_activations_grow_with_what_is_in_flight_and_shrink_with_checkpointing(
+    tmp_path: Path,
+) -> None:
+    base = save_model(tmp_path)
+
+    def activations(max_in_flight: int, **training: Any) -> list[int]:
+        config = config_of(base, (0, 2, 4), training=training)
+        return [m.activations for m in memory_of(config, max_in_flight=max_in_flight, tokens=32)]
+
+    one = activations(4)
+    assert activations(4, gradient_accumulation_steps=8) == [4 * one[0], one[1]]
+    assert activations(4, gradient_accumulation_steps=3) == [3 * one[0], one[1]]
+    less = activations(4, gradient_accumulation_steps=8, gradient_checkpointing=True)
+    assert less[0] < activations(4, gradient_accumulation_steps=8)[0] / 3
+
+
+def test_a_stage_is_estimated_with_its_own_checkpointing_and_micro_batches(tmp_path: Path) -> None:
+    base = save_model(tmp_path)
+    config = config_of(base, (0, 1, 3, 4), training={"gradient_accumulation_steps": 8})
+    plain = memory_of(config, max_in_flight=4, tokens=32)
+    plan = [entry.model_dump(mode="json") for entry in config.shard_plan]
+    plan[1]["gradient_checkpointing"] = True
+    own = memory_of(
+        Config.from_dict({**config.to_dict(), "shard_plan": plan}), max_in_flight=4, tokens=32
+    )
+    assert [m.index for m in own if m != plain[m.index]] == [1]
+    assert own[1].total < plain[1].total
+    held = memory_of(config, in_flight=[3, 2, 1], tokens=32)
+    assert [m.in_flight for m in held] == [3, 2, 1]
+    assert held[1].activations == plain[1].activations / 2 == plain[1].holding(2).activations
+    assert own[1].holding(7).holding(4) == own[1]
+
+
+def test_a_stage_below_the_lowest_trained_layer_stores_nothing_for_backward(tmp_path: Path) -> None:
+    base = save_model(tmp_path)
+    adapter = AdapterConfig(layers_to_transform=(2, 3))
+    config = config_of(base, (0, 1, 2, 4), adapter, training={"gradient_accumulation_steps": 8})
+    few, many = (memory_of(config, max_in_flight=w, tokens=32) for w in (2, 6))
+    assert [m.per_micro_batch > 0 for m in few] == [False, False, True]
+    assert [m.activations for m in few] == [m.activations for m in many]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_a_loss_in_pieces_are_those_of_one_piece(dtype: str, tmp_path: Path) -> None:
+    base = save_model(tmp_path, vocab_size=4096)
+    head = shards(base, 0, 4, 4, dtype=dtype)[-1]
+    counted = []
+    for tokens, limit in ((256, 64), (1024, 64), (256, None)):
+        hidden = torch.randn(2, tokens, 64, requires_grad=True, dtype=getattr(torch, dtype))
+        labels = torch.randint(3, 96, (2, tokens))
+        inputs = {"labels": labels, "attention_mask": torch.ones_like(labels)}
+        items, pieces = torch.tensor(9), spans(labels.shape, limit)
+        with PeakMemory() as peak:
+            if pieces:
+                chunked_loss(
+                    *(head, inputs, (hidden,), items, pieces),
+                    running=nullcontext,
+                    backward=torch.Tensor.backward,
+                )
+            else:
+                head.loss(inputs, (hidden,), items).backward()
+        head.model.zero_grad()
+        training = {"loss_chunk_tokens": limit}
+        config = config_of(base, (0, 4, 4), model={"dtype": dtype}, training=training)
+        estimated = memory_of(config, tokens=tokens)[-1]
+        counted.append(peak.most / (estimated.logits + estimated.gradients))
+    assert all(0.6 < ratio < 1.4 for ratio in counted), counted
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "rocm:0", "xpu:0", "cpu", "mps", "auto"])
+def test_adamw_needs_a_copy_of_the_weights_where_torch_steps_all_at_once(
+    device: str, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path)
+
+    def memory(optim: str, tokens: int) -> StageMemory:
+        training = {"optim": optim, "gradient_checkpointing": True}
+        config = config_of(base, (0, 2, 4), training=training)
+        return replace(memory_of(config, tokens=tokens)[0], device=device)
+
+    few, many = memory("adamw_torch", 2), memory("adamw_torch", 4096)
+    kept = few.weights + few.gradients + few.optimizer
+    at_once = device.startswith(("cuda", "rocm", "xpu"))
+    assert few.activations < few.gradients < many.activations
+    assert few.total == kept + (few.gradients if at_once else few.activations + few.working)
+    assert ("step" in str(few)) == at_once
+    assert many.total == kept + many.activations + many.working
+    for optim in ("adamw_torch_fused", "adamw_bnb_8bit", "sgd"):
+        other = memory(optim, 2)
+        assert other.total == other.kept + other.activations + other.working
+
+
+def stage(index: int, owner: int | str, fixed: int, each: int, held: int = 2) -> StageMemory:
+    spec = StageSpec(index, owner, index, index + 1, index == 0, index == 3)
+    return StageMemory(spec, 0, fixed, 0, 0, held * each, 0, held, each)
+
+
+def test_the_least_number_of_stages_is_computed_again() -> None:
+    plain = [stage(0, "local", 10, 4), stage(1, 1, 10, 10), stage(2, 1, 10, 5), stage(3, 2, 10, 9)]
+    less = [replace(m, activations=m.activations // 4) for m in plain]
+    everything = {0, 1, 2, 3}
+
+    def chosen(*free: int, optional: set[int] = everything) -> set[int]:
+        devices = [({"local"}, free[0]), ({1}, free[1]), ({2}, free[2])]
+        return recompute_stages(plain, less, optional, devices)
+
+    assert chosen(100, 100, 100) == set()
+    assert chosen(18, 50, 28) == set()
+    assert chosen(17, 50, 28) == {0}
+    # Worker 1 holds two stages: the one that saves more is enough, until it is not.
+    assert chosen(18, 49, 28) == {1}
+    assert chosen(18, 34, 28) == {1, 2}
+    assert chosen(18, 0, 28) == {1, 2}
+    assert chosen(18, 34, 27, optional={2}) == {2}
+    # One device for all: the largest savings first.
+    assert recompute_stages(plain, less, everything, [({"local", 1, 2}, 81)]) == {1}
+
+
+def test_as_many_micro_batches_as_there_is_memory_for() -> None:
+    memory = [stage(0, "local", 10, 4), stage(1, 1, 10, 10), stage(2, 1, 10, 5), stage(3, 2, 10, 9)]
+
+    def most(*free: int) -> tuple[int, ...]:
+        return in_flight_limits(memory, 6, [({"local"}, free[0]), ({1}, free[1]), ({2}, free[2])])
+
+    assert most(1000, 1000, 1000) == (6, 6, 6, 6)
+    assert most(10 + 3 * 4, 20 + 2 * 15, 0) == (3, 2, 2, 6)
+    assert most(10 + 3 * 4 - 1, 20 + 2 * 15 - 1, 0) == (2, 1, 1, 6)
+    assert most(0, 0, 0) == (1, 1, 1, 6)
+
+
+def test_optimizer_state_follows_the_optimizer(tmp_path: Path) -> None:
+    base = save_model(tmp_path)
+    found = {
+        name: memory_of(config_of(base, (0, 4), training={"optim": name}))[0]
+        for name in ("adamw_torch", "adamw_bnb_8bit", "lion_32bit", "sgd")
+    }
+    weights = found["sgd"].gradients
+    sizes = {name: m.optimizer / weights for name, m in found.items()}
+    assert sizes == {"adamw_torch": 2, "adamw_bnb_8bit": 0.5, "lion_32bit": 1, "sgd": 0}
+
+
+def test_stages_that_do_not_fit_are_named_with_numbers_and_a_way_out(tmp_path: Path) -> None:
+    base = save_model(tmp_path)
+    memory = memory_of(config_of(base, (0, 1, 4)))
+    need = memory[1].total
+    check_fits(memory, {"local": 10 << 30, 1: need})
+    with pytest.raises(PlanError) as caught:
+        check_fits(memory, {"local": 10 << 30, 1: need - 1})
+    text = str(caught.value)
+    assert "worker 1 has" in text
+    assert "stage 1 (layers 1-3) needs" in text
+    assert "coordinator" not in text
+    assert "fewer layers in shard_plan" in text
+
+
+def test_stages_of_one_process_share_its_device(tmp_path: Path) -> None:
+    base = save_model(tmp_path)
+    config = config_of(base, (0, 1, 4))
+    plan = [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 3}]
+    plan.append({"id": "local", "start": 3, "end": 4})
+    config = Config.from_dict({**config.to_dict(), "shard_plan": plan})
+    memory = memory_of(config)
+    both = memory[0].total + memory[2].total
+    check_fits(memory, {"local": both})
+    with pytest.raises(PlanError, match=r"(?s)stage 0 .*stage 2 "):
+        check_fits(memory, {"local": both - 1})
+
+
+def test_stored_attention_in_one_row_is_over_all_its_tokens(tmp_path: Path) -> None:
+    base = save_model(tmp_path)
+
+    def stored(attention: str, padding_free: bool) -> int:
+        model = {"attn_implementation": attention}
+        data = {"train": "a.jsonl", "padding_free": padding_free}
+        (memory,) = memory_of(config_of(base, (0, 4), model=model, data=data), tokens=12)
+        return memory.activations
+
+    # 2 rows of 12 tokens: of the matrices of 4 layers and 4 heads softmax and its float32 input's
+    # share stay; the mask is one for all.
+    more = 24 * 24 - 2 * 12 * 12
+    assert stored("sdpa", True) - stored("sdpa", False) < more * 32
+    assert stored("eager", True) - stored("eager", False) >= 4 * 4 * 4 * more
