@@ -16,6 +16,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from typing import Any, ClassVar
 import psutil
 import torch
 
+from hetero_framework.core import timeouts
 from hetero_framework.core.buffers import MAX_PINNED_BYTES, BufferPool, pinned_size_class
 from hetero_framework.errors import DeviceError
 
@@ -234,7 +236,25 @@ class Device:
 
     def empty_cache(self) -> None:
         """Give unused memory back to the system."""
-        gc.collect()  # libraries leave models in reference cycles
+        collect_cycles()
+
+
+class _Cycle:
+    """An object that only the collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def collect_cycles() -> None:
+    """Free what is in reference cycles, as models that libraries have loaded are. Waits for another
+    thread's collection, a finalizer of which may run: during it, `gc.collect` returns at once."""
+    unreachable = weakref.ref(_Cycle())
+    deadline = time.monotonic() + timeouts.EXIT_S
+    gc.collect()
+    while unreachable() is not None and time.monotonic() < deadline:
+        time.sleep(timeouts.EXIT_TICK_S)
+        gc.collect()
 
 
 class HostCopy:

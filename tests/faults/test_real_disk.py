@@ -206,7 +206,7 @@ def test_f24_a_result_that_does_not_fit_leaves_the_old_one(
     with pytest.raises(ResourceError, match="the result could not be written") as raised:
         train(alone(training={**output, "max_steps": 2}))
     assert raised.value.exit_code == 6
-    assert hashes(config.result_dir) == before
+    assert hashes(config.output_dir / "previous-1" / config.result_dir.name) == before
     found = re.search(r"--resume latest --set checkpoint_dir=(\S+)", str(raised.value))
     assert found, str(raised.value)
     (disk / "ballast").unlink()

@@ -751,6 +751,34 @@ def test_a_copy_of_what_the_cpu_has_is_no_copy() -> None:
     assert devices.HostCopy(Device()).of(tensor).data_ptr() == tensor.data_ptr()
 
 
+def test_empty_cache_waits_for_the_collection_of_another_thread() -> None:
+    """A finalizer runs in it, and `gc.collect` returns at once meanwhile."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Cycle:
+        def __init__(self, last: Callable[[], object] = lambda: None) -> None:
+            self.itself, self._last = self, last
+
+        def __del__(self) -> None:
+            self._last()
+
+    gc.disable()
+    try:
+        Cycle(lambda: (begun.set(), go_on.wait(10)))
+        other = threading.Thread(target=gc.collect)
+        other.start()
+        assert begun.wait(10)
+        freed = weakref.ref(Cycle())
+        ends = threading.Timer(0.2, go_on.set)
+        ends.start()
+        Device().empty_cache()
+        assert freed() is None
+        for thread in (other, ends):
+            thread.join(10)
+    finally:
+        gc.enable()
+
+
 def test_empty_cache_frees_what_only_the_collector_can() -> None:
     class Model:
         pass
