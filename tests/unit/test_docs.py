@@ -108,11 +108,28 @@ def test_init_of_the_three_machines_writes_what_check_accepts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (words,) = [w for page, w in HETERO if page.name == "README.md" and w[0] == "init" and w[1:]]
+    model = tmp_path / words[words.index("--model") + 1]
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(program("pictures").QWEN))
     monkeypatch.chdir(tmp_path)
     assert main(words) == 0
     config = load_config(tmp_path / "cluster.json")
     assert [spec.owner for spec in config.plan.stages] == ["local", 1, 2]
-    assert config.plan.stages[-1].end == 32
+
+
+def test_recipe_of_the_readme_is_a_configuration_of_the_same_machines() -> None:
+    (recipe,) = [text for language, text in blocks(ROOT / "README.md") if language == "json"]
+    config = Config.from_dict(json.loads(recipe))
+    (words,) = [w for page, w in HETERO if page.name == "README.md" and w[0] == "init" and w[1:]]
+    named = [f"{m.ip}:{m.port}:{m.device}" for m in (config.coordinator, *config.workers)]
+    assert named == [word for word in words if word.startswith("192.")]
+
+
+def test_readme_has_the_pictures_that_its_program_makes() -> None:
+    pictures = set(re.findall(r"docs/images/([\w-]+\.svg)", (ROOT / "README.md").read_text()))
+    assert pictures == {file.name for file in (ROOT / "docs" / "images").iterdir()}
+    made = (ROOT / "docs" / "pictures.py").read_text(encoding="utf-8")
+    assert [name for name in pictures if name.partition(".")[0] not in made] == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,161 @@
+"""Write the README's pictures: `make demo` first, then `python docs/pictures.py` (not on Windows).
+
+All of them show real runs: two screens of a run in a terminal in which worker 1 is killed; the
+estimated plan of the README's three machines; the machines and one measured step of the demo.
+It takes some minutes and needs Graphviz.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+DEMO = Path("runs", "demo")
+HETERO = (sys.executable, "-m", "hetero_framework")
+COLUMNS, LINES = 100, 60
+KILLED_AT = 6  # of the demonstration's 12 steps with LoRA
+PLAN = (
+    *("--model", "Qwen/Qwen2.5-32B", "--adapter", "qlora"),
+    *("--device", "local=RTX 4090", "--device", "1=RTX 3090", "--device", "2=Apple M2 Max 64GB"),
+)
+# Of config.json at that place of the hub, what sizes depend on.
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+SVG = """\
+<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{ font: {char_height}px/{line_height}px "DejaVu Sans Mono", Menlo, Consolas,
+  monospace; }}
+.{unique_id}-title {{ font: bold 18px sans-serif; }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>
+</clipPath>
+{lines}
+</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""
+
+
+def main() -> None:
+    os.chdir(ROOT)
+    run_with_a_death()
+    plan()
+    subprocess.run([*HETERO, "diagram", "--output", str(IMAGES / "architecture.svg")], check=True)
+    timeline = [*HETERO, "timeline", str(DEMO / "full"), "--output", str(IMAGES / "timeline.svg")]
+    subprocess.run(timeline, check=True, stdout=subprocess.DEVNULL)
+
+
+def run_with_a_death() -> None:
+    """The live table in a run's middle, and what its screen shows after worker 1 was killed."""
+    import fcntl
+    import pty
+    import termios
+
+    settings = json.loads((DEMO / "lora_config.json").read_text(encoding="utf-8"))
+    settings["model"]["name_or_path"], settings["data"]["train"] = "full/model", "data/lora.jsonl"
+    settings["training"]["output_dir"] = "pictured"
+    (DEMO / "lora.json").write_text(json.dumps(settings))
+    command = [*HETERO, "train", "--config", "lora.json", "--fresh"]
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    written, pictures = "", 0
+    with subprocess.Popen(command, cwd=DEMO, stdin=theirs, stdout=theirs, stderr=theirs) as run:
+        os.close(theirs)
+        while run.poll() is None:
+            if select.select([ours], [], [], 0.03)[0]:
+                written += _read(ours)
+                continue
+            # Nothing has come for a moment: the display is whole.
+            steps = [int(step) for step in re.findall(r"step (\d+)/", written)] or [0]
+            if not pictures and steps[-1] >= KILLED_AT:
+                save("live", "hetero train --config lora.json", screen(written))
+                (pid,) = re.findall(r"worker 1: started as process (\d+)", written)
+                os.kill(int(pid), signal.SIGKILL)
+                pictures = 1
+            elif pictures == 1 and steps[-1] >= KILLED_AT + 2:
+                recovery = screen(written).partition("warning: lost the link")
+                save("recovery", f"after kill -9 {pid}", "".join(recovery[1:]))
+                pictures = 2
+    os.close(ours)
+    print(f"the run ended with {run.returncode}; the last screen:", screen(written), sep="\n")
+
+
+def _read(terminal: int) -> str:
+    try:
+        return os.read(terminal, 1 << 16).decode("utf-8", "replace")
+    except OSError:  # Linux: the other side is closed
+        return ""
+
+
+def screen(written: str) -> str:
+    """What a terminal shows of `written`: text, colours, and rich's ways to draw a table anew."""
+    rows, row = [""], 0
+    for part in re.split(r"(\x1b\[[?\d;]*[A-Za-z]|\r|\n)", written):
+        if part == "\n":
+            row += 1
+            rows += [""] * (row == len(rows))
+        elif part == "\x1b[2K":
+            rows[row] = ""
+        elif part.startswith("\x1b[") and part.endswith("A"):
+            row -= int(part[2:-1])
+        elif part != "\r" and not (part.startswith("\x1b") and part[-1] in "lh"):
+            rows[row] += part
+    return "\n".join(rows).rstrip()
+
+
+def plan() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder, PLAN[1])
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(json.dumps(QWEN))
+        command = [*HETERO, "plan", "--dry-run", *PLAN, "--picture", str(IMAGES / "plan.svg")]
+        made = subprocess.run(
+            command, cwd=folder, check=True, capture_output=True, text=True,
+            env={**os.environ, "COLUMNS": str(COLUMNS)},
+        )  # fmt: skip
+    (IMAGES / "plan-step.svg").unlink()
+    print(made.stdout)
+
+
+def save(name: str, title: str, text: str) -> None:
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    console.print(Text.from_ansi(text.replace(f"{DEMO.resolve()}/", "")))
+    drawn = console.export_svg(title=title, code_format=SVG, unique_id=name)
+    (IMAGES / f"{name}.svg").write_text(drawn, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
