@@ -30,8 +30,8 @@ def on_kill(pid: int, kills_before: int | None) -> str:
     if now is None or kills_before is None:
         return "out of memory, as a rule"
     if now > kills_before:
-        return "out of memory: the kernel counts a process ended for that meanwhile"
-    return "by hand, or out of memory; the kernel counts none ended for that"
+        return "out of memory: the kernel has killed a process for that meanwhile"
+    return "by hand, or out of memory; the kernel reports no such kill"
 
 
 def _message_of(pid: int) -> str | None:

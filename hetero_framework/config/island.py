@@ -25,34 +25,35 @@ class IslandConfig(Section):
     Everything else in their files describes the same model, adapter and data."""
 
     name: str
-    """Name of this island, another one for each: 1 to 64 letters, digits, '.', '_' or '-'."""
+    """Name of this island, unique among them: 1 to 64 letters, digits, '.', '_' or '-'."""
     lighthouse: str
-    """Where the islands find each other: the address and port of `hetero lighthouse`, as
+    """Address and port of `hetero lighthouse`, where islands find each other, as
     "10.0.0.1:29510"."""
     min_islands: Annotated[int, with_unit("islands", ge=1)] = 1
-    """Fewer than these do not train; they wait for others."""
+    """Minimum number of islands that train; fewer wait for others."""
     wait_s: Seconds = 86400.0
-    """So long, a day, they wait; then what there is is saved, and the run ends."""
+    """How long islands wait for `min_islands` (default: a day); then the run saves its state and
+    ends."""
     sync_steps: Annotated[int, with_unit("steps", ge=1)] = 1
-    """1: gradients are summed over the islands in every step. More: islands take so many steps
-    alone, and then average what has changed."""
+    """1: gradients are summed over the islands in every step. More: the number of steps that an
+    island takes alone before the islands average what has changed."""
     warmup_steps: Annotated[int, with_unit("steps", ge=0)] = 0
-    """So many steps at the beginning of a run sum their gradients, whatever sync_steps is: averages
-    help once the loss no longer falls steeply."""
+    """Number of steps at the start of a run that sum their gradients, whatever sync_steps is:
+    averages help once the loss no longer falls steeply."""
     method: Literal["diloco", "local_sgd"] = "diloco"
-    """What is done with it: an outer optimizer's step with its average ("diloco"), or the average
-    of the weights ("local_sgd"). Like all settings below but share, without effect where sync_steps
-    is 1."""
+    """How the average of what has changed is applied: as the gradient of an outer optimizer
+    ("diloco"), or directly to the weights ("local_sgd"). This and all settings below except share
+    have no effect where sync_steps is 1."""
     fragments: Annotated[int, with_unit("fragments", ge=1)] = 1
     """Parts of the model, by layers, that are averaged one after the other within sync_steps."""
     delay_steps: Annotated[int, with_unit("steps", ge=0)] = 0
     """Steps that go on while a fragment is averaged in the background."""
     mixing: Annotated[float, with_unit("share", ge=0, le=1)] = 0.0
-    """How much of an island's own weights stays when a fragment comes back: 0 takes what all agree
-    on, 1 changes nothing here until the next time."""
+    """Share of an island's own weights that stays when a fragment comes back: 0 takes the average of
+    all, 1 changes nothing here until the next time."""
     compression: Literal["none", "bf16", "int8"] = "none"
-    """How changes of the weights travel between islands. Each rounds; what is lost is added to the
-    next time's."""
+    """How changes of the weights are rounded on their way between islands; the rounding error is
+    added to the next change."""
     outer_learning_rate: float = Field(default=0.7, gt=0)
     """Learning rate of the outer optimizer (SGD)."""
     outer_momentum: float = Field(default=0.9, ge=0, lt=1)

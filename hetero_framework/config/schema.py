@@ -406,7 +406,7 @@ class TrainingConfig(Section):
     optim_args: str | None = None
     """Further arguments of the optimizer, as "name=value,name=value"."""
     logging_steps: Steps = 1
-    """A line on the screen every so many steps."""
+    """Steps from one line on the screen to the next."""
     save_strategy: Literal["no", "steps", "epoch"] = "steps"
     """When to save checkpoints."""
     save_steps: Steps = 500
@@ -461,17 +461,18 @@ class TrainingConfig(Section):
     load_timeout_s: Seconds = 3600.0
     """Longest time in which the workers may load their stages, downloads included."""
     rejoin_wait_s: Seconds = 600.0
-    """Longest outage of a worker that a run survives: the coordinator waits so long for its link or
-    its process to come back, and a worker keeps its stages so long for the coordinator."""
+    """Longest outage of a worker that a run survives: how long the coordinator waits for its link
+    or its process to come back, and how long a worker keeps its stages for the coordinator."""
     replan: Literal["never", "ask", "auto"] = "ask"
     """What a run does about its plan while it goes on. "auto": it takes another one where the
     measured times promise a step at least a tenth shorter, and goes on without a worker that stays
     away for a minute, until that is back. "ask": it says what another plan would gain. "never": it
     does not. The result is the same to the last bit."""
     replicate_steps: Literal["auto"] | Annotated[int, with_unit("steps", ge=0)] = "auto"
-    """Adapters and their optimizer are copied to the coordinator every so many steps; a worker that
-    dies costs no more steps than these. "auto": as often as costs at most 5 % of the time. 0: never
-    (a lost worker costs the steps since the last checkpoint). All weights are never copied."""
+    """Steps from one copy of the adapters and their optimizer on the coordinator to the next; a
+    worker that dies costs at most that many steps. "auto": as often as takes at most 5 % of the time.
+    0: never (a lost worker costs the steps since the last checkpoint). With full training nothing is
+    copied."""
     step_timeout_s: Seconds = 600.0
     """Longest wait for a stage in a step before the run is given up."""
     liveness_timeout_s: Annotated[float, with_unit("seconds", ge=3)] = 15.0

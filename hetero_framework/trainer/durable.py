@@ -32,6 +32,7 @@ from hetero_framework.log import event
 from hetero_framework.trainer.checkpoint import CheckpointWriter, durable_store
 from hetero_framework.trainer.state_by_parameter import TensorsInMemory, load_by_name
 from hetero_framework.trainer.train_state import TrainState
+from hetero_framework.units import plural
 
 SHARE = 0.05
 """Of the time that copying may take; see `interval_steps`."""
@@ -149,9 +150,9 @@ class DurableSteps:
             self._told = steps
             share = self.copy_s / (steps * step_s)
             more = f", which takes up to {share:.0%} of the time" if share > 2 * SHARE else ""
-            text = "a failure repeats at most %d steps, about %.0f s%s"
+            text = "a failure repeats at most %s, about %.0f s%s"
             chosen = event("durable steps", steps=steps, copy_s=round(self.copy_s, 3))
-            _log.info(text, steps, steps * step_s, more, extra=chosen)
+            _log.info(text, plural(steps, "step"), steps * step_s, more, extra=chosen)
         return steps
 
     def replanned(self, config: Config) -> None:

@@ -36,7 +36,7 @@ CODE = sorted(
 
 # What is not ours, and therefore not looked up: libraries' roots, other programs, and single words.
 LIBRARIES = {"bytes", "build", "datasets", "logging", "peft", "ssl", "torch", "transformers"}
-PROGRAMS = {".", "git", "hf", "ip", "nohup", "pip", "timedatectl"}
+PROGRAMS = {".", "accelerate", "git", "hf", "ip", "kill", "nohup", "pip", "timedatectl"}
 OTHERS = {
     "Python": "assert except recv_into socket ssl MemoryBIO SSLSocket",
     "the system and its tools": "/etc/hosts chmod chown gso_max_size mypy ruff tbf"
@@ -45,7 +45,8 @@ OTHERS = {
     " padding_mask.all() record_stream requires_grad vector_norm",
     "transformers": "AutoModelForCausalLM.from_pretrained MtpModel PreTrainedModel.tie_weights"
     " align_special_tokens from_pretrained num_items_in_batch _..._implementation_internal",
-    "TRL and axolotl": "DataCollatorWithFlattening SFTTrainer early_stopping_patience",
+    "TRL and axolotl": "DataCollatorWithFlattening SFTTrainer device_map early_stopping_patience"
+    " lora_r micro_batch_size sample_packing sequence_len train_dataset",
     "peft": "PeftModel.from_pretrained pissa_niter_N",
     "datasets and its hub": "Json configs load_dataset remove_none_values save_to_disk"
     " tatsu-lab/alpaca train+validation HF_TOKEN",
@@ -55,7 +56,7 @@ OTHERS = {
     "the Makefile": "TORCH_SPEC=... VENV=DIR",
     "file names that a user may choose": "data/train.json data/train.parquet data/train.txt"
     " data/part-*.jsonl data/validation-00000-of-00001.parquet test/a.txt runs/chaos"
-    " runs/default/adapter a.jsonl b.parquet meta-llama/*",
+    " runs/default/adapter a.jsonl b.parquet cluster.json meta-llama/*",
     "shapes of names": "test_<thing>_<condition>_<result> model.layers.17..."
     " hetero://CLUSTER/coordinator hetero://CLUSTER/worker/ID worker-<id>",
 }

@@ -15,9 +15,9 @@ def test_the_kernel_is_asked_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert oom_killer.on_kill(7, None) == "out of memory, as a rule"
     counters.write_text("pgfault 1\noom_kill 3\n")
     assert oom_killer.out_of_memory_kills() == 3
-    assert "none ended for that" in oom_killer.on_kill(7, 3)
-    assert "counts a process ended for that" in oom_killer.on_kill(7, 2)
+    assert "reports no such kill" in oom_killer.on_kill(7, 3)
+    assert "has killed a process for that" in oom_killer.on_kill(7, 2)
     messages.write_text("3,1,1,-;Out of memory: Killed process 7 (python) total-vm:9kB\n rest\n")
     text = "out of memory; the kernel: Out of memory: Killed process 7 (python) total-vm:9kB"
     assert oom_killer.on_kill(7, 3) == text
-    assert "none ended for that" in oom_killer.on_kill(77, 3)
+    assert "reports no such kill" in oom_killer.on_kill(77, 3)
