@@ -12,6 +12,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -86,9 +87,10 @@ def run_with_a_death() -> None:
 
     settings = json.loads((DEMO / "lora_config.json").read_text(encoding="utf-8"))
     settings["model"]["name_or_path"], settings["data"]["train"] = "full/model", "data/lora.jsonl"
-    settings["training"]["output_dir"] = "pictured"
+    settings["training"] |= {"output_dir": "pictured", "per_device_train_batch_size": 2}
     (DEMO / "lora.json").write_text(json.dumps(settings))
-    command = [*HETERO, "train", "--config", "lora.json", "--fresh"]
+    shutil.rmtree(DEMO / "pictured", ignore_errors=True)
+    command = [*HETERO, "train", "--config", "lora.json"]
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
     written, pictures = "", 0
