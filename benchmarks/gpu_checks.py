@@ -31,7 +31,7 @@ from benchmarks import environment
 from benchmarks.network import free_ports
 from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, DeviceEvent, open_device
-from hetero_framework.core.trace import COMPUTE, RECEIVE, SEND
+from hetero_framework.core.spans import COMPUTE, RECEIVE, SEND
 from hetero_framework.errors import HeteroError
 from hetero_framework.profiling.timeline import Trace
 from hetero_framework.profiling.trace_file import read_timeline

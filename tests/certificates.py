@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_framework.core.identity import STAR, Identity, Kind
+from hetero_framework.core.identity import STAR, ClusterKind, Identity
 from hetero_framework.security import authority as x509
 from hetero_framework.security.authority import Authority
 from hetero_framework.security.keys import AUTHORITY, KeyDirectory
@@ -25,7 +25,7 @@ def keys_of(
     *processes: int | str,
     of: str = "own",
     with_authority: bool = False,
-    kind: Kind = STAR,
+    kind: ClusterKind = STAR,
 ) -> KeyDirectory:
     """A key directory with keys of these processes."""
     keys = KeyDirectory(folder, kind)

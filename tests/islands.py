@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from hetero_framework.config import Config
-from hetero_framework.core.background import in_background, wait_for
+from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import NetworkError, PeerAwayError
 from hetero_framework.islands import notes
 from hetero_framework.islands.rendezvous import Finished, Member, View

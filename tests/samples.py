@@ -16,7 +16,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from hetero_framework.core.messages import Boundary, Coded, Message
+from hetero_framework.core.messages import BoundaryTensor, Coded, Message
 from hetero_framework.core.tensors import to_wire
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.models.cut.language import towers
@@ -113,7 +113,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def boundary_message(
-    kind: type[Boundary],
+    kind: type[BoundaryTensor],
     info: StepInfo,
     stage: int,
     micro_batch: int,

@@ -30,11 +30,11 @@ from hetero_framework.cluster.worker_links import ShowAway, WorkerLinks
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core import messages as m
-from hetero_framework.core.background import in_background, wait_for
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.dial import DROPS_LARGE, MTU_ADVICE
 from hetero_framework.core.messages import Message
-from hetero_framework.core.trace import Recorder
+from hetero_framework.core.spans import Recorder
+from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.hosts import (
     DirectLost,

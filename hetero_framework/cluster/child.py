@@ -29,7 +29,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import PeerLostError
-from hetero_framework.owned import refuse_link
+from hetero_framework.file_trust import refuse_link
 
 PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
-from hetero_framework.core.background import in_background
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.threads import in_background
 from hetero_framework.security.acceptor import Acceptor, Greet
 from hetero_framework.security.access import Access
 

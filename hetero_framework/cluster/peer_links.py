@@ -16,7 +16,6 @@ import psutil
 
 from hetero_framework import control
 from hetero_framework.core import messages as m
-from hetero_framework.core.background import in_background
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import connect
 from hetero_framework.core.fields import WorkerId
@@ -25,6 +24,7 @@ from hetero_framework.core.link import OnMoved
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
+from hetero_framework.core.threads import in_background
 from hetero_framework.errors import HeteroError, IdentityError, NetworkError, PeerLostError
 from hetero_framework.security.access import LOOPBACK_ONLY, Access
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hetero_framework.core.files import write_file
-from hetero_framework.owned import planted
+from hetero_framework.file_trust import untrusted_reason
 
 RUN_FILE = ".run"
 
@@ -23,7 +23,7 @@ def run_id_of(output_dir: Path) -> str:
     here = f"{platform.node()}:{output_dir.resolve()}"  # a copy of the directory is another run
     with suppress(OSError, ValueError):
         run_id, place = "", ""
-        if planted(file) is None:
+        if untrusted_reason(file) is None:
             run_id, place = file.read_text(encoding="utf-8").split("\n", 1)
         if place == here and re.fullmatch("[0-9a-f]{16}", run_id):
             return run_id

@@ -35,7 +35,7 @@ from hetero_framework.cluster.stop_signals import StopSignals
 from hetero_framework.config import Config, WorkerConfig, host_and_port
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
-from hetero_framework.core.background import in_background
+from hetero_framework.core.bandwidth_scheduler import Interface
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.dial import Listener
@@ -44,9 +44,9 @@ from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
+from hetero_framework.core.spans import Recorder
 from hetero_framework.core.stream import Stream
-from hetero_framework.core.trace import Recorder
-from hetero_framework.core.turns import Interface
+from hetero_framework.core.threads import in_background
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.expectation import check_sender
@@ -137,7 +137,7 @@ class _Outlet:
 
     def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
         """To its stage: straight to the stage's worker where the coordinator said so."""
-        stages, body = self.run.stages, message.expect(m.Boundary)
+        stages, body = self.run.stages, message.expect(m.BoundaryTensor)
         assert stages is not None
         boundary = body.stage - 1 if isinstance(body, m.Forward) else body.stage
         if boundary in stages.schedule.direct:
@@ -447,7 +447,7 @@ class Worker:
         """Do what the coordinator says."""
         body = message.body
         match body:
-            case m.Inputs() | m.Boundary():
+            case m.Inputs() | m.BoundaryTensor():
                 self._on_data("the coordinator", message, arrival)
             case m.Setup():
                 self._on_setup(body)
@@ -495,7 +495,7 @@ class Worker:
         elif isinstance(body, m.Bye):
             self.peers.lost(connection)
             connection.close(drain_s=0)
-        elif isinstance(body, m.Boundary) and self._run is not None:
+        elif isinstance(body, m.BoundaryTensor) and self._run is not None:
             self._on_data(f"worker {connection.peer}", message, arrival)
 
     def _on_data(self, sender: str, message: Message, arrival: Any) -> None:
@@ -551,7 +551,7 @@ class Worker:
         """In the reader thread, when a header has come."""
         self._check_of_worker(connection, frame.body, frame.payload_bytes)
         run = self._run
-        if isinstance(frame.body, m.Boundary) and run is not None and run.stages is not None:
+        if isinstance(frame.body, m.BoundaryTensor) and run is not None and run.stages is not None:
             run.stages.expectation.check(frame.body, frame.shapes, frame.payload_bytes)
 
     def _check_of_worker(self, connection: Connection, body: m.Body, payload_bytes: int) -> None:
@@ -560,7 +560,7 @@ class Worker:
             return
         if isinstance(body, m.Control):
             link_probe.check_peer(body, payload_bytes)
-        if isinstance(body, m.Boundary) and (run := self._run) is not None and run.owners:
+        if isinstance(body, m.BoundaryTensor) and (run := self._run) is not None and run.owners:
             check_sender(body, run.owners, connection.peer)
 
     def _received(self, connection: Connection, message: Message) -> None:

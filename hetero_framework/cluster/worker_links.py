@@ -27,7 +27,7 @@ from hetero_framework.cluster.peer_links import most_bytes
 from hetero_framework.config import Config, StageSpec, WorkerConfig, host_and_port
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
-from hetero_framework.core.background import in_background, wait_for
+from hetero_framework.core.bandwidth_scheduler import Interface
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import REFUSED, connect
@@ -37,7 +37,7 @@ from hetero_framework.core.link import Clock, Link, LinkStats, OnMoved
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
-from hetero_framework.core.turns import Interface
+from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.engine.expectation import Expectation, check_sender
 from hetero_framework.engine.hosts import (
     DirectLost,
@@ -643,7 +643,7 @@ class WorkerLinks:
     def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
         """Send a boundary message to the worker of its stage. A link that is gone is ignored (its
         reader tells), as is one that has come back (the attempt is void)."""
-        connection = self._wires.get(self._owners[message.expect(m.Boundary).stage])
+        connection = self._wires.get(self._owners[message.expect(m.BoundaryTensor).stage])
         if connection is not None and connection.phase in _WORKING:
             with suppress(PeerLostError):
                 connection.send(message, done)
@@ -750,7 +750,7 @@ class WorkerLinks:
             self._inbound.admit(connection, message.body)
             return
         self._check_sender(connection, message.body)
-        if isinstance(message.body, m.Boundary) and not self._is_for_us(message.body):
+        if isinstance(message.body, m.BoundaryTensor) and not self._is_for_us(message.body):
             message.release()
             return
         try:
@@ -768,7 +768,7 @@ class WorkerLinks:
         """Of a frame whose header has come."""
         body, expectation = frame.body, self._expectation
         self._check_sender(connection, body)
-        if not isinstance(body, m.Boundary) or expectation is None:
+        if not isinstance(body, m.BoundaryTensor) or expectation is None:
             return
         check = expectation.check if self._is_for_us(body) else expectation.check_passing
         check(body, frame.shapes, frame.payload_bytes)
@@ -780,7 +780,7 @@ class WorkerLinks:
 
     def _carrier(self, connection: Connection, message: Message) -> Link | None:
         """The link that carries on a boundary frame whose header has come; None if it ends here."""
-        if not isinstance(message.body, m.Boundary) or not self._is_current(message.body):
+        if not isinstance(message.body, m.BoundaryTensor) or not self._is_current(message.body):
             return None
         connection.accept(message)
         owner = self._owners.get(message.body.stage)
@@ -789,7 +789,7 @@ class WorkerLinks:
             return None  # a link that has just come back would not expect it
         return onward.link
 
-    def _is_for_us(self, body: m.Boundary) -> bool:
+    def _is_for_us(self, body: m.BoundaryTensor) -> bool:
         return self._is_current(body) and body.stage not in self._owners
 
     def _is_current(self, body: m.OfStep) -> bool:

@@ -33,10 +33,10 @@ from hetero_framework.commands.key_management import problems as key_problems
 from hetero_framework.config import Config, Machine, WorkerConfig, process_name
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
-from hetero_framework.core.background import in_background
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.dial import DROPS_LARGE, MTU_ADVICE, connect
 from hetero_framework.core.messages import Message
+from hetero_framework.core.threads import in_background
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.hosts import LinkLost
 from hetero_framework.errors import ConfigError, HeteroError, NetworkError, PeerLostError, UserError

@@ -16,12 +16,12 @@ from hetero_framework.commands.init import parse_address
 from hetero_framework.commands.options import DEFAULT_CONFIG
 from hetero_framework.config import LIGHTHOUSE_PORT, Config, host_and_port, island_name
 from hetero_framework.core import addresses, timeouts, tls
-from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.files import rename, write_file
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.stream import Stream
+from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError, UserError
 from hetero_framework.security import authority as x509
 from hetero_framework.security import certificates

@@ -13,7 +13,7 @@ from hetero_framework.config.problems import shown
 from hetero_framework.config.schema import Config
 from hetero_framework.config.strict_json import read_json_object
 from hetero_framework.errors import ConfigError
-from hetero_framework.owned import planted
+from hetero_framework.file_trust import untrusted_reason
 
 PLAN_FILE = "plan.json"
 """In output_dir: what `hetero plan` answered when the run began, its shard_plan as it was used."""
@@ -43,7 +43,7 @@ def with_saved_plan(config: Config) -> Config:
     file = config.output_dir / PLAN_FILE
     if config.is_planned or not file.exists():
         return config
-    if (wrong := planted(file)) is not None:
+    if (wrong := untrusted_reason(file)) is not None:
         problem = f"{file} is not read, others may have made it: it {wrong.problem}"
         raise ConfigError(problem, hint=f"{wrong.mend}, or {_PLAN_HINT}")
     try:

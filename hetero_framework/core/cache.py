@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.core.files import write_file
-from hetero_framework.owned import planted
+from hetero_framework.file_trust import untrusted_reason
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def recall(kind: str, question: str) -> Any:
     if (place := _place(kind, question)) is None:
         return None
     with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
-        if (wrong := planted(place)) is not None:
+        if (wrong := untrusted_reason(place)) is not None:
             _log.warning("%s %s and is not read; %s", place, wrong.problem, wrong.mend)
             return None
         kept = json.loads(place.read_text("utf-8"))

@@ -27,7 +27,7 @@ Raw = Annotated[str, "raw"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldKind:
     """The type of a field: its name in errors and documents, what it accepts on the wire, and its
     forms on the wire (`pack`) and here (`unpack`), where they differ."""
 
@@ -70,30 +70,30 @@ def _words(text: str) -> str:
     return one_line(text, MAX_TEXT_BYTES)
 
 
-_PLAIN_KINDS: dict[Any, Kind] = {
-    int: Kind("int", is_int),
-    float: Kind("float", _is_float, unpack=float),
-    bool: Kind("bool", lambda value: isinstance(value, bool)),
-    str: Kind("string", lambda value: isinstance(value, str), unpack=_words),
-    Raw: Kind("string", lambda value: isinstance(value, str)),
-    WorkerId: Kind(
+_PLAIN_KINDS: dict[Any, FieldKind] = {
+    int: FieldKind("int", is_int),
+    float: FieldKind("float", _is_float, unpack=float),
+    bool: FieldKind("bool", lambda value: isinstance(value, bool)),
+    str: FieldKind("string", lambda value: isinstance(value, str), unpack=_words),
+    Raw: FieldKind("string", lambda value: isinstance(value, str)),
+    WorkerId: FieldKind(
         "int or string",
         lambda value: is_int(value) or isinstance(value, str),
         unpack=lambda value: _words(value) if isinstance(value, str) else value,
     ),
-    Shape: Kind("shape", is_shape, unpack=tuple),
-    dict[str, Any]: Kind("map", lambda value: isinstance(value, dict) and _is_plain(value)),
-    Any: Kind("anything", _is_plain),
+    Shape: FieldKind("shape", is_shape, unpack=tuple),
+    dict[str, Any]: FieldKind("map", lambda value: isinstance(value, dict) and _is_plain(value)),
+    Any: FieldKind("anything", _is_plain),
 }
 
 
-def _kind(hint: Any) -> Kind:
+def _kind(hint: Any) -> FieldKind:
     """The kind of values that an annotation means."""
     if hint in _PLAIN_KINDS:
         return _PLAIN_KINDS[hint]
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return Kind(" or ".join(f'"{value}"' for value in args), lambda value: value in args)
+        return FieldKind(" or ".join(f'"{value}"' for value in args), lambda value: value in args)
     if origin is tuple and args[1:] == (...,):
         return _list_of(_kind(args[0]))
     if origin is dict and args[0] is str:
@@ -103,9 +103,9 @@ def _kind(hint: Any) -> Kind:
     raise TypeError(f"no kind of field for {hint!r}")
 
 
-def _list_of(kind: Kind) -> Kind:
+def _list_of(kind: FieldKind) -> FieldKind:
     accepts, pack, unpack = kind.accepts, kind.pack, kind.unpack
-    return Kind(
+    return FieldKind(
         f"list of {kind.name}",
         lambda value: isinstance(value, (list, tuple)) and all(map(accepts, value)),
         None if pack is None else lambda value: list(map(pack, value)),
@@ -113,9 +113,9 @@ def _list_of(kind: Kind) -> Kind:
     )
 
 
-def _map_to(kind: Kind) -> Kind:
+def _map_to(kind: FieldKind) -> FieldKind:
     unpack = kind.unpack or (lambda value: value)
-    return Kind(
+    return FieldKind(
         f"map to {kind.name}",
         lambda value: (
             isinstance(value, dict)
@@ -126,13 +126,13 @@ def _map_to(kind: Kind) -> Kind:
     )
 
 
-def _record(record: Fields) -> Kind:
+def _record(record: Fields) -> FieldKind:
     name = ", ".join(f"{key}: {kind.name}" for key, (kind, _) in record.kinds.items())
 
     def accepts(value: Any) -> bool:
         return isinstance(value, dict) and record.problem(value) is None
 
-    return Kind("{" + name + "}", accepts, record.pack, record.unpack)
+    return FieldKind("{" + name + "}", accepts, record.pack, record.unpack)
 
 
 class Fields:
@@ -141,7 +141,7 @@ class Fields:
     def __init__(self, cls: Any) -> None:
         hints = get_type_hints(cls, include_extras=True)
         self._cls = cls
-        self.kinds: dict[str, tuple[Kind, bool]] = {}
+        self.kinds: dict[str, tuple[FieldKind, bool]] = {}
         """By field name: its kind and whether it must be there."""
         for field in fields(cls):
             hint, optional = hints[field.name], hints[field.name] is Any

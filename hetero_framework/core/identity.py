@@ -9,7 +9,7 @@ from hetero_framework.core.fields import WorkerId
 
 
 @dataclass(frozen=True)
-class Kind:
+class ClusterKind:
     """What the processes of a cluster are called: the one whose machine has the authority
     ("local"), and the others, which have names."""
 
@@ -27,8 +27,8 @@ class Kind:
         return f"{what} on the {self.keeper}'s machine"
 
 
-STAR = Kind("coordinator", "worker")
-ISLANDS = Kind("lighthouse", "island", "--island ")
+STAR = ClusterKind("coordinator", "worker")
+ISLANDS = ClusterKind("lighthouse", "island", "--island ")
 """A cluster of coordinators, each of which has another one of workers."""
 _KINDS = {kind.member: kind for kind in (STAR, ISLANDS)}
 _KEEPERS = {kind.keeper: kind for kind in _KINDS.values()}
@@ -44,10 +44,10 @@ class Identity:
 
     cluster: str
     process: str = "local"
-    kind: Kind = STAR
+    kind: ClusterKind = STAR
 
     @classmethod
-    def of(cls, cluster: str, process: WorkerId, kind: Kind = STAR) -> Identity:
+    def of(cls, cluster: str, process: WorkerId, kind: ClusterKind = STAR) -> Identity:
         """`process` is "local" for the coordinator, as in a plan."""
         return cls(cluster, str(process), kind)
 

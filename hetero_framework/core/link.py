@@ -18,16 +18,16 @@ from dataclasses import dataclass, replace
 from hetero_framework import errors
 from hetero_framework.core import failpoints, frames, timeouts
 from hetero_framework.core import messages as m
-from hetero_framework.core.agenda import Lane, packed, unpacked
+from hetero_framework.core.bandwidth_scheduler import Interface
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
 from hetero_framework.core.frames import GOES_ON, INSIDE, PIECE_BYTES, PREFIX_BYTES
 from hetero_framework.core.messages import Heartbeat, Message
-from hetero_framework.core.pace import Pace
-from hetero_framework.core.relay import Relay, SegmentPace
+from hetero_framework.core.planned_order import Lane, packed, unpacked
+from hetero_framework.core.relay import Relay, SegmentSize
+from hetero_framework.core.send_pacing import SendPacing
 from hetero_framework.core.send_queue import Outgoing, SendQueue, drop_sent
 from hetero_framework.core.stream import MAX_CALL_BYTES, Stream
-from hetero_framework.core.turns import Interface
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -159,7 +159,7 @@ class Link:
         self._in_turn = False
         self._was_asked = False  # by the peer, and has not answered yet
         self._relay: Relay | None = None
-        self._segments = SegmentPace()
+        self._segments = SegmentSize()
 
         # Guarded by _lock: the queue, and how far the link has come in its life. A frame that its
         # sender wrote at once does not wake the writer: each wake-up costs the computing thread.
@@ -175,7 +175,7 @@ class Link:
         self._has_turn = False
         self._is_alone = False  # the peer said so: no other link brings it large frames
         self._said_alone = False  # we said so to the peer
-        self._pace = Pace()  # of our large frames
+        self._pace = SendPacing()  # of our large frames
         self._closing = False  # no more sends; the writer drains the queue
         self._dead = False  # nothing more is read or written
         self._reason: HeteroError | None = None
@@ -641,9 +641,11 @@ class Link:
         """The message with its tensors; None when another link took it over or it was given up."""
         self._piece_left = PIECE_BYTES
         body = frame.body
-        if isinstance(body, m.Boundary):
+        if isinstance(body, m.BoundaryTensor):
             self._way_in.went(body.lane, body.attempt, body.micro_batch)
-        self._in_turn = isinstance(body, m.Boundary) and frames.marks_in(frame.payload_bytes) > 0
+        self._in_turn = (
+            isinstance(body, m.BoundaryTensor) and frames.marks_in(frame.payload_bytes) > 0
+        )
         if not self._in_turn:
             return self._receive_tensors(frame)
         self._was_asked = False

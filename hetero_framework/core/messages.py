@@ -20,9 +20,9 @@ from typing_extensions import dataclass_transform
 
 from hetero_framework._version import __version__
 from hetero_framework.core import frames
-from hetero_framework.core.agenda import BACKWARD, FORWARD, Lane
 from hetero_framework.core.fields import Fields, Raw, Shape, WorkerId
 from hetero_framework.core.frames import MAX_TENSORS, PREFIX_BYTES, PROTOCOL_VERSION, WireTensor
+from hetero_framework.core.planned_order import BACKWARD, FORWARD, Lane
 from hetero_framework.errors import ProtocolError
 
 COORDINATOR = "coordinator"
@@ -323,8 +323,8 @@ class SideForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary(OfStep):
-    """What crosses the boundary between two stages. Large ones take turns (`turns.py`)."""
+class BoundaryTensor(OfStep):
+    """What crosses the boundary between two stages; `bandwidth_scheduler.py` queues large ones."""
 
     direction: ClassVar[str]
     stage: int
@@ -338,7 +338,7 @@ class Boundary(OfStep):
 
 
 @_message(12, EITHER, tensors=(1, 2))
-class Forward(Boundary):
+class Forward(BoundaryTensor):
     """To the stage `stage`: its input hidden states. A worker sends it straight to the worker that
     holds the stage, or to the coordinator, which relays it undecoded. With `coded` the first
     tensors are what a codec made of one of that shape and dtype. `sides` are the tensors that the
@@ -349,7 +349,7 @@ class Forward(Boundary):
 
 
 @_message(13, EITHER, tensors=(1, 2))
-class Backward(Boundary):
+class Backward(BoundaryTensor):
     """To the stage `stage`: the gradient of its output, on the paths of FORWARD, then, as `sides`,
     those of the side tensors that want one. There is none where nothing before the boundary is
     trained."""

@@ -24,7 +24,7 @@ _SEGMENT_S = 0.001
 """How long the bytes of one such segment should take to come in."""
 
 
-class SegmentPace:
+class SegmentSize:
     """How much of a frame is passed on at a time: more on a quick link saves turns of threads."""
 
     def __init__(self) -> None:

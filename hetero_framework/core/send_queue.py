@@ -11,10 +11,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hetero_framework.core.agenda import Lane
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
 from hetero_framework.core.frames import GOES_ON, INSIDE, PIECE_BYTES, marks_in
-from hetero_framework.core.messages import Boundary, Inputs, Message
+from hetero_framework.core.messages import BoundaryTensor, Inputs, Message
+from hetero_framework.core.planned_order import Lane
 
 Buffer = bytes | memoryview
 EARLY_BYTES = 1 << 14
@@ -66,10 +66,10 @@ class Outgoing:
         return not self.missing or self.nbytes - self.missing >= EARLY_BYTES
 
     @property
-    def boundary(self) -> Boundary | None:
+    def boundary(self) -> BoundaryTensor | None:
         """What it is of those that are planned: a tensor between two stages."""
         body = self.message.body if self.message is not None else None
-        return body if isinstance(body, Boundary) else None
+        return body if isinstance(body, BoundaryTensor) else None
 
     @property
     def lane(self) -> Lane | None:

@@ -26,7 +26,7 @@ from hetero_framework._version import __version__
 from hetero_framework.core.cache import cache_directory
 from hetero_framework.data.examples import Examples
 from hetero_framework.data.sources import Source
-from hetero_framework.owned import planted
+from hetero_framework.file_trust import untrusted_reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ class Entry:
             return None
         with suppress(OSError, ValueError, KeyError, TypeError, EOFError):
             for place in (self.path, *sorted(self.path.iterdir())):
-                if (wrong := planted(place)) is not None:
+                if (wrong := untrusted_reason(place)) is not None:
                     _log.warning("%s %s: the data are tokenised anew", place, wrong.problem)
                     return None
             said = json.loads((self.path / "entry.json").read_text("utf-8"))

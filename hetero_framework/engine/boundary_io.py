@@ -20,9 +20,9 @@ import torch
 from hetero_framework.config import WireConfig
 from hetero_framework.core.codecs import CODECS, Codec
 from hetero_framework.core.devices import Device, DeviceEvent
-from hetero_framework.core.messages import Boundary, Coded, Forward, Inputs, Message, SideForm
+from hetero_framework.core.messages import BoundaryTensor, Coded, Forward, Inputs, Message, SideForm
+from hetero_framework.core.spans import Recorder
 from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name, from_wire, to_wire
-from hetero_framework.core.trace import Recorder
 from hetero_framework.engine import messages
 from hetero_framework.engine.executor import failed
 from hetero_framework.engine.expectation import Expectation, incoming_forms
@@ -64,7 +64,7 @@ def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
         return _unpack(message, Device() if device.one_thread else device)
     except (RuntimeError, MemoryError) as error:
         body = message.body
-        assert isinstance(body, (Inputs, Boundary))
+        assert isinstance(body, (Inputs, BoundaryTensor))
         where = f"stage {body.stage}, {message.name} of micro-batch {body.micro_batch}"
         raise failed(where, error, device, (body.step, body.attempt)) from error
 
@@ -75,7 +75,7 @@ def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
         inputs = inputs_in(device, messages.inputs_of(message))
         message.release()
         return inputs
-    if not isinstance(body, Boundary):
+    if not isinstance(body, BoundaryTensor):
         return None
     parts = [from_wire(tensor) for tensor in message.tensors]
     sides = [SideForm(False, body.coded), *(body.sides or ())]
@@ -159,7 +159,7 @@ class BoundaryIO:
         self._pool = device.buffers()
         self._sender = Sender(outlet.failed, flush_timeout_s)
 
-    def send(self, body: Boundary, tensors: Bundle) -> None:
+    def send(self, body: BoundaryTensor, tensors: Bundle) -> None:
         if isinstance(body, Forward):
             self._expectation.sent(body.attempt, body.stage - 1, body.micro_batch, tensors)
         codec = self._activations if isinstance(body, Forward) else self._gradients
@@ -206,7 +206,7 @@ class BoundaryIO:
     def close(self) -> None:
         self._sender.close()
 
-    def _submit(self, body: Boundary, job: Callable[[], None]) -> None:
+    def _submit(self, body: BoundaryTensor, job: Callable[[], None]) -> None:
         """Have the sender thread do what is needed to send this."""
 
         def explained() -> None:
@@ -218,7 +218,7 @@ class BoundaryIO:
 
     def _copy_and_post(
         self,
-        body: Boundary,
+        body: BoundaryTensor,
         parts: list[torch.Tensor],
         event: DeviceEvent,
         codecs: Sequence[Codec | None],
@@ -250,7 +250,7 @@ def _encoded(tensors: Sequence[torch.Tensor], codecs: Sequence[Codec | None]) ->
     ]
 
 
-def _message(body: Boundary, parts: Sequence[torch.Tensor]) -> Message:
+def _message(body: BoundaryTensor, parts: Sequence[torch.Tensor]) -> Message:
     return Message(body, tuple(map(to_wire, parts)))
 
 
@@ -317,7 +317,7 @@ class ArrivalMeter:
         def moved(direction: str, message: Message, began: float, ended: float) -> None:
             record(direction, message, began, ended)
             body = message.body
-            if direction == "receive" and isinstance(body, Boundary):
+            if direction == "receive" and isinstance(body, BoundaryTensor):
                 key = ("forward" if isinstance(body, Forward) else "backward", body.stage)
                 with self._lock:
                     self._seen.setdefault(key, []).append((ended - began, message.payload_bytes))

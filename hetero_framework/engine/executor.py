@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hetero_framework.core import failpoints, trace
-from hetero_framework.core.agenda import Agenda, Lane, Patience
+from hetero_framework.core import failpoints, spans
 from hetero_framework.core.devices import Device, DeviceEvent
-from hetero_framework.core.messages import Backward, Boundary, Forward, StageFigures
-from hetero_framework.core.trace import Recorder
+from hetero_framework.core.messages import Backward, BoundaryTensor, Forward, StageFigures
+from hetero_framework.core.planned_order import Lane, OrderTimeout, PlannedOrder
+from hetero_framework.core.spans import Recorder
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.out_of_memory import Attempt, explained
 from hetero_framework.errors import HeteroError, ProtocolError, as_hetero_error, is_out_of_memory
@@ -27,7 +27,7 @@ _AHEAD = 2  # tasks that may be queued on a device that computes behind our back
 class Outbox(Protocol):
     """Where results go that leave the process."""
 
-    def send(self, body: Boundary, tensors: Bundle) -> None: ...
+    def send(self, body: BoundaryTensor, tensors: Bundle) -> None: ...
     def loss(self, info: api.StepInfo, micro_batch: int, loss: api.Loss) -> None: ...
     def finished(self, info: api.StepInfo, micro_batch: int) -> None: ...
 
@@ -70,7 +70,8 @@ class Executor:
         self._device = device
         self._recorder = recorder
         self._outbox = outbox
-        self._readiness, self._agenda, self._patience = Readiness({}), Agenda(), Patience(0.0)
+        self._readiness, self._order = Readiness({}), PlannedOrder()
+        self._order_timeout = OrderTimeout(0.0)
         self.waits_s = 0.0
         """For so long the task that could run waits for the one whose turn it is, as of the last
         `run_next`."""
@@ -86,9 +87,9 @@ class Executor:
         """Start a step, or start it over: whatever waited for an earlier one is dropped."""
         self.info = info
         limits = {index: schedule.in_flight_limits[index] for index in self._queues}
-        self._agenda = Agenda(filter(self._has_tasks, schedule.order.tasks))
-        self._patience = Patience(schedule.patience_s)
-        self._readiness, self.waits_s = Readiness(limits, agenda=self._agenda), 0.0
+        self._order = PlannedOrder(filter(self._has_tasks, schedule.order.tasks))
+        self._order_timeout = OrderTimeout(schedule.patience_s)
+        self._readiness, self.waits_s = Readiness(limits, order=self._order), 0.0
         self._tasks.clear()
         self._recorder.begin(info.step, attempt=info.attempt, train=info.train)
         for queue in self._queues.values():
@@ -100,7 +101,7 @@ class Executor:
         for queue in self._queues.values():
             self._drop(queue)
             queue.stage.abort()
-        self._readiness, self._agenda, self.waits_s = Readiness({}), Agenda(), 0.0
+        self._readiness, self._order, self.waits_s = Readiness({}), PlannedOrder(), 0.0
         self._tasks.clear()
         self.info = None
 
@@ -186,7 +187,7 @@ class Executor:
         """How long a lane has to wait for the one whose turn it is. While the device is busy none
         has to be chosen."""
         busy = self._device.is_async and self._tasks and not self._tasks[-1][2].done()
-        return self._patience.left_s(self._agenda, lane, idle=not busy)
+        return self._order_timeout.left_s(self._order, lane, idle=not busy)
 
     def commit(self, stage: api.StageInterface, learning_rate: float, grad_scale: float) -> None:
         """Have a stage step its optimizer, and record how long that took."""
@@ -196,7 +197,7 @@ class Executor:
             ended = self._device.record_event()
             ended.wait()
             times = self._device.event_time(began), self._device.event_time(ended)
-            self._recorder.span(trace.COMMIT, stage.index, trace.NO_MICRO_BATCH, *times)
+            self._recorder.span(spans.COMMIT, stage.index, spans.NO_MICRO_BATCH, *times)
 
     def statistics(self) -> dict[int, StageFigures]:
         """Times and queues of the step so far; the last stage's forwards count with its backwards.
@@ -209,7 +210,7 @@ class Executor:
             kind = BACKWARD if both else task.kind
             seconds[task.stage, kind] += self._device.seconds(began, ended)
             if self._recorder.enabled:
-                name = trace.FORWARD_BACKWARD if both else task.kind
+                name = spans.FORWARD_BACKWARD if both else task.kind
                 times = self._device.event_time(began), self._device.event_time(ended)
                 self._recorder.span(name, task.stage, task.micro_batch, *times)
         self._tasks.clear()

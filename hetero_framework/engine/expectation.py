@@ -39,7 +39,7 @@ def rows_and_tokens(shapes: Mapping[str, Sequence[int]]) -> tuple[int, int] | No
     return (known[0], known[1]) if len(known) >= 2 else None
 
 
-def incoming_forms(body: m.Boundary, shapes: Shapes) -> list[tuple[Form, int]]:
+def incoming_forms(body: m.BoundaryTensor, shapes: Shapes) -> list[tuple[Form, int]]:
     """The tensors of FORWARD or BACKWARD as they are once decoded, and of how many of the frame's
     each is made. Raises ProtocolError where frame and message do not agree."""
     name, parts = body.spec.name, [(TORCH_DTYPES[t.name], tuple(shape)) for t, shape in shapes]
@@ -147,7 +147,7 @@ class Expectation:
             shapes = dict(zip(body.names, (t.shape for t in message.tensors), strict=True))
             self.inputs(body.attempt, body.stage, body.micro_batch, {**shapes, **body.ones})
 
-    def check(self, body: m.Boundary, shapes: Shapes, nbytes: int) -> None:
+    def check(self, body: m.BoundaryTensor, shapes: Shapes, nbytes: int) -> None:
         """Raise ProtocolError for a frame of FORWARD or BACKWARD that cannot be right; of a step to
         come only what is so in every step is known. Waits while too many of those are here, and
         raises PeerLostError when their step does not begin."""
@@ -177,7 +177,7 @@ class Expectation:
             if problem is not None:
                 raise ProtocolError(f"{what}: {problem}")
 
-    def check_passing(self, body: m.Boundary, shapes: Shapes, nbytes: int) -> None:
+    def check_passing(self, body: m.BoundaryTensor, shapes: Shapes, nbytes: int) -> None:
         """The same of one for another process, or that will be dropped: its size alone."""
         forms = [form for form, _ in incoming_forms(body, shapes)]
         self._check_size(_described(body), forms, nbytes)
@@ -201,7 +201,7 @@ class Expectation:
             self._changed.wait(timeouts.TICK_S)
 
 
-def _described(body: m.Boundary) -> str:
+def _described(body: m.BoundaryTensor) -> str:
     return f"{body.spec.name} of micro-batch {body.micro_batch} for stage {body.stage}"
 
 

@@ -15,7 +15,7 @@ import torch
 
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Commit, LoadKind, Message, StateKind
-from hetero_framework.core.trace import Span
+from hetero_framework.core.spans import Span
 from hetero_framework.engine import messages
 from hetero_framework.engine import stage_api as api
 from hetero_framework.errors import ProtocolError, StoppedEarly

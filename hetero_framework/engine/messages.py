@@ -8,9 +8,9 @@ from dataclasses import asdict, fields, replace
 import torch
 
 from hetero_framework.core import messages as m
-from hetero_framework.core.agenda import packed, unpacked
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Message
+from hetero_framework.core.planned_order import packed, unpacked
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.engine import stage_api as api
 from hetero_framework.errors import ProtocolError

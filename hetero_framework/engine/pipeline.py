@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hetero_framework.config import StageSpec
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Commit, LoadKind, Message, StageFigures, StateKind
-from hetero_framework.core.trace import Span
+from hetero_framework.core.spans import Span
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, Stalled, StepResults
 from hetero_framework.engine.remote_host import RemoteHost

@@ -9,7 +9,7 @@ from typing import Any
 from hetero_framework.core import messages as m
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Body, LoadKind, Message, StateKind
-from hetero_framework.core.trace import Span
+from hetero_framework.core.spans import Span
 from hetero_framework.engine import messages
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, StepResults
@@ -202,7 +202,7 @@ class RemoteHost(Host):
             if body.step == self._commit_step and self._commit is not None:
                 self._commit = None
                 self._spans += one_lines(body.spans)
-        elif isinstance(body, m.Boundary):
+        elif isinstance(body, m.BoundaryTensor):
             self._deliver(message, arrival)
         elif isinstance(body, m.OfStep) and not self._is_current(body):
             message.release()

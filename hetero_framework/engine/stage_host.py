@@ -16,7 +16,7 @@ from hetero_framework.core import messages as m
 from hetero_framework.core.devices import Device
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import LoadKind, Message, StateKind
-from hetero_framework.core.trace import Span
+from hetero_framework.core.spans import Span
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Outlet, inputs_in, move_in
 from hetero_framework.engine.executor import Executor
@@ -116,7 +116,7 @@ class StageHost(Host):
         """INPUTS, FORWARD or BACKWARD with what `unpack` made of it: for this attempt, or for one
         to come, of which another worker has heard before us."""
         body = message.body
-        assert isinstance(body, (m.Inputs, m.Boundary))
+        assert isinstance(body, (m.Inputs, m.BoundaryTensor))
         info, executor = self._executor.info, self._executor
         if body.attempt > (info.attempt if info is not None else self._last_attempt):
             self._early.append((message, arrival))

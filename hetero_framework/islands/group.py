@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero_framework.core import failpoints, timeouts
-from hetero_framework.core.background import in_background
+from hetero_framework.core.threads import in_background
 from hetero_framework.errors import (
     ConfigError,
     GroupFinished,

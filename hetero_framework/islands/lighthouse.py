@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import Any
 
 from hetero_framework.core import timeouts
-from hetero_framework.core.background import in_background, wait_for
+from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import (
     ConfigError,
     HeteroError,

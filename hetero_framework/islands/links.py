@@ -21,13 +21,13 @@ from torch import Tensor
 
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
-from hetero_framework.core.background import in_background
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.messages import Message, ShareKind
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.tensors import from_wire, to_wire
+from hetero_framework.core.threads import in_background
 from hetero_framework.engine.hosts import ReplicasChanged
 from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from hetero_framework.core import timeouts
-from hetero_framework.core.background import in_background, wait_for
+from hetero_framework.core.threads import in_background, wait_for
 
 BEAT_S = 0.1
 FORGET_S = 0.8

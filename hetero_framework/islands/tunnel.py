@@ -20,11 +20,11 @@ from functools import partial
 
 from hetero_framework.config import host_and_port
 from hetero_framework.core import timeouts
-from hetero_framework.core.background import in_background, wait_for
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.send_queue import drop_sent
 from hetero_framework.core.stream import Stream
+from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import HeteroError, IdentityError, NetworkError
 from hetero_framework.islands import notes
 from hetero_framework.islands.notes import Notes

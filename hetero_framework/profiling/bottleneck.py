@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetero_framework.config import layers_text
-from hetero_framework.core.trace import ALL_STEPS, COMPUTE
+from hetero_framework.core.spans import ALL_STEPS, COMPUTE
 from hetero_framework.profiling import measured, what_if
 from hetero_framework.profiling.timeline import Trace
 from hetero_framework.units import plural, seconds, share, size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from hetero_framework.core.trace import BACKWARD, FORWARD, FORWARD_BACKWARD, RECEIVE
+from hetero_framework.core.spans import BACKWARD, FORWARD, FORWARD_BACKWARD, RECEIVE
 from hetero_framework.profiling.timeline import Event, StageInfo, TaskKey, Tasks, awaited, tasks_of
 
 Interval = tuple[float, float]

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from hetero_framework.core.trace import (
+from hetero_framework.core.spans import (
     BACKWARD,
     COMMIT,
     COMPUTE,

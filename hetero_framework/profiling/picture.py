@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero_framework import units
-from hetero_framework.core.trace import COMMIT, COMPUTE, RECEIVE, SEND
+from hetero_framework.core.spans import COMMIT, COMPUTE, RECEIVE, SEND
 from hetero_framework.profiling.measured import Step
 from hetero_framework.profiling.timeline import Event, Trace
 from hetero_framework.visualizer.timeline_picture import Bar, Row, StepPicture

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hetero_framework.config import layers_text, process_name
-from hetero_framework.core.trace import BACKWARD, COMPUTE, FORWARD, FORWARD_BACKWARD, RECEIVE, SEND
+from hetero_framework.core.spans import BACKWARD, COMPUTE, FORWARD, FORWARD_BACKWARD, RECEIVE, SEND
 
 WorkerId = int | str
 TaskKey = tuple[str, int, int]

@@ -25,7 +25,18 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from hetero_framework.config import Config
-from hetero_framework.core import trace
+from hetero_framework.core.spans import (
+    BACKWARD,
+    COMMIT,
+    COMPUTE,
+    FORWARD,
+    FORWARD_BACKWARD,
+    KINDS,
+    NO_MICRO_BATCH,
+    RECEIVE,
+    SEND,
+    Span,
+)
 from hetero_framework.errors import ProtocolError, UserError
 from hetero_framework.log import not_through_links
 from hetero_framework.profiling.timeline import (
@@ -48,7 +59,7 @@ _log = logging.getLogger(__name__)
 _MOST_OPEN = 3
 """Steps that may wait for a process's spans; one that never comes was lost with its link."""
 
-_LETTERS = {trace.FORWARD: "F", trace.BACKWARD: "B", trace.FORWARD_BACKWARD: "FB"}
+_LETTERS = {FORWARD: "F", BACKWARD: "B", FORWARD_BACKWARD: "FB"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ class About:
         event = _EVENT.validate_python(fields)
         numbers = (event.process, event.process if event.peer is None else event.peer)
         if (
-            event.kind not in trace.KINDS
+            event.kind not in KINDS
             or event.ended < event.began
             or event.stage >= len(self.stages)
             or max(numbers) >= len(self.processes)
@@ -111,7 +122,7 @@ class Timeline:
             if kind is None:
                 raise
 
-    def add(self, owner: WorkerId, spans: Sequence[trace.Span], offset_s: float = 0.0) -> None:
+    def add(self, owner: WorkerId, spans: Sequence[Span], offset_s: float = 0.0) -> None:
         """Take over what a process recorded; `offset_s` is its clock minus the coordinator's.
         Raises ProtocolError when an earlier call brought data that no Recorder made. After `close`
         nothing is taken."""
@@ -134,17 +145,17 @@ class Timeline:
         while self._jobs:
             self._jobs.popleft().result()
 
-    def _take(self, owner: WorkerId, spans: Sequence[trace.Span], offset_s: float) -> None:
+    def _take(self, owner: WorkerId, spans: Sequence[Span], offset_s: float) -> None:
         for span in spans:
             event = self._event(self._numbers[owner], span, offset_s)
             self._open.setdefault(event.step, []).append(event)
         self._write()
 
-    def _event(self, process: int, span: trace.Span, offset_s: float) -> Event:
+    def _event(self, process: int, span: Span, offset_s: float) -> Event:
         try:
             peer, kind = span.get("peer"), span["kind"]
-            if kind == trace.FORWARD and span["stage"] == len(self._about.stages) - 1:
-                kind = trace.FORWARD_BACKWARD  # the last stage's only task
+            if kind == FORWARD and span["stage"] == len(self._about.stages) - 1:
+                kind = FORWARD_BACKWARD  # the last stage's only task
             began, ended = span["began"] - offset_s, span["ended"] - offset_s
             fields = {
                 "kind": kind,
@@ -163,7 +174,7 @@ class Timeline:
         """Write each step that all processes have told of, or that is too old to wait."""
         steps = []
         for step in sorted(self._open):
-            told = {event.process for event in self._open[step] if event.kind in trace.COMPUTE}
+            told = {event.process for event in self._open[step] if event.kind in COMPUTE}
             is_told = len(told) == len(self._about.processes)
             if at_end or is_told or step + _MOST_OPEN < max(self._open):
                 events = aligned(with_bytes(self._open.pop(step)))
@@ -251,7 +262,7 @@ def _complete(event: Event, row: int, name: str) -> dict[str, Any]:
     args: dict[str, Any] = {"step": event.step + 1, "stage": event.stage}
     if event.micro_batch >= 0:
         args["micro_batch"] = event.micro_batch
-    if event.kind in (trace.SEND, trace.RECEIVE):
+    if event.kind in (SEND, RECEIVE):
         args |= {"what": event.what, "peer": event.peer, "bytes": event.nbytes}
         args |= {"dtype": event.dtype, "codec": event.codec}
     seconds = _micro(event.ended) - _micro(event.began)
@@ -295,12 +306,12 @@ class _Rows:
 
     def of_event(self, event: Event) -> tuple[int, str]:
         """(row, name) of an event; to be asked in the order of their beginnings."""
-        if event.kind in trace.COMPUTE:
+        if event.kind in COMPUTE:
             return self.of_stage(event.stage), f"{_LETTERS[event.kind]}{event.micro_batch}"
         first = _ROWS * (event.process + 1)
-        if event.kind == trace.COMMIT:
+        if event.kind == COMMIT:
             return self._lane(event, first + _UPDATE_ROW, "update"), "optimizer step"
-        outward, peer = event.kind == trace.SEND, event.peer or 0
+        outward, peer = event.kind == SEND, event.peer or 0
         label = f"{'send to' if outward else 'receive from'} {self._processes[peer].name}"
         row = self._lane(event, first + (_SEND_ROW if outward else _RECEIVE_ROW) + 10 * peer, label)
         return row, f"{event.what} {event.micro_batch} for stage {event.stage}"
@@ -382,7 +393,7 @@ def _parse(raw: Any) -> Trace:
     about = _ABOUT.validate_python(raw["otherData"])
     if any(stage.process >= len(about.processes) for stage in about.stages):
         raise ValueError("a stage of no process")
-    spans = [e for e in raw["traceEvents"] if e["ph"] == "X" and e["cat"] in trace.KINDS]
+    spans = [e for e in raw["traceEvents"] if e["ph"] == "X" and e["cat"] in KINDS]
     events = tuple(_parse_event(entry, about) for entry in spans)
     return Trace(about.processes, about.stages, events, about.settings, int(raw["dropped"]))
 
@@ -392,7 +403,7 @@ def _parse_event(entry: Any, about: About) -> Event:
     fields = {
         "kind": entry["cat"],
         "process": entry["pid"] - 1,
-        "micro_batch": args.get("micro_batch", trace.NO_MICRO_BATCH),
+        "micro_batch": args.get("micro_batch", NO_MICRO_BATCH),
         "step": args["step"] - 1,
         "began": began,
         "ended": began + entry["dur"] / 1e6,

@@ -18,10 +18,10 @@ from ipaddress import IPv6Address, IPv6Network
 
 from hetero_framework import log
 from hetero_framework.core import addresses, timeouts
-from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.stream import Stream
+from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError, NetworkError, ResourceError
 from hetero_framework.security.access import Access
 

@@ -35,7 +35,7 @@ from hetero_framework.core.files import (
     replace_files,
     write_private,
 )
-from hetero_framework.core.identity import ISLANDS, STAR, Identity, Kind
+from hetero_framework.core.identity import ISLANDS, STAR, ClusterKind, Identity
 from hetero_framework.errors import IdentityError, as_hetero_error
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class KeyDirectory:
     """What is read raises IdentityError where it is damaged or readable by other users."""
 
     path: Path
-    kind: Kind = STAR
+    kind: ClusterKind = STAR
     around: Path | None = None
     """Of the one in another: the other one."""
 

@@ -41,7 +41,7 @@ from hetero_framework.core.files import (
     sync_file,
 )
 from hetero_framework.errors import CheckpointError, ResourceError
-from hetero_framework.owned import planted
+from hetero_framework.file_trust import untrusted_reason
 from hetero_framework.units import size
 
 FORMAT_VERSION = 1
@@ -368,7 +368,7 @@ class CheckpointReader:
 
     def _refuse_planted(self, path: Path) -> None:
         try:
-            wrong = planted(path, by_group=True)
+            wrong = untrusted_reason(path, by_group=True)
         except FileNotFoundError:
             return  # said by who reads it
         except OSError as error:

@@ -22,7 +22,7 @@ from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config, interval
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core import failpoints, timeouts
-from hetero_framework.core.trace import is_span
+from hetero_framework.core.spans import is_span
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_count
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
 from hetero_framework.engine.hosts import (

@@ -23,7 +23,7 @@ import torch
 
 from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.config import Config
-from hetero_framework.core.background import in_background, wait_for
+from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.engine.pipeline import HeldState
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.engine.state_snapshot import digest

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hetero_framework.core import failpoints, timeouts
-from hetero_framework.core.background import in_background, wait_for
+from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.data import TrainData, token_count
 from hetero_framework.engine.hosts import ReplicasChanged
 from hetero_framework.engine.stage import WEIGHTS

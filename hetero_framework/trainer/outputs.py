@@ -29,6 +29,7 @@ from hetero_framework.config import RESULT_DIRS, Config
 from hetero_framework.core.files import write_file
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.errors import ConfigError, HeteroError
+from hetero_framework.file_trust import other_writers, refuse_link
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.introspect import introspect
@@ -40,7 +41,6 @@ from hetero_framework.models.files.export import (
     write_checkpoint,
 )
 from hetero_framework.models.files.non_text_modules import non_text_weights
-from hetero_framework.owned import other_writers, refuse_link
 from hetero_framework.profiling.trace_file import TIMELINE_FILE
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store

@@ -21,8 +21,8 @@ from hetero_framework.cluster.assembly import MachineFacts
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import timeouts
-from hetero_framework.core.background import in_background
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.threads import in_background
 from hetero_framework.errors import PlanError, UserError
 from hetero_framework.log import event
 from hetero_framework.models.cut.introspect import introspect

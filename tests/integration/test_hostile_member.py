@@ -399,7 +399,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     def be(times: int) -> None:
         def received(worker: Worker, connection: Any, message: Message) -> None:
             body = message.body
-            if isinstance(body, m.Boundary) and body.step == 2 and next(met) < times:
+            if isinstance(body, m.BoundaryTensor) and body.step == 2 and next(met) < times:
                 over.wait(ENDS_IN_S)
             heard(worker, connection, message)
 

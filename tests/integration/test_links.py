@@ -270,7 +270,7 @@ def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
     run("calm", [2, 4], **sections)
     quick, pause = boundary_io._message, threading.Event()
 
-    def slow(body: m.Boundary, parts: Any) -> Message:
+    def slow(body: m.BoundaryTensor, parts: Any) -> Message:
         pause.wait(0.1 if body.step == 1 else 0.0)
         return quick(body, parts)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetero_framework import cli
-from hetero_framework.core.trace import COMPUTE
+from hetero_framework.core.spans import COMPUTE
 from hetero_framework.profiling.bottleneck import diagnose
 from hetero_framework.profiling.timeline import Trace, transfers
 from hetero_framework.profiling.trace_file import read_timeline

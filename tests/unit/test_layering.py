@@ -17,8 +17,8 @@ LAYERS = {
     "_version": 0,
     "errors": 0,
     "units": 0,
+    "file_trust": 1,
     "log": 1,
-    "owned": 1,
     "repository": 1,
     "versions": 1,
     "core": 2,
@@ -225,7 +225,7 @@ def test_light_modules_do_not_import_torch() -> None:
 BROAD = {
     "cli.py": 1,
     "cluster/worker.py": 2,
-    "core/background.py": 1,
+    "core/threads.py": 1,
     "core/devices.py": 1,
     "core/link.py": 3,
     "engine/boundary_io.py": 1,

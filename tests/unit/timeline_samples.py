@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.config import Config
-from hetero_framework.core.trace import Span
+from hetero_framework.core.spans import Span
 from hetero_framework.profiling.timeline import Trace
 from hetero_framework.profiling.trace_file import Timeline, read_timeline
 

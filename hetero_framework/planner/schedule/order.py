@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from hetero_framework.core.agenda import Lane
+from hetero_framework.core.planned_order import Lane
 from hetero_framework.planner.schedule.readiness import FORWARD
 from hetero_framework.planner.schedule.simulator import SimulatedSpan
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hetero_framework.core.agenda import BACKWARD, FORWARD, Agenda, Lane
+from hetero_framework.core.planned_order import BACKWARD, FORWARD, Lane, PlannedOrder
 
 __all__ = [
     "BACKWARD",
@@ -87,7 +87,7 @@ class _Tasks:
 class Readiness:
     """The tasks of one device in one step.
 
-    `in_flight_limits[k]` is how many forwards stage k, one of this device, may store. An `agenda`
+    `in_flight_limits[k]` is how many forwards stage k, one of this device, may store. An `order`
     decides of what is on it, the policy of the rest.
     """
 
@@ -95,11 +95,11 @@ class Readiness:
         self,
         in_flight_limits: Mapping[int, int],
         policy: Policy = BACKWARD_FIRST,
-        agenda: Agenda | None = None,
+        order: PlannedOrder | None = None,
     ) -> None:
         self._limits = in_flight_limits
         self._policy = policy
-        self._agenda = agenda
+        self._order = order
         self._forward = {k: _Tasks() for k in in_flight_limits}
         self._backward = {k: _Tasks() for k in in_flight_limits}
         self._in_flight = dict.fromkeys(in_flight_limits, 0)
@@ -120,18 +120,18 @@ class Readiness:
                 ready.append(Task(FORWARD, stage, lane.started))
         if len(ready) < 2:
             return ready[0] if ready else None
-        if self._agenda is None:
+        if self._order is None:
             return min(ready, key=self._policy.key)
-        agenda, key = self._agenda, self._policy.key
-        return min(ready, key=lambda task: (agenda.place(task.lane), key(task)))
+        order, key = self._order, self._policy.key
+        return min(ready, key=lambda task: (order.place(task.lane), key(task)))
 
     def start(self, task: Task, *, stores: bool) -> None:
         """A task begins; with `stores` it is a forward that is kept until `release`."""
         lane = self._lane(task)
         lane.arrived.remove(task.micro_batch)
         lane.started += 1
-        if self._agenda is not None:
-            self._agenda.went(task.lane, task.micro_batch)
+        if self._order is not None:
+            self._order.went(task.lane, task.micro_batch)
         if stores:
             count = self._in_flight[task.stage] = self._in_flight[task.stage] + 1
             self._peak[task.stage] = max(self._peak[task.stage], count)

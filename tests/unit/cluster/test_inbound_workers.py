@@ -15,10 +15,10 @@ from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import addresses
 from hetero_framework.core import messages as m
-from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import connect
 from hetero_framework.core.link import Link
 from hetero_framework.core.messages import Body, Message
+from hetero_framework.core.threads import in_background
 from hetero_framework.errors import HeteroError, NetworkError
 from tests.framed import framed
 from tests.samples import free_ports

@@ -10,8 +10,8 @@ from hetero_framework.cluster.outbound_worker import OutboundWorker
 from hetero_framework.config import CoordinatorConfig
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
-from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
+from hetero_framework.core.threads import in_background
 from hetero_framework.security.access import LOOPBACK_ONLY
 
 WAIT_S = 10.0

@@ -21,7 +21,7 @@ from hetero_framework.commands.key_management import (
 )
 from hetero_framework.config import LIGHTHOUSE_PORT, load_config
 from hetero_framework.core import addresses
-from hetero_framework.core.background import in_background
+from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError, UserError
 from hetero_framework.security import certificates
 from hetero_framework.security.access import KeyOptions, lighthouse_access

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from hetero_framework.commands import lighthouse as command
-from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.identity import ISLANDS
+from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError, NetworkError, StoppedEarly, UserError
 from hetero_framework.islands.lighthouse import rendezvous_at
 from hetero_framework.islands.rendezvous import Member, Rendezvous

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_framework.core.identity import ISLANDS, STAR, Identity, Kind
+from hetero_framework.core.identity import ISLANDS, STAR, ClusterKind, Identity
 
 CLUSTER = "0123456789abcdef" * 2
 
@@ -54,7 +54,7 @@ def test_a_worker_is_no_island_and_keeps_nothing() -> None:
         (ISLANDS, "hetero invite --island NAME on the lighthouse's machine"),
     ],
 )
-def test_who_invites_is_said(kind: Kind, invite: str) -> None:
+def test_who_invites_is_said(kind: ClusterKind, invite: str) -> None:
     assert kind.invite == invite
 
 

@@ -17,6 +17,7 @@ import pytest
 from hetero_framework.core import link as link_module
 from hetero_framework.core import stream as stream_module
 from hetero_framework.core import timeouts
+from hetero_framework.core.bandwidth_scheduler import Interface
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID
 from hetero_framework.core.dial import Listener, connect
@@ -24,7 +25,6 @@ from hetero_framework.core.frames import INSIDE, PIECE_BYTES, WireTensor
 from hetero_framework.core.link import Clock, Link
 from hetero_framework.core.messages import Control, Forward, Heartbeat, Message, decode
 from hetero_framework.core.stream import PlainStream
-from hetero_framework.core.turns import Interface
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError, ResourceError
 from tests.fault_proxy import FaultProxy
 from tests.framed import framed

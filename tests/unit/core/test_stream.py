@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from hetero_framework.core import tls
-from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.send_queue import drop_sent
 from hetero_framework.core.stream import PlainStream, Stream
+from hetero_framework.core.threads import in_background
 from tests.certificates import keys_of
 
 Pair = tuple[Stream, Stream]

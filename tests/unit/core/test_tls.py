@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from hetero_framework.core import timeouts, tls
-from hetero_framework.core.background import in_background
 from hetero_framework.core.stream import PlainStream
+from hetero_framework.core.threads import in_background
 from hetero_framework.core.tls import Certificate, TlsStream
 from hetero_framework.errors import IdentityError
 from tests.certificates import keys_of

@@ -16,7 +16,7 @@ from hetero_framework.core.frames import PREFIX_BYTES, parse_prefix
 from hetero_framework.core.messages import (
     Backward,
     Body,
-    Boundary,
+    BoundaryTensor,
     Coded,
     Commit,
     Forward,
@@ -25,8 +25,8 @@ from hetero_framework.core.messages import (
     encode,
     read_header,
 )
+from hetero_framework.core.spans import RECEIVE, Recorder
 from hetero_framework.core.tensors import from_wire, to_wire
-from hetero_framework.core.trace import RECEIVE, Recorder
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import (
     ArrivalMeter,
@@ -325,7 +325,7 @@ class Wire:
     def post(self, message: Message, done: Done | None = None) -> None:
         if self.breaks is not None:
             raise self.breaks
-        stage = message.expect(Boundary).stage
+        stage = message.expect(BoundaryTensor).stage
         self.threads.append(threading.current_thread().name)
         self.sent.append((stage, message, done))
         self.left.append((message.name, stage, message.body.micro_batch))

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hetero_framework.core.devices import Device, DeviceEvent, open_device
-from hetero_framework.core.messages import Boundary, Forward, StageFigures
-from hetero_framework.core.trace import BACKWARD, COMMIT, FORWARD, FORWARD_BACKWARD, Recorder
+from hetero_framework.core.messages import BoundaryTensor, Forward, StageFigures
+from hetero_framework.core.spans import BACKWARD, COMMIT, FORWARD, FORWARD_BACKWARD, Recorder
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import (
@@ -136,7 +136,7 @@ class Sent:
     def __init__(self) -> None:
         self.messages: list[tuple[Any, ...]] = []
 
-    def send(self, body: Boundary, tensors: Bundle) -> None:
+    def send(self, body: BoundaryTensor, tensors: Bundle) -> None:
         kind = "hidden" if isinstance(body, Forward) else "gradient"
         self.messages.append((kind, body.stage, body.micro_batch, tensors[0]))
 

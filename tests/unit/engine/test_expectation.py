@@ -13,7 +13,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.messages import (
     Backward,
-    Boundary,
+    BoundaryTensor,
     Coded,
     Forward,
     Inputs,
@@ -51,7 +51,7 @@ def made(attempt: int = 1, micro_batches: int = 3) -> Expectation:
 
 
 def frame(
-    kind: type[Boundary],
+    kind: type[BoundaryTensor],
     *tensors: torch.Tensor,
     attempt: int = 1,
     stage: int = 1,

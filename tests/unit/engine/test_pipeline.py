@@ -30,7 +30,7 @@ from hetero_framework.core.messages import (
     StateRequest,
     Step,
 )
-from hetero_framework.core.trace import Recorder
+from hetero_framework.core.spans import Recorder
 from hetero_framework.engine import messages, state_snapshot
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.hosts import Event, LinkLost, Stalled, StepResults

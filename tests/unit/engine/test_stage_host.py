@@ -9,7 +9,7 @@ import torch
 
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.messages import Commit, Forward, Message
-from hetero_framework.core.trace import Recorder
+from hetero_framework.core.spans import Recorder
 from hetero_framework.engine.boundary_io import ArrivalMeter, Done, inputs_in
 from hetero_framework.engine.hosts import BatchInputs, StepResults
 from hetero_framework.engine.out_of_memory import StepOutOfMemory

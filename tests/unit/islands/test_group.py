@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.core.background import in_background, wait_for
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
+from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import (
     ConfigError,
     GroupFinished,

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.identity import ISLANDS
+from hetero_framework.core.threads import in_background
 from hetero_framework.errors import (
     ConfigError,
     IdentityError,

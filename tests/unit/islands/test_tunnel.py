@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.identity import ISLANDS
 from hetero_framework.core.stream import PlainStream
+from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError, NetworkError
 from hetero_framework.islands import notes
 from hetero_framework.islands import tunnel as module

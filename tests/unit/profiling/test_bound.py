@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_framework.core.trace import COMPUTE
+from hetero_framework.core.spans import COMPUTE
 from hetero_framework.planner.schedule.bounds import step_bound
 from hetero_framework.planner.schedule.simulator import Profile
 from hetero_framework.profiling.bottleneck import diagnose, text

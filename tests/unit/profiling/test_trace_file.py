@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.core.trace import COMPUTE, Span
+from hetero_framework.core.spans import COMPUTE, Span
 from hetero_framework.errors import ProtocolError, UserError
 from hetero_framework.profiling import trace_file
 from hetero_framework.profiling.trace_file import Timeline, read_timeline

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.core.background import in_background
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.stream import Stream
+from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError
 from hetero_framework.security.acceptor import MAX_STRANGERS, Acceptor, RateLimit, _Stranger
 from hetero_framework.security.access import LOOPBACK_ONLY

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.core.background import in_background
 from hetero_framework.core.identity import ISLANDS
 from hetero_framework.core.stream import PlainStream
+from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError
 from hetero_framework.security import authority as x509
 from hetero_framework.security.access import (

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_framework import owned
+from hetero_framework import file_trust
 from hetero_framework.cli import main
 from hetero_framework.trainer import disk_space
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointStore
@@ -287,8 +287,8 @@ def test_a_bad_checkpoint(row: Row, resume: Callable[..., tuple[int, str]], tmp_
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no user numbers")
 def test_94_a_checkpoint_of_another_user(resume, monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.geteuid()
-    monkeypatch.setattr(owned.os, "geteuid", lambda: own + 1)
-    monkeypatch.setattr(owned, "_says_nothing_here", lambda directory, found: False)
+    monkeypatch.setattr(file_trust.os, "geteuid", lambda: own + 1)
+    monkeypatch.setattr(file_trust, "_says_nothing_here", lambda directory, found: False)
     if own == 0:  # root's files are trusted, as root could do anything
         assert resume("latest")[0] == 0
         return
@@ -315,7 +315,9 @@ def test_94_a_disk_that_keeps_no_modes_is_no_reason(
     """FAT and some network disks show 777 for all files, also for those of this run."""
     (tmp_path / "new").touch()
     (tmp_path / "new").chmod(0o777)
-    monkeypatch.setattr(owned.tempfile, "TemporaryFile", lambda dir: (tmp_path / "new").open("rb"))
+    monkeypatch.setattr(
+        file_trust.tempfile, "TemporaryFile", lambda dir: (tmp_path / "new").open("rb")
+    )
     (tmp_path / "run" / "checkpoints" / "step_2" / FILE).chmod(0o777)
     assert resume("latest")[0] == 0
 

@@ -19,7 +19,7 @@ from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
 from hetero_framework.config import PLAN_FILE, Config, with_saved_plan
 from hetero_framework.core import failpoints
 from hetero_framework.errors import CheckpointError, ConfigError, StoppedEarly
-from hetero_framework.owned import other_writers
+from hetero_framework.file_trust import other_writers
 from hetero_framework.trainer import signals
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointStore, durable_store
 from hetero_framework.trainer.coordinator import train

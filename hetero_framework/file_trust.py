@@ -17,34 +17,34 @@ from hetero_framework.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Planted:
+class Untrusted:
     """Why a file or directory is not trusted, and what to do when it is all right nevertheless."""
 
     problem: str
     mend: str
 
 
-def planted(path: Path, *, by_group: bool = False) -> Planted | None:
+def untrusted_reason(path: Path, *, by_group: bool = False) -> Untrusted | None:
     """What is wrong with a file or a directory; None where nothing is. `by_group`: that a group of
     several users may change it counts, too. Raises OSError."""
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode):
-        return Planted("is a symbolic link", f"put what it points to in its place: {path}")
+        return Untrusted("is a symbolic link", f"put what it points to in its place: {path}")
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-        return Planted("is neither a file nor a directory", f"remove it: {path}")
+        return Untrusted("is neither a file nor a directory", f"remove it: {path}")
     if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
         copy = "copy the directory and use the copy: cp -r"
-        return Planted(f"has {found.st_nlink} names (hard links)", f"{copy} {path.parent} ...")
+        return Untrusted(f"has {found.st_nlink} names (hard links)", f"{copy} {path.parent} ...")
     if os.name == "nt":  # no modes, and owners are not numbers
         return None
     own, directory = os.geteuid(), _directory(path)
     if found.st_uid not in (0, own):
         mend = f"if it is yours all the same: chown -R {own} {directory}"
-        wrong = Planted(f"belongs to user {found.st_uid}, and this is user {own}", mend)
+        wrong = Untrusted(f"belongs to user {found.st_uid}, and this is user {own}", mend)
     elif found.st_mode & stat.S_IWOTH or (by_group and _group(path) and _admits_group(directory)):
         mend = f"if nobody has: chmod -R go-w {directory}"
         whom = "everybody" if found.st_mode & stat.S_IWOTH else _group(path)
-        wrong = Planted(f"can be changed by {whom} (mode {stat.S_IMODE(found.st_mode):o})", mend)
+        wrong = Untrusted(f"can be changed by {whom} (mode {stat.S_IMODE(found.st_mode):o})", mend)
     else:
         return None
     return None if _says_nothing_here(directory, found) else wrong

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hetero_framework.core.messages import Boundary, Inputs, Message
+from hetero_framework.core.messages import BoundaryTensor, Inputs, Message
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -90,10 +90,10 @@ class Recorder:
 
         def moved(direction: str, message: Message, began: float, ended: float) -> None:
             body = message.body
-            if not isinstance(body, (Boundary, Inputs)) or not self._wants(body.step):
+            if not isinstance(body, (BoundaryTensor, Inputs)) or not self._wants(body.step):
                 return
             dtype, codec = message.tensors[0].dtype if message.tensors else "", ""
-            if isinstance(body, Boundary) and body.coded is not None:
+            if isinstance(body, BoundaryTensor) and body.coded is not None:
                 dtype, codec = body.coded.dtype, body.coded.codec
             task = {"stage": body.stage, "micro_batch": body.micro_batch, "step": body.step}
             times = {"began": began, "ended": ended}

@@ -24,7 +24,7 @@ _LEAST_S = 0.010
 _FRAMES = 8
 
 
-class Pace:
+class SendPacing:
     """The large frames that one link sends. Not thread-safe. `clock` is in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from hetero_framework.core.agenda import Agenda, Lane, Patience
+from hetero_framework.core.planned_order import Lane, OrderTimeout, PlannedOrder
 
 _FILLS = 0.6
 """A frame with this share of the interface's rate leaves no room."""
@@ -70,21 +70,22 @@ class Turns:
         self._moved = 0  # bytes of all
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._turn = self._waits = 0
-        self._agenda, self._patience = Agenda(), Patience(0.0, clock)
+        self._order, self._order_timeout = PlannedOrder(), OrderTimeout(0.0, clock)
         self._went: dict[Lane, tuple[int, int]] = {}  # a lane's last frame: attempt, micro-batch
 
     @property
     def patience_s(self) -> float:
         """How long a frame waits for the one whose turn it is, though there is room."""
-        return self._patience.seconds
+        return self._order_timeout.seconds
 
     def plan(self, attempt: int, lanes: Iterable[Lane], patience_s: float) -> None:
         """The order of the frames of an attempt, of which some may have come already."""
         with self._lock:
-            self._agenda, self._patience = Agenda(lanes), Patience(patience_s, self._clock)
+            self._order = PlannedOrder(lanes)
+            self._order_timeout = OrderTimeout(patience_s, self._clock)
             for lane, (of, micro_batch) in self._went.items():
                 if of == attempt:
-                    self._agenda.went(lane, micro_batch)
+                    self._order.went(lane, micro_batch)
             following = self._follow()
         for passage in following:
             passage._go()
@@ -106,11 +107,11 @@ class Turns:
 
     def _left_s(self, lane: Lane | None) -> float:
         """How long a frame has to wait for another one's turn."""
-        return self._patience.left_s(self._agenda, lane) if lane is not None else 0.0
+        return self._order_timeout.left_s(self._order, lane) if lane is not None else 0.0
 
     def _place(self, passage: Passage) -> tuple[float, int]:
         lane = passage._lane
-        return self._agenda.place(lane) if lane is not None else math.inf, passage._turn
+        return self._order.place(lane) if lane is not None else math.inf, passage._turn
 
     def _follow(self) -> list[Passage]:
         """Who has waited and may go."""
@@ -218,14 +219,14 @@ class Passage:
     def place(self, lane: Lane) -> float:
         """Where a lane's next frame stands in the planned order."""
         with self._turns._lock:
-            return self._turns._agenda.place(lane)
+            return self._turns._order.place(lane)
 
     def went(self, lane: Lane, attempt: int, micro_batch: int) -> None:
         """A frame, large or small, has begun."""
         turns = self._turns
         with turns._lock:
             turns._went[lane] = attempt, micro_batch
-            turns._agenda.went(lane, micro_batch)
+            turns._order.went(lane, micro_batch)
 
     def _would_fill(self) -> bool:
         return any(self._filled or self._paces)

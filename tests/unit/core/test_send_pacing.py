@@ -4,18 +4,18 @@ import math
 
 import pytest
 
-from hetero_framework.core.pace import Pace
+from hetero_framework.core.send_pacing import SendPacing
 
 PIECE = 100_000
 FRAME = 10 * PIECE
 
 
 class Writer:
-    """Writes frames as `Pace` lets it, by a clock of its own."""
+    """Writes frames as `SendPacing` lets it, by a clock of its own."""
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.pace = Pace(lambda: self.now)
+        self.pace = SendPacing(lambda: self.now)
 
     def frame(self, pieces: int = 10) -> float:
         """Write one, a piece at once; seconds until the last of it was written."""
@@ -88,7 +88,7 @@ def test_no_pause_is_longer_than_a_second() -> None:
 
 
 def test_a_share_sets_no_pace_but_says_how_long_a_frame_takes() -> None:
-    pace = Pace()
+    pace = SendPacing()
     assert pace.lasts_s(1_000_000) == 0.0
     pace.heard(5e6, alone=False)
     pace.heard(4e6, alone=False)

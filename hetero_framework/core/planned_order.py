@@ -1,7 +1,7 @@
 """What is to go next in a planned order, and how long that is waited for. No sockets.
 
 A lane is the tasks of one kind of one stage, or the tensors that they need: one of each micro-batch
-of a step, in ascending order. An agenda says whose turn it is among lanes.
+of a step, in ascending order. A PlannedOrder says whose turn it is among lanes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def unpacked(number: int) -> Lane:
     return BACKWARD if number % 2 else FORWARD, number // 2
 
 
-class Agenda:
+class PlannedOrder:
     """Lanes in the order in which they are to have their turns, each once for every micro-batch."""
 
     def __init__(self, lanes: Iterable[Lane] = ()) -> None:
@@ -53,7 +53,7 @@ class Agenda:
             self._gone[lane] = max(self._gone[lane], micro_batch + 1)
 
 
-class Patience:
+class OrderTimeout:
     """How long whoever could go waits for the one whose turn it is: `seconds` for each that is
     awaited, since the world is not quite as planned. `clock` is in seconds."""
 
@@ -63,11 +63,11 @@ class Patience:
         self._awaited = math.inf
         self._until = 0.0
 
-    def left_s(self, agenda: Agenda, lane: Lane, idle: bool = True) -> float:
+    def left_s(self, order: PlannedOrder, lane: Lane, idle: bool = True) -> float:
         """Seconds that the next one of a lane has to wait from now on; 0 when it may go. Unless
         whatever is waited with is `idle` the time does not begin: then, when to ask again."""
-        awaited = agenda.next_place
-        if not self.seconds or agenda.place(lane) <= awaited:
+        awaited = order.next_place
+        if not self.seconds or order.place(lane) <= awaited:
             return 0.0
         if not idle:
             return self.seconds / _ASKS

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from hetero_framework.core import turns
-from hetero_framework.core.agenda import BACKWARD, FORWARD
-from hetero_framework.core.turns import Passage, Turns
+from hetero_framework.core import bandwidth_scheduler
+from hetero_framework.core.bandwidth_scheduler import Passage, Turns
+from hetero_framework.core.planned_order import BACKWARD, FORWARD
 
 LARGE = 16_000_000
 
@@ -201,7 +201,7 @@ def test_a_faster_interface_than_was_known_is_found() -> None:
         waits += 1
         first.end()
         second.end()
-    assert waits == turns._PROBE - 1
+    assert waits == bandwidth_scheduler._PROBE - 1
     wire.rate = 200e6
     wire.pass_by((first, 0.5), (second, 0.5), nbytes=2 * LARGE)
     first.end()

@@ -8,7 +8,7 @@ import pytest
 
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Bye, Forward, Message
-from hetero_framework.core.trace import FORWARD, RECEIVE, Recorder
+from hetero_framework.core.spans import FORWARD, RECEIVE, Recorder
 
 
 def recorded(steps: int, first: int = 0, count: int = 6) -> list[int]:

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_framework.core.planned_order import (
+    BACKWARD,
+    FORWARD,
+    Lane,
+    OrderTimeout,
+    PlannedOrder,
+    packed,
+    unpacked,
+)
+
+A, B, C = (FORWARD, 1), (BACKWARD, 1), (FORWARD, 2)
+
+
+@given(st.sampled_from([FORWARD, BACKWARD]), st.integers(0, 10_000))
+def test_a_lane_travels_as_a_number(kind: str, stage: int) -> None:
+    assert unpacked(packed((kind, stage))) == (kind, stage)
+
+
+def test_order_says_where_the_next_one_of_a_lane_stands() -> None:
+    order = PlannedOrder([A, B, A, A])
+    assert (order.place(A), order.place(B), order.place(C)) == (0, 1, math.inf)
+    order.went(A, 0)
+    assert (order.place(A), order.next_place) == (2, 1)
+    order.went(A, 1)  # before its turn
+    assert (order.place(A), order.next_place) == (3, 1)
+    order.went(B, 0)
+    order.went(A, 2)
+    order.went(C, 0)  # is not on it
+    assert order.place(A) == order.next_place == math.inf
+
+
+def test_order_counts_by_micro_batch() -> None:
+    """What is told twice, or only of a later one, is right."""
+    order = PlannedOrder([A, A, B, A])
+    order.went(A, 1)
+    order.went(A, 0)
+    order.went(A, 1)
+    assert order.place(A) == 3
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def left(timeout: OrderTimeout, order: PlannedOrder, *lanes: Lane) -> list[float]:
+    return [timeout.left_s(order, lane) for lane in lanes]
+
+
+def test_whose_turn_it_is_need_not_wait_and_others_wait_once_for_it() -> None:
+    clock = Clock()
+    timeout, order = OrderTimeout(2.0, clock), PlannedOrder([A, B, A, C])
+    assert left(timeout, order, A, B) == [0, 2]
+    clock.now += 1.5
+    assert left(timeout, order, B, C) == [0.5, 0.5]
+    clock.now += 1.0
+    assert left(timeout, order, B, C) == [0, 0]
+    order.went(B, 0)
+    assert left(timeout, order, C) == [0]  # A has been waited for
+    order.went(A, 0)
+    assert left(timeout, order, A, C) == [0, 2]  # the next A has not
+
+
+def test_the_wait_begins_when_who_waits_is_idle() -> None:
+    clock = Clock()
+    timeout, order = OrderTimeout(4.0, clock), PlannedOrder([A, B])
+    assert timeout.left_s(order, B, idle=False) == 0.5
+    clock.now += 10
+    assert timeout.left_s(order, B, idle=False) == 0.5
+    assert timeout.left_s(order, B) == 4
+
+
+@pytest.mark.parametrize("order", [PlannedOrder(), PlannedOrder([B])])
+def test_without_timeout_or_order_nobody_waits(order: PlannedOrder) -> None:
+    assert OrderTimeout(0.0).left_s(order, A) == 0
+    assert OrderTimeout(9.0).left_s(PlannedOrder(), A) == 0
