@@ -211,9 +211,9 @@ class Assembly:
         choice = self._tuner.choice(count, direct)
         self.forecast = self._tuner.forecast(count, direct)
         # Times that are only assumed say nothing of who is worth waiting for.
-        patience_s = choice.patience_s if self.forecast is not None else 0.0
+        order_timeout_s = choice.order_timeout_s if self.forecast is not None else 0.0
         order = choice.order if info.train else StepOrder()
-        plan = StepPlan(choice.in_flight_limits, order, patience_s, direct)
+        plan = StepPlan(choice.in_flight_limits, order, order_timeout_s, direct)
         self.pipeline.begin(info, plan, choice.max_in_flight, group)
 
     def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> Profile:

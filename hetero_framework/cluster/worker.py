@@ -35,7 +35,7 @@ from hetero_framework.cluster.stop_signals import StopSignals
 from hetero_framework.config import Config, WorkerConfig, host_and_port
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
-from hetero_framework.core.bandwidth_scheduler import Interface
+from hetero_framework.core.bandwidth_scheduler import BandwidthScheduler
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.dial import Listener
@@ -47,6 +47,7 @@ from hetero_framework.core.session import Phase
 from hetero_framework.core.spans import Recorder
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background
+from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.engine import messages
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.expectation import check_sender
@@ -222,7 +223,7 @@ class Worker:
     ) -> None:
         self._config = config
         self._entry = config.worker(worker_id)
-        self._interface = Interface()
+        self._bandwidth = BandwidthScheduler()
         access = access or access_of(config, worker_id)
         self._acceptor = Acceptor(access, self._greet)
         call = m.Call(self._entry.id, secrets.token_hex(8))
@@ -537,10 +538,12 @@ class Worker:
             self._lost,
             awaited=self._check_awaited,
             max_frame_bytes=max_frame_bytes,
-            liveness_s=self._config.training.liveness_timeout_s,
-            handshake_s=timeouts.STRANGER_S,
+            deadlines=LinkDeadlines(
+                liveness_s=self._config.training.liveness_timeout_s,
+                handshake_s=timeouts.STRANGER_S,
+            ),
             pool=self._device.buffers(),
-            interface=self._interface,
+            bandwidth=self._bandwidth,
         )
         connection.identity = identity
         connection.waiting.most_tensor_bytes = most_bytes()
@@ -767,7 +770,7 @@ class Worker:
         _log.debug("step %d, attempt %d", info.step + 1, info.attempt)
         self.peers.ping()
         order = schedule.order
-        self._interface.plan(info.attempt, order.sends, order.receives, schedule.patience_s)
+        self._bandwidth.plan(info.attempt, order.sends, order.receives, schedule.order_timeout_s)
         self._host.begin(info, schedule, self)
         self._tell_missing_links(schedule)
 

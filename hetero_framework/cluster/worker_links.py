@@ -27,17 +27,19 @@ from hetero_framework.cluster.peer_links import most_bytes
 from hetero_framework.config import Config, StageSpec, WorkerConfig, host_and_port
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
-from hetero_framework.core.bandwidth_scheduler import Interface
+from hetero_framework.core.bandwidth_scheduler import BandwidthScheduler
 from hetero_framework.core.buffers import BufferPool
+from hetero_framework.core.clock import Clock
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import REFUSED, connect
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES
 from hetero_framework.core.identity import Identity
-from hetero_framework.core.link import Clock, Link, LinkStats, OnMoved
+from hetero_framework.core.link import Link, LinkStats, OnMoved
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background, wait_for
+from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.engine.expectation import Expectation, check_sender
 from hetero_framework.engine.hosts import (
     DirectLost,
@@ -167,7 +169,7 @@ class WorkerLinks:
         self._run_id = run_id
         self._max_frame_bytes = max_frame_bytes
         self._buffers = buffers
-        self._interface = Interface()
+        self._bandwidth = BandwidthScheduler()
         self._local = local or LocalWorkers(config, ())
         self._unpack = unpack
         self._watch = watch
@@ -220,7 +222,7 @@ class WorkerLinks:
     def plan(self, attempt: int, schedule: StepSchedule) -> None:
         """Large tensors of this attempt keep to the order of the schedule."""
         order = schedule.order
-        self._interface.plan(attempt, order.sends, order.receives, schedule.patience_s)
+        self._bandwidth.plan(attempt, order.sends, order.receives, schedule.order_timeout_s)
 
     def generation(self, worker_id: WorkerId) -> object:
         """Something that is equal as long as a worker's link is the same one."""
@@ -527,11 +529,13 @@ class WorkerLinks:
             carrier=self._carrier,
             stats=stats,
             max_frame_bytes=self._max_frame_bytes,
-            liveness_s=self._config.training.liveness_timeout_s,
-            handshake_s=handshake_s,
-            send_s=self._config.training.step_timeout_s,
+            deadlines=LinkDeadlines(
+                liveness_s=self._config.training.liveness_timeout_s,
+                handshake_s=handshake_s,
+                send_s=self._config.training.step_timeout_s,
+            ),
             pool=self._buffers(),
-            interface=self._interface,
+            bandwidth=self._bandwidth,
         )
         connection.waiting.most_tensor_bytes = most_bytes()
         return connection

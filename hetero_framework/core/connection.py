@@ -77,7 +77,7 @@ class Connection:
         lost: Callable[[Connection, HeteroError | None], None],
         *,
         awaited: Callable[[Connection, FrameHeader], None] = lambda connection, frame: None,
-        carrier: Callable[[Connection, Message], Link | None] | None = None,
+        carrier: Callable[[Connection, Message], Link | None] = lambda connection, message: None,
         **options: Any,
     ) -> None:
         self.stream = stream
@@ -103,7 +103,7 @@ class Connection:
             opening=OPENING[role],
             admit=self._on_header,
             on_refused=self._blame,
-            route=None if carrier is None else lambda message: carrier(self, message),
+            route=lambda message: carrier(self, message),
             **options,
         )
 

@@ -24,7 +24,7 @@ import msgpack
 
 from hetero_framework.errors import ProtocolError
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 PREFIX = struct.Struct(">QI")
 PREFIX_BYTES = PREFIX.size
@@ -38,8 +38,9 @@ HANDSHAKE_MAX_FRAME_BYTES = 64 * 1024
 DEFAULT_MAX_FRAME_BYTES = 1 << 30
 """Largest frame a coordinator proposes in HELLO unless told otherwise."""
 PIECE_BYTES = 1 << 17
-"""Behind so many tensor bytes of a frame stands a mark, if more of them follow: GOES_ON, or INSIDE
-and a HEARTBEAT, and then a mark again. The length of a frame does not count them."""
+"""Behind each piece of a frame's tensor bytes stands a mark, if more of them follow: GOES_ON, or
+INSIDE and a signal (HEARTBEAT, ASK_TURN, TURN, ARRIVAL_RATE), and then a mark again. The length of
+a frame does not count them."""
 GOES_ON, INSIDE = b"\x00", b"\x01"
 IMPOSSIBLE_FRAME_BYTES = 1 << 40
 """No frame is that long, so a prefix that says so was not written by this protocol."""

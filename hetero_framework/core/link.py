@@ -1,8 +1,9 @@
-"""`Link`: messages over one stream, with a thread for each direction.
+"""`Link`: messages over one stream in order, with a thread for each direction, and signs of life.
 
-A link does not know what messages mean, except HEARTBEAT: it sends one when it has been silent,
-answers those that ask for the clock, and swallows them all. A frame that another link is to carry
-on (`route`) is written there while it comes in (`relay.py`). `send_queue.py` says what goes first.
+A link knows no messages but signals, which links send and swallow themselves: HEARTBEAT when it has
+been silent and for the peer's clock (`clock.py`), and those about turns (`link_bandwidth.py`). A
+frame that another link is to carry on (`route`) is written there while it comes in (`relay.py`).
+`send_queue.py` says which frame goes first.
 """
 
 from __future__ import annotations
@@ -13,67 +14,44 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hetero_framework import errors
 from hetero_framework.core import failpoints, frames, timeouts
 from hetero_framework.core import messages as m
-from hetero_framework.core.bandwidth_scheduler import Interface
+from hetero_framework.core.bandwidth_scheduler import BandwidthScheduler
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
+from hetero_framework.core.clock import Clock, Pings
 from hetero_framework.core.frames import GOES_ON, INSIDE, PIECE_BYTES, PREFIX_BYTES
+from hetero_framework.core.incoming import Incoming
+from hetero_framework.core.link_bandwidth import LinkBandwidth
 from hetero_framework.core.messages import Heartbeat, Message
-from hetero_framework.core.planned_order import Lane, packed, unpacked
 from hetero_framework.core.relay import Relay, SegmentSize
-from hetero_framework.core.send_pacing import SendPacing
 from hetero_framework.core.send_queue import Outgoing, SendQueue, drop_sent
 from hetero_framework.core.stream import MAX_CALL_BYTES, Stream
-from hetero_framework.errors import (
-    HeteroError,
-    NetworkError,
-    PeerLostError,
-    PeerSilentError,
-    ProtocolError,
-)
+from hetero_framework.core.timeouts import LinkDeadlines
+from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
 
 log = logging.getLogger(__name__)
 
-DEFAULT_QUEUE_BYTES = 256 * 1024 * 1024
-
 _AT_ONCE_BYTES = 64 * 1024
-"""So much of a frame is written at once, in the sender's thread, when the link is idle."""
-_AHEAD_BYTES = 16384
-"""A small frame is read in one call, and of a large one so many bytes with its header. With 4096
-the echo of a 4 KiB tensor took 0.36 ms, with 16384 0.26 ms."""
+"""Of a frame this much is written at once, in the sender's thread, when the link is idle."""
 _HASHED_BYTES = 1 << 18
-"""So much is received in one call and hashed while it is in the processor's cache."""
+"""Received in one call, and hashed while it is in the processor's cache."""
 _RESERVE_BYTES = 1024
-"""Of a relayed frame so much is held back, to be sent byte by byte as signs of life."""
-_PACED_BYTES = 512 * 1024
-"""Of a smaller frame it is not said how fast it arrived: switches hold little of it."""
-_CLOCK_SAMPLES = 16
-_ASKS_S = 0.010
-_ASKS_TRIPS = 4
-"""A frame asks for its turn if it takes at least so long, and so many round trips: that is what
-asking takes."""
+"""Of a relayed frame this much is held back, to be sent byte by byte as signs of life."""
+_MOST_SIGNALS = 16
+"""More signals do not wait to be written: a peer that does not read gets no more answers."""
 
 
 @dataclass
 class LinkStats:
-    """Bytes that a link has moved in whole frames, heartbeats too, and the seconds it wrote."""
+    """Bytes that a link has moved in whole frames, signals too, and the seconds it wrote."""
 
     bytes_in: int = 0
     bytes_out: int = 0
     write_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Clock:
-    """What the quickest of the last 16 pings has shown; None before the first answer. `offset_s`:
-    the peer's time.perf_counter() minus ours, wrong by at most half the round trip."""
-
-    round_trip_s: float | None = None
-    offset_s: float | None = None
 
 
 OnMoved = Callable[[str, Message, float, float], None]
@@ -82,27 +60,32 @@ OnMoved = Callable[[str, Message, float, float], None]
 class Link:
     """Messages over one stream, which the link owns from now on. `start` begins.
 
-    All of these are called in the reader thread, in which nothing more is read meanwhile:
-    `on_message(message)` for every message but HEARTBEAT. What it raises closes the link and is
-    the reason: out of memory as ResourceError, a bug as HeteroError.
-    `on_close(reason)` exactly once, as the last thing: None after `close`, else the error.
-    `admit(frame)` when the header of a frame with tensor bytes has come, before memory is taken for
-    them. What it raises closes this link; a ProtocolError not before the frame is known to have
-    arrived as it was sent, and after `on_refused(error)`.
-    `route(message)` after it. If it returns a link,
-    the frame goes out there as it comes in, without on_message. When this link ends in the middle
-    of it, the frame is void; its receiver hears that after on_close, and drops it. When the other
-    one ends, the rest is read and dropped. What `route` raises closes this link.
+    The callbacks are called in the reader thread, in which nothing more is read meanwhile.
 
-    Large frames take turns with those of the other links of `interface`. The times are as in
-    timeouts.py. `pool` has the receive buffers. `stats` goes on counting where the link before
-    this one ended. `max_frame_bytes` is set anew when the peers have agreed on it.
-    `opening` has the numbers of the messages that may come first; others are not even decoded.
+    Args:
+        on_message: gets every message but signals. What it raises closes the link and is the
+            reason: out of memory as ResourceError, a bug as HeteroError.
+        on_close: called exactly once, as the last thing: None after `close`, else the error.
+        admit: called when the header of a frame with tensor bytes has come, before memory is taken
+            for them. What it raises closes this link; a ProtocolError not before the frame is known
+            to have arrived as it was sent, and after `on_refused(error)`.
+        route: called after `admit`. If it returns a link, the frame goes out there as it comes in,
+            without on_message. When this link ends in the middle of it, the frame is void; its
+            receiver hears that after on_close, and drops it. When the other one ends, the rest is
+            read and dropped. What `route` raises closes this link.
+        max_frame_bytes: set anew when the peers have agreed on it.
+        opening: the numbers of the messages that may come first; others are not even decoded.
+        pool: the receive buffers.
+        bandwidth: large frames take turns with those of the other links that share it.
+        stats: go on counting where the link before this one ended.
 
     `on_moved(direction, message, began, ended)`, when set, is called for every frame with tensor
     bytes: "send" in the thread that wrote the last of it, "receive" in the reader thread, with
     the time.perf_counter() of its beginning and its end. The message may be without its tensors.
     """
+
+    max_queue_bytes = 256 * 1024 * 1024
+    """`send` blocks while more than this waits to be written."""
 
     def __init__(
         self,
@@ -113,23 +96,18 @@ class Link:
         *,
         admit: Callable[[m.FrameHeader], None] = lambda frame: None,
         on_refused: Callable[[ProtocolError], None] = lambda error: None,
-        route: Callable[[Message], Link | None] | None = None,
+        route: Callable[[Message], Link | None] = lambda message: None,
         max_frame_bytes: int = frames.DEFAULT_MAX_FRAME_BYTES,
         opening: Container[int] | None = None,
-        heartbeat_s: float = timeouts.HEARTBEAT_S,
-        liveness_s: float = timeouts.LIVENESS_S,
-        handshake_s: float = timeouts.HANDSHAKE_S,
-        send_s: float = timeouts.SEND_S,
+        deadlines: LinkDeadlines | None = None,
         pool: BufferPool | None = None,
-        interface: Interface | None = None,
-        max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        bandwidth: BandwidthScheduler | None = None,
         stats: LinkStats | None = None,
     ) -> None:
         self.name = name
         self.max_frame_bytes = max_frame_bytes
         self.max_header_bytes = frames.MAX_LONG_HEADER_BYTES
         self.stats = stats or LinkStats()
-        self.clock = Clock()
         self.on_moved: OnMoved | None = None
         self._stream = stream
         self._on_message = on_message
@@ -138,50 +116,32 @@ class Link:
         self._on_refused = on_refused
         self._route = route
         self._opening = opening
-        self._heartbeat_s = heartbeat_s
-        tick_s = min(timeouts.TICK_S, liveness_s / 4, handshake_s / 4)
+        self._deadlines = deadlines = deadlines or LinkDeadlines()
+        tick_s = min(timeouts.TICK_S, deadlines.liveness_s / 4, deadlines.handshake_s / 4)
+        stream.set_tick(tick_s)
         # So that the last look before the limit finds it, even where it comes a little early.
-        self._silence_s = liveness_s - 1.5 * tick_s
-        self._handshake_deadline: float | None = time.monotonic() + handshake_s
-        self._handshake_s = handshake_s
-        self._send_s = send_s
-        self._max_queue_bytes = max_queue_bytes
+        silence_s = deadlines.liveness_s - 1.5 * tick_s
+        self._incoming = Incoming(stream, name, silence_s, deadlines.handshake_s)
+        self._piece_left = 0  # tensor bytes in front of the next mark
         self._pool = pool or BufferPool()
-        self._ahead = memoryview(bytearray(_AHEAD_BYTES))  # received, and not looked at before
-        self._ahead_from = self._ahead_to = 0
-        self._pings: deque[float] = deque(maxlen=_CLOCK_SAMPLES)
-        self._round_trips: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
-        self._interface = interface = interface or Interface()
-        self._way_in = interface.into.passage(self._give_turn, self._tell_alone)
-        self._way_out = interface.out.passage(self._go_on)
-        # The reader's own: tensor bytes in front of the next mark, and whether theirs is the turn.
-        self._piece_left = 0
-        self._in_turn = False
-        self._was_asked = False  # by the peer, and has not answered yet
         self._relay: Relay | None = None
         self._segments = SegmentSize()
+        self._pings = Pings()
 
         # Guarded by _lock: the queue, and how far the link has come in its life. A frame that its
         # sender wrote at once does not wake the writer: each wake-up costs the computing thread.
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # for the writer
-        self._room = threading.Condition(self._lock)  # for those whose frame does not fit the queue
-        self._queue = SendQueue(self._way_out.place)
-        self._pong: Outgoing | None = None  # the last answer to a ping
-        self._waits_until: float | None = None  # a large frame waits for its turn
-        self._asked_bytes = 0  # of it, when the peer has been asked,
-        self._asked_lane: Lane | None = None
-        self._asks_again_at = math.inf  # and how long it may let others go first
-        self._has_turn = False
-        self._is_alone = False  # the peer said so: no other link brings it large frames
-        self._said_alone = False  # we said so to the peer
-        self._pace = SendPacing()  # of our large frames
+        self._room = threading.Condition(self._lock)  # for frames that do not fit the queue
+        bandwidth = bandwidth or BandwidthScheduler()
+        self._bandwidth = LinkBandwidth(
+            bandwidth, self._pings, self._lock, self._say, self._work.notify
+        )
+        self._queue = SendQueue(self._bandwidth.place)
         self._closing = False  # no more sends; the writer drains the queue
         self._dead = False  # nothing more is read or written
         self._reason: HeteroError | None = None
-        self._linger_until = 0.0
 
-        self._stream.set_tick(tick_s)
         self._reader = threading.Thread(target=self._read, name=f"{name} reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name=f"{name} writer", daemon=True)
 
@@ -200,6 +160,11 @@ class Link:
     # ---- for the owner
 
     @property
+    def clock(self) -> Clock:
+        """What pings have shown of the peer's clock."""
+        return self._pings.clock
+
+    @property
     def closed(self) -> bool:
         """Whether the link takes no more messages."""
         return self._closing or self._dead
@@ -212,12 +177,8 @@ class Link:
 
     def ping(self) -> None:
         """Ask for the peer's clock; `clock` has the answer later. Does nothing on a closed link."""
-        self._beat(self._new_ping())
-
-    def _new_ping(self) -> Heartbeat:
-        now = time.perf_counter()
-        self._pings.append(now)
-        return Heartbeat(ping=now)
+        with self._lock:
+            self._say(self._pings.new())
 
     def send(self, message: Message, done: Callable[[], None] | None = None) -> None:
         """Queue a message; blocks while more than `max_queue_bytes` wait to be written.
@@ -236,7 +197,7 @@ class Link:
         with self._lock:
             if not self._closing:
                 self._closing = True
-                self._linger_until = deadline
+                self._incoming.until = deadline
             self._work.notify()
             self._room.notify_all()
         return deadline
@@ -274,7 +235,7 @@ class Link:
         then needs no writer. Whether that was all of it. `_lock` is held."""
         idle = self._queue.idle
         self._queue.add(outgoing, urgent)
-        may_go = idle and self._may_go(outgoing) and not self._pause_s(outgoing)
+        may_go = idle and self._may_go(outgoing) and not self._bandwidth.pause_s(outgoing)
         if may_go and not (failpoints.is_on() and self._fail_half_way(outgoing)):
             self._write_now(outgoing, _AT_ONCE_BYTES)
         complete = self._remove_if_complete(outgoing)
@@ -314,26 +275,20 @@ class Link:
         return goes_on
 
     def _begin(self, outgoing: Outgoing, now: float) -> None:
-        body = outgoing.boundary if outgoing.began is None else None
+        if outgoing.began is None:
+            self._bandwidth.begins(outgoing)
         self._queue.begin(outgoing, now)
-        if body is not None:
-            self._way_out.went(body.lane, body.attempt, body.micro_batch)
-
-    def _pause_s(self, outgoing: Outgoing) -> float:
-        """Seconds that the next piece of a frame has to wait."""
-        return self._pace.pause_s() if outgoing.takes_turns else 0.0
 
     def _wrote(self, outgoing: Outgoing, sent: int) -> None:
         outgoing.left -= sent
-        if outgoing.takes_turns:
-            self._pace.wrote(sent, outgoing.nbytes, is_last=not outgoing.left)
+        self._bandwidth.wrote(outgoing, sent)
 
     def _wait_for_room(self, nbytes: int, source: Link | None = None) -> None:
         """Wait until a frame fits the queue, no longer than `source`, where it comes from, lives.
         Raises the link's reason when it is closed. `_lock` is held."""
         # In slices: Ctrl-C is heard on Windows, too. A frame larger than the bound may pass alone.
         while (
-            self._queue and self._queue.nbytes + nbytes > self._max_queue_bytes and not self.closed
+            self._queue and self._queue.nbytes + nbytes > self.max_queue_bytes and not self.closed
         ):
             if source is not None and source._dead:
                 raise PeerLostError(f"{source.name}: the link is closed")
@@ -341,100 +296,20 @@ class Link:
         if self.closed:
             raise self._reason or PeerLostError(f"{self.name}: the link is closed")
 
-    def _beat(self, body: Heartbeat) -> None:
-        """Send a HEARTBEAT, next after the frame that is being written. It never waits for room,
-        for the reader answers pings; a peer that does not read gets one answer at a time."""
-        with self._lock:
-            self._say(body)
-
-    def _say(self, body: Heartbeat) -> None:
-        """`_beat`; `_lock` is held."""
-        if self.closed or (body.pong is not None and self._pong in self._queue):
-            return
-        beat = Outgoing(m.encode(Message(body)))
-        if not self._queue_or_write(beat, urgent=True) and body.pong is not None:
-            self._pong = beat
+    def _say(self, signal: m.Signal) -> None:
+        """Send a signal, next after the piece that is being written. It never waits for room, for
+        the reader answers pings. `_lock` is held."""
+        if not self.closed and self._queue.urgent < _MOST_SIGNALS:
+            self._queue_or_write(Outgoing(m.encode(Message(signal))), urgent=True)
 
     def _may_go(self, outgoing: Outgoing) -> bool:
         """Whether a frame may begin or go on: a large one waits for its turn. `_lock` is held."""
-        if not outgoing.takes_turns or self._has_turn or self._closing:
-            return True
-        if outgoing.began is not None:
-            return True
-        # The system may take a frame at once that then arrives slowly.
-        nbytes = outgoing.nbytes
-        lasts_s = max(self._way_out.lasts_s(nbytes), self._pace.lasts_s(nbytes))
-        if lasts_s > self._waits_from_s():
-            if self._waits(nbytes, outgoing.lane):
-                return False
-        elif lasts_s > _ASKS_S:
-            self._say(self._new_ping())  # the next one may know better
-        self._waits_until, self._asked_bytes = None, 0
-        self._has_turn = self._way_out.begin(nbytes, outgoing.lane, waits=False)
-        return True
-
-    def _waits_from_s(self) -> float:
-        """Seconds that a frame has to take if it is to wait for its turn."""
-        if self._is_alone:
-            return _ASKS_S
-        trip_s = self.clock.round_trip_s
-        return math.inf if trip_s is None else max(_ASKS_S, _ASKS_TRIPS * trip_s)
-
-    def _waits(self, nbytes: int, lane: Lane | None) -> bool:
-        """Whether a frame has to wait for room here or for the peer's answer, which is asked when
-        there is room and it is the frame's turn. For all of it there is one deadline. `_lock` is
-        held."""
-        now = time.monotonic()
-        if self._waits_until is None:
-            self._waits_until = now + timeouts.TURN_S
-        if now >= self._waits_until:
-            return False
-        if self._asked_bytes:
-            if now >= self._asks_again_at:
-                self._ask(nbytes, lane, math.inf)
-        elif self._is_alone:
-            return not self._way_out.begin(nbytes, lane)
-        elif not self._way_out.awaits_room(lane):
-            self._ask(nbytes, lane, now + (self._interface.out.patience_s or math.inf))
-        return True
-
-    def _ask(self, nbytes: int, lane: Lane | None, asks_again_at: float) -> None:
-        """Ask the peer for its large frame's turn there."""
-        self._asked_bytes, self._asked_lane, self._asks_again_at = nbytes, lane, asks_again_at
-        number = packed(lane) if lane is not None else None
-        self._say(replace(self._new_ping(), ask=nbytes, lane=number))
-
-    def _awaited_s(self) -> float:
-        """Seconds until a frame that waits may go or has to ask again, whatever is heard."""
-        if self._waits_until is None:
-            return math.inf
-        now = time.monotonic()
-        left_s = self._asks_again_at - now if self._asked_bytes else self._way_out.left_s()
-        return min(self._waits_until - now, left_s)
-
-    def _go_on(self) -> None:
-        """There is room for our large frame."""
-        with self._lock:
-            self._work.notify()
-
-    def _heard_turn(self, turn: bool) -> None:
-        """The peer's answer to `ask`, or to our own."""
-        if not turn:
-            self._way_in.end()
-            return
-        with self._lock:
-            nbytes, self._asked_bytes = self._asked_bytes, 0
-            if nbytes and self._way_out.begin(nbytes, self._asked_lane):
-                self._waits_until, self._has_turn = None, True
-            else:
-                self._say(Heartbeat(turn=False))
-            self._work.notify()
+        return self._closing or self._bandwidth.may_begin(outgoing)
 
     def _tell(self, outgoing: Outgoing) -> None:
         """After the last byte of a frame."""
         ended = time.perf_counter()
-        if outgoing.takes_turns:
-            self._way_out.end()
+        self._bandwidth.sent(outgoing)
         if outgoing.done is not None:
             outgoing.done()
         if self.on_moved is not None and outgoing.message is not None and outgoing.began:
@@ -465,7 +340,7 @@ class Link:
         """A frame, from now on being written, and what can be written of it; None at our end. After
         heartbeat_s without anything it is a heartbeat, or, in the middle of a frame whose rest does
         not come in, a byte of the reserve. A link that is closing does not wait for the rest."""
-        quiet_until = time.monotonic() + self._heartbeat_s
+        quiet_until = time.monotonic() + self._deadlines.heartbeat_s
         with self._lock:
             while not self._dead:
                 outgoing = self._queue.next()
@@ -478,7 +353,7 @@ class Link:
                     elif outgoing is None or outgoing.missing:
                         return None
                 left = quiet_until - time.monotonic()
-                if outgoing is not None and (pause_s := self._pause_s(outgoing)):
+                if outgoing is not None and (pause_s := self._bandwidth.pause_s(outgoing)):
                     self._work.wait(pause_s)
                     continue
                 if outgoing is not None:
@@ -488,12 +363,12 @@ class Link:
                         outgoing.busy = True
                         return outgoing, segment
                 if left <= 0:
-                    quiet_until = time.monotonic() + self._heartbeat_s
+                    quiet_until = time.monotonic() + self._deadlines.heartbeat_s
                     if outgoing is None:
                         self._queue.add(Outgoing(m.encode(Message(Heartbeat()))), urgent=True)
                         continue
                 if outgoing is None:
-                    left = min(left, self._awaited_s())
+                    left = min(left, self._bandwidth.left_s())
                 self._work.wait(max(left, 0))
         return None
 
@@ -509,11 +384,10 @@ class Link:
             now = time.monotonic()
             if sent:
                 since = now
-                if outgoing.takes_turns:
-                    self._way_out.moved(sent)
-            elif now - since > self._send_s:
+                self._bandwidth.moved(outgoing, sent)
+            elif now - since > (limit_s := self._deadlines.send_s):
                 raise PeerLostError(
-                    f"{self.name} is alive, but has read nothing for {self._send_s:.0f} s",
+                    f"{self.name} is alive, but has read nothing for {limit_s:.0f} s",
                     hint="it hangs: look at its screen or log; training.step_timeout_s sets this "
                     "limit",
                 )
@@ -523,7 +397,6 @@ class Link:
         if outgoing.left:
             return False
         self._queue.remove(outgoing)
-        self._has_turn = self._has_turn and not outgoing.takes_turns
         self.stats.bytes_out += outgoing.nbytes
         self._room.notify_all()
         return True
@@ -542,7 +415,7 @@ class Link:
                 outgoing.feed(part)
             if outgoing.busy or self._queue.next() is not outgoing or not self._may_go(outgoing):
                 return
-            if self._pause_s(outgoing):
+            if self._bandwidth.pause_s(outgoing):
                 self._work.notify()
                 return
             left = outgoing.left
@@ -550,8 +423,7 @@ class Link:
             complete = self._remove_if_complete(outgoing)
             if not written or (complete and self._queue):
                 self._work.notify()
-        if outgoing.takes_turns:
-            self._way_out.moved(left - outgoing.left)
+        self._bandwidth.moved(outgoing, left - outgoing.left)
         if complete:
             self._tell(outgoing)
 
@@ -575,9 +447,9 @@ class Link:
         except Exception as error:
             reason = self._unexpected("the handler of a message", error)
         self._fail(reason)
-        self._way_in.leave()
+        self._bandwidth.leave_in()
         self._writer.join()  # it ends: no call of a stream is longer than a tick, nor is a `done`
-        self._way_out.leave()
+        self._bandwidth.leave_out()
         self._stream.close()
         self._pool.clear()
         self._drop_queue()
@@ -598,24 +470,33 @@ class Link:
         return reason
 
     def _read_frames(self) -> None:
-        while (prefix := self._take(PREFIX_BYTES, at_start=True)) is not None:
+        while (prefix := self._incoming.take(PREFIX_BYTES, at_start=True)) is not None:
             frame = self._read_header(prefix)
             if frame is None:
                 return
+            self._piece_left = PIECE_BYTES
+            self._bandwidth.receive_begins(frame)
             message = self._receive(frame)
-            payload_bytes = frame.payload_bytes
-            self.stats.bytes_in += len(frame.raw) + payload_bytes + CHECKSUM_BYTES
-            self.stats.bytes_in += frames.marks_in(payload_bytes)
+            self._bandwidth.receive_ends(frame)
+            self._count(frame)
             if message is None:
                 continue
-            if isinstance(message.body, Heartbeat):
-                self._heard_beat(message.body)
+            if isinstance(message.body, m.Signal):
+                self._heard(message.body)
                 continue
-            self._handshake_deadline = self._opening = None
+            self._greeted()
             if self._closing:
                 message.release()
             else:
                 self._on_message(message)
+
+    def _count(self, frame: m.FrameHeader) -> None:
+        marks = frames.marks_in(frame.payload_bytes)
+        self.stats.bytes_in += len(frame.raw) + frame.payload_bytes + marks + CHECKSUM_BYTES
+
+    def _greeted(self) -> None:
+        """A whole message has come: from now on others may."""
+        self._incoming.handshake_deadline = self._opening = None
 
     def _read_header(self, prefix: bytes, inside: bool = False) -> m.FrameHeader | None:
         """None when the link was closed on our side. `inside`: of another frame."""
@@ -623,7 +504,7 @@ class Link:
         if header_bytes > self.max_header_bytes:
             text = f"a header of {header_bytes} bytes; at most {self.max_header_bytes} come here"
             raise ProtocolError(text)
-        header = self._take(header_bytes)
+        header = self._incoming.take(header_bytes)
         if header is None:
             return None
         try:
@@ -639,62 +520,19 @@ class Link:
 
     def _receive(self, frame: m.FrameHeader) -> Message | None:
         """The message with its tensors; None when another link took it over or it was given up."""
-        self._piece_left = PIECE_BYTES
-        body = frame.body
-        if isinstance(body, m.BoundaryTensor):
-            self._way_in.went(body.lane, body.attempt, body.micro_batch)
-        self._in_turn = (
-            isinstance(body, m.BoundaryTensor) and frames.marks_in(frame.payload_bytes) > 0
-        )
-        if not self._in_turn:
-            return self._receive_tensors(frame)
-        self._was_asked = False
-        self._way_in.begin(frame.payload_bytes, waits=False)
-        message = self._receive_tensors(frame)
-        self._way_in.end()
-        if frame.payload_bytes >= _PACED_BYTES and self._way_in.pace:
-            shared = None if self._way_in.was_alone else True
-            self._beat(Heartbeat(pace=self._way_in.pace, shared=shared))
-        return message
-
-    def _give_turn(self) -> None:
-        """The peer's large frame may come; from any thread."""
-        self._was_asked = False
-        with self._lock:
-            self._said_alone = self._way_in.is_alone()
-            self._say(Heartbeat(turn=True, alone=self._said_alone))
-
-    def _heard_ask(self, nbytes: int, number: int | None) -> None:
-        lane = unpacked(number) if number is not None else None
-        insists, self._was_asked = self._was_asked, True
-        if self._way_in.begin(nbytes, lane, insists=insists):
-            self._give_turn()
-
-    def _tell_alone(self) -> None:
-        """Whether the peer's large frames meet others here has changed; from any thread."""
-        with self._lock:
-            if (alone := self._way_in.is_alone()) != self._said_alone:
-                self._said_alone = alone
-                self._say(Heartbeat(alone=alone))
-
-    def _receive_tensors(self, frame: m.FrameHeader) -> Message | None:
         hasher = Hasher(frame.raw)
         if not frame.payload_bytes:
             return frame.attach() if self._is_whole(frame, hasher) else None
         began = time.perf_counter()
         if not self._closing and not self._admitted(frame, hasher):
             return None
-        link = None
-        if self._route is not None and not self._closing:
-            announced = frame.announced()
-            link = self._route(announced)
-        if link is not None:
-            self._handshake_deadline = None
+        message = frame.announced()
+        carrier = None if self._closing else self._route(message)
+        if carrier is not None:
+            self._incoming.handshake_deadline = None
             rest = len(frame.raw) - PREFIX_BYTES + 4 + frame.payload_bytes
-            m.check_agreed(announced.name, rest, link.max_frame_bytes, link.name)
-        if link is not None:
-            message = announced
-            self._relay = Relay(self, link, frame, announced, self._pool)
+            m.check_agreed(message.name, rest, carrier.max_frame_bytes, carrier.name)
+            self._relay = Relay(self, carrier, frame, message, self._pool)
             if not self._pass_on(self._relay):
                 return None
         else:
@@ -705,7 +543,7 @@ class Link:
                 return None
         if self.on_moved is not None:
             self.on_moved("receive", message, began, time.perf_counter())
-        return message if link is None else None
+        return message if carrier is None else None
 
     def _admitted(self, frame: m.FrameHeader, hasher: Hasher) -> bool:
         """Whether its tensors may be received. Of a frame that may not come, the bytes are read and
@@ -734,12 +572,14 @@ class Link:
         is at fault."""
         self._piece_left = PIECE_BYTES
         hasher = Hasher(raw)
-        return self._drop(payload_bytes, hasher) and self._take(CHECKSUM_BYTES) == digest(hasher)
+        if not self._drop(payload_bytes, hasher):
+            return False
+        return self._incoming.take(CHECKSUM_BYTES) == digest(hasher)
 
     def _is_whole(self, frame: m.FrameHeader, hasher: Hasher) -> bool:
         """Whether all of a frame is here; False for one that was given up, and when the link was
         closed on our side. Raises PeerLostError for one that arrived damaged."""
-        found = self._take(CHECKSUM_BYTES)
+        found = self._incoming.take(CHECKSUM_BYTES)
         if found is None or found == VOID:
             return False
         if found != digest(hasher):
@@ -764,7 +604,7 @@ class Link:
             got += count
             self._segments.saw(count, time.perf_counter() - started)
             if got == len(buffer):
-                checksum = self._take(CHECKSUM_BYTES)
+                checksum = self._incoming.take(CHECKSUM_BYTES)
                 if checksum is None:
                     return False
                 parts.append(memoryview(checksum))
@@ -778,65 +618,15 @@ class Link:
         if relay is not None:
             relay.end()
 
-    def _heard_beat(self, beat: Heartbeat) -> None:
-        if self._handshake_deadline is not None and not (
-            beat.ask is beat.turn is beat.alone is beat.pace is None
-        ):
-            raise ProtocolError("HEARTBEAT about turns before the greeting")
-        if beat.alone is not None:
+    def _heard(self, signal: m.Signal) -> None:
+        if not isinstance(signal, Heartbeat):
+            self._bandwidth.heard(signal)
+        elif signal.ping is not None:
+            answer = Heartbeat(pong=signal.ping, at=time.perf_counter())
             with self._lock:
-                self._is_alone = beat.alone
-                self._work.notify()
-        if beat.pace is not None:
-            with self._lock:
-                self._pace.heard(beat.pace, alone=not beat.shared and self._way_out.was_alone)
-        if beat.ask is not None:
-            self._heard_ask(beat.ask, beat.lane)
-        if beat.turn is not None:
-            self._heard_turn(beat.turn)
-        now = time.perf_counter()
-        asked, at = beat.pong, beat.at
-        if beat.ping is not None:
-            self._beat(Heartbeat(pong=beat.ping, at=now))
-        elif asked is not None and asked in self._pings and at is not None and math.isfinite(at):
-            self._round_trips.append((now - asked, at - (asked + now) / 2))
-            self.clock = Clock(*min(self._round_trips))
-
-    def _take(self, nbytes: int, at_start: bool = False) -> bytes | None:
-        """The next bytes of a frame's head; None when the link was closed on our side. More may be
-        received, and waits in `_ahead`. `at_start`: between two frames."""
-        start, end = self._ahead_from, self._ahead_from + nbytes
-        if end > self._ahead_to:
-            return self._take_new(nbytes, at_start)
-        self._ahead_from = end
-        return bytes(self._ahead[start:end])
-
-    def _take_new(self, nbytes: int, at_start: bool) -> bytes | None:
-        """`_take` when they are not all received yet."""
-        if nbytes > _AHEAD_BYTES:
-            return self._take_long(nbytes)
-        while (have := self._ahead_to - self._ahead_from) < nbytes:
-            if self._ahead_from:
-                self._ahead[:have] = self._ahead[self._ahead_from : self._ahead_to]
-                self._ahead_from, self._ahead_to = 0, have
-            count = self._receive_some(self._ahead[have:], False, at_start and not have)
-            if not count:
-                return None
-            self._ahead_to += count
-            if at_start and self._ahead_to < nbytes:
-                frames.check_start(self._ahead[: self._ahead_to])
-        return self._take(nbytes)
-
-    def _take_long(self, nbytes: int) -> bytes | None:
-        """`_take` of many bytes; memory is taken as they come, whatever was announced."""
-        taken = bytearray()
-        while len(taken) < nbytes:
-            piece = memoryview(bytearray(min(nbytes - len(taken), _HASHED_BYTES)))
-            count = self._fill_some(piece)
-            if not count:
-                return None
-            taken += piece[:count]
-        return bytes(taken)
+                self._say(answer)
+        else:
+            self._pings.answered(signal.pong, signal.at)
 
     def _fill(self, view: memoryview, hasher: Hasher) -> bool:
         """Receive exactly len(view) bytes. False when the link was closed on our side."""
@@ -850,64 +640,30 @@ class Link:
         return True
 
     def _fill_piece(self, view: memoryview) -> int:
-        """`_fill_some` with tensor bytes, no further than to the next mark."""
+        """Some tensor bytes, no further than to the next mark."""
         if not self._piece_left and not self._read_mark():
             return 0
-        count = self._fill_some(view[: self._piece_left])
+        count = self._incoming.fill_some(view[: self._piece_left])
         self._piece_left -= count
-        if self._in_turn:
-            self._way_in.moved(count)
+        self._bandwidth.received(count)
         return count
 
     def _read_mark(self) -> bool:
         """Read what stands between two pieces; False when the link was closed on our side."""
-        while (mark := self._take(1)) == INSIDE:
-            prefix = self._take(PREFIX_BYTES)
+        while (mark := self._incoming.take(1)) == INSIDE:
+            prefix = self._incoming.take(PREFIX_BYTES)
             frame = prefix and self._read_header(prefix, inside=True)
             if not frame or not self._is_whole(frame, Hasher(frame.raw)):
                 return False
-            if not isinstance(frame.body, Heartbeat):
+            if not isinstance(frame.body, m.Signal):
                 raise ProtocolError(f"{frame.body.spec.name} inside of another frame")
-            self.stats.bytes_in += len(INSIDE) + len(frame.raw) + CHECKSUM_BYTES
-            self._heard_beat(frame.body)
+            self.stats.bytes_in += len(INSIDE)
+            self._count(frame)
+            self._heard(frame.body)
         if mark is not None and mark != GOES_ON:
             raise ProtocolError(f"between two pieces of a frame stands {mark!r}")
         self._piece_left = PIECE_BYTES
         return mark is not None
-
-    def _fill_some(self, view: memoryview) -> int:
-        """Receive len(view) bytes, or fewer when they do not come within a tick; 0 as above."""
-        ahead = min(len(view), self._ahead_to - self._ahead_from)
-        if not ahead:
-            return self._receive_some(view, True, False)
-        view[:ahead] = self._ahead[self._ahead_from : self._ahead_from + ahead]
-        self._ahead_from += ahead
-        return ahead
-
-    def _receive_some(self, view: memoryview, fill: bool, between: bool) -> int:
-        """Receive at least a byte into `view`; 0 when the link was closed on our side. Raises
-        PeerLostError when the peer is gone or silent for too long."""
-        since = time.monotonic()
-        while True:
-            count = self._stream.read(view, fill)
-            now = time.monotonic()
-            if self._dead or (self._closing and (count == 0 or now > self._linger_until)):
-                return 0
-            if count == 0:
-                where = "" if between else " in the middle of a message"
-                raise PeerLostError(f"{self.name} closed the connection{where}")
-            if self._handshake_deadline is not None and now > self._handshake_deadline:
-                raise PeerLostError(
-                    f"{self.name} did not complete the handshake in {self._handshake_s:g} s"
-                )
-            if count is not None:
-                return count
-            if now - since > self._silence_s:
-                self._stream.abandon()
-                raise PeerSilentError(
-                    f"{self.name} has been silent for {now - since:.0f} s",
-                    hint="check that the machine is awake and its network is connected",
-                )
 
     # ---- the end
 
@@ -920,6 +676,7 @@ class Link:
             if not self._closing:
                 self._reason = reason
             self._closing = True
+            self._incoming.until = -math.inf
             self._work.notify()
             self._room.notify_all()
         self._stream.stop()

@@ -269,11 +269,10 @@ class Step(OfStep):
     other worker. `tasks` is the order of the worker's tasks in a training step, `sends` and
     `receives` that of the tensors on its network: twice the stage (of a tensor the one that takes
     it), and one more for a backward, once for each micro-batch. What is not there goes last,
-    backwards before forwards, the oldest first. Whoever could go waits for the one whose turn it is
-    for `patience_s`. With `summed` the gradients of other
-    replicas are added before norms are taken: GRADIENTS comes first, and LOAD_STATE for each stage.
-    Random numbers of its micro-batches are those of a step in which `first_micro_batch` come
-    before."""
+    backwards before forwards, the oldest first. A task or tensor that is ready out of turn waits
+    `order_timeout_s` for the one whose turn it is. With `summed` the gradients of other replicas
+    are added before norms are taken: GRADIENTS comes first, and LOAD_STATE for each stage. Random
+    numbers of its micro-batches are those of a step in which `first_micro_batch` come before."""
 
     train: bool
     micro_batches: int
@@ -285,7 +284,7 @@ class Step(OfStep):
     tasks: tuple[int, ...]
     sends: tuple[int, ...]
     receives: tuple[int, ...]
-    patience_s: float
+    order_timeout_s: float
     direct: tuple[int, ...]
 
 
@@ -552,26 +551,50 @@ class Rewound(Body):
 # ---------------------------------------------------------------------------------------- links
 
 
+class Signal(Body):
+    """What links send and swallow themselves, also between two pieces of a frame."""
+
+    __slots__ = ()
+
+
 @_message(40, EITHER)
-class Heartbeat(Body):
+class Heartbeat(Signal):
     """Either side, when it has sent nothing for a while: I am alive. With `ping`, the sender's
     clock in seconds, the peer answers at once with the same number in `pong` and its own clock in
-    `at`. `ask`: the sender has a frame of so many bytes, which waits for `turn`, at most 5 seconds;
-    `lane` is its kind as in STEP, and asked again it has waited for another one's turn for long.
-    `turn` true: it may come, no other one fills the network here; false, as an answer to true: it
-    does not come now. `alone` true: until it is false, large frames need not ask, for nobody else
-    sends any here. `pace`: the last large frame arrived with so many bytes per second; `shared`
-    true: beside others. The link sends and swallows them, also between two pieces of a frame."""
+    `at`. Legal at any time, also between two pieces of a frame."""
 
     ping: float | None = None
     pong: float | None = None
     at: float | None = None
-    ask: int | None = None
-    lane: int | None = None
-    turn: bool | None = None
-    alone: bool | None = None
-    pace: float | None = None
-    shared: bool | None = None
+
+
+@_message(42, EITHER)
+class AskTurn(Signal):
+    """The sender has a large frame of `frame_bytes`, which waits for TURN, at most 5 seconds.
+    `lane` is its kind, as in STEP. Asked again, it has waited long for another one's turn. 0 bytes
+    answer a TURN for which no frame comes now. May come between two pieces of a frame."""
+
+    frame_bytes: int
+    lane: int
+
+
+@_message(43, EITHER)
+class Turn(Signal):
+    """To the sender of large frames: the one it asked for may come (`granted`), no other one fills
+    the network here. While `alone` is true it need not ask, for nobody else sends any here. May
+    come between two pieces of a frame."""
+
+    granted: bool
+    alone: bool
+
+
+@_message(44, EITHER)
+class ArrivalRate(Signal):
+    """To the sender of large frames: how fast the last one arrived, and whether beside others. May
+    come between two pieces of a frame."""
+
+    bytes_per_s: float
+    shared: bool
 
 
 @_message(41, EITHER)

@@ -73,12 +73,8 @@ class Outgoing:
 
     @property
     def lane(self) -> Lane | None:
-        """Of a large one of those, which take turns, its kind and the stage that it is for."""
+        """The kind of a large one of those, which take turns, and the stage that it is for."""
         return self.boundary.lane if self._marks and self.boundary is not None else None
-
-    @property
-    def takes_turns(self) -> bool:
-        return self.lane is not None
 
     @property
     def at_mark(self) -> bool:
@@ -220,6 +216,11 @@ class SendQueue:
 
     def __contains__(self, frame: object) -> bool:
         return frame in self._frames or frame in self._urgent
+
+    @property
+    def urgent(self) -> int:
+        """The number of urgent frames that are not written yet."""
+        return len(self._urgent)
 
     @property
     def idle(self) -> bool:

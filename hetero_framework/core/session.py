@@ -45,7 +45,8 @@ class Phase(Enum):
 
 _ANYTIME = (m.Error, m.Heartbeat)
 _TROUBLE = (m.PeerLost, m.StepFailed, m.Leaving)
-_AFTER_WELCOME = (m.Log, m.Control, *_TROUBLE, m.Connect, m.Connected, m.Quit)
+_TURNS = (m.AskTurn, m.Turn, m.ArrivalRate)
+_AFTER_WELCOME = (m.Log, m.Control, *_TROUBLE, m.Connect, m.Connected, m.Quit, *_TURNS)
 _READING = (m.StateRequest, m.State, m.StateLoaded)
 _STATE = (*_READING, m.LoadState, m.Rewind, m.Rewound)
 _BOUNDARY = (m.Forward, m.Backward)
@@ -99,7 +100,7 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
         Phase.EVALUATION: (*_STATE, *_DATA, m.Loss, m.Committed),
         Phase.COLLECTED: (*_READING, *_DATA, m.Committed),
         Phase.ABORTING: (*_STEP_RESULTS, m.GradientNorms),
-        Phase.FLOWING: (*_BOUNDARY, m.Control),
+        Phase.FLOWING: (*_BOUNDARY, m.Control, *_TURNS),
         Phase.TOGETHER: (m.Share,),
     }
     for phase, table in moves.items():

@@ -5,6 +5,8 @@ Those that depend on the network or the model are in the configuration (`trainin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 TICK_S = 0.5
 """Interval at which a thread in a socket call checks its deadlines, and a waiting one Ctrl-C."""
 ANSWER_TICK_S = 0.1
@@ -81,3 +83,13 @@ FILE_BUSY_S = 5.0
 ISLAND_S = 3600.0
 """Deadline for another island where all of a group wait for each other. An island that stalls
 leaves by itself long before."""
+
+
+@dataclass(frozen=True)
+class LinkDeadlines:
+    """Those of one link, where the configuration or the peer's role sets them."""
+
+    heartbeat_s: float = HEARTBEAT_S
+    liveness_s: float = LIVENESS_S
+    handshake_s: float = HANDSHAKE_S
+    send_s: float = SEND_S

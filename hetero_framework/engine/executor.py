@@ -88,7 +88,7 @@ class Executor:
         self.info = info
         limits = {index: schedule.in_flight_limits[index] for index in self._queues}
         self._order = PlannedOrder(filter(self._has_tasks, schedule.order.tasks))
-        self._order_timeout = OrderTimeout(schedule.patience_s)
+        self._order_timeout = OrderTimeout(schedule.order_timeout_s)
         self._readiness, self.waits_s = Readiness(limits, order=self._order), 0.0
         self._tasks.clear()
         self._recorder.begin(info.step, attempt=info.attempt, train=info.train)

@@ -27,7 +27,7 @@ def step_message(info: api.StepInfo, schedule: api.StepSchedule) -> Message:
         tasks=tuple(map(packed, order.tasks)),
         sends=tuple(map(packed, order.sends)),
         receives=tuple(map(packed, order.receives)),
-        patience_s=schedule.patience_s,
+        order_timeout_s=schedule.order_timeout_s,
         direct=tuple(sorted(schedule.direct)),
     )
     return Message(body)
@@ -41,7 +41,9 @@ def step_info(step: m.Step) -> api.StepInfo:
 def step_schedule(step: m.Step) -> api.StepSchedule:
     lanes = (tuple(map(unpacked, of)) for of in (step.tasks, step.sends, step.receives))
     order = Order(*lanes)
-    return api.StepSchedule(step.in_flight_limits, order, step.patience_s, frozenset(step.direct))
+    return api.StepSchedule(
+        step.in_flight_limits, order, step.order_timeout_s, frozenset(step.direct)
+    )
 
 
 def pack_inputs(inputs: api.Tensors) -> dict[str, PackedInput]:

@@ -451,14 +451,14 @@ class Pipeline:
         waits_s = (host.waits_s for host in self._hosts)
         if self._receive(min((s for s in waits_s if s), default=_POLL_S)):
             self._last_progress = time.monotonic()
-        elif time.monotonic() - self._last_progress > self._patience_s:
+        elif time.monotonic() - self._last_progress > self._stall_s:
             raise Stalled(
-                f"nothing has moved for {self._patience_s:.0f} s in step {self._info.step + 1}; "
+                f"nothing has moved for {self._stall_s:.0f} s in step {self._info.step + 1}; "
                 f"waiting for {waiting_for()}"
             )
 
     @property
-    def _patience_s(self) -> float:
+    def _stall_s(self) -> float:
         """`step_timeout_s`; less where the steps so far were far quicker."""
         if len(self._step_s) < _KNOWN_STEPS:
             return self._step_timeout_s

@@ -66,7 +66,7 @@ class StepSchedule:
 
     in_flight_limits: tuple[int, ...]
     order: Order = field(default_factory=Order)
-    patience_s: float = 0.0
+    order_timeout_s: float = 0.0
     direct: frozenset[int] = frozenset()
 
 
@@ -76,14 +76,14 @@ class StepPlan:
 
     in_flight_limits: tuple[int, ...]
     order: StepOrder = field(default_factory=StepOrder)
-    patience_s: float = 0.0
+    order_timeout_s: float = 0.0
     direct: frozenset[int] = frozenset()
 
     def at(self, stages: Collection[int], relays: bool) -> StepSchedule:
         """The schedule of the process that holds these stages; with `relays` it passes on what goes
         from worker to worker and is not direct."""
         order = self.order.at(stages, relays)
-        return StepSchedule(self.in_flight_limits, order, self.patience_s, self.direct)
+        return StepSchedule(self.in_flight_limits, order, self.order_timeout_s, self.direct)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from hetero_framework.core.messages import Message, ShareKind
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.core.threads import in_background
+from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.engine.hosts import ReplicasChanged
 from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
@@ -454,8 +455,7 @@ class IslandLinks:
             self._received,
             self._lost,
             max_frame_bytes=self._max_frame_bytes,
-            liveness_s=self._liveness_s,
-            handshake_s=timeouts.HANDSHAKE_S,
+            deadlines=LinkDeadlines(liveness_s=self._liveness_s),
         )
         connection.identity = identity
         connection.start()

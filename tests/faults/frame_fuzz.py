@@ -137,7 +137,7 @@ def through_connection(data: bytes, case: Case) -> None:
         pool=BufferPool(),
     )
     if case.phase is not None:  # as after its first messages
-        connection.link._opening = connection.link._handshake_deadline = None
+        connection.link._greeted()
         assert connection._session is not None
         connection._session._phase = case.phase
     connection.link._read_frames()

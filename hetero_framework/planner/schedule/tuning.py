@@ -77,7 +77,7 @@ class TunedSchedule:
         return step_bound(self.profile, self.micro_batches, self.in_flight_limits)
 
     @property
-    def patience_s(self) -> float:
+    def order_timeout_s(self) -> float:
         """How long a device or NIC waits for whose turn it is: a task of the mean length. Of random
         times up to 30 % off and edges up to half as slow again that makes less than a tenth of it,
         or none, make more of."""

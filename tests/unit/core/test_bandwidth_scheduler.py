@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from hetero_framework.core import bandwidth_scheduler
-from hetero_framework.core.bandwidth_scheduler import Passage, Turns
+from hetero_framework.core.bandwidth_scheduler import Direction, LinkSlot
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 
 LARGE = 16_000_000
@@ -17,18 +17,18 @@ class Wire:
     def __init__(self, *, reserves: bool, links: int = 3, rate: float = 100e6) -> None:
         self.now = 0.0
         self.rate = rate
-        self.turns = Turns(reserves, lambda: self.now)
+        self.direction = Direction(reserves, lambda: self.now)
         self.told: list[int] = []
         self.changed: list[int] = []
         self.links = [
-            self.turns.passage(self._tell(self.told, k), self._tell(self.changed, k))
+            self.direction.slot(self._tell(self.told, k), self._tell(self.changed, k))
             for k in range(links)
         ]
 
     def _tell(self, who: list[int], link: int) -> Callable[[], None]:
         return lambda: who.append(link)
 
-    def pass_by(self, *going: tuple[Passage, float], nbytes: int = LARGE) -> None:
+    def pass_by(self, *going: tuple[LinkSlot, float], nbytes: int = LARGE) -> None:
         """These links carry `nbytes` together, each its share of the interface's rate."""
         pieces = 16
         for _ in range(pieces):
@@ -138,7 +138,7 @@ def test_a_frame_says_how_fast_it_passed_and_whether_alone() -> None:
     wire.pass_by((first, 1.0))
     first.end()
     assert first.was_alone
-    assert first.pace == pytest.approx(wire.rate)
+    assert first.rate == pytest.approx(wire.rate)
     assert first.begin(LARGE)
     assert second.begin(LARGE, waits=False)
     wire.pass_by((first, 0.7), (second, 0.3))
@@ -146,7 +146,7 @@ def test_a_frame_says_how_fast_it_passed_and_whether_alone() -> None:
     second.end()
     assert not first.was_alone
     assert not second.was_alone
-    assert first.pace == pytest.approx(0.7 * wire.rate)
+    assert first.rate == pytest.approx(0.7 * wire.rate)
 
 
 def test_who_was_slow_in_a_full_interface_may_be_quick_alone() -> None:
@@ -222,7 +222,7 @@ F1, F2, B0 = (FORWARD, 1), (FORWARD, 2), (BACKWARD, 0)
 def test_of_those_that_wait_the_planned_one_goes_first() -> None:
     wire = Wire(reserves=True)
     wire.learn()
-    wire.turns.plan(7, [F1, B0, F2], patience_s=9.0)
+    wire.direction.plan(7, [F1, B0, F2], order_timeout_s=9.0)
     first, second, third = wire.links
     assert third.begin(LARGE, F1)
     third.went(F1, 7, 0)
@@ -233,10 +233,10 @@ def test_of_those_that_wait_the_planned_one_goes_first() -> None:
 
 
 @pytest.mark.parametrize("reserves", [True, False])
-def test_a_frame_waits_for_another_ones_turn_only_so_long(reserves: bool) -> None:
+def test_a_frame_waits_for_another_ones_turn_for_the_timeout_only(reserves: bool) -> None:
     wire = Wire(reserves=reserves)
     wire.learn()
-    wire.turns.plan(7, [F1, B0, F2], patience_s=0.25)
+    wire.direction.plan(7, [F1, B0, F2], order_timeout_s=0.25)
     first, second, _ = wire.links
     assert first.awaits_room(B0)
     assert not first.begin(LARGE, B0)
@@ -252,7 +252,7 @@ def test_a_frame_waits_for_another_ones_turn_only_so_long(reserves: bool) -> Non
 def test_who_insists_waits_for_room_alone() -> None:
     wire = Wire(reserves=True)
     wire.learn()
-    wire.turns.plan(7, [F1, B0, F2], patience_s=9.0)
+    wire.direction.plan(7, [F1, B0, F2], order_timeout_s=9.0)
     first, second, third = wire.links
     assert not first.begin(LARGE, B0)
     assert first.begin(LARGE, B0, insists=True)
@@ -272,7 +272,7 @@ def test_frames_of_an_attempt_count_that_came_before_its_plan() -> None:
     first, second, _ = wire.links
     first.went(F1, 7, 0)
     second.went(B0, 6, 3)
-    wire.turns.plan(7, [F1, B0, F2], patience_s=9.0)
+    wire.direction.plan(7, [F1, B0, F2], order_timeout_s=9.0)
     assert second.begin(LARGE, B0)
     second.end()
     assert not first.begin(LARGE, F2)
@@ -281,7 +281,7 @@ def test_frames_of_an_attempt_count_that_came_before_its_plan() -> None:
 def test_a_new_plan_lets_those_go_that_waited_for_the_old_ones_turn() -> None:
     wire = Wire(reserves=True)
     wire.learn()
-    wire.turns.plan(7, [F1, B0], patience_s=9.0)
+    wire.direction.plan(7, [F1, B0], order_timeout_s=9.0)
     assert not wire.links[2].begin(LARGE, B0)
-    wire.turns.plan(8, [], patience_s=0.0)
+    wire.direction.plan(8, [], order_timeout_s=0.0)
     assert wire.told == [2]

@@ -12,7 +12,7 @@ import pytest
 from hetero_framework.core import messages as m
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.connection import Connection
-from hetero_framework.core.frames import WireTensor
+from hetero_framework.core.frames import PROTOCOL_VERSION, WireTensor
 from hetero_framework.core.link import LinkStats
 from hetero_framework.core.messages import COORDINATOR, WORKER, Body, Message
 from hetero_framework.core.session import Phase
@@ -82,7 +82,10 @@ def test_ask_raises_why_the_link_ended(sides: tuple[Side, Side]) -> None:
         near.connection.ask(Message(HELLO), WAIT_S)
 
 
-@pytest.mark.parametrize("body", [INPUTS, WELCOME, m.Bye("x"), m.Control("x")])
+SIGNALS = (m.AskTurn(1_000_000, 2), m.Turn(True, True), m.ArrivalRate(1e9, False))
+
+
+@pytest.mark.parametrize("body", [INPUTS, WELCOME, m.Bye("x"), m.Control("x"), *SIGNALS])
 def test_message_of_a_stranger_reaches_nobody(body: Body, sides: tuple[Side, Side]) -> None:
     near, far = sides
     near.connection.link.send(Message(body))
@@ -126,14 +129,19 @@ def test_peer_that_was_accepted_hears_what_it_did_wrong(sides: tuple[Side, Side]
     assert (error.kind, "INPUTS out of order" in error.message) == ("ProtocolError", True)
 
 
-def test_other_version_is_refused_with_both_numbers(sides: tuple[Side, Side]) -> None:
+@pytest.mark.parametrize(("version", "older"), [(11, "the peer"), (99, "this machine")])
+def test_other_version_is_refused_with_both_numbers(
+    version: int, older: str, sides: tuple[Side, Side]
+) -> None:
     near, far = sides
-    other = m.Hello("run", 1, "p", 1, 1 << 20, protocol=99, package="9.9")
+    other = m.Hello("run", 1, "p", 1, 1 << 20, protocol=version, package="9.9")
     answer = near.connection.ask(Message(other), WAIT_S)
     assert answer is not None
     refusal = answer.expect(m.Reject)
     assert refusal.code == "protocol"
-    assert "version 99" in refusal.message
+    assert f"version {version}" in refusal.message
+    assert f"speaks {PROTOCOL_VERSION}" in refusal.message
+    assert f"{older} is the older one" in str(refusal.hint)
     assert far.heard.empty()
 
 

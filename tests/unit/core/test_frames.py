@@ -97,6 +97,9 @@ def examples() -> dict[str, Message]:
         (m.Rewind(4), []),
         (m.Rewound((m.KeptStage(1, "0f"),)), []),
         (m.Heartbeat(pong=0.5, at=1.5), []),
+        (m.AskTurn(1 << 20, 3), []),
+        (m.Turn(True, False), []),
+        (m.ArrivalRate(1e9, True), []),
         (m.Bye("done"), []),
         (m.Control("x", [1, -2, None, {"k": 2.5}, b"raw"]), [tensor("int8", 2)]),
         (m.Connect((m.PeerAddress("box", "10.0.0.2", 29500),), 2.5), []),
@@ -464,7 +467,7 @@ def test_session_of_a_whole_run_is_legal() -> None:
         "STEP INPUTS FORWARD ABORT ABORTED STEP GRADIENT_NORMS ABORT ABORTED "
         "STEP INPUTS STEP_FAILED ABORT ABORTED STEP ABORT STEP_FAILED ABORTED "
         "STATE_REQUEST STATE REWIND REWOUND LOAD_STATE STATE_LOADED "
-        "PEER_LOST LEAVING CONTROL LOG HEARTBEAT BYE"
+        "PEER_LOST LEAVING CONTROL LOG HEARTBEAT ASK_TURN TURN ARRIVAL_RATE BYE"
     )
     coordinator, _ = walk(UP + steps)
     assert coordinator.phase is Phase.CLOSED
@@ -516,7 +519,7 @@ def test_workers_are_introduced_before_the_first_step() -> None:
 def test_session_of_two_workers_carries_tensors_both_ways() -> None:
     up = "PEER_HELLO PEER_WELCOME "
     for first in (DIALLER, LISTENER):
-        one, _ = walk_between(first, up + "FORWARD BACKWARD HEARTBEAT CONTROL FORWARD ERROR")
+        one, _ = walk_between(first, up + "FORWARD BACKWARD ASK_TURN CONTROL FORWARD ERROR")
         assert one.phase is Phase.FLOWING
         one, _ = walk_between(first, up + "FORWARD BYE")
         assert one.phase is Phase.CLOSED

@@ -15,16 +15,19 @@ import psutil
 import pytest
 
 from hetero_framework.core import link as link_module
+from hetero_framework.core import link_bandwidth, timeouts
+from hetero_framework.core import messages as m
 from hetero_framework.core import stream as stream_module
-from hetero_framework.core import timeouts
-from hetero_framework.core.bandwidth_scheduler import Interface
+from hetero_framework.core.bandwidth_scheduler import BandwidthScheduler
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID
+from hetero_framework.core.clock import Clock
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.frames import INSIDE, PIECE_BYTES, WireTensor
-from hetero_framework.core.link import Clock, Link
+from hetero_framework.core.link import Link
 from hetero_framework.core.messages import Control, Forward, Heartbeat, Message, decode
 from hetero_framework.core.stream import PlainStream
+from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError, ResourceError
 from tests.fault_proxy import FaultProxy
 from tests.framed import framed
@@ -58,12 +61,17 @@ class End:
     """A link with everything that it reported."""
 
     def __init__(self, sock: socket.socket, name: str, **options: Any) -> None:
+        """`options` are those of `Link`, of `LinkDeadlines` and `max_queue_bytes`."""
         self.messages: list[Message] = []
         self.reasons: list[HeteroError | None] = []
         self.ended = threading.Event()
         self.on_message: Callable[[Message], None] = self.messages.append
         stream = PlainStream(sock)
-        self.link = Link(stream, name, lambda m: self.on_message(m), self._close, **options)
+        of_link = {key: options.pop(key) for key in [*options] if not key.endswith("_s")}
+        most = of_link.pop("max_queue_bytes", Link.max_queue_bytes)
+        of_link["deadlines"] = LinkDeadlines(**options)
+        self.link = Link(stream, name, lambda body: self.on_message(body), self._close, **of_link)
+        self.link.max_queue_bytes = most
         self.link.start()
 
     def _close(self, reason: HeteroError | None) -> None:
@@ -884,19 +892,19 @@ def test_pings_measure_the_round_trip_and_the_offset_of_the_clocks(
     ahead = b.link._reader
     shift = 100.0
     monkeypatch.setattr(
-        link_module.time,
+        time,
         "perf_counter",
         lambda: real() + (shift if threading.current_thread() is ahead else 0.0),
     )
     for count in range(3):
         a.link.ping()
-        wait_until(lambda: len(a.link._round_trips) > count, "an answer")  # noqa: B023
+        wait_until(lambda: len(a.link._pings._round_trips) > count, "an answer")  # noqa: B023
     clock = a.link.clock
     assert clock.round_trip_s is not None
     assert clock.offset_s is not None
     assert 0.04 <= clock.round_trip_s < 1
     assert abs(clock.offset_s - 100) <= clock.round_trip_s / 2
-    assert clock.round_trip_s == min(a.link._round_trips)[0]
+    assert clock.round_trip_s == min(a.link._pings._round_trips)[0]
     assert a.messages == b.messages == []
     assert b.link.clock == Clock(None, None)
 
@@ -921,7 +929,7 @@ def test_peer_that_pings_and_does_not_read_is_answered_once_at_a_time(stack: Exi
     near.sendall(ping * 200 + framed(control()))
     b.take()
     assert b.link.stats.bytes_in == 200 * len(ping) + len(framed(control()))
-    assert b.link._queue.nbytes < size + 100
+    assert b.link._queue.nbytes < size + 16 * 80
 
 
 def test_on_moved_tells_when_tensor_frames_moved(stack: ExitStack) -> None:
@@ -1003,17 +1011,19 @@ class Meeting:
     """Two pairs of links, the senders or the receivers of one process; when their frames moved."""
 
     def __init__(self, stack: ExitStack, *, senders_share: bool) -> None:
-        self.shared = shared = Interface()
+        shared = BandwidthScheduler()
+        self.schedulers = [shared]
         self.attempt = 0
         self.spans: list[tuple[int, float, float]] = []
         self.ends: list[tuple[End, End]] = []
         for k in range(2):
-            sender, receiver = pair(stack)
+            near, far = sockets(stack)
+            own = BandwidthScheduler()
+            self.schedulers += [] if senders_share else [own]  # of each sender
+            sender = end(stack, near, bandwidth=shared if senders_share else own)
+            receiver = end(stack, far, bandwidth=own if senders_share else shared)
             sender.link._stream.__class__ = SlowLine
-            one = sender if senders_share else receiver
-            one.link._way_in = shared.into.passage(one.link._give_turn, one.link._tell_alone)
-            one.link._way_out = shared.out.passage(one.link._go_on)
-            one.link.on_moved = self._note(k)
+            (sender if senders_share else receiver).link.on_moved = self._note(k)
             self.ends.append((sender, receiver))
 
     def _note(self, k: int) -> Callable[[str, Message, float, float], None]:
@@ -1044,19 +1054,19 @@ class Meeting:
         spans = sorted(self.spans, key=lambda span: span[1])
         return max(a[2] - b[1] for a, b in pairwise(spans))
 
-    def plan(self, links: list[int], patience_s: float) -> None:
+    def plan(self, links: list[int], order_timeout_s: float) -> None:
         """From now on the frames of these links are to go in this order."""
         self.attempt += 1
         lanes = [("forward", k + 1) for k in links]
-        for interface in [self.shared, *(sender.link._interface for sender, _ in self.ends)]:
-            interface.plan(self.attempt, lanes, lanes, patience_s)
+        for scheduler in self.schedulers:
+            scheduler.plan(self.attempt, lanes, lanes, order_timeout_s)
 
 
 @pytest.mark.parametrize("senders_share", [False, True])
 def test_large_frames_that_meet_go_one_after_the_other(
     senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "_ASKS_TRIPS", 0)  # however busy the machine is
+    monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)  # however busy the machine is
     meeting = Meeting(stack, senders_share=senders_share)
     meeting.learn()
     meeting.send([0, 1], 3)
@@ -1070,11 +1080,11 @@ def test_large_frames_that_meet_go_one_after_the_other(
 def test_large_frames_go_in_the_planned_order(
     senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "_ASKS_TRIPS", 0)
+    monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)
     meeting = Meeting(stack, senders_share=senders_share)
     meeting.learn()
     planned = [1, 1, 0, 1, 0, 0]
-    meeting.plan(planned, patience_s=5.0)
+    meeting.plan(planned, order_timeout_s=5.0)
     meeting.send([0, 1], 3)
     assert [k for k, _, _ in sorted(meeting.spans, key=lambda span: span[1])] == planned
 
@@ -1083,10 +1093,10 @@ def test_large_frames_go_in_the_planned_order(
 def test_a_frame_that_does_not_come_is_not_waited_for_long(
     senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "_ASKS_TRIPS", 0)
+    monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)
     meeting = Meeting(stack, senders_share=senders_share)
     meeting.learn()
-    meeting.plan([1, 0, 0], patience_s=0.5)
+    meeting.plan([1, 0, 0], order_timeout_s=0.5)
     began = time.monotonic()
     meeting.send([0], 1)
     assert time.monotonic() - began >= 0.5
@@ -1099,32 +1109,32 @@ def test_a_frame_is_asked_for_that_arrives_slowly_though_it_is_written_at_once(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the receiver has said of an earlier one, which shared its network."""
-    monkeypatch.setattr(link_module, "_ASKS_TRIPS", 0)
+    monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)
     sender, receiver = pair(stack)
     receiver.link.send(control())  # as the greeting
     sender.take()
     sender.link.ping()
     wait_until(lambda: sender.link.clock.round_trip_s is not None, "a pong")
-    asked: list[int | None] = []
-    heard = receiver.link._heard_ask
-    monkeypatch.setattr(
-        receiver.link, "_heard_ask", lambda n, lane: asked.append(lane) or heard(n, lane)
-    )
+    asked: list[m.Signal] = []
+    heard = receiver.link._bandwidth.heard
+    monkeypatch.setattr(receiver.link._bandwidth, "heard", lambda s: asked.append(s) or heard(s))
     sender.link.send(forward(2_000_000))
     receiver.take(1)
     assert not asked
-    receiver.link._beat(Heartbeat(pace=1e6, shared=True))
-    wait_until(lambda: sender.link._pace.lasts_s(1_000_000) == 1.0, "the pace is known")
+    pacing = sender.link._bandwidth._pacing
+    with sender.link._lock:  # as if none had been reported yet, however busy the machine is
+        pacing._all.clear()
+        pacing.heard(1e6, alone=False)
     sender.link.send(forward(2_000_000, 1))
     receiver.take(2)
-    assert asked == [2]
-    assert not sender.link._pace.pause_s()
+    assert [asking.lane for asking in asked if isinstance(asking, m.AskTurn)] == [2]
+    assert not pacing.pause_s()
 
 
 def test_a_frame_that_stalls_holds_up_others_for_a_while_only(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "_ASKS_TRIPS", 0)
+    monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)
     monkeypatch.setattr(timeouts, "TURN_S", 1.0)
     meeting = Meeting(stack, senders_share=True)
     meeting.learn()
@@ -1132,10 +1142,12 @@ def test_a_frame_that_stalls_holds_up_others_for_a_while_only(
     line = stalling.link._stream
     write, tick = line.write, threading.Event()
     monkeypatch.setattr(
-        line, "write", lambda b: tick.wait(0.01) + 0 if stalling.link._has_turn else write(b)
+        line,
+        "write",
+        lambda b: tick.wait(0.01) + 0 if stalling.link._bandwidth._has_turn else write(b),
     )
     stalling.link.send(forward(2_000_000))
-    wait_until(sender.link._way_out.awaits_room, "it stalls in its turn")
+    wait_until(sender.link._bandwidth._way_out.awaits_room, "it stalls in its turn")
     began = time.monotonic()
     sender.link.send(forward(2_000_000))
     receiver.take(len(receiver.messages) + 1)
@@ -1156,13 +1168,6 @@ def test_what_is_ahead_of_a_slow_network_stays_small(stack: ExitStack) -> None:
     sender.link.send(forward(2_000_000, 3))
     receiver.take(4)
     assert time.perf_counter() - written[0] < 0.06
-
-
-def test_stranger_is_given_no_turn(stack: ExitStack) -> None:
-    near, far = sockets(stack)
-    receiver = end(stack, far)
-    near.sendall(framed(Message(Heartbeat(ask=1_000_000))))
-    assert "HEARTBEAT about turns before the greeting" in str(receiver.reason())
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /"])

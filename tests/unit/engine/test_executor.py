@@ -326,8 +326,8 @@ def test_two_executors_under_random_timing_do_everything_once_and_in_order(seed:
     assert all(executor.is_done for executor in executors)
 
 
-def planned(patience_s: float, *lanes: tuple[str, int]) -> StepSchedule:
-    return StepSchedule((8,) * 4, Order(lanes), patience_s)
+def planned(order_timeout_s: float, *lanes: tuple[str, int]) -> StepSchedule:
+    return StepSchedule((8,) * 4, Order(lanes), order_timeout_s)
 
 
 def test_order_of_the_step_decides_among_what_is_ready() -> None:

@@ -53,10 +53,10 @@ def travelled(message: Message) -> Message:
     st.booleans(),
 )
 def test_step_tells_how_it_is_run(
-    in_flight: list[int], order: Order, patience_s: float, direct: frozenset[int], train: bool
+    in_flight: list[int], order: Order, order_timeout_s: float, direct: frozenset[int], train: bool
 ) -> None:
     info = StepInfo(7, 2, train, micro_batches=4, num_items=10, loss_scale=0.5)
-    schedule = StepSchedule(tuple(in_flight), order, patience_s, direct)
+    schedule = StepSchedule(tuple(in_flight), order, order_timeout_s, direct)
     message = travelled(messages.step_message(info, schedule))
     assert messages.step_info(message.expect(Step)) == info
     assert messages.step_schedule(message.expect(Step)) == schedule

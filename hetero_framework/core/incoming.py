@@ -1,0 +1,102 @@
+"""The bytes that come in over one stream, and the deadlines for them."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from hetero_framework.core import frames
+from hetero_framework.core.stream import Stream
+from hetero_framework.errors import PeerLostError, PeerSilentError
+
+_AHEAD_BYTES = 16384
+"""Bytes that are received at once with a frame's header. With 4096 the echo of a 4 KiB tensor took
+0.36 ms, with 16384 0.26 ms."""
+_LONG_BYTES = 1 << 18
+
+
+class Incoming:
+    """The receiving side of `stream`, for one reader thread.
+
+    All methods raise PeerLostError when the peer is gone: `silence_s` without a byte, `handshake_s`
+    without a greeting. `until` is the time.monotonic() at which this side stops reading.
+    """
+
+    def __init__(self, stream: Stream, name: str, silence_s: float, handshake_s: float) -> None:
+        self.until = math.inf
+        self.handshake_deadline: float | None = time.monotonic() + handshake_s
+        self._handshake_s = handshake_s
+        self._stream = stream
+        self._name = name
+        self._silence_s = silence_s
+        self._ahead = memoryview(bytearray(_AHEAD_BYTES))  # received but not read yet
+        self._ahead_from = self._ahead_to = 0
+
+    def take(self, nbytes: int, at_start: bool = False) -> bytes | None:
+        """The next bytes of a frame's head; None when this side has stopped reading. `at_start`:
+        between two frames, where the peer may end its side."""
+        start, end = self._ahead_from, self._ahead_from + nbytes
+        if end > self._ahead_to:
+            return self._take_new(nbytes, at_start)
+        self._ahead_from = end
+        return bytes(self._ahead[start:end])
+
+    def _take_new(self, nbytes: int, at_start: bool) -> bytes | None:
+        """`take` when they are not all received yet."""
+        if nbytes > _AHEAD_BYTES:
+            return self._take_long(nbytes)
+        while (have := self._ahead_to - self._ahead_from) < nbytes:
+            if self._ahead_from:
+                self._ahead[:have] = self._ahead[self._ahead_from : self._ahead_to]
+                self._ahead_from, self._ahead_to = 0, have
+            count = self._receive(self._ahead[have:], fill=False, at_start=at_start and not have)
+            if not count:
+                return None
+            self._ahead_to += count
+            if at_start and self._ahead_to < nbytes:
+                frames.check_start(self._ahead[: self._ahead_to])
+        return self.take(nbytes)
+
+    def _take_long(self, nbytes: int) -> bytes | None:
+        """`take` of many bytes; memory grows with what has come, whatever was announced."""
+        taken = bytearray()
+        while len(taken) < nbytes:
+            piece = memoryview(bytearray(min(nbytes - len(taken), _LONG_BYTES)))
+            count = self.fill_some(piece)
+            if not count:
+                return None
+            taken += piece[:count]
+        return bytes(taken)
+
+    def fill_some(self, view: memoryview) -> int:
+        """Receive len(view) bytes, or those that come within a tick; 0 when this side has stopped
+        reading."""
+        ahead = min(len(view), self._ahead_to - self._ahead_from)
+        if not ahead:
+            return self._receive(view, fill=True)
+        view[:ahead] = self._ahead[self._ahead_from : self._ahead_from + ahead]
+        self._ahead_from += ahead
+        return ahead
+
+    def _receive(self, view: memoryview, *, fill: bool, at_start: bool = False) -> int:
+        since = time.monotonic()
+        while True:
+            count = self._stream.read(view, fill)
+            now = time.monotonic()
+            if now > self.until or (count == 0 and self.until < math.inf):
+                return 0
+            if count == 0:
+                where = "" if at_start else " in the middle of a message"
+                raise PeerLostError(f"{self._name} closed the connection{where}")
+            if self.handshake_deadline is not None and now > self.handshake_deadline:
+                raise PeerLostError(
+                    f"{self._name} did not complete the handshake in {self._handshake_s:g} s"
+                )
+            if count is not None:
+                return count
+            if now - since > self._silence_s:
+                self._stream.abandon()
+                raise PeerSilentError(
+                    f"{self._name} has been silent for {now - since:.0f} s",
+                    hint="check that the machine is awake and its network is connected",
+                )
