@@ -48,7 +48,7 @@ from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, 
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.security.access import Access, Keyed, KeyOptions, access_of, key_directory
 from hetero_framework.units import bit_rate, seconds, size
-from hetero_framework.visualizer.timeline_picture import can_draw
+from hetero_framework.visualizer.pictures import can_draw
 
 WorkerId = int | str
 

@@ -29,7 +29,8 @@ OPTIONS = (
 
 def run(arguments: argparse.Namespace) -> None:
     config = load(arguments)
-    from hetero_framework.visualizer.diagram import Diagram, draw, to_mermaid
+    from hetero_framework.visualizer.diagram import Diagram, to_mermaid
+    from hetero_framework.visualizer.diagram_file import draw
 
     if arguments.output == "-":
         if arguments.format not in (None, "mmd"):

@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hetero_framework.commands.init import parse_address
 from hetero_framework.commands.options import DEFAULT_CONFIG
-from hetero_framework.config import LIGHTHOUSE_PORT, Config, host_and_port, island_name
+from hetero_framework.config import (
+    LIGHTHOUSE_PORT,
+    Config,
+    host_and_port,
+    island_name,
+    split_address,
+)
 from hetero_framework.core import addresses, timeouts, tls
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
@@ -171,9 +176,12 @@ def _wait(inviting: Inviting, listener: Listener) -> None:
 def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> Joined:
     """Make this machine what it was invited as. Of a worker, write the key, and the configuration
     as `file`; what stood there and differs is kept beside it. Of an island, write the key."""
-    parsed, found = parse_address(address), Token.parse(token)
-    if parsed.port is None:
-        raise UserError(f'"{address}" has no port', hint="paste the whole line of `hetero invite`")
+    try:
+        host, port = split_address(address.strip())
+    except ValueError as error:
+        hint = "paste the whole line of `hetero invite`"
+        raise UserError(f"the address {error}", hint=hint) from None
+    found = Token.parse(token)
 
     def keep(joined: Joined) -> None:
         given = joined.configuration
@@ -187,7 +195,7 @@ def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> Jo
         _keep(keys, joined)
         _write_configuration(file, given.text)
 
-    return join(parsed.ip, parsed.port, found, keep)
+    return join(host, port, found, keep)
 
 
 def _keep(keys: KeyDirectory, joined: Joined) -> None:

@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> None:
         found["estimate"]["pace"] = pace(about["estimate"]["job"], result.predicted_step_s)
     report(arguments, found, plan_report.text)
     if arguments.picture is not None:
-        from hetero_framework.commands.plan_picture import draw_plan
+        from hetero_framework.commands.plan_drawings import draw_plan
 
         for file in draw_plan(result, arguments.picture, is_estimate=bool(about)):
             _log.info("drawn: %s", file)

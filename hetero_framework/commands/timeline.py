@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> None:
     from hetero_framework.profiling.island_stats import read_between
     from hetero_framework.profiling.picture import picture
     from hetero_framework.profiling.trace_file import read_timeline
-    from hetero_framework.visualizer.timeline_picture import can_draw, draw
+    from hetero_framework.visualizer.pictures import can_draw
+    from hetero_framework.visualizer.timeline_picture import draw
 
     trace = read_timeline(arguments.place)
     found = diagnose(trace)

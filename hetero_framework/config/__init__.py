@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401  (what is imported here is what the package offers)
 
-from hetero_framework.config.hosts import host_and_port, normal_host, split_address
+from hetero_framework.config.host_names import host_and_port, normal_host, split_address
 from hetero_framework.config.island import LIGHTHOUSE_PORT, IslandConfig, island_name
 from hetero_framework.config.load import (
     PLAN_FILE,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from hetero_framework.config.hosts import split_address
+from hetero_framework.config.host_names import split_address
 from hetero_framework.config.section import Seconds, Section, checked_id, with_unit
 
 LIGHTHOUSE_PORT = 29510

@@ -31,7 +31,7 @@ from pydantic import (
 )
 
 from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
-from hetero_framework.config.hosts import checked_host, host_and_port, normal_host
+from hetero_framework.config.host_names import checked_host, host_and_port, normal_host
 from hetero_framework.config.island import IslandConfig
 from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown, without_harmless

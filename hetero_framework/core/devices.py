@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import platform
 import queue
-import re
 import sys
 import threading
 import time
@@ -709,25 +708,17 @@ def open_device(name: str) -> Device:
     devices = list_devices()
     if name == "auto":
         return devices[0]
-    match = re.fullmatch(r"(cuda|rocm|mps|xpu|cpu)(?::(\d+))?", name)
-    if match is None:
-        raise DeviceError(
-            f"{name!r} is not a device name", hint=f"use auto or one of: {_existing(devices)}"
-        )
-    kind, index = match[1], int(match[2] or 0)
+    kind, _, index = name.partition(":")
     if kind == "cuda" and torch.version.hip:
         kind = "rocm"
     for device in devices:
-        if device.kind == kind and (device.index or 0) == index:
+        if device.kind == kind and str(device.index or 0) == (index.lstrip("0") or "0"):
             return device
     raise DeviceError(
         f"this machine has no device {name!r}{_why_absent(kind)}",
-        hint=f"it has: {_existing(devices)}",
+        hint="use auto or one of: "
+        + ", ".join(f"{device.name} ({device.label})" for device in devices),
     )
-
-
-def _existing(devices: list[Device]) -> str:
-    return ", ".join(f"{device.name} ({device.label})" for device in devices)
 
 
 def _why_absent(kind: str) -> str:

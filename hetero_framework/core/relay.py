@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.messages import FrameHeader, Message
 from hetero_framework.core.send_queue import Outgoing
 from hetero_framework.errors import HeteroError
-
-if TYPE_CHECKING:
-    from hetero_framework.core.link import Link
 
 _SEGMENT_BYTES = (1 << 14, 1 << 18)
 """Least and most of a relayed frame that is passed on at a time."""
@@ -36,13 +33,21 @@ class SegmentSize:
         self.segment_bytes = max(smallest, min(largest, aim))
 
 
+class Carrier(Protocol):
+    """The link that a relayed frame goes out on; see `Link` for its methods."""
+
+    def expect(self, outgoing: Outgoing, source: Any) -> None: ...
+    def feed(self, outgoing: Outgoing, parts: Sequence[memoryview]) -> None: ...
+    def pad(self, outgoing: Outgoing) -> None: ...
+
+
 class Relay:
-    """One frame on its way from `source` to `carrier`, in a buffer of `pool`."""
+    """One frame on its way from the link `source` to `carrier`, in a buffer of `pool`."""
 
     def __init__(
         self,
-        source: Link,
-        carrier: Link,
+        source: object,
+        carrier: Carrier,
         frame: FrameHeader,
         message: Message,
         pool: BufferPool,

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hetero_framework.data.batches import LazyBatches, MicroBatch, num_items, token_count
-    from hetero_framework.data.load import TrainData, load_data
     from hetero_framework.data.tokenizer import load_tokenizer
+    from hetero_framework.data.train_data import TrainData, load_data
 
 __all__ = [
     *("LazyBatches", "MicroBatch", "num_items", "token_count"),
     *("TrainData", "load_data", "load_tokenizer"),
 ]
-_HOMES = {"TrainData": "load", "load_data": "load", "load_tokenizer": "tokenizer"}
+_HOMES = {"TrainData": "train_data", "load_data": "train_data", "load_tokenizer": "tokenizer"}
 
 
 def __getattr__(name: str) -> Any:

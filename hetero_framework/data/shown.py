@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from hetero_framework.config import Config, DataConfig
 from hetero_framework.data.formats import Formatter
-from hetero_framework.data.load import formatter_for, kept_part
 from hetero_framework.data.rendered import LEFT_OUT
 from hetero_framework.data.sources import Record, find_sources
 from hetero_framework.data.splits import SplitReader
+from hetero_framework.data.train_data import formatter_for, kept_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

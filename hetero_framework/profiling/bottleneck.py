@@ -1,7 +1,7 @@
 """Where the time of a run's steps went, and which one change would help most.
 
 `measured` says what stages, processes and boundaries took, `bound` what no schedule could have
-beaten, `what_if` what a change would bring.
+beaten, `simulated_changes` what a change would bring.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from hetero_framework.config import layers_text
 from hetero_framework.core.spans import ALL_STEPS, COMPUTE
-from hetero_framework.profiling import measured, what_if
+from hetero_framework.profiling import measured, simulated_changes
 from hetero_framework.profiling.timeline import Trace
 from hetero_framework.units import plural, seconds, share, size
 from hetero_framework.visualizer.tables import table
@@ -30,7 +30,7 @@ _UNEVEN = 2.0
 
 
 @dataclass(frozen=True)
-class Diagnosis(what_if.Baseline):
+class Diagnosis(simulated_changes.Baseline):
     """What `steps` (counted from 1) took, where, and what would help."""
 
     steps: tuple[int, ...]
@@ -38,7 +38,7 @@ class Diagnosis(what_if.Baseline):
     stages: tuple[measured.StageTimes, ...]
     processes: tuple[measured.ProcessTimes, ...]
     boundaries: tuple[measured.Boundary, ...]
-    changes: tuple[what_if.Change, ...]
+    changes: tuple[simulated_changes.Change, ...]
     dropped: int
 
     @property
@@ -47,17 +47,19 @@ class Diagnosis(what_if.Baseline):
         return self.pipeline_s / self.bound_s if self.bound_s else 1.0
 
     @property
-    def best(self) -> what_if.Change | None:
+    def best(self) -> simulated_changes.Change | None:
         """The change that would help most; None when none would help much."""
         return self.best_of({change.kind for change in self.changes})
 
-    def best_of(self, kinds: Collection[str]) -> what_if.Change | None:
+    def best_of(self, kinds: Collection[str]) -> simulated_changes.Change | None:
         """The same among some kinds: of those within 1 % of the best, the one that asks least."""
         possible = [change for change in self.changes if change.kind in kinds]
         most = max((change.gain for change in possible), default=0.0)
         if most < WORTH_IT:
             return None
-        return next(change for change in possible if change.gain >= most - what_if.AS_GOOD)
+        return next(
+            change for change in possible if change.gain >= most - simulated_changes.AS_GOOD
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types, for programs."""
@@ -83,12 +85,12 @@ def diagnose(trace: Trace) -> Diagnosis:
     every, inner = range(len(trace.processes)), range(len(trace.stages) - 1)
     boundaries = tuple(measured.boundary_of(trace, steps, nics, k) for k in inner)
     pipeline_s = statistics.fmean(step.computed - step.began for step in steps)
-    plan = what_if.Plan(stages, boundaries)
+    plan = simulated_changes.Plan(stages, boundaries)
     max_in_flight = trace.settings.get("max_in_flight")
     simulated_s = plan.step_s(m, max_in_flight)
     if simulated_s > _AS_SIMULATED * pipeline_s:
-        plan, simulated_s = what_if.overlapping(plan, m, max_in_flight, pipeline_s)
-    now = what_if.Baseline(
+        plan, simulated_s = simulated_changes.overlapping(plan, m, max_in_flight, pipeline_s)
+    now = simulated_changes.Baseline(
         micro_batches=m,
         max_in_flight=max_in_flight,
         step_s=statistics.fmean(step.ended - step.began for step in steps),
@@ -104,7 +106,7 @@ def diagnose(trace: Trace) -> Diagnosis:
         stages=stages,
         processes=tuple(measured.process_times(trace, steps, n) for n in every),
         boundaries=boundaries,
-        changes=tuple(what_if.changes(trace, now, plan, nics)),
+        changes=tuple(simulated_changes.changes(trace, now, plan, nics)),
         dropped=trace.dropped,
     )
 

@@ -1,23 +1,31 @@
-"""The result of a run whose workers are gone when it is gathered: made of the last checkpoint.
+"""The result of a run, made of a checkpoint without its workers.
 
-The coordinator has every stage's weights there; an adapter needs nothing else, a whole model is
-read and written block by block (models/files/restore.py).
+For `hetero export`, and for a run whose workers are gone when the result is gathered. A checkpoint
+has the weights of every stage; an adapter needs nothing else, and a whole model is read and written
+block by block (models/files/restore.py).
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 
+from hetero_framework.config import Config, load_config
+from hetero_framework.data import load_tokenizer
 from hetero_framework.engine.stage import WEIGHTS
-from hetero_framework.errors import HeteroError, PeerLostError
+from hetero_framework.errors import CheckpointError, HeteroError, PeerLostError
 from hetero_framework.log import event
-from hetero_framework.models.files.export import OutputDirectory
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.export import OutputDirectory, base_generation
 from hetero_framework.models.files.restore import Read, finished_tensors
-from hetero_framework.trainer.checkpoint import CheckpointReader
+from hetero_framework.models.files.stated import as_held
+from hetero_framework.models.library import quiet_libraries
+from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointReader, CheckpointStore
+from hetero_framework.trainer.continuation import adapter_settings
 from hetero_framework.trainer.outputs import write_result
 from hetero_framework.trainer.run_checkpoint import RunCheckpoints
 from hetero_framework.trainer.setup import Prepared
@@ -69,3 +77,71 @@ def _write(prepared: Prepared, reader: CheckpointReader) -> Path:
     about = (prepared.model_config, prepared.generation, prepared.tokenizer)
     write_result(output, config, plan, *about, tensors)
     return config.result_dir
+
+
+def export_checkpoint(
+    place: Path, output: OutputDirectory, config_file: Path | None = None
+) -> CheckpointReader:
+    """Write what the run would have written had it ended at this checkpoint; returns that.
+
+    `place` is a `step_N` directory, or a run's `output_dir` or `checkpoint_dir`: then its latest.
+    The configuration is the checkpoint's, unless `config_file` names one. Raises CheckpointError
+    for a checkpoint that is damaged or does not fit, ModelError and DataError.
+    """
+    reader = _find(place)
+    output.check(reader.directory, place)
+    config = _configuration(reader, config_file)
+    assert config.model is not None
+    quiet_libraries(config.training.log_level)
+    held, _ = as_held(config.model, config.base_dir)
+    config = config.with_changes(model={"tie_word_embeddings": held.tie_word_embeddings})
+    assert config.model is not None
+    model_config = load_model_config(config.model, config.base_dir)
+    plan = None
+    if config.adapter is not None:
+        from hetero_framework.models.adapters.lora import plan_adapter
+
+        plan = plan_adapter(model_config, config.adapter, config.base_dir)
+
+    generation = base_generation(config.model, config.base_dir, model_config)
+    tensors = finished_tensors(config.model, config.base_dir, plan, trained_weights(reader))
+    about = (model_config, generation, load_tokenizer(config))
+    write_result(output, config, plan, *about, tensors)
+    return reader
+
+
+def _find(place: Path) -> CheckpointReader:
+    place = place.absolute()
+    if (place / MANIFEST).is_file():
+        if (step := re.fullmatch(r"step_(\d+)", place.name)) is None:
+            raise CheckpointError(
+                f"{place} is a checkpoint, but not called step_N", hint="give it its name back"
+            )
+        return CheckpointStore(place.parent).open(int(step[1]))
+    root = place / "checkpoints" if (place / "checkpoints").is_dir() else place
+    if not root.is_dir():
+        raise CheckpointError(
+            f"there is no directory {place}",
+            hint="give a step_N directory, or the output_dir of a run",
+        )
+    return CheckpointStore(root).resolve("latest")
+
+
+def _configuration(reader: CheckpointReader, file: Path | None) -> Config:
+    """The run's own, or that of a file that means the same model and adapter."""
+    if file is None:
+        own = reader.manifest.get("config")
+        if own is None:
+            raise CheckpointError(
+                f"checkpoint {reader.step} is of a version that kept no configuration in it",
+                hint="name the run's: --config FILE",
+            )
+        return Config.from_dict(own["settings"], own["base_dir"], name=str(reader.directory))
+    config = load_config(file)
+    config.require("model")
+    if adapter_settings(config) != reader.manifest["identity"]["adapter"]:
+        raise CheckpointError(
+            f"checkpoint {reader.step} was made with another adapter section than that of {file}",
+            hint="give the configuration of the run that wrote it, or none",
+        )
+    return config

@@ -46,7 +46,8 @@ from hetero_framework.repository import resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.trainer.setup import Facts, Prepared
-from hetero_framework.visualizer.diagram import DiagramDetails, draw
+from hetero_framework.visualizer.diagram import DiagramDetails
+from hetero_framework.visualizer.diagram_file import draw
 
 _log = logging.getLogger(__name__)
 OWNER_FILE = ".hetero-run"

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
-from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import graphviz
 
 from hetero_framework.config import Config, IslandConfig, StageSpec, process_name
-from hetero_framework.errors import UserError
 from hetero_framework.log import printable
 from hetero_framework.units import count, plural, size
 
@@ -39,8 +34,6 @@ _AUTO = "direct where they reach each other, else through the coordinator"
 STYLES: Mapping[How, str] = {"relay": "dashed", "auto": "dotted"}
 """Of the lines that are not solid, in Graphviz's words."""
 COLORS = {"ink": _INK, "faint": _FAINT, "paper": _PAPER, "edge": _STAGE_EDGE, "line": _LINE}
-_BETTER = "the package graphviz gives a better one"
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -279,62 +272,3 @@ def _mermaid_text(text: str) -> str:
     return "".join(
         char if char.isalnum() or char in " .,:/+-_()[]" else f"#{ord(char)};" for char in text
     )
-
-
-def draw(
-    config: Config,
-    path: str | os.PathLike[str],
-    format: str | None = None,
-    details: DiagramDetails | None = None,
-) -> Path:
-    """Write the picture and return the file that was written: without Graphviz a plainer one, and
-    without matplotlib Mermaid text beside `path`, with a warning. `format` None takes it from the
-    file's name. Raises UserError for an unknown format or a file that cannot be written."""
-    target = Path(path)
-    chosen = picture_format(target, format, get_args(Format))
-    diagram = Diagram.of(config, details)
-    if chosen == "mmd":
-        return write_picture(target, to_mermaid(diagram).encode())
-    dot = to_dot(diagram)
-    if chosen == "png":
-        dot.attr(dpi="144")
-    try:
-        return write_picture(target, bytes(dot.pipe(format=chosen, quiet=True)))
-    except graphviz.ExecutableNotFound:
-        problem = "Graphviz (the program dot) is not installed"
-    except subprocess.SubprocessError:
-        problem = "Graphviz failed"
-    # Here: the picture of a step has its formats from this module.
-    from hetero_framework.visualizer import diagram_figure, timeline_picture
-
-    if timeline_picture.can_draw():
-        timeline_picture.save(lambda: diagram_figure.figure(diagram), target, chosen)
-        _log.warning("%s, so matplotlib has drawn %s; %s", problem, target, _BETTER)
-        return target
-    written = write_picture(target.with_suffix(".mmd"), to_mermaid(diagram).encode())
-    text = "%s, and neither is matplotlib, so no %s was drawn; %s"
-    instead = f"wrote {written} instead, which Markdown viewers and mermaid.live draw"
-    _log.warning(text, problem, chosen.upper(), instead)
-    return written
-
-
-def picture_format(path: Path, asked: str | None, known: Sequence[str]) -> str:
-    """The format that was asked for, else that of the file's name. Raises UserError."""
-    chosen = (asked or path.suffix.removeprefix(".")).lower()
-    if chosen not in known:
-        raise UserError(
-            f"there is no picture format {chosen!r}", hint=f"give one of: {', '.join(known)}"
-        )
-    return chosen
-
-
-def write_picture(path: Path, content: bytes) -> Path:
-    """Write the file and its folders. Raises UserError when it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise UserError(
-            f"cannot write the picture {path}: {error.strerror}", hint="give another --output"
-        ) from error
-    return path

@@ -18,7 +18,7 @@ from hetero_framework.visualizer.diagram import (
     Diagram,
     Place,
 )
-from hetero_framework.visualizer.measured import text_pt
+from hetero_framework.visualizer.pictures import text_pt
 
 _PAD, _GAP, _MARGIN, _LANE, _LEADING = 12.0, 64.0, 24.0, 17.0, 1.35
 _NAME, _ABOUT, _STAGE, _WORDS, _TITLE, _COUNTS = 15.0, 12.0, 12.0, 10.0, 17.0, 13.0

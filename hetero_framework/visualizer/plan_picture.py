@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_framework.units import share, size
-from hetero_framework.visualizer.measured import heading_pt, names_pt, text_pt
+from hetero_framework.visualizer.pictures import heading_pt, names_pt, text_pt
 from hetero_framework.visualizer.timeline_picture import color_of, ink_on
 
 _PAPER, _INK, _FAINT, _IDLE, _GRID = "#fdfdfb", "#222222", "#5f6670", "#f1f0ec", "#d9d8d3"

@@ -6,21 +6,15 @@ any common colour blindness tell apart; of several stages of one process the lat
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import os
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.errors import UserError
 from hetero_framework.units import seconds
-from hetero_framework.visualizer.diagram import picture_format, write_picture
-from hetero_framework.visualizer.measured import heading_pt, names_pt, text_pt
+from hetero_framework.visualizer.pictures import heading_pt, names_pt, save, text_pt
 
-FORMATS = ("png", "svg", "pdf")
 SHADES = {"forward": ("#9ccdf0", "#1f6fae"), "backward": ("#f7c568", "#c46a00")}
 """Of the first and of the last stage of a process."""
 PLAIN = {"update": "#8b8b8b", "activations": "#dfeaf3", "gradients": "#fbeeda"}
@@ -81,35 +75,9 @@ class StepPicture:
         return max(bar.ended for bar in bars)
 
 
-def can_draw() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def draw(picture: StepPicture, path: str | os.PathLike[str], form: str | None = None) -> Path:
-    """Write the picture to `path` and return that; `form` None: by the file's name. Raises
-    UserError without matplotlib, for an unknown format and for a file that cannot be written."""
+    """As `pictures.save`."""
     return save(lambda: figure(picture), path, form)
-
-
-def save(make: Callable[[], Any], path: str | os.PathLike[str], form: str | None = None) -> Path:
-    """Write the Figure that `make` draws; otherwise as `draw`."""
-    target = Path(path)
-    chosen = picture_format(target, form, FORMATS)
-    if not can_draw():
-        raise UserError(
-            "the picture needs matplotlib, which is not installed",
-            hint='pip install matplotlib, or "hetero-framework[pictures]"',
-        )
-    import matplotlib
-
-    content = io.BytesIO()
-    # Dollars are no formulas; characters that no font here has are drawn as boxes.
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "hetero", "text.parse_math": False}
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-        metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(chosen, {})
-        make().savefig(content, format=chosen, dpi=144, metadata=metadata)
-    return write_picture(target, content.getvalue())
 
 
 def figure(picture: StepPicture) -> Any:

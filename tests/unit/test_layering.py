@@ -94,6 +94,29 @@ def test_core_and_config_do_not_know_each_other() -> None:
             assert other not in {part(module) for module in imports(parsed(file))}, file
 
 
+def circles(arrows: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Modules that import each other, directly or through others: each one's whole circle."""
+    reached = {module: set(used) for module, used in arrows.items()}
+    grows = True
+    while grows:
+        before = sum(map(len, reached.values()))
+        for known in reached.values():
+            known.update(*(reached[other] for other in known))
+        grows = sum(map(len, reached.values())) > before
+    both = ({b for b in reached[a] if a in reached[b]} for a in reached)
+    return {frozenset(circle) for circle in both if circle}
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports within functions and those of types alone count as well."""
+    trees = {
+        f.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): parsed(f) for f in MODULES
+    }
+    arrows = {name: set(imports(tree)) & trees.keys() for name, tree in trees.items()}
+    assert circles(arrows) == set()
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {frozenset("bc")}
+
+
 def of_planner(file: Path) -> set[str]:
     """The parts of the planner that a module imports from."""
     start = "hetero_framework.planner."

@@ -14,6 +14,7 @@ from hetero_framework.models.cut.language import pattern
 if TYPE_CHECKING:
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
+    from torch import nn
 
 # PEFT's names: of its weight file, and what it puts before a model's own parameter names.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -91,3 +92,18 @@ class AttachedAdapter:
 
     plan: AdapterPlan
     tuner: LoraModel
+
+    def take_off(self, model: nn.Module) -> None:
+        """Put the base's modules back where the adapter has wrapped them. What it trains of these
+        themselves (biases) stays as it is, and requires gradients."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils import ModulesToSaveWrapper
+
+        for name, child in list(model.named_children()):
+            bare = child
+            while isinstance(bare, (BaseTunerLayer, ModulesToSaveWrapper)):
+                wrapped = "base_layer" if isinstance(bare, BaseTunerLayer) else "original_module"
+                bare = bare.get_submodule(wrapped)
+            if bare is not child:
+                setattr(model, name, bare)
+            self.take_off(bare)

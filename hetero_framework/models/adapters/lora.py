@@ -48,7 +48,7 @@ from hetero_framework.models.rng import derive_seed
 with compiled_at_first_call():
     from peft import LoraConfig, PeftConfig, get_peft_model_state_dict
     from peft.tuners.lora import LoraModel
-    from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
+    from peft.tuners.tuners_utils import cast_adapter_dtype
     from peft.utils import ModulesToSaveWrapper
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
@@ -181,19 +181,6 @@ def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
         for name, parameter in shard.model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def take_off(model: nn.Module) -> None:
-    """Put the base's modules back where an adapter has wrapped them. What an adapter trains of
-    these themselves (biases) stays as it is, and requires gradients."""
-    for name, child in list(model.named_children()):
-        bare = child
-        while isinstance(bare, (BaseTunerLayer, ModulesToSaveWrapper)):
-            wrapped = "base_layer" if isinstance(bare, BaseTunerLayer) else "original_module"
-            bare = bare.get_submodule(wrapped)
-        if bare is not child:
-            setattr(model, name, bare)
-        take_off(bare)
 
 
 def tensors_of_plan(

@@ -414,9 +414,7 @@ class Shard:
                 self._blocks[index].forward = former
         is_as_loaded = self.adapter is None or not self.adapter.plan.rewrites_base
         if self.adapter is not None:
-            from hetero_framework.models.adapters.lora import take_off
-
-            take_off(self.model)
+            self.adapter.take_off(self.model)
         model, whole, rng, blocks = self.model, self._whole, self.range, self._blocks
         self.model = self.adapter = None
         self._forwards, self._former, self._blocks = {}, {}, []

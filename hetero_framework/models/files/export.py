@@ -22,7 +22,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
 
 from hetero_framework import repository
 from hetero_framework._version import __version__
@@ -37,12 +36,13 @@ from hetero_framework.data.tokenizer import settle_pad_token
 from hetero_framework.errors import CheckpointError, ModelError, ResourceError
 from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS, AdapterPlan
 from hetero_framework.models.cut.language import meta_model, model_class
+from hetero_framework.models.files.non_text_modules import NonTextWeights, copy_processor
+from hetero_framework.models.files.weights import checkpoint_form
 from hetero_framework.models.library import one_line, quiet_library
 
 if TYPE_CHECKING:
     from hetero_framework.config import ModelConfig
     from hetero_framework.models.cut.shard import Shard
-    from hetero_framework.models.files.non_text_modules import NonTextWeights
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -85,18 +85,6 @@ def expected_checkpoint_tensors(config: PretrainedConfig) -> Shapes:
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     state = {key: t for key, t in model.state_dict().items() if key not in left_out}
     return {key: tuple(t.shape) for key, t in checkpoint_form(model, state).items()}
-
-
-def checkpoint_form(model: Any, state: Tensors) -> Tensors:
-    """Tensors of a model as a checkpoint of its class names and cuts them."""
-    # The model records how names differed in the checkpoint it was loaded from (a missing prefix,
-    # say); those written here must be the class's own on every stage.
-    recorded = getattr(model, "_weight_conversions", None)
-    model._weight_conversions = None
-    try:
-        return revert_weight_conversion(model, state)
-    finally:
-        model._weight_conversions = recorded
 
 
 def base_generation(
@@ -179,18 +167,6 @@ def write_adapter(
             tokenizer.save_pretrained(str(folder))
         if plan.towers and base_model is not None:
             copy_processor(base_model, revision, folder)
-
-
-def copy_processor(source: str, revision: str | None, folder: Path) -> None:
-    """Copy a multimodal model's files that say how pictures and sound are prepared; without a chat
-    template, which would take the place of the tokenizer's."""
-    for path in set(repository.settings_files(source, revision, repository.PROCESSORS)):
-        fields = repository.read_json(path, ModelError)
-        if fields.pop("chat_template", None) is None:
-            shutil.copyfile(path, folder / path.name)
-        else:
-            text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
-            (folder / path.name).write_text(text, encoding="utf-8")
 
 
 def write_checkpoint(

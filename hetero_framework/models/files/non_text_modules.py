@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +16,7 @@ from hetero_framework.errors import ModelError
 from hetero_framework.models.cut.language import lies_in, on_meta, towers
 from hetero_framework.models.cut.missing_parts import AbsentPart
 from hetero_framework.models.cut.tiny import stock_class
-from hetero_framework.models.files.export import checkpoint_form, copy_processor
-from hetero_framework.models.files.weights import Checkpoint, renaming
+from hetero_framework.models.files.weights import Checkpoint, checkpoint_form, renaming
 from hetero_framework.repository import resolve_model_path
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class NonTextWeights:
             yield key, tensor
 
     def copy_processor(self, folder: Path) -> None:
-        """See `export.copy_processor`."""
+        """As `copy_processor`."""
         copy_processor(self._checkpoint.source, self._checkpoint.revision, folder)
 
 
@@ -103,3 +104,15 @@ def _placed(
                 keys, empty = {source}, empty - own
         sources.update(dict.fromkeys(keys, source))
     return shapes, sources, sorted({*shapes.keys() - sources.keys(), *empty})
+
+
+def copy_processor(source: str, revision: str | None, folder: Path) -> None:
+    """Copy a multimodal model's files that say how pictures and sound are prepared; without a chat
+    template, which would take the place of the tokenizer's."""
+    for path in set(repository.settings_files(source, revision, repository.PROCESSORS)):
+        fields = repository.read_json(path, ModelError)
+        if fields.pop("chat_template", None) is None:
+            shutil.copyfile(path, folder / path.name)
+        else:
+            text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+            (folder / path.name).write_text(text, encoding="utf-8")

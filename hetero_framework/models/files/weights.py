@@ -14,10 +14,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.utils.hub import cached_file
 
 from hetero_framework import repository
@@ -201,6 +207,18 @@ def renaming(model: PreTrainedModel, known: dict[str, bool]) -> Callable[[str], 
         return key if name not in known and key in known else name
 
     return rename
+
+
+def checkpoint_form(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a model as a checkpoint of its class names and cuts them."""
+    # The model records how names differed in the checkpoint it was loaded from (a missing prefix,
+    # say); those written here must be the class's own on every stage.
+    recorded = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = None
+    try:
+        return revert_weight_conversion(model, state)
+    finally:
+        model._weight_conversions = recorded
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -17,8 +17,9 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from hetero_framework.config import Config, load_config
 from hetero_framework.errors import UserError
-from hetero_framework.visualizer import diagram_figure, timeline_picture
-from hetero_framework.visualizer.diagram import Diagram, DiagramDetails, draw, to_dot, to_mermaid
+from hetero_framework.visualizer import diagram_figure, pictures
+from hetero_framework.visualizer.diagram import Diagram, DiagramDetails, to_dot, to_mermaid
+from hetero_framework.visualizer.diagram_file import draw
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
@@ -362,7 +363,7 @@ def test_precision_is_shown_where_it_goes_by_machine() -> None:
 def test_without_dot_and_matplotlib_mermaid_is_written(
     tmp_path: Path, format: str, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline_picture, "can_draw", lambda: False)
+    monkeypatch.setattr(pictures, "can_draw", lambda: False)
     path = draw(THREE, tmp_path / f"picture.{format}", format)
     assert path == tmp_path / "picture.mmd"
     assert list(tmp_path.iterdir()) == [path]

@@ -9,7 +9,7 @@ import pytest
 
 from hetero_framework.errors import UserError
 from hetero_framework.profiling.picture import picture
-from hetero_framework.visualizer import timeline_picture
+from hetero_framework.visualizer import pictures, timeline_picture
 from hetero_framework.visualizer.timeline_picture import (
     Bar,
     Row,
@@ -159,7 +159,7 @@ def test_large_picture_stays_within_a_screens_reach(tmp_path: Path) -> None:
 def test_without_matplotlib_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline_picture.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"(?s)needs matplotlib.*hetero-framework\[pictures\]"):
         draw(ONE_BAR, tmp_path / "a.png")
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.cli import main
-from hetero_framework.commands.plan_picture import plan, step
+from hetero_framework.commands.plan_drawings import plan, step
 from hetero_framework.planner import evaluate
 from hetero_framework.visualizer import plan_picture
 from tests.unit.planner.fleets import GB, device, fleet_of, raw_fleet

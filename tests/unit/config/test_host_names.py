@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hetero_framework.config.hosts import (
+from hetero_framework.config.host_names import (
     checked_host,
     host_and_port,
     normal_host,

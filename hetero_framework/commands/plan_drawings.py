@@ -10,7 +10,7 @@ from hetero_framework.planner import Result
 from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD
 from hetero_framework.planner.schedule.simulator import SimulatedSpan
 from hetero_framework.units import plural, seconds
-from hetero_framework.visualizer import plan_picture, timeline_picture
+from hetero_framework.visualizer import pictures, plan_picture, timeline_picture
 from hetero_framework.visualizer.plan_picture import Held, PlanPicture, PlanRow
 from hetero_framework.visualizer.timeline_picture import Bar, Row, StepPicture
 
@@ -23,7 +23,7 @@ def draw_plan(result: Result, path: str, *, is_estimate: bool = False) -> tuple[
     target = Path(path)
     beside = target.with_name(f"{target.stem}-step{target.suffix}")
     kind = "Estimated" if is_estimate else "Predicted"
-    first = timeline_picture.save(lambda: plan_picture.figure(plan(result, kind)), target)
+    first = pictures.save(lambda: plan_picture.figure(plan(result, kind)), target)
     return first, timeline_picture.draw(step(result, kind), beside)
 
 

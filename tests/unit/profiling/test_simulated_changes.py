@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from hetero_framework.core import codecs
-from hetero_framework.profiling import what_if
+from hetero_framework.profiling import simulated_changes
 from hetero_framework.profiling.measured import Boundary, StageTimes
 
 STAGES = tuple(StageTimes(k, k, 2 * k, 2 * k + 2, 1.0, 2.0, 1.0) for k in range(2))
 BOUNDARY = Boundary(0, "direct", 1.0, 2.0, 0.0, 4 * 64 * 64, 4 * 64 * 64, "float32", "")
 
 
-def plan(**changes: Any) -> what_if.Plan:
-    return what_if.Plan(STAGES, (Boundary(**{**vars(BOUNDARY), **changes}),))
+def plan(**changes: Any) -> simulated_changes.Plan:
+    return simulated_changes.Plan(STAGES, (Boundary(**{**vars(BOUNDARY), **changes}),))
 
 
 def test_a_codec_is_as_large_as_it_makes_a_tensor() -> None:
-    found = {idea.kind: idea.plan.boundaries[0] for idea in what_if._codecs(plan(), 4)}
+    found = {idea.kind: idea.plan.boundaries[0] for idea in simulated_changes._codecs(plan(), 4)}
     assert list(found) == ["bf16", "int8"]
     for name, boundary in found.items():
         share = codecs.CODECS[name].nbytes((64, 64), torch.float32) / (4 * 64 * 64)
@@ -34,11 +34,11 @@ def test_a_codec_that_is_added_is_an_idea(monkeypatch: pytest.MonkeyPatch) -> No
         name = "half"
 
     monkeypatch.setitem(codecs.CODECS, "half", Half())
-    assert [idea.kind for idea in what_if._codecs(plan(), 4)] == ["bf16", "int8", "half"]
+    assert [idea.kind for idea in simulated_changes._codecs(plan(), 4)] == ["bf16", "int8", "half"]
 
 
 @pytest.mark.parametrize(
     "changes", [{"codec": "bf16"}, {"way": "same process"}, {"dtype": "load"}, {"dtype": ""}]
 )
 def test_no_codec_where_none_can_help(changes: dict[str, str]) -> None:
-    assert what_if._codecs(plan(**changes), 4) == []
+    assert simulated_changes._codecs(plan(**changes), 4) == []

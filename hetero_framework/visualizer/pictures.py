@@ -1,0 +1,83 @@
+"""What all pictures share: how wide a text is, formats, and files, as matplotlib draws them."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.errors import UserError
+
+FORMATS = ("png", "svg", "pdf")
+
+
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def save(make: Callable[[], Any], path: str | os.PathLike[str], form: str | None = None) -> Path:
+    """Write the Figure that `make` draws to `path`; `form` None: by the name of the file. Raises
+    UserError without matplotlib, for an unknown format and for a file that cannot be written."""
+    target = Path(path)
+    chosen = picture_format(target, form, FORMATS)
+    if not can_draw():
+        raise UserError(
+            "the picture needs matplotlib, which is not installed",
+            hint='pip install matplotlib, or "hetero-framework[pictures]"',
+        )
+    import matplotlib
+
+    content = io.BytesIO()
+    # Dollars are no formulas; characters that no font here has are drawn as boxes.
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "hetero", "text.parse_math": False}
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
+        metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(chosen, {})
+        make().savefig(content, format=chosen, dpi=144, metadata=metadata)
+    return write_picture(target, content.getvalue())
+
+
+def picture_format(path: Path, asked: str | None, known: Sequence[str]) -> str:
+    """The format that was asked for, else that of the file's name. Raises UserError."""
+    chosen = (asked or path.suffix.removeprefix(".")).lower()
+    if chosen not in known:
+        raise UserError(
+            f"there is no picture format {chosen!r}", hint=f"give one of: {', '.join(known)}"
+        )
+    return chosen
+
+
+def write_picture(path: Path, content: bytes) -> Path:
+    """Write the file and its folders. Raises UserError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the picture {path}: {error.strerror}", hint="give another --output"
+        ) from error
+    return path
+
+
+def text_pt(text: str, size_pt: float, *, bold: bool = False) -> float:
+    """A line of that size."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=size_pt, weight="bold" if bold else "normal")
+    width, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
+    return float(width)
+
+
+def names_pt(rows: Iterable[tuple[str, str]]) -> float:
+    """The widest of names and of what stands below each."""
+    return max(max(text_pt(a, 10, bold=True), text_pt(b, 8.5)) for a, b in rows)
+
+
+def heading_pt(title: str, subtitle: str) -> float:
+    """A picture that is wide enough for its heading."""
+    return 32 + max(text_pt(title, 14, bold=True), text_pt(subtitle, 10.5))
