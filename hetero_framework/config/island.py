@@ -49,8 +49,8 @@ class IslandConfig(Section):
     delay_steps: Annotated[int, with_unit("steps", ge=0)] = 0
     """Steps that go on while a fragment is averaged in the background."""
     mixing: Annotated[float, with_unit("share", ge=0, le=1)] = 0.0
-    """Share of an island's own weights that stays when a fragment comes back: 0 takes the average of
-    all, 1 changes nothing here until the next time."""
+    """Share of an island's own weights that stays when a fragment comes back: 0 takes the average
+    of all, 1 changes nothing here until the next time."""
     compression: Literal["none", "bf16", "int8"] = "none"
     """How changes of the weights are rounded on their way between islands; the rounding error is
     added to the next change."""

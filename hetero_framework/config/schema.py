@@ -470,9 +470,9 @@ class TrainingConfig(Section):
     does not. The result is the same to the last bit."""
     replicate_steps: Literal["auto"] | Annotated[int, with_unit("steps", ge=0)] = "auto"
     """Steps from one copy of the adapters and their optimizer on the coordinator to the next; a
-    worker that dies costs at most that many steps. "auto": as often as takes at most 5 % of the time.
-    0: never (a lost worker costs the steps since the last checkpoint). With full training nothing is
-    copied."""
+    worker that dies costs at most that many steps. "auto": as often as takes at most 5 % of the
+    time. 0: never (a lost worker costs the steps since the last checkpoint). With full training
+    nothing is copied."""
     step_timeout_s: Seconds = 600.0
     """Longest wait for a stage in a step before the run is given up."""
     liveness_timeout_s: Annotated[float, with_unit("seconds", ge=3)] = 15.0
