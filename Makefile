@@ -1,6 +1,6 @@
 # make setup   .venv with everything (VENV=... another place, TORCH_SPEC=... another torch)
 # make demo    the whole job on this machine, offline after setup
-# make demo-islands  two coordinators train one model together (Linux x86-64: it installs torchft)
+# make demo-islands  two coordinators train one model together (Linux x86-64: torchft for the lighthouse)
 # make test    lint, types and the whole suite
 # make lines   how many lines each room of the package has
 # make faults  what breaks, with its figures

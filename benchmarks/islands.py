@@ -70,8 +70,9 @@ from hetero_framework.core.dial import Listener, connect
 from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import HeteroError
-from hetero_framework.islands import links, tunnel
+from hetero_framework.islands import lighthouse_client, links
 from hetero_framework.islands.lighthouse import Lighthouse
+from hetero_framework.islands.quorums import Quorums
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.security.access import Plaintext
 from hetero_framework.trainer.coordinator import train
@@ -100,12 +101,14 @@ class Tell(Progress):
 def live(
     connection: Any, raw: dict[str, Any], failpoint: str, sleep_s: float, round_trip_s: float
 ) -> None:
-    """One island's coordinator, until it is killed or the run is over. What it dials of other
-    islands and the lighthouse is as far away as `round_trip_s` says."""
+    """One island's coordinator, until it is killed or the run is over: without torchft, which the
+    lighthouse's machine alone needs. What it dials of other islands and the lighthouse is as far
+    away as `round_trip_s` says."""
+    sys.modules["torchft"] = None  # type: ignore[assignment]
     if failpoint:
         os.environ["HETERO_FAILPOINT"] = failpoint
     if round_trip_s:
-        links.connect = tunnel.connect = partial(_dial_from_afar, round_trip_s / 2)
+        links.connect = lighthouse_client.connect = partial(_dial_from_afar, round_trip_s / 2)
     config = Config.from_dict(raw)
     config.output_dir.mkdir(parents=True, exist_ok=True)
     with (config.output_dir / "stderr.log").open("ab", buffering=0) as said:
@@ -131,23 +134,21 @@ def _dial_from_afar(one_way_s: float, host: str, port: int, timeout_s: float, **
 
 def light(connection: Any, host: str, port: int) -> None:
     """A lighthouse for others, until it is ended."""
-    with lighthouse(host, port) as entrance:
+    with lighthouse(host, port) as server:
         connection.send("it shines")
         while True:
-            entrance.wait(1.0)
+            server.wait(1.0)
 
 
 @contextmanager
-def lighthouse(host: str = "127.0.0.1", port: int = 0) -> Iterator[tunnel.Entrance]:
+def lighthouse(host: str = "127.0.0.1", port: int = 0) -> Iterator[Lighthouse]:
     """As `hetero lighthouse` has it."""
     with (
-        Lighthouse() as server,
+        closing(Quorums()) as quorums,
         closing(Listener(host, port)) as listener,
-        closing(
-            tunnel.Entrance(listener, Plaintext(everywhere=True), server.port, server.beat)
-        ) as entrance,
+        closing(Lighthouse(listener, Plaintext(everywhere=True), quorums)) as server,
     ):
-        yield entrance
+        yield server
 
 
 def work(connection: Any, raw: dict[str, Any], worker: int, sleep_s: float) -> None:

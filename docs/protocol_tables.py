@@ -23,6 +23,8 @@ _ARROWS = {
     messages.LISTENER: "accepting worker → connecting worker",
     messages.NEWCOMER: "connecting island → accepting island",
     messages.MEMBER: "accepting island → connecting island",
+    messages.ISLAND: "island → lighthouse",
+    messages.LIGHTHOUSE: "lighthouse → island",
     messages.EITHER: "either",
 }
 
@@ -87,7 +89,8 @@ def _message(body: type[Body]) -> str:
 
 def _order() -> str:
     peers, islands = session.PEER_PHASES, session.ISLAND_PHASES
-    star = [phase for phase in session.Phase if phase not in (*peers, *islands)]
+    joined = session.LIGHTHOUSE_PHASES
+    star = [phase for phase in session.Phase if phase not in (*peers, *islands, *joined)]
     first, last = session.Phase.OPEN, session.Phase.CLOSED
     return (
         _order_of(star, messages.COORDINATOR, messages.WORKER)
@@ -95,6 +98,8 @@ def _order() -> str:
         + _order_of((first, *peers, last), messages.DIALLER, messages.LISTENER)
         + "\nOn a link between two islands:\n\n"
         + _order_of((first, *islands, last), messages.NEWCOMER, messages.MEMBER)
+        + "\nOn a link between an island and its lighthouse:\n\n"
+        + _order_of((first, *joined, last), messages.ISLAND, messages.LIGHTHOUSE)
     )
 
 

@@ -8,8 +8,8 @@
 3. Kill garage's coordinator in the middle. Attic goes on; garage is started again with the same
    command, takes over where the group is, and trains on.
 
-Everything lands in runs/islands, which is emptied first. It needs torchft (Linux, x86-64):
-pip install "hetero-framework[islands]".
+Everything lands in runs/islands, which is emptied first. The lighthouse needs torchft (Linux,
+x86-64): pip install "hetero-framework[islands]".
 """
 
 from __future__ import annotations

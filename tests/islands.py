@@ -1,92 +1,72 @@
-"""Several islands in this process, each in a thread of its own, that meet without a lighthouse."""
+"""Several islands in this process, a thread each, and a lighthouse without torchft."""
 
 from __future__ import annotations
 
 import faulthandler
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import closing, contextmanager
 from typing import Any
 
 from hetero_framework.config import Config
+from hetero_framework.core.dial import Listener
 from hetero_framework.core.threads import in_background, wait_for
-from hetero_framework.errors import NetworkError, PeerAwayError
-from hetero_framework.islands import notes
-from hetero_framework.islands.rendezvous import Finished, Member, View
+from hetero_framework.islands.lighthouse import Lighthouse
+from hetero_framework.islands.quorums import Quorums
+from hetero_framework.security.access import LOOPBACK_ONLY, Access
 from hetero_framework.trainer.coordinator import RunSummary, train
 from tests.integration.conftest import Notes
 
 PATIENCE_S = 60.0
 
 
-class Harbour:
-    """In place of a lighthouse: a view is made when all that live have asked for it, the first one
-    when at least `least` have."""
+class StandIn(Quorums):
+    """In place of torchft: a quorum is made when all islands that are here have asked, the first
+    one when at least `least` have."""
 
     def __init__(self) -> None:
         self.least = 1
+        self.lighthouse: Lighthouse | None = None
         self._changed = threading.Condition()
-        self._living: dict[Member, int] = {}  # and how many views each has had
-        self._asking: set[Member] = set()
-        self._views: list[View] = []
-        self.notes = notes.Notes()
+        self._asked: dict[str, int] = {}
+        self._quorum: dict[str, int] = {}
 
-    def enter(self, member: Member) -> None:
+    def beat(self, id: str) -> None: ...
+
+    def ask(self, id: str, number: int, timeout_s: float) -> dict[str, int] | None:
+        assert self.lighthouse is not None
+        deadline = time.monotonic() + timeout_s
         with self._changed:
-            self._living[member] = len(self._views)
+            self._asked[id] = number
+            while self._quorum.get(id) != number:
+                here = {island.id for island in list(self.lighthouse._islands.values())}
+                enough = self._quorum or len(here) >= self.least
+                if here and enough and here <= self._asked.keys():
+                    self._quorum = {one: self._asked.pop(one) for one in here}
+                    self._changed.notify_all()
+                elif time.monotonic() >= deadline:
+                    return None
+                else:
+                    self._changed.wait(0.01)
+            return self._quorum
 
-    def leave(self, member: Member) -> None:
-        with self._changed:
-            self._living.pop(member, None)
-            self._asking.discard(member)
-            self._changed.notify_all()
-            self._try()
-
-    def next_view(self, member: Member, timeout_s: float) -> View:
-        with self._changed:
-            self._asking.add(member)
-            number = len(self._views)
-            self._try()
-            if not self._changed.wait_for(
-                lambda: len(self._views) > number or member not in self._living, timeout_s
-            ):
-                self._asking.discard(member)
-                raise PeerAwayError("the other islands did not ask in time")
-            if len(self._views) == number:
-                raise NetworkError(f"island {member.name} has left the others")
-            return self._views[number]
-
-    def _try(self) -> None:
-        enough = self._views or len(self._asking) >= self.least
-        if self._asking and enough and self._asking >= self._living.keys():
-            self._views.append(View.of(list(self._asking)))
-            self._asking = set()
-            self._changed.notify_all()
+    def close(self) -> None: ...
 
 
-class Berth:
-    """A `Rendezvous` by way of a `Harbour`; takes what TorchftRendezvous takes."""
-
-    def __init__(
-        self, harbour: Harbour, member: Member, lively: Callable[[], bool] = lambda: True
-    ) -> None:
-        self._harbour, self._member = harbour, member
-        harbour.enter(member)
-
-    def members(self, timeout_s: float) -> View:
-        return self._harbour.next_view(self._member, timeout_s)
-
-    in_reach = True
-
-    def note(self, finished: Finished) -> None:
-        self._harbour.notes.answer(notes.noting(finished))
-
-    def finished(self, run: str, facts: str, since_s: float) -> Finished | None:
-        return notes.found(self._harbour.notes.answer(notes.looking(run, facts, since_s)))
-
-    def close(self) -> None:
-        self._harbour.leave(self._member)
+@contextmanager
+def serving(
+    quorums: Quorums, access: Access = LOOPBACK_ONLY, port: int = 0
+) -> Iterator[Lighthouse]:
+    """A lighthouse on the loopback that gets its quorums there."""
+    with (
+        closing(Listener("127.0.0.1", port)) as listener,
+        closing(Lighthouse(listener, access, quorums)) as lighthouse,
+    ):
+        if isinstance(quorums, StandIn):
+            quorums.lighthouse = lighthouse
+        yield lighthouse
 
 
 def train_islands(raws: Mapping[str, dict[str, Any]]) -> dict[str, RunSummary]:
@@ -100,7 +80,7 @@ def train_islands(raws: Mapping[str, dict[str, Any]]) -> dict[str, RunSummary]:
 
 def outcomes(raws: Mapping[str, dict[str, Any]]) -> dict[str, RunSummary | BaseException]:
     """Train by these configurations, one for each island, at the same time; what each returned or
-    raised. `trainer.islands.rendezvous_at` must give a Berth by then. Threads share torch's random
+    raised. Threads share torch's random
     numbers: an adapter would begin with other ones each time."""
     running: dict[str, Future[RunSummary]] = {}
     for name, raw in raws.items():

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from hetero_framework.islands.lighthouse import check_torchft
+from hetero_framework.islands.quorums import import_torchft
 
 
 def need_torchft() -> None:
@@ -14,4 +14,4 @@ def need_torchft() -> None:
     error: whatever needs it would be skipped, and nobody would notice."""
     if find_spec("torchft") is None:
         pytest.skip("torchft is not installed")
-    check_torchft()
+    import_torchft()

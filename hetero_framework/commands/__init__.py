@@ -16,7 +16,7 @@ SUMMARIES = {
     "invite": "print the command that makes another machine a worker or an island, and wait until"
     " it has joined",
     "lighthouse": "serve as the place where islands (coordinators that train one model together)"
-    " find each other",
+    " find each other; needs torchft, which islands do not",
     "join": "make this machine a worker or an island, with the line that `hetero invite` printed",
     "keys": "list, check, revoke or rotate this machine's keys; export the keys of others as files",
     "diagram": "draw the machines and the layers that each of them holds",

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from hetero_framework.config import Config
 from hetero_framework.core import addresses
 from hetero_framework.errors import UserError
-from hetero_framework.islands import notes
-from hetero_framework.islands.lighthouse import check_torchft
-from hetero_framework.islands.tunnel import ask_lighthouse
+from hetero_framework.islands.lighthouse_client import clock_at
 from hetero_framework.security.access import KeyOptions, island_access
 from hetero_framework.units import seconds
 
@@ -25,10 +23,6 @@ def problems(
     """
     if config.island is None:
         return
-    try:
-        check_torchft()
-    except UserError as error:
-        yield error.message, error.hint or "install it"
     where, ip = config.island.lighthouse, config.coordinator.ip
     if addresses.is_loopback(ip) and not addresses.is_loopback(config.island.lighthouse_address[0]):
         yield (
@@ -37,19 +31,12 @@ def problems(
         )
     began = time.time()
     try:
-        access = island_access(config, options)
-        answer = ask_lighthouse(config.island.lighthouse_address, access, notes.CLOCK)
+        there = clock_at(config.island.lighthouse_address, island_access(config, options))
     except UserError as error:
         yield error.message, error.hint or f"start `hetero lighthouse` at {where}"
         return
-    trip_s = time.time() - began
-    there = notes.clock(answer)
-    if there is None:
-        yield (
-            f"what answers at {where} is no lighthouse of this version",
-            "start `hetero lighthouse` there, or look what else has its port",
-        )
-    elif abs(off_s := there - began - trip_s / 2) > clock_s:
+    off_s = there - (began + time.time()) / 2
+    if abs(off_s) > clock_s:
         way = "ahead of" if off_s > 0 else "behind"
         yield (
             f"the clock of the lighthouse's machine is {seconds(abs(off_s))} {way} this one's",

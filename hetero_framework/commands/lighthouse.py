@@ -1,4 +1,4 @@
-"""`hetero lighthouse`: the place where the islands of a group find each other."""
+"""`hetero lighthouse`: where islands find each other. Its machine alone needs torchft."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def serve(
     from hetero_framework.core import timeouts
     from hetero_framework.core.dial import Listener
     from hetero_framework.islands.lighthouse import Lighthouse
-    from hetero_framework.islands.tunnel import Entrance
+    from hetero_framework.islands.quorums import Quorums
     from hetero_framework.security.access import lighthouse_access
     from hetero_framework.trainer.signals import StopRequest
 
@@ -69,12 +69,14 @@ def serve(
     access = lighthouse_access(keys, host, options)
     with StopRequest() as stop:
         try:
-            with closing(Listener(host, port)) as listener, Lighthouse(min_islands) as server:
-                entrance = Entrance(listener, access, server.port, server.beat)
-                with closing(entrance):
-                    say(_welcome(host_and_port(host, port), access.encrypts))
-                    while True:
-                        entrance.wait(timeouts.TICK_S)
+            with (
+                closing(Listener(host, port)) as listener,
+                closing(Quorums(min_islands)) as quorums,
+                closing(Lighthouse(listener, access, quorums)) as lighthouse,
+            ):
+                say(_welcome(host_and_port(host, port), access.encrypts))
+                while True:
+                    lighthouse.wait(timeouts.TICK_S)
         except KeyboardInterrupt:
             name = stop.requested or "Ctrl-C"
             text = f"stopped by {name}; islands find it again when the same command has run"

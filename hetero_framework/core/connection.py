@@ -39,15 +39,18 @@ from hetero_framework.core.stream import Stream
 from hetero_framework.core.waiting import Waiting
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 
-_ANSWERS = (m.Welcome, m.PeerWelcome, m.IslandWelcome, m.Reject, m.Error, m.Bye)
+_WELCOMES = (m.Welcome, m.PeerWelcome, m.IslandWelcome, m.Joined)
+_ANSWERS = (*_WELCOMES, m.Finished, m.Reject, m.Error, m.Bye)
 _ROLES = {m.Hello.spec.number: m.WORKER, m.PeerHello.spec.number: m.LISTENER}
 """Where a worker is connected to: its role by what is said first."""
 
 
 def _opening(role: str) -> frozenset[int]:
     """The numbers of what may be said first to this role."""
-    phases = (Phase.OPEN, Phase.GREETING, Phase.PEER_GREETING, Phase.ISLAND_GREETING)
-    return frozenset(kind.spec.number for p in phases for kind in legal(ROLES[role], p))
+    greetings = (Phase.GREETING, Phase.PEER_GREETING, Phase.ISLAND_GREETING, Phase.JOINING)
+    return frozenset(
+        kind.spec.number for p in (Phase.OPEN, *greetings) for kind in legal(ROLES[role], p)
+    )
 
 
 OPENING: dict[str | None, frozenset[int]] = {role: _opening(role) for role in ROLES}

@@ -31,6 +31,8 @@ DIALLER = "connecting worker"
 LISTENER = "accepting worker"
 NEWCOMER = "connecting island"
 MEMBER = "accepting island"
+ISLAND = "island"
+LIGHTHOUSE = "lighthouse"
 EITHER = "either"
 
 RejectCode = Literal["busy", "identity", "peer", "protocol", "stale"]
@@ -717,6 +719,77 @@ class Share(Body):
     last: bool
     names: tuple[str, ...]
     info: dict[str, Any]
+
+
+# ----------------------------------------------------------------------- islands and a lighthouse
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One start of one island: `process` is drawn at each start, so an island that was started
+    again is another member. The others reach it at `address`, "ip:port"."""
+
+    name: str
+    process: str
+    address: str
+
+
+@_message(73, ISLAND)
+class Join(_Greeting):
+    """Island to lighthouse, first of a connection: who I am. The island counts as living as long as
+    the connection lives. Answered by JOINED or REJECT. Without `member` the island only looks
+    whether there is a lighthouse, which closes the connection after its answer."""
+
+    member: Member | None = None
+
+
+@_message(74, LIGHTHOUSE)
+class Joined(_Greeting):
+    """Lighthouse to island, accepts JOIN; `clock` is its time in seconds since 1970."""
+
+    clock: float
+
+
+@_message(75, ISLAND)
+class NextView(Body):
+    """Island to lighthouse: which islands take part from now on? Answered by MEMBERS when all
+    living islands have asked, and to be asked once at a time."""
+
+
+@_message(76, LIGHTHOUSE)
+class Members(Body):
+    """Lighthouse to island, answers NEXT_VIEW; each of `members` gets the same answer."""
+
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """A group whose training is done: `run` is drawn when it begins, `facts` is a digest of what it
+    trained, and `islands` have the result."""
+
+    run: str
+    facts: str
+    step: int
+    islands: tuple[str, ...]
+
+
+@_message(77, EITHER)
+class Finished(Body):
+    """Island to lighthouse: a group has finished; the lighthouse answers with the same message.
+    Lighthouse to island: the answer to FIND_FINISHED, without `run` where it knows of none."""
+
+    run: FinishedRun | None = None
+
+
+@_message(78, ISLAND)
+class FindFinished(Body):
+    """Island to lighthouse: has `run` finished? Without a name: has any group that trains `facts`
+    finished within the last `since_s` seconds? Answered by FINISHED."""
+
+    run: str
+    facts: str
+    since_s: float
 
 
 MAX_SHOWN = 2000

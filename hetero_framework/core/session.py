@@ -24,7 +24,7 @@ class Phase(Enum):
 
     OPEN = (
         "connected; HELLO comes first, CALL where a worker dials, PEER_HELLO between workers, "
-        "ISLAND_HELLO between islands"
+        "ISLAND_HELLO between islands, JOIN to a lighthouse"
     )
     CALLED = "the worker has dialled; HELLO follows when the coordinator wants it"
     GREETING = "HELLO is sent; the worker answers"
@@ -40,6 +40,9 @@ class Phase(Enum):
     FLOWING = "two workers exchange tensors"
     ISLAND_GREETING = "ISLAND_HELLO is sent; the other island answers"
     TOGETHER = "two islands train one model"
+    JOINING = "JOIN is sent; the lighthouse answers"
+    JOINED = "the lighthouse knows the island"
+    ASKING = "the island waits for the next view"
     CLOSED = "REJECT or BYE was sent; nothing follows"
 
 
@@ -56,6 +59,9 @@ PEER_PHASES = (Phase.PEER_GREETING, Phase.FLOWING)
 """Of a link between two workers."""
 ISLAND_PHASES = (Phase.ISLAND_GREETING, Phase.TOGETHER)
 """Of a link between two islands."""
+LIGHTHOUSE_PHASES = (Phase.JOINING, Phase.JOINED, Phase.ASKING)
+"""Of a link between an island and its lighthouse."""
+_APART = (*PEER_PHASES, *ISLAND_PHASES, *LIGHTHOUSE_PHASES)
 
 
 def _order() -> dict[Phase, dict[type[Body], Phase]]:
@@ -65,6 +71,7 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
             m.Call: Phase.CALLED,
             m.PeerHello: Phase.PEER_GREETING,
             m.IslandHello: Phase.ISLAND_GREETING,
+            m.Join: Phase.JOINING,
             m.Reject: Phase.CLOSED,
         },
         Phase.CALLED: {m.Hello: Phase.GREETING, m.Reject: Phase.CLOSED},
@@ -89,6 +96,9 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
         Phase.FLOWING: {},
         Phase.ISLAND_GREETING: {m.IslandWelcome: Phase.TOGETHER, m.Reject: Phase.CLOSED},
         Phase.TOGETHER: {},
+        Phase.JOINING: {m.Joined: Phase.JOINED, m.Reject: Phase.CLOSED},
+        Phase.JOINED: {m.NextView: Phase.ASKING},
+        Phase.ASKING: {m.Members: Phase.JOINED},
         Phase.CLOSED: {},
     }
     stay: dict[Phase, tuple[type[Body], ...]] = {
@@ -102,6 +112,8 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
         Phase.ABORTING: (*_STEP_RESULTS, m.GradientNorms),
         Phase.FLOWING: (*_BOUNDARY, m.Control, *_TURNS),
         Phase.TOGETHER: (m.Share,),
+        Phase.JOINED: (m.Finished, m.FindFinished),
+        Phase.ASKING: (m.Finished, m.FindFinished),
     }
     for phase, table in moves.items():
         table.update(dict.fromkeys(stay.get(phase, ()), phase))
@@ -109,7 +121,7 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
             continue
         table.update(dict.fromkeys(_ANYTIME, phase))
         table[m.Bye] = Phase.CLOSED
-        if phase not in (Phase.OPEN, Phase.CALLED, Phase.GREETING, *PEER_PHASES, *ISLAND_PHASES):
+        if phase not in (Phase.OPEN, Phase.CALLED, Phase.GREETING, *_APART):
             table.update(dict.fromkeys(_AFTER_WELCOME, phase))
     return moves
 
@@ -120,6 +132,7 @@ ROLES = {
     **{m.COORDINATOR: m.WORKER, m.WORKER: m.COORDINATOR},
     **{m.DIALLER: m.LISTENER, m.LISTENER: m.DIALLER},
     **{m.NEWCOMER: m.MEMBER, m.MEMBER: m.NEWCOMER},
+    **{m.ISLAND: m.LIGHTHOUSE, m.LIGHTHOUSE: m.ISLAND},
 }
 """Each role on a connection and the role of the other side."""
 

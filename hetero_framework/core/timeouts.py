@@ -93,3 +93,7 @@ class LinkDeadlines:
     liveness_s: float = LIVENESS_S
     handshake_s: float = HANDSHAKE_S
     send_s: float = SEND_S
+
+
+LIGHTHOUSE_LINK = LinkDeadlines(heartbeat_s=0.4, liveness_s=2.75, handshake_s=STRANGER_S)
+"""Of a link between an island and a lighthouse; it ends after 2 seconds of silence."""

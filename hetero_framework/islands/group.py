@@ -1,6 +1,6 @@
 """Who trains together, and from where: a view of the members, their positions, and one decision.
 
-Islands ask for a view together (`Rendezvous`), open new links (`Circle`), and say where they are.
+Islands ask for a view together, open new links (`Circle`), and say where they are.
 Whoever is not where the group is takes over the state of a member that is, its source. Positions of
 two members are equal where they have made the same commits: `lineage` is a hash of all of them.
 """
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero_framework.core import failpoints, timeouts
+from hetero_framework.core.messages import FinishedRun
 from hetero_framework.core.threads import in_background
 from hetero_framework.errors import (
     ConfigError,
@@ -29,8 +30,9 @@ from hetero_framework.errors import (
     PeerAwayError,
     ProtocolError,
 )
+from hetero_framework.islands.lighthouse_client import LighthouseClient
 from hetero_framework.islands.links import LEAVES, Circle, IslandLinks, MemberLost
-from hetero_framework.islands.rendezvous import Finished, Rendezvous, View
+from hetero_framework.islands.view import View
 from hetero_framework.log import event, one_line
 from hetero_framework.units import plural
 
@@ -142,13 +144,13 @@ class Group:
 
     def __init__(
         self,
-        rendezvous: Rendezvous,
+        lighthouse: LighthouseClient,
         links: IslandLinks,
         min_islands: int,
         check: Check,
         wait_s: float = math.inf,
     ) -> None:
-        self._rendezvous = rendezvous
+        self._lighthouse = lighthouse
         self._links = links
         self._min_islands = min_islands
         self._check = check
@@ -216,7 +218,7 @@ class Group:
         """The members have done all steps and need nothing of each other: word is left for those
         that come later."""
         run, facts = position.run, position.facts_digest
-        self._rendezvous.note(Finished(run, facts, step, circle.members))
+        self._lighthouse.note_finished(FinishedRun(run, facts, step, circle.members))
 
     def leave(self, reason: str) -> None:
         """The present circle is over here; the others notice at once."""
@@ -225,7 +227,7 @@ class Group:
 
     def close(self, reason: str) -> None:
         self.leave(f"{LEAVES} ({reason})")
-        self._rendezvous.close()
+        self._lighthouse.close()
         self._links.close(reason)
 
     # -- inside ---------------------------------------------------------------------------------
@@ -234,7 +236,7 @@ class Group:
         """The answer to what `stay` asked; None where the lighthouse has not given one."""
         if self._asking is None:
             return None
-        self._wait(self._asking, lambda: self._rendezvous.in_reach)
+        self._wait(self._asking, lambda: self._lighthouse.in_reach)
         if not self._asking.done():
             return None  # it comes when the lighthouse is there again
         asking, self._asking = self._asking, None
@@ -320,7 +322,7 @@ class Group:
     def _check_unfinished(self, position: Position) -> None:
         """Raise GroupFinished where the others have left with all that was to be trained."""
         since_s = time.monotonic() - self._opened
-        found = self._rendezvous.finished(position.run, position.facts_digest, since_s)
+        found = self._lighthouse.find_finished(position.run, position.facts_digest, since_s)
         if found is None:
             return
         raise GroupFinished(
@@ -332,7 +334,7 @@ class Group:
     def _ask(self) -> Future[View]:
         """The question for the next view; one that is under way stays the only one."""
         if self._asking is None:
-            self._asking = in_background(lambda: self._rendezvous.members(_ASK_S), "next view")
+            self._asking = in_background(lambda: self._lighthouse.next_view(_ASK_S), "next view")
         return self._asking
 
     def _newer_view(self, view: View) -> Check:

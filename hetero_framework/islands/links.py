@@ -24,7 +24,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.identity import Identity
-from hetero_framework.core.messages import Message, ShareKind
+from hetero_framework.core.messages import Member, Message, ShareKind
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.core.threads import in_background
@@ -32,7 +32,7 @@ from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.engine.hosts import ReplicasChanged
 from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
-from hetero_framework.islands.rendezvous import Member, View
+from hetero_framework.islands.view import View
 from hetero_framework.log import event
 from hetero_framework.security.acceptor import Acceptor
 from hetero_framework.security.access import Access

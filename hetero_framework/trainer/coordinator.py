@@ -41,11 +41,12 @@ from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objective import objective_of
 from hetero_framework.profiling.prediction_error import stage_predictions
 from hetero_framework.profiling.trace_file import Timeline
-from hetero_framework.security.access import Access, access_of
+from hetero_framework.security.access import Access, access_of, island_access
 from hetero_framework.trainer import outputs, saved_plan, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.checkpoint_export import export_last_checkpoint
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
+from hetero_framework.trainer.islands import open_islands
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
 from hetero_framework.trainer.outputs import RunDirectories
@@ -117,9 +118,7 @@ def train(
     config.require("model", "data")
     access = access or access_of(config, "local")
     if config.island is not None:
-        from hetero_framework.trainer.islands import check_islands  # torchft is optional
-
-        islands = check_islands(config, islands)
+        islands = islands or island_access(config)
     check_optimizer(config.training)
     replan = replan or config.training.replan == AUTO
     show = progress or Progress()
@@ -777,8 +776,6 @@ def _replicas(
     """Those that this run is one of; `access` is for the links to other islands."""
     if access is None:
         return Single()
-    from hetero_framework.trainer.islands import open_islands
-
     return open_islands(prepared, cluster, checkpoints, stop, access)
 
 

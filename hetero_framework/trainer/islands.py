@@ -9,23 +9,15 @@ from __future__ import annotations
 import secrets
 
 from hetero_framework.cluster.assembly import Cluster
-from hetero_framework.config import Config
 from hetero_framework.islands.group import Group
-from hetero_framework.islands.lighthouse import check_torchft, rendezvous_at
+from hetero_framework.islands.lighthouse_client import LighthouseClient
 from hetero_framework.islands.links import IslandLinks
-from hetero_framework.security.access import Access, island_access
+from hetero_framework.security.access import Access
 from hetero_framework.trainer.outer_rounds import OuterRounds
 from hetero_framework.trainer.run_checkpoint import RunCheckpoints
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.trainer.summed_steps import SummedSteps
-
-
-def check_islands(config: Config, access: Access | None) -> Access:
-    """What this island uses with others, before anything is loaded. Raises UserError when there is
-    no torchft, IdentityError when keys are wanted and not there."""
-    check_torchft()
-    return access or island_access(config)
 
 
 def open_islands(
@@ -49,8 +41,8 @@ def open_islands(
     kind = SummedSteps if config.island.sync_steps == 1 else OuterRounds
     group = kind(prepared, cluster, checkpoints, stop)
     address = config.island.lighthouse_address
-    rendezvous = rendezvous_at(address, access, links.member, group.lively)
+    lighthouse = LighthouseClient(address, access, links.member, group.lively)
     island = config.island
-    place = Group(rendezvous, links, island.min_islands, group.heed_stop, island.wait_s)
+    place = Group(lighthouse, links, island.min_islands, group.heed_stop, island.wait_s)
     group.open(place)
     return group

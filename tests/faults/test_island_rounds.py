@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from benchmarks.islands import Islands
 from benchmarks.machines import Machines
 from benchmarks.replanning import Here
-from hetero_framework.islands.tunnel import Entrance
+from hetero_framework.islands.lighthouse import Lighthouse
 from tests.faults.test_islands import (
     DEATHS,
     NAMES,
@@ -119,7 +119,7 @@ POINTS: Deaths = [
     [pytest.param(LORA, id="lora"), pytest.param(None, id="full", marks=pytest.mark.long)],
 )
 def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
-    folder: Path, tmp_path: Path, server: Entrance, adapter: dict[str, Any] | None
+    folder: Path, tmp_path: Path, server: Lighthouse, adapter: dict[str, Any] | None
 ) -> None:
     section = STREAMING if adapter is not None else {"sync_steps": 4}
     raws = raws_of(folder, tmp_path, server.port, "abc", 120, adapter, min_islands=3, **section)
@@ -133,7 +133,7 @@ def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
 
 @NAMES
 def test_others_go_on_while_islands_are_away(
-    folder: Path, tmp_path: Path, server: Entrance, names: str
+    folder: Path, tmp_path: Path, server: Lighthouse, names: str
 ) -> None:
     """All but the last die, at once, in the middle of a round, and come back when rounds were made
     without them."""
@@ -160,7 +160,7 @@ def test_others_go_on_while_islands_are_away(
 
 
 def test_islands_join_late_and_leave_in_order_and_return(
-    folder: Path, tmp_path: Path, server: Entrance
+    folder: Path, tmp_path: Path, server: Lighthouse
 ) -> None:
     raws = raws_of(folder, tmp_path, server.port, "abc", 240, LORA, **STREAMING)
     with Machines() as started:
@@ -183,7 +183,7 @@ def test_islands_join_late_and_leave_in_order_and_return(
 
 
 def test_a_worker_that_dies_in_a_round_is_its_islands_business(
-    folder: Path, tmp_path: Path, server: Entrance
+    folder: Path, tmp_path: Path, server: Lighthouse
 ) -> None:
     raws = raws_of(folder, tmp_path, server.port, "ab", 120, LORA, **STREAMING)
     half = cut(raws["a"])
@@ -209,7 +209,7 @@ def test_a_worker_that_dies_in_a_round_is_its_islands_business(
     ],
 )
 def test_a_run_goes_on_with_other_islands_and_plans(
-    folder: Path, tmp_path: Path, server: Entrance, before: str, after: str
+    folder: Path, tmp_path: Path, server: Lighthouse, before: str, after: str
 ) -> None:
     raws = raws_of(folder, tmp_path, server.port, "abc", 96, LORA, **STREAMING)
     with Machines() as started:
@@ -233,7 +233,7 @@ WARM: Deaths = [
 
 @DEATHS
 def test_deaths_around_the_end_of_the_warm_up_lose_nothing(
-    folder: Path, tmp_path: Path, server: Entrance
+    folder: Path, tmp_path: Path, server: Lighthouse
 ) -> None:
     """Steps that sum gradients are of all islands; they count as they are done."""
     section = {**STREAMING, "warmup_steps": 10, "min_islands": 3}

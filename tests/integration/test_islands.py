@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ import pytest
 import torch
 
 from hetero_framework.config import Config
+from hetero_framework.core import timeouts
 from hetero_framework.core.messages import Gradients
+from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.engine import early_gradients
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage_api import GradientPart, StatePart
 from hetero_framework.errors import ConfigError, PeerAwayError, ProtocolError
+from hetero_framework.islands import lighthouse
 from hetero_framework.islands.group import STATE
+from hetero_framework.islands.lighthouse_client import LighthouseClient
 from hetero_framework.islands.outer import OuterFragment
 from hetero_framework.islands.sums import SummedGradients
 from hetero_framework.trainer import islands
@@ -25,7 +30,7 @@ from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.outer_rounds import OuterRounds
 from tests.integration.conftest import Notes, Pool
 from tests.integration.test_parity import LORA, assert_same, weights
-from tests.islands import Berth, Harbour, outcomes, train_islands
+from tests.islands import StandIn, outcomes, serving, train_islands
 from tests.samples import save_llama, save_texts
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
@@ -34,15 +39,17 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def harbour(monkeypatch: pytest.MonkeyPatch) -> Harbour:
-    made = Harbour()
-    monkeypatch.setattr(islands, "check_torchft", lambda: None)
-    monkeypatch.setattr(
-        islands,
-        "rendezvous_at",
-        lambda address, access, member, lively: Berth(made, member, lively),
-    )
-    return made
+def quorums(nothing_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """All islands come to a lighthouse without torchft."""
+    monkeypatch.setattr(lighthouse, "SETTLE_S", 0.0)
+    monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", LinkDeadlines())
+    with serving(StandIn()) as made:
+        address = ("127.0.0.1", made.port)
+        monkeypatch.setattr(
+            islands, "LighthouseClient", lambda _, *more: LighthouseClient(address, *more)
+        )
+        assert isinstance(made._quorums, StandIn)
+        yield made._quorums
 
 
 @pytest.fixture
@@ -242,11 +249,11 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 @pytest.mark.islands
 @pytest.mark.parametrize("key", DIFFERENT)
 def test_an_island_that_would_train_something_else_is_told_what(
-    pool: Pool, settings: dict[str, Any], tmp_path: Path, harbour: Harbour, key: str
+    pool: Pool, settings: dict[str, Any], tmp_path: Path, quorums: StandIn, key: str
 ) -> None:
     """It ends, and the other one, which must not train alone, when it has waited. Where the same
     things lie on another path, that is no difference."""
-    harbour.least = 2
+    quorums.least = 2
     same = shutil.copytree(settings["model"]["name_or_path"], tmp_path / "copy")
     one = island(pool, tmp_path / "a", [], {**settings, "adapter": LORA})
     other = island(pool, tmp_path / "b", [], {**settings, "adapter": LORA})
@@ -366,10 +373,10 @@ def test_who_comes_to_other_weights_is_told_and_its_steps_are_dealt_again(
     pool: Pool,
     settings: dict[str, Any],
     tmp_path: Path,
-    harbour: Harbour,
+    quorums: StandIn,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    harbour.least = 2
+    quorums.least = 2
     right = OuterRounds._agreed
 
     def agreed(self: OuterRounds, after: OuterFragment, began: float) -> Any:

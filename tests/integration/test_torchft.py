@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hetero_framework.islands.lighthouse import Lighthouse
+from hetero_framework.islands.quorums import Quorums
 from hetero_framework.trainer import islands
 from hetero_framework.trainer.outer_rounds import OuterRounds
 from tests.integration.conftest import Pool
-from tests.integration.test_islands import harbour, island  # noqa: F401
+from tests.integration.test_islands import island, quorums  # noqa: F401
 from tests.islands import train_islands
 from tests.optional import need_torchft
 from tests.samples import WORDS
@@ -136,7 +136,7 @@ def by_torchft(
     with ExitStack() as servers:
         for name, case in cases.items():
             (at / name).mkdir(parents=True)
-            port = servers.enter_context(Lighthouse(2)).port
+            port = servers.enter_context(closing(Quorums(2))).port
             (at / name / "case.json").write_text(json.dumps({**case, "port": port}))
             for who, steps in runs[name].steps.items():
                 save_steps(at / name / f"{who}.safetensors", steps)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +11,15 @@ import pytest
 
 from hetero_framework.commands import diagnosis, island_diagnosis
 from hetero_framework.config import Config
-from hetero_framework.core.dial import Listener
-from hetero_framework.errors import UserError
-from hetero_framework.islands.tunnel import Entrance
-from hetero_framework.security.access import LOOPBACK_ONLY
+from tests.islands import StandIn, serving
 from tests.samples import free_ports
 from tests.unit.commands.test_diagnosis import listening
 
 
-@pytest.fixture(autouse=True)
-def torchft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(island_diagnosis, "check_torchft", lambda: None)
-
-
 @pytest.fixture
 def lighthouse() -> Iterator[int]:
-    [behind] = free_ports(1)
-    with (
-        closing(Listener("127.0.0.1", 0)) as listener,
-        closing(Entrance(listener, LOOPBACK_ONLY, behind)) as entrance,
-    ):
-        yield entrance.port
+    with serving(StandIn()) as made:
+        yield made.port
 
 
 def config_at(tmp_path: Path, lighthouse: str, **coordinator: Any) -> Config:
@@ -70,7 +56,7 @@ def test_a_lighthouse_that_is_not_there_is_said(tmp_path: Path) -> None:
 def test_a_program_that_is_no_lighthouse_is_said(tmp_path: Path) -> None:
     with listening(b"HTTP/1.1 400 Bad Request\r\n") as port:
         [found] = problems(tmp_path, f"127.0.0.1:{port}")
-    assert f"what answers at 127.0.0.1:{port} is no lighthouse of this version" in found
+    assert f"no lighthouse answers at 127.0.0.1:{port}" in found
 
 
 def test_missing_keys_and_an_address_that_nobody_else_reaches_are_said(tmp_path: Path) -> None:
@@ -82,23 +68,10 @@ def test_missing_keys_and_an_address_that_nobody_else_reaches_are_said(tmp_path:
 def test_a_clock_that_is_off_is_said(
     tmp_path: Path, lighthouse: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = json.dumps({"clock": time.time() + 3600}).encode()
-    monkeypatch.setattr(island_diagnosis, "ask_lighthouse", lambda *_: late)
+    monkeypatch.setattr(island_diagnosis, "clock_at", lambda *_: time.time() + 3600)
     [found] = problems(tmp_path, f"127.0.0.1:{lighthouse}")
     assert "the clock of the lighthouse's machine is" in found
     assert "ahead of this one's" in found
-
-
-def test_missing_torchft_is_said_with_the_rest(
-    tmp_path: Path, lighthouse: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing() -> None:
-        raise UserError("islands need torchft, and it is not here", hint="pip install it")
-
-    monkeypatch.setattr(island_diagnosis, "check_torchft", missing)
-    assert problems(tmp_path, f"127.0.0.1:{lighthouse}") == [
-        "islands need torchft, and it is not here -> pip install it"
-    ]
 
 
 def test_doctor_asks_it_among_the_rest(tmp_path: Path) -> None:

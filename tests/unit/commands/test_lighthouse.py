@@ -17,11 +17,11 @@ import pytest
 from hetero_framework.commands import lighthouse as command
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.identity import ISLANDS
+from hetero_framework.core.messages import Member
 from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError, NetworkError, StoppedEarly, UserError
-from hetero_framework.islands.lighthouse import rendezvous_at
-from hetero_framework.islands.rendezvous import Member, Rendezvous
-from hetero_framework.islands.tunnel import Entrance
+from hetero_framework.islands.lighthouse import Lighthouse
+from hetero_framework.islands.lighthouse_client import LighthouseClient
 from hetero_framework.security.access import Keyed, KeyOptions
 from hetero_framework.security.keys import KeyDirectory
 from tests.certificates import keys_of
@@ -36,25 +36,17 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     class Server:
-        port = 1
-
         def __init__(self, min_islands: int) -> None:
             found.append(min_islands)
 
-        def beat(self, id: str) -> None: ...
-
-        def __enter__(self) -> Server:
-            return self
-
-        def __exit__(self, *_: object) -> None:
+        def close(self) -> None:
             found.append(0)
 
-    def signalled(self: Entrance, seconds: float) -> None:
-        assert self.links == 0
+    def signalled(self: Lighthouse, seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hetero_framework.islands.lighthouse.Lighthouse", Server)
-    monkeypatch.setattr(Entrance, "wait", signalled)
+    monkeypatch.setattr("hetero_framework.islands.quorums.Quorums", Server)
+    monkeypatch.setattr(Lighthouse, "wait", signalled)
     return found
 
 
@@ -129,10 +121,10 @@ def process(tmp_path: Path) -> Iterator[Process]:
         found.kill()
 
 
-def island(name: str, folder: Path, port: int) -> Rendezvous:
+def island(name: str, folder: Path, port: int) -> LighthouseClient:
     access = Keyed(keys_of(folder / name, name, kind=ISLANDS), name, None)
     member = Member(name, "1", f"{name}.invalid:1")
-    return rendezvous_at(("127.0.0.1", port), access, member, lambda: True)
+    return LighthouseClient(("127.0.0.1", port), access, member, lambda: True)
 
 
 def test_islands_meet_at_it_and_nothing_else_of_it_is_open(
@@ -148,7 +140,7 @@ def test_islands_meet_at_it_and_nothing_else_of_it_is_open(
     assert ("0.0.0.0", port) in listening
     assert {ip for ip, other in listening if other != port} == {"127.0.0.1"}
     with closing(island("garage", tmp_path, port)) as garage:
-        assert [member.name for member in garage.members(30.0).members] == ["garage"]
+        assert [member.name for member in garage.next_view(30.0).members] == ["garage"]
     started.send_signal(signal.SIGTERM)
     _, errors = started.communicate(timeout=30)
     assert started.returncode == 75
@@ -167,17 +159,17 @@ def test_islands_meet_again_after_it_was_killed_and_started_again(
         ]
 
         def views() -> set[str]:
-            asked = [in_background(partial(island.members, 60.0), "ask") for island in islands]
+            asked = [in_background(partial(island.next_view, 60.0), "ask") for island in islands]
             return {",".join(m.name for m in found.result(60.0).members) for found in asked}
 
         while views() != {"a,b"}:  # who is there first is alone at first
             pass
-        asked = in_background(partial(islands[0].members, 60.0), "ask")
+        asked = in_background(partial(islands[0].next_view, 60.0), "ask")
         with pytest.raises(TimeoutError):
             asked.result(0.3)
         process.kill()
         again = Process(tmp_path / "keys", process.port)
         stack.callback(again.kill)
-        while len(islands[1].members(60.0).members) < 2:
+        while len(islands[1].next_view(60.0).members) < 2:
             pass
         assert len(asked.result(60.0).members) == 2

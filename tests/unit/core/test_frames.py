@@ -112,6 +112,12 @@ def examples() -> dict[str, Message]:
         (m.IslandHello("attic", "p", "garage", "0f", 1 << 30, **versions), []),
         (m.IslandWelcome(**versions), []),
         (m.Share(7, "changes", True, ("a",), {"tokens": 99}), [tensor("float32", 3)]),
+        (m.Join(m.Member("attic", "p", "10.0.0.2:4711"), **versions), []),
+        (m.Joined(1.5, **versions), []),
+        (m.NextView(), []),
+        (m.Members((m.Member("attic", "p", "10.0.0.2:4711"),)), []),
+        (m.Finished(m.FinishedRun("run", "0f", 9, ("attic", "garage"))), []),
+        (m.FindFinished("", "0f", 2.5), []),
     ]
     return {body.spec.name: Message(body, tensors) for body, tensors in made}
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
+from hetero_framework.core.messages import FinishedRun, Member
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import (
     ConfigError,
@@ -22,10 +23,11 @@ from hetero_framework.errors import (
     ProtocolError,
 )
 from hetero_framework.islands import group as module
-from hetero_framework.islands import notes
 from hetero_framework.islands.group import Group, Joined, Position, behind, source_of
+from hetero_framework.islands.lighthouse import FinishedRuns
+from hetero_framework.islands.lighthouse_client import LighthouseClient
 from hetero_framework.islands.links import IslandLinks
-from hetero_framework.islands.rendezvous import Finished, Member, View
+from hetero_framework.islands.view import View
 from hetero_framework.security.access import LOOPBACK_ONLY
 
 WAIT_S = 20.0
@@ -106,28 +108,28 @@ def test_what_is_no_position_is_refused(change: dict[str, Any]) -> None:
 # -- a group
 
 
-class Answers:
-    """A `Rendezvous` that answers what a test puts down, or waits for it."""
+class Answers(LighthouseClient):
+    """A lighthouse that answers what a test puts down, or waits for it."""
 
     def __init__(self) -> None:
         self._there = threading.Condition()
         self._answers: deque[View | HeteroError] = deque()
         self.asked = 0
         self.closed = False
-        self.notes = notes.Notes()
+        self.runs = FinishedRuns()
 
-    def note(self, finished: Finished) -> None:
-        self.notes.answer(notes.noting(finished))
+    def note_finished(self, finished: FinishedRun) -> None:
+        self.runs.keep(finished)
 
-    def finished(self, run: str, facts: str, since_s: float) -> Finished | None:
-        return notes.found(self.notes.answer(notes.looking(run, facts, since_s)))
+    def find_finished(self, run: str, facts: str, since_s: float) -> FinishedRun | None:
+        return self.runs.find(run, facts, since_s)
 
     def put(self, *answers: View | HeteroError) -> None:
         with self._there:
             self._answers.extend(answers)
             self._there.notify_all()
 
-    def members(self, timeout_s: float) -> View:
+    def next_view(self, timeout_s: float) -> View:
         with self._there:
             self.asked += 1
             self._there.notify_all()
@@ -141,7 +143,7 @@ class Answers:
             raise answer
         return answer
 
-    in_reach = True
+    in_reach = True  # type: ignore[assignment]
 
     def close(self) -> None:
         with self._there:
@@ -424,9 +426,9 @@ def test_who_comes_when_the_others_have_finished_is_told(start: Open) -> None:
     done = at(9, "x", run="1")
     [found] = joined({a: done})
     for one in (b, c, other):
-        one.answers.notes = a.answers.notes
+        one.answers.runs = a.answers.runs
     early = start("e")
-    early.answers.notes = a.answers.notes
+    early.answers.runs = a.answers.runs
     a.group.finish(found.circle, done, 9)
     for one, position in ((b, at(4, "y", run="1")), (c, at(0))):
         one.answers.put(view_of(one))
@@ -435,7 +437,7 @@ def test_who_comes_when_the_others_have_finished_is_told(start: Open) -> None:
         assert "the result is with a" in str(error.value)
         assert error.value.exit_code == 0
     later = start("f")
-    later.answers.notes = a.answers.notes
+    later.answers.runs = a.answers.runs
     for one, position in (
         (other, at(4, "y", run="2")),  # another run
         (early, at(0, data="other")),  # of other data

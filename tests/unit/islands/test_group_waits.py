@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hetero_framework.core.messages import Member
 from hetero_framework.errors import (
     ConfigError,
     HeteroError,
@@ -17,30 +18,31 @@ from hetero_framework.errors import (
 )
 from hetero_framework.islands import group as module
 from hetero_framework.islands.group import Group, Position
+from hetero_framework.islands.lighthouse_client import LighthouseClient
 from hetero_framework.islands.links import IslandLinks
-from hetero_framework.islands.rendezvous import Member, View
+from hetero_framework.islands.view import View
 from hetero_framework.security.access import LOOPBACK_ONLY
 
 
-class Answers:
-    """A rendezvous that gives these, one after the other; an alone island's view is `None`."""
+class Answers(LighthouseClient):
+    """A lighthouse that gives these, one after the other; an alone island's view is `None`."""
 
     def __init__(self, *given: HeteroError | None) -> None:
         self._given = list(given)
         self.me: Member | None = None
 
-    def members(self, timeout_s: float) -> View:
+    def next_view(self, timeout_s: float) -> View:
         answer = self._given.pop(0)
         if answer is not None:
             raise answer
         assert self.me is not None
         return View.of([self.me])
 
-    in_reach = True
+    in_reach = True  # type: ignore[assignment]
 
-    def note(self, finished: Any) -> None: ...
+    def note_finished(self, finished: Any) -> None: ...
 
-    def finished(self, run: str, facts: str, since_s: float) -> None: ...
+    def find_finished(self, run: str, facts: str, since_s: float) -> None: ...
 
     def close(self) -> None:
         pass

@@ -1,136 +1,171 @@
-"""torchft's lighthouse behind the contract of `rendezvous.py`, with its own server."""
+"""A lighthouse and its clients, by torchft's quorums and by those of a stand-in."""
 
 from __future__ import annotations
 
-import builtins
-import re
-import subprocess
-import sys
+import http.client
+import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hetero_framework.core.dial import Listener
+from hetero_framework.core import messages as m
+from hetero_framework.core import timeouts
+from hetero_framework.core.connection import Connection
+from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.identity import ISLANDS
+from hetero_framework.core.messages import FinishedRun, Member, Message
 from hetero_framework.core.threads import in_background
-from hetero_framework.errors import (
-    ConfigError,
-    IdentityError,
-    NetworkError,
-    PeerAwayError,
-    UserError,
-)
-from hetero_framework.islands import lighthouse, presence
-from hetero_framework.islands.lighthouse import Lighthouse, TorchftRendezvous, rendezvous_at
-from hetero_framework.islands.rendezvous import Member, View
-from hetero_framework.islands.tunnel import Entrance
-from hetero_framework.security.access import LOOPBACK_ONLY, Keyed
+from hetero_framework.core.timeouts import LinkDeadlines
+from hetero_framework.errors import ConfigError, IdentityError, NetworkError, PeerAwayError
+from hetero_framework.islands import lighthouse as module
+from hetero_framework.islands import lighthouse_client
+from hetero_framework.islands.lighthouse import FinishedRuns, Lighthouse
+from hetero_framework.islands.lighthouse_client import LighthouseClient, clock_at
+from hetero_framework.islands.quorums import Quorums
+from hetero_framework.islands.view import View
+from hetero_framework.security import authority as x509
+from hetero_framework.security.access import LOOPBACK_ONLY, Access, Keyed
 from tests.certificates import keys_of
-from tests.integration.conftest import leaving_nothing
+from tests.islands import StandIn, serving
 from tests.optional import need_torchft
 
-WAIT_S = 30.0
+WAIT_S = 60.0
+DONE = FinishedRun("run 1", "facts", 9, ("a", "b"))
 
 
 class Islands:
-    """Islands of one lighthouse, each with its own `lively`."""
+    """Islands of one lighthouse."""
 
-    def __init__(self, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self._opened: list[TorchftRendezvous] = []
+    def __init__(self, stack: ExitStack, quorums: Quorums, access: Access = LOOPBACK_ONLY) -> None:
+        self._stack = stack
+        self.lighthouse = stack.enter_context(serving(quorums, access))
+        self.port = self.lighthouse.port
 
-    def start(self, name: str, process: str = "1", **more: Any) -> TorchftRendezvous:
+    def start(
+        self,
+        name: str,
+        process: str = "1",
+        lively: Callable[[], bool] = lambda: True,
+        access: Access = LOOPBACK_ONLY,
+        **more: Any,
+    ) -> LighthouseClient:
         member = Member(name, process, f"{name}.invalid:1")
-        more = {"lively": lambda: True, "settle_s": 0.0, **more}
-        self._opened.append(TorchftRendezvous(self.url, member, **more))
-        return self._opened[-1]
+        client = LighthouseClient(("127.0.0.1", self.port), access, member, lively, **more)
+        self._stack.callback(client.close)
+        return client
 
-    def close(self) -> None:
-        for opened in self._opened:
-            opened.close()
+    def dial(self) -> Connection:
+        """A link on which nothing was said yet."""
+        stream = connect("127.0.0.1", self.port, WAIT_S)
+        link = Connection(
+            stream,
+            "it",
+            m.ISLAND,
+            lambda *_: None,
+            lambda *_: None,
+            deadlines=timeouts.LIGHTHOUSE_LINK,
+        )
+        self._stack.callback(link.close, 0)
+        link.start()
+        return link
+
+    def here(self) -> set[str]:
+        return {island.id for island in list(self.lighthouse._islands.values())}
 
 
 @pytest.fixture
-def islands(monkeypatch: pytest.MonkeyPatch) -> Iterator[Islands]:
-    need_torchft()
-    monkeypatch.setattr(lighthouse, "HEARTBEAT_S", 0.05)
-    with Lighthouse() as server, closing(Islands(server.port)) as opened:
-        yield opened
+def opened(monkeypatch: pytest.MonkeyPatch, quick_ticks: None) -> Iterator[Islands]:
+    monkeypatch.setattr(module, "SETTLE_S", 0.0)
+    monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", LinkDeadlines(liveness_s=WAIT_S))
+    before = set(threading.enumerate())
+    with ExitStack() as stack:
+        yield Islands(stack, StandIn())
+    left = set(threading.enumerate()) - before
+    for thread in left:
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in left)
 
 
-def asks(island: TorchftRendezvous, timeout_s: float = WAIT_S) -> Future[View]:
-    return in_background(lambda: island.members(timeout_s), "island")
+@pytest.fixture(params=["torchft", "stand-in"])
+def islands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Islands]:
+    monkeypatch.setattr(module, "SETTLE_S", 0.0)
+    monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", LinkDeadlines(liveness_s=WAIT_S))
+    with ExitStack() as stack:
+        if request.param == "torchft":
+            need_torchft()
+            yield Islands(stack, stack.enter_context(closing(Quorums())))
+        else:
+            yield Islands(stack, StandIn())
 
 
-def names(view: View) -> list[str]:
-    return [member.name for member in view.members]
+def asks(island: LighthouseClient, timeout_s: float = WAIT_S) -> Future[View]:
+    return in_background(lambda: island.next_view(timeout_s), "island")
 
 
-def meet(*islands: TorchftRendezvous) -> View:
-    """The view of these, when each has asked until it has it: who asks before the others are known
-    is given one without them."""
+def waits(asked: Future[View]) -> None:
+    with pytest.raises(TimeoutError):
+        asked.result(0.4)
+
+
+def meet(*islands: LighthouseClient) -> View:
+    """The view of these, when each has asked until it has it: one that asks before the others are
+    known is given one without them."""
     wanted = View.of([island._member for island in islands])
 
-    def ask(island: TorchftRendezvous) -> None:
-        while island.members(WAIT_S) != wanted:
+    def ask(island: LighthouseClient) -> None:
+        while island.next_view(WAIT_S) != wanted:
             pass
 
-    asked = [in_background(partial(ask, island), "island") for island in islands]
-    for found in asked:
+    for found in [in_background(partial(ask, island), "island") for island in islands]:
         found.result(WAIT_S)
     return wanted
 
 
-def go_on(island: TorchftRendezvous, until: list[str] | None = None) -> None:
-    """Ask again and again, as a run does, until an error or these are left."""
-    while names(island.members(WAIT_S)) != until:
-        pass
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
-def test_all_that_ask_are_given_one_view_by_name(islands: Islands) -> None:
-    view = meet(islands.start("b"), islands.start("a", "77"), islands.start("c"))
-    assert view.members == (
+# -- views
+
+
+def test_all_that_ask_are_given_one_view_when_all_living_have_asked(islands: Islands) -> None:
+    a, b, c = islands.start("a", "77"), islands.start("b"), islands.start("c")
+    assert meet(b, a, c).members == (
         Member("a", "77", "a.invalid:1"),
         Member("b", "1", "b.invalid:1"),
         Member("c", "1", "c.invalid:1"),
     )
+    early = [asks(a), asks(c)]
+    for asked in early:
+        waits(asked)
+    assert b.next_view(WAIT_S).names == ("a", "b", "c")
+    assert [asked.result(WAIT_S).names for asked in early] == [("a", "b", "c")] * 2
 
 
-def test_nobody_is_given_a_view_before_all_living_have_asked(islands: Islands) -> None:
-    a, b = islands.start("a"), islands.start("b")
+def test_an_island_that_stalls_is_not_waited_for_and_comes_back(islands: Islands) -> None:
+    stalls = threading.Event()
+    a, b = islands.start("a"), islands.start("b", lively=lambda: not stalls.is_set())
     meet(a, b)
-    asked = asks(a)
-    with pytest.raises(TimeoutError):
-        asked.result(0.5)
-    assert names(b.members(WAIT_S)) == names(asked.result(WAIT_S)) == ["a", "b"]
-
-
-def test_island_that_is_not_lively_is_not_waited_for_and_comes_back(islands: Islands) -> None:
-    training = threading.Event()
-    a, b = islands.start("a"), islands.start("b", lively=lambda: not training.is_set())
-    meet(a, b)
-    training.set()
-    assert names(a.members(WAIT_S)) == ["a"]
-    training.clear()
-    assert names(meet(a, b)) == ["a", "b"]
-
-
-def test_island_that_asks_is_living_whatever_else_is_said(islands: Islands) -> None:
-    a, b = islands.start("a"), islands.start("b", lively=lambda: False)
-    meet(a, b)
+    stalls.set()
+    assert a.next_view(WAIT_S).names == ("a",)
+    # One that asks is living, whatever else is said of it.
     asked = asks(b)
-    with pytest.raises(TimeoutError):
-        asked.result(1.5)  # longer than the lighthouse bears silence
-    assert names(a.members(WAIT_S)) == ["a", "b"]
+    wait_until(lambda: len(islands.here()) == 2)
+    waits(asked)
+    assert a.next_view(WAIT_S).names == asked.result(WAIT_S).names == ("a", "b")
+    stalls.clear()
+    assert meet(a, b).names == ("a", "b")
 
 
 def test_others_that_do_not_come_are_said_in_time(islands: Islands) -> None:
@@ -138,268 +173,320 @@ def test_others_that_do_not_come_are_said_in_time(islands: Islands) -> None:
     meet(a, b)
     started = time.monotonic()
     with pytest.raises(PeerAwayError, match="another living island did not come") as found:
-        a.members(0.3)
+        a.next_view(0.3)
     assert time.monotonic() - started < 5
     assert found.value.exit_code == 75
-    assert names(meet(a, b)) == ["a", "b"]  # and it can ask again
+    assert meet(a, b).names == ("a", "b")  # and it can ask again
 
 
-def test_restarted_island_takes_the_place_of_the_one_that_died(islands: Islands) -> None:
+def test_an_island_that_dies_while_it_asks_is_in_no_view(islands: Islands) -> None:
+    """torchft still has its question. Started again, it takes the place."""
     before, b = islands.start("a", "1"), islands.start("b")
     first = meet(before, b)
-    pending = asks(before)  # it dies while it asks, so that the lighthouse has its question
-    with pytest.raises(TimeoutError):
-        pending.result(0.2)
+    pending = asks(before)
+    waits(pending)
     before.close()
-    after = islands.start("a", "2")
-    assert meet(after, b).key != first.key
-    assert isinstance(pending.exception(WAIT_S), NetworkError)
+    with pytest.raises(NetworkError, match="island a has left"):
+        pending.result(WAIT_S)
+    assert b.next_view(WAIT_S).names == ("b",)
+    assert meet(islands.start("a", "2"), b).key != first.key
 
 
-def test_two_living_islands_of_one_name_are_told_and_the_others_go_on(islands: Islands) -> None:
-    a, b = islands.start("a", "1"), islands.start("b")
-    meet(a, b)
-    other = islands.start("a", "2")
-    namesakes = [in_background(partial(go_on, island), "island") for island in (a, other)]
-    others_view = in_background(partial(go_on, b, until=["b"]), "island")
-    for asked in namesakes:
-        error = asked.exception(WAIT_S)
-        assert isinstance(error, ConfigError)
-        assert "two living islands are called a" in error.message
-        assert "island.name" in str(error.hint)
-    others_view.result(WAIT_S)
-
-
-def test_member_that_is_no_island_is_noticed(islands: Islands) -> None:
-    asked = [in_background(partial(go_on, islands.start(name)), "x") for name in ("a", "replica 0")]
-    for error in (found.exception(WAIT_S) for found in asked):
-        assert isinstance(error, NetworkError)
-        assert "a member that is no island: 'replica 0:1'" in error.message
-
-
-def test_closed_island_asks_no_more(islands: Islands) -> None:
+def test_a_question_outlives_the_link_it_was_asked_on(islands: Islands) -> None:
     a, b = islands.start("a"), islands.start("b")
     meet(a, b)
-    a.close()
-    with pytest.raises(NetworkError, match="island a has left"):
-        a.members(WAIT_S)
-    assert names(b.members(WAIT_S)) == ["b"]
+    asked = asks(a)
+    waits(asked)
+    broken = a._link
+    assert broken is not None
+    broken.stream.stop()
+    wait_until(lambda: a._link not in (None, broken) and a._asked is a._link)
+    waits(asked)
+    assert b.next_view(WAIT_S).names == asked.result(WAIT_S).names == ("a", "b")
 
 
-SERVER = """
-import sys
-from torchft.coordination import LighthouseServer
-port = int(sys.argv[1])
-server = LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1, join_timeout_ms=10**6)
-print("port", server.address().rpartition(":")[2], flush=True)
-sys.stdin.read()
-"""
-
-
-class ServerProcess:
-    """A lighthouse that can be killed."""
-
-    def __init__(self, port: int = 0) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(port)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        line = next(line for line in self._process.stdout if line.startswith("port "))
-        self.port = int(line.split()[1])
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-@pytest.mark.long
-def test_after_a_lighthouse_was_killed_and_started_again_all_meet_again() -> None:
-    need_torchft()
-    server = ServerProcess()
-    with closing(Islands(server.port)) as islands:
-        try:
-            # All that live are in the first view already: each waits until the others are known.
-            a, b = islands.start("a", settle_s=1.0), islands.start("b", settle_s=1.0)
-            first = meet(a, b)
-            asked = asks(a)
-            with pytest.raises(TimeoutError):
-                asked.result(0.2)
-            server.kill()
-            server = ServerProcess(server.port)
-            assert b.members(WAIT_S).key == asked.result(WAIT_S).key == first.key
-        finally:
-            server.kill()
-
-
-def test_islands_meet_through_their_tunnels_and_nothing_is_left(tmp_path: Path) -> None:
-    need_torchft()
-
-    def keyed(process: str) -> Keyed:
-        return Keyed(keys_of(tmp_path / process, process, kind=ISLANDS), process, None)
-
-    with Lighthouse() as server, ExitStack() as stack:
-        entrance = Entrance(Listener("127.0.0.1", 0), keyed("local"), server.port, server.beat)
-        stack.callback(entrance.close)
-        before = threading.active_count()
-        opened: list[TorchftRendezvous] = []
-        for name in ("a", "b"):
-            member = Member(name, "1", f"{name}.invalid:1")
-            address = ("127.0.0.1", entrance.port)
-            made = rendezvous_at(address, keyed(name), member, lambda: True)
-            assert isinstance(made, TorchftRendezvous)
-            stack.callback(made.close)
-            opened.append(made)
-        meet(*opened)
-        asked = asks(opened[0])
-        with pytest.raises(TimeoutError):
-            asked.result(0.2)
-        for made in opened:
-            made.close()  # also the question that is under way
-        assert isinstance(asked.exception(WAIT_S), NetworkError)
-        deadline = time.monotonic() + WAIT_S
-        while threading.active_count() > before:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-def test_an_island_is_waited_for_while_its_link_lives_and_not_after(
-    monkeypatch: pytest.MonkeyPatch,
+def test_after_a_lighthouse_has_ended_all_meet_at_the_next_one(
+    islands: Islands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though it does not beat by itself any more."""
-    need_torchft()
-    monkeypatch.setattr(lighthouse, "FORGET_S", 0.6)
-    monkeypatch.setattr(presence, "SILENT_S", 2 * WAIT_S)
-    quiet = threading.Event()
-    with Lighthouse() as server, ExitStack() as stack:
-        listener = Listener("127.0.0.1", 0)
-        entrance = Entrance(listener, LOOPBACK_ONLY, server.port, server.beat)
-        stack.callback(entrance.close)
-        address = ("127.0.0.1", entrance.port)
-        opened = []
-        for name, lively in (("a", lambda: True), ("b", lambda: not quiet.is_set())):
-            member = Member(name, "1", f"{name}.invalid:1")
-            made = rendezvous_at(address, LOOPBACK_ONLY, member, lively)
-            assert isinstance(made, TorchftRendezvous)
-            stack.callback(made.close)
-            opened.append(made)
-        a, b = opened
-        meet(a, b)
-        quiet.set()
-        asked = asks(a)
-        with pytest.raises(TimeoutError):
-            asked.result(1.8)
-        b._end()  # its tunnel
-        assert names(asked.result(WAIT_S)) == ["a"]
+    """All that live are in its first view: it waits until they had time to come back."""
+    a, b = islands.start("a"), islands.start("b")
+    first = meet(a, b)
+    asked = asks(a)
+    waits(asked)
+    islands.lighthouse.close()
+    wait_until(lambda: not (a.in_reach or b.in_reach))
+    monkeypatch.setattr(module, "SETTLE_S", 5.0)
+    with serving(islands.lighthouse._quorums, port=islands.port):
+        assert b.next_view(WAIT_S).key == asked.result(WAIT_S).key == first.key
+        a.close()
+        b.close()
 
 
-def test_where_islands_have_been_for_long_nobody_waits_before_it_asks(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_question_waits_until_islands_had_time_to_come(
+    opened: Islands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    need_torchft()
-    with Lighthouse() as server, ExitStack() as stack:
-        listener = Listener("127.0.0.1", 0)
-        entrance = Entrance(listener, LOOPBACK_ONLY, server.port, server.beat)
-        stack.callback(entrance.close)
-        monkeypatch.setattr(entrance._presence, "since_s", lambda: 20 * WAIT_S)
-        for name in ("a", "b"):
-            address, member = ("127.0.0.1", entrance.port), Member(name, "1", f"{name}.invalid:1")
-            made = rendezvous_at(address, LOOPBACK_ONLY, member, lambda: False)
-            assert isinstance(made, TorchftRendezvous)
-            stack.callback(made.close)
-            made._settle_s = 10 * WAIT_S
-            assert not made.in_reach
-            assert names(made.members(WAIT_S)) == [name]
-            assert made.in_reach
+    monkeypatch.setattr(module, "SETTLE_S", 1.0)
+    a, began = opened.start("a"), time.monotonic()
+    assert a.next_view(WAIT_S).names == ("a",)
+    assert time.monotonic() - began >= 1.0
+    monkeypatch.setattr(opened.lighthouse, "_since", time.monotonic() - 1.0)
+    began = time.monotonic()
+    meet(a, opened.start("b"))
+    assert time.monotonic() - began < 1.0  # somebody was there for long
 
 
-def unreachable(port: int, **more: Any) -> TorchftRendezvous:
-    need_torchft()
-    return Islands(port).start("a", reach_s=1.0, **more)
+def test_a_quorum_of_questions_that_are_over_is_no_view(opened: Islands) -> None:
+    class Late(StandIn):
+        """Answers what was asked before."""
+
+        def ask(self, id: str, number: int, timeout_s: float) -> dict[str, int] | None:
+            quorum = super().ask(id, number, timeout_s)
+            stale.append(number)
+            return {"gone:1": 1, **quorum} if quorum and len(stale) < 4 else quorum
+
+    stale: list[int] = []
+    late = Late()
+    late.lighthouse = opened.lighthouse
+    opened.lighthouse._quorums = late
+    assert opened.start("a").next_view(WAIT_S).names == ("a",)
+    assert stale == sorted(set(stale))
+    assert len(stale) == 4
+
+
+# -- who comes in
+
+
+def test_a_second_island_of_one_name_is_told_and_the_others_go_on(
+    islands: Islands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "NAMESAKE_S", 0.3)
+    a, b = islands.start("a", "1"), islands.start("b")
+    meet(a, b)
+    with pytest.raises(ConfigError, match=r"another living island is called a, at a\.invalid:1"):
+        islands.start("a", "2").next_view(WAIT_S)
+    assert meet(a, b).names == ("a", "b")
+
+
+def test_an_island_that_was_started_again_waits_for_its_dead_link(
+    opened: Islands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = LinkDeadlines(liveness_s=2.75)
+    monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", replace(quick, heartbeat_s=WAIT_S))
+    dead = opened.dial()  # the end of which is not noticed by a broken link
+    monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", replace(quick, heartbeat_s=0.4))
+    assert dead.ask(Message(m.Join(Member("a", "1", "x:1"))), WAIT_S) is not None
+    began = time.monotonic()
+    assert opened.start("a", "2").next_view(WAIT_S).members[0].process == "2"
+    assert time.monotonic() - began < 6.0
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "problem"),
+    [
+        ("lighthouse", "x:1", "names the lighthouse"),
+        ("a b", "x:1", "a name has 1 to 64 letters"),
+        ("a", "nowhere", "no port"),
+    ],
+)
+def test_what_is_no_island_is_refused(
+    opened: Islands, name: str, address: str, problem: str
+) -> None:
+    answer = opened.dial().ask(Message(m.Join(Member(name, "1", address))), WAIT_S)
+    assert answer is not None
+    assert problem in answer.expect(m.Reject).message
+    assert not opened.here()
+
+
+def test_there_is_room_for_so_many_islands(
+    opened: Islands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_ISLANDS", 2)
+    monkeypatch.setattr(module, "NAMESAKE_S", 0.1)
+    meet(opened.start("a"), opened.start("b"))
+    with pytest.raises(ConfigError, match="does not want this island"):
+        opened.start("c").next_view(WAIT_S)
+
+
+def test_a_message_out_of_order_ends_that_link_alone(opened: Islands) -> None:
+    a = opened.start("a")
+    for messages in (
+        [m.NextView()],
+        [m.Join(Member("b", "1", "x:1")), m.NextView(), m.NextView()],
+    ):
+        link = opened.dial()
+        for body in messages:
+            link.link.send(Message(body))
+        wait_until(lambda link=link: link.closed)  # type: ignore[misc]
+    assert meet(a).names == ("a",)
+
+
+def test_browsers_and_other_programs_get_nothing(opened: Islands) -> None:
+    browser = http.client.HTTPConnection("127.0.0.1", opened.port, timeout=WAIT_S)
+    with closing(browser):
+        browser.request("GET", "/")
+        with pytest.raises((http.client.HTTPException, OSError)):
+            browser.getresponse()
+    with closing(socket.create_connection(("127.0.0.1", opened.port), WAIT_S)) as plain:
+        plain.sendall(bytes(range(256)))
+        assert plain.recv(1) == b""
+
+
+def keyed(folder: Path, process: str, of: str = "own") -> Keyed:
+    return Keyed(keys_of(folder / f"{of}-{process}", process, of=of, kind=ISLANDS), process, None)
+
+
+@pytest.fixture
+def keyed_islands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_ticks: None
+) -> Iterator[Islands]:
+    monkeypatch.setattr(module, "SETTLE_S", 0.0)
+    with ExitStack() as stack:
+        yield Islands(stack, StandIn(), keyed(tmp_path, "local"))
+
+
+def test_islands_come_in_by_their_keys(keyed_islands: Islands, tmp_path: Path) -> None:
+    a, b = (keyed_islands.start(name, access=keyed(tmp_path, name)) for name in "ab")
+    assert meet(a, b).names == ("a", "b")
+    with pytest.raises(ConfigError, match="the certificate is that of island c"):
+        keyed_islands.start("d", access=keyed(tmp_path, "c")).next_view(WAIT_S)
+
+
+def test_islands_with_wrong_keys_are_told_at_once(keyed_islands: Islands, tmp_path: Path) -> None:
+    revoked = keyed(tmp_path, "attic")
+    access = keyed_islands.lighthouse._acceptor._access
+    assert isinstance(access, Keyed)
+    access.keys.revoke([x509.serial_of(revoked.keys.read("island-attic.pem"))])
+    for island, problem in (
+        (keyed(tmp_path, "garage", of="other"), "the lighthouse has keys of another cluster"),
+        (revoked, "was revoked"),
+    ):
+        with pytest.raises(IdentityError, match=problem):
+            keyed_islands.start(str(island.process), access=island).next_view(WAIT_S)
+    with pytest.raises(NetworkError):
+        keyed_islands.start("plain", reach_s=0.5).next_view(WAIT_S)
+    assert not keyed_islands.here()
+
+
+def test_an_island_in_the_place_of_the_lighthouse_is_not_taken_for_it(
+    tmp_path: Path, quick_ticks: None
+) -> None:
+    with ExitStack() as stack:
+        islands = Islands(stack, StandIn(), keyed(tmp_path, "attic"))
+        with pytest.raises(IdentityError, match="that of island attic, expected the lighthouse"):
+            islands.start("garage", access=keyed(tmp_path, "garage")).next_view(WAIT_S)
+
+
+def test_who_comes_and_goes_is_said(opened: Islands, logged: list[str]) -> None:
+    opened.start("garage").next_view(WAIT_S)
+    for client in list(opened.lighthouse._islands):
+        client.stream.stop()
+    wait_until(lambda: "island garage has left" in logged)
+    assert logged[0].startswith("island garage is here, from 127.0.0.1")
+
+
+# -- a lighthouse that is not there
+
+
+def nowhere(**more: Any) -> LighthouseClient:
+    with closing(Listener("127.0.0.1", 0)) as listener:
+        address = ("127.0.0.1", listener.port)
+    member = Member("a", "1", "a.invalid:1")
+    return LighthouseClient(address, LOOPBACK_ONLY, member, **{"lively": lambda: True, **more})
 
 
 def test_lighthouse_that_is_not_there_is_said() -> None:
-    with closing(Listener("127.0.0.1", 0)) as listener:
-        port = listener.port
-    with closing(unreachable(port)) as island:
-        with pytest.raises(NetworkError, match=rf"no lighthouse answers at .*:{port}: .*") as found:
-            island.members(WAIT_S)
+    with closing(nowhere(reach_s=3.0)) as island:
+        with pytest.raises(NetworkError, match="cannot reach the lighthouse at ") as found:
+            island.next_view(WAIT_S)
         assert "hetero lighthouse" in str(found.value.hint)
+        assert island.find_finished("run 1", "facts", 0.0) is None
+        assert not island.in_reach
 
 
-def test_server_that_is_no_lighthouse_is_said() -> None:
+def test_program_that_is_no_lighthouse_is_said() -> None:
     with closing(Listener("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
             with suppress(NetworkError):  # the listener was closed
                 while True:
                     with closing(listener.accept()) as stream:
-                        stream.write(deque([memoryview(b"HTTP/1.1 400 Bad Request\r\n\r\n")]))
+                        stream.try_write([memoryview(b"HTTP/1.1 400 Bad Request\r\n\r\n")], 99)  # type: ignore[arg-type]
 
         answering = in_background(answer, "answer")
-        island = unreachable(listener.port)
-        with closing(island), pytest.raises(NetworkError, match="no lighthouse answers at"):
-            island.members(WAIT_S)
+        with pytest.raises(NetworkError, match="no lighthouse answers at"):
+            clock_at(("127.0.0.1", listener.port), LOOPBACK_ONLY)
     answering.result(WAIT_S)
-
-
-def test_reason_that_is_known_is_given_instead() -> None:
-    trouble = IdentityError("wrong keys")
-    island = unreachable(1, trouble=lambda: trouble)
-    with closing(island), pytest.raises(IdentityError, match="wrong keys"):
-        island.members(WAIT_S)
 
 
 def test_bug_in_what_says_whether_an_island_lives_is_raised_and_hangs_nobody() -> None:
     def broken() -> bool:
         raise ZeroDivisionError
 
-    with closing(unreachable(1, lively=broken)) as island:
-        with pytest.raises(ZeroDivisionError):
-            island._beating.result(WAIT_S)
-        with pytest.raises(ZeroDivisionError):
-            island.members(WAIT_S)
+    with closing(nowhere(lively=broken)) as island, pytest.raises(ZeroDivisionError):
+        island.next_view(WAIT_S)
 
 
-@pytest.mark.parametrize(
-    ("system", "machine", "hint"),
-    [
-        ("linux", "x86_64", r'pip install "hetero-framework\[islands\]"'),
-        ("linux", "aarch64", "Linux x86-64 alone"),
-        ("darwin", "arm64", "Linux x86-64 alone"),
-        ("win32", "AMD64", "Linux x86-64 alone"),
-    ],
-)
-def test_missing_torchft_is_said_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, system: str, machine: str, hint: str
+# -- clocks and finished runs
+
+
+def test_the_clock_can_be_asked_for_without_joining(opened: Islands) -> None:
+    before = time.time()
+    assert before <= clock_at(("127.0.0.1", opened.port), LOOPBACK_ONLY) <= time.time()
+    assert not opened.here()
+
+
+def test_a_finished_run_is_found_by_other_islands(
+    opened: Islands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    imported: Callable[..., Any] = builtins.__import__
-
-    def without_torchft(name: str, *more: Any) -> Any:
-        if name == "torchft":
-            raise ModuleNotFoundError("No module named 'torchft'")
-        return imported(name, *more)
-
-    monkeypatch.setattr(builtins, "__import__", without_torchft)
-    monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr(lighthouse.platform, "machine", lambda: machine)
-    with pytest.raises(UserError, match="islands need torchft") as found:
-        Lighthouse()
-    assert re.search(hint, str(found.value.hint))
+    monkeypatch.setattr(lighthouse_client, "_DIAL_S", WAIT_S)
+    a, b = opened.start("a"), opened.start("b", lively=lambda: False)
+    assert b.find_finished("run 1", "facts", 0.0) is None
+    a.note_finished(DONE)
+    assert b.find_finished("run 1", "facts", 0.0) == DONE
 
 
-def test_a_lighthouse_that_has_ended_keeps_no_connection() -> None:
-    need_torchft()
-    with leaving_nothing(), Lighthouse() as server:
-        server.beat("a:1")
-    server.beat("a:1")  # whoever has not noticed yet
+def test_runs_are_known_by_name_and_new_islands_find_those_of_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(module, "_MAX_FINISHED", 2)
+    runs = FinishedRuns()
+    runs.keep(DONE)
+    runs.keep(FinishedRun("run 1", "facts", 9, ("b",)))  # the first one counts
+    now = 110.0
+    assert runs.find("run 1", "facts", 0.0) == runs.find("", "facts", 11.0) == DONE
+    for run, facts, since_s in (
+        ("run 2", "facts", 99.0),
+        ("run 1", "more steps", 0.0),
+        ("", "other", 11.0),
+        ("", "facts", 9.0),
+    ):
+        assert runs.find(run, facts, since_s) is None
+    for run in ("run 2", "run 3"):
+        runs.keep(FinishedRun(run, "facts", 9, ()))
+    assert runs.find("run 1", "facts", 0.0) is None
+    assert runs.find("run 3", "facts", 0.0) is not None
 
 
-def test_torchft_that_is_too_old_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = SimpleNamespace(coordination=SimpleNamespace(LighthouseClient=object))
-    monkeypatch.setitem(sys.modules, "torchft", old)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="too old"):
-        Lighthouse()
+def test_lighthouse_that_was_closed_serves_nobody(opened: Islands) -> None:
+    a = opened.start("a")
+    meet(a)
+    opened.lighthouse.close()
+    opened.lighthouse.close()
+    opened.lighthouse.wait(0.0)
+    with pytest.raises(NetworkError):
+        connect("127.0.0.1", opened.port, 0.3)
+
+
+def test_error_of_a_question_ends_the_lighthouse(opened: Islands) -> None:
+    class Broken(StandIn):
+        def ask(self, id: str, number: int, timeout_s: float) -> dict[str, int] | None:
+            raise ZeroDivisionError
+
+    opened.lighthouse._quorums = Broken()
+    asked = asks(opened.start("a"))
+    lighthouse: Lighthouse = opened.lighthouse
+    with pytest.raises(ZeroDivisionError):
+        wait_until(lambda: lighthouse.wait(0.01) is not None)
+    assert not asked.done()

@@ -16,12 +16,12 @@ from hetero_framework.core import messages as m
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import connect
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES, WireTensor
-from hetero_framework.core.messages import Message
+from hetero_framework.core.messages import Member, Message
 from hetero_framework.core.tensors import to_wire
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import HeteroError, ProtocolError
 from hetero_framework.islands.links import LEAVES, Circle, IslandLinks, MemberLost
-from hetero_framework.islands.rendezvous import Member, View
+from hetero_framework.islands.view import View
 from hetero_framework.security.access import LOOPBACK_ONLY
 
 WAIT_S = 20.0

@@ -5,7 +5,8 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_framework.islands.rendezvous import Member, View
+from hetero_framework.core.messages import Member
+from hetero_framework.islands.view import View
 
 MEMBERS = st.lists(
     st.builds(Member, st.text("ab:-", max_size=4), st.text("ab:-", max_size=4), st.just("x:1")),

@@ -1,0 +1,31 @@
+"""The islands that take part in a training from now on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hetero_framework.core.messages import Member
+
+
+@dataclass(frozen=True)
+class View:
+    """The same on each of its members, until they ask for the next one."""
+
+    members: tuple[Member, ...]  # by name
+
+    @classmethod
+    def of(cls, members: Iterable[Member]) -> View:
+        return cls(tuple(sorted(members, key=lambda member: member.name)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(member.name for member in self.members)
+
+    @property
+    def key(self) -> str:
+        """Equal where names and processes are."""
+        listed = json.dumps([(member.name, member.process) for member in self.members])
+        return hashlib.sha256(listed.encode()).hexdigest()
