@@ -30,7 +30,7 @@ from hetero_framework.errors import HeteroError, UserError
 from hetero_framework.log import one_lines
 
 
-class Cluster(Protocol):
+class WorkerControl(Protocol):
     """The part of the coordinator's cluster that an `after_step` function may use."""
 
     @property
@@ -40,7 +40,7 @@ class Cluster(Protocol):
 
 
 Handler = Callable[[Any], Any]
-Watcher = Callable[[int, Cluster], None]
+Watcher = Callable[[int, WorkerControl], None]
 _H = TypeVar("_H", bound=Handler)
 _W = TypeVar("_W", bound=Watcher)
 
@@ -99,7 +99,7 @@ def imported_files() -> tuple[Path, ...]:
     return tuple(_imported)
 
 
-def step_done(step: int, cluster: Cluster) -> None:
+def step_done(step: int, cluster: WorkerControl) -> None:
     """Call every `after_step` function."""
     for watcher in _watchers:
         watcher(step, cluster)

@@ -25,7 +25,7 @@ from hetero_framework.core.files import write_file
 from hetero_framework.errors import UserError
 
 
-class State(Enum):
+class PauseState(Enum):
     """State of a supervised worker."""
 
     RUNNING = "running"
@@ -34,14 +34,14 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Worker:
+class PausableWorker:
     """Content of a worker's state file; `freed_bytes` is the memory that it had before the
     pause."""
 
     id: str
     address: str
     pid: int
-    state: str = State.RUNNING.value
+    state: str = PauseState.RUNNING.value
     freed_bytes: int = 0
     machine: str = field(default_factory=platform.node)  # homes may be shared by machines
 
@@ -58,7 +58,7 @@ class PauseFile:
     # -- the supervisor's side ------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def held(self, worker: Worker) -> Iterator[None]:
+    def held(self, worker: PausableWorker) -> Iterator[None]:
         """Be the supervisor of this worker within the block. Raises UserError when there is another
         one. Where the directory cannot be written, the worker cannot be paused."""
         with contextlib.suppress(OSError):
@@ -83,7 +83,7 @@ class PauseFile:
                 self._state.unlink(missing_ok=True)
             self._lock.release()
 
-    def tell(self, worker: Worker) -> None:
+    def tell(self, worker: PausableWorker) -> None:
         """Write the worker's present state."""
         with contextlib.suppress(OSError):
             write_file(self._state, json.dumps(asdict(worker)).encode())
@@ -94,10 +94,10 @@ class PauseFile:
 
     # -- the owner's side -----------------------------------------------------------------------
 
-    def worker(self) -> Worker | None:
+    def worker(self) -> PausableWorker | None:
         """The state that the supervisor wrote last; None where the file is absent or damaged."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return Worker(**json.loads(self._state.read_bytes()))
+            return PausableWorker(**json.loads(self._state.read_bytes()))
         return None
 
     def is_held(self) -> bool:
@@ -121,7 +121,7 @@ class PauseFile:
         return before is not wanted
 
 
-def pause_file_of(worker: Worker) -> PauseFile | None:
+def pause_file_of(worker: PausableWorker) -> PauseFile | None:
     """The pause file of a worker of this machine; None without a cache directory."""
     if (directory := cache_directory()) is None:
         return None
@@ -129,7 +129,7 @@ def pause_file_of(worker: Worker) -> PauseFile | None:
     return PauseFile(directory / "workers", hashlib.sha256(key.encode()).hexdigest()[:32])
 
 
-def supervised(worker_id: str) -> list[tuple[PauseFile, Worker]]:
+def supervised(worker_id: str) -> list[tuple[PauseFile, PausableWorker]]:
     """The workers with this id whose supervisors run on this machine, for this user."""
     directory, machine = cache_directory(), platform.node()
     found = []

@@ -18,14 +18,14 @@ _ANY_MACHINE = {"", "localhost", "localhost.localdomain"}
 
 
 @dataclass(frozen=True)
-class Identity:
+class MachineNames:
     """Names and addresses of one machine, in the spelling of `normal_host`."""
 
     names: frozenset[str]
     addresses: frozenset[str]
 
     @classmethod
-    def of(cls, names: list[str], addresses: list[str]) -> Identity:
+    def of(cls, names: list[str], addresses: list[str]) -> MachineNames:
         return cls(
             frozenset(normal_host(name) for name in names if name),
             frozenset(normal_host(address) for address in addresses),
@@ -40,9 +40,9 @@ class Role:
     worker_ids: tuple[int | str, ...]
 
 
-def this_machine() -> Identity:
-    """Identity of the machine this process runs on."""
-    return Identity.of(addresses.local_hostnames(), addresses.local_addresses())
+def this_machine() -> MachineNames:
+    """Names of the machine this process runs on."""
+    return MachineNames.of(addresses.local_hostnames(), addresses.local_addresses())
 
 
 def decide_role(
@@ -50,7 +50,7 @@ def decide_role(
     *,
     role: str | None = None,
     worker_id: int | str | None = None,
-    identity: Identity | None = None,
+    identity: MachineNames | None = None,
     keys: Collection[str] = (),
 ) -> Role:
     """The role of this machine. `role` ("coordinator" or "worker") and `worker_id` decide when
@@ -77,7 +77,7 @@ def decide_role(
     return Role(False, ids)
 
 
-def local_worker_ids(config: Config, identity: Identity | None = None) -> tuple[int | str, ...]:
+def local_worker_ids(config: Config, identity: MachineNames | None = None) -> tuple[int | str, ...]:
     """Workers of the plan on the coordinator's machine, when that is the machine of `identity`."""
     identity = identity or this_machine()
     return tuple(
@@ -134,7 +134,7 @@ def _planned(config: Config, workers: list[WorkerConfig]) -> tuple[int | str, ..
     return ids
 
 
-def _is_coordinator(config: Config, identity: Identity) -> bool:
+def _is_coordinator(config: Config, identity: MachineNames) -> bool:
     if _names_machine(config, config.coordinator, identity):
         return True
     # A loopback address means "this machine" everywhere, so it counts only where no worker does.
@@ -145,7 +145,7 @@ def _is_coordinator(config: Config, identity: Identity) -> bool:
     )
 
 
-def _names_machine(config: Config, machine: Machine, identity: Identity) -> bool:
+def _names_machine(config: Config, machine: Machine, identity: MachineNames) -> bool:
     """Whether an entry names this machine by its address, DNS name or host name."""
     if not _is_loopback(machine) and normal_host(machine.ip) in identity.addresses:
         return True
@@ -163,7 +163,7 @@ def _names_machine(config: Config, machine: Machine, identity: Identity) -> bool
     )
 
 
-def _same_name(name: str, identity: Identity) -> bool:
+def _same_name(name: str, identity: MachineNames) -> bool:
     """Compare host names; "box" and "box.lan" are the same, "box.lan" and "box.org" are not."""
     wanted = normal_host(name)
     return any(
@@ -188,7 +188,7 @@ _HINT = (
 )
 
 
-def _no_role(config: Config, identity: Identity) -> str:
+def _no_role(config: Config, identity: MachineNames) -> str:
     entries = [("coordinator", config.coordinator)]
     entries += [(f"worker {worker.id}", worker) for worker in config.workers]  # type: ignore[misc]
     shown = [f"    {name}: {m.hostname or 'no host name'}, {m.ip}" for name, m in entries[:12]]

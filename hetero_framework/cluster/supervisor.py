@@ -58,7 +58,7 @@ def run_workers(
         workers = []
         for worker_id in worker_ids:
             entry = config.worker(worker_id)
-            info = pausing.Worker(str(worker_id), entry.address, psutil.Process().pid)
+            info = pausing.PausableWorker(str(worker_id), entry.address, psutil.Process().pid)
             pause_file = pausing.pause_file_of(info)
             if pause_file is not None:
                 held.enter_context(pause_file.held(info))
@@ -75,7 +75,7 @@ class SupervisedWorker:
     """One worker, and what has become of it."""
 
     id: WorkerId
-    info: pausing.Worker
+    info: pausing.PausableWorker
     pause_file: pausing.PauseFile | None
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     process: subprocess.Popen[bytes] | None = None
@@ -93,9 +93,9 @@ class SupervisedWorker:
 
     @property
     def is_paused(self) -> bool:
-        return self.info.state == pausing.State.PAUSED.value
+        return self.info.state == pausing.PauseState.PAUSED.value
 
-    def tell(self, state: pausing.State, freed_bytes: int = 0) -> None:
+    def tell(self, state: pausing.PauseState, freed_bytes: int = 0) -> None:
         """What `hetero pause` and `resume` shall know."""
         self.info = replace(self.info, state=state.value, freed_bytes=freed_bytes)
         if self.pause_file is not None:
@@ -176,7 +176,7 @@ class _Supervisor:
                 worker.end(self._stop_reason)
             elif worker.leave_by is None and worker.is_pause_wanted:
                 _log.info("worker %s is to pause; the run saves its state first", worker.id)
-                worker.tell(pausing.State.LEAVING, _memory_of(process))
+                worker.tell(pausing.PauseState.LEAVING, _memory_of(process))
                 worker.end(PAUSED)
             if worker.leave_by is not None and time.monotonic() > worker.leave_by:
                 process.kill()
@@ -205,7 +205,7 @@ class _Supervisor:
         worker.starts += 1
         name = f"worker {worker.id} | " if len(self._workers) > 1 else ""
         worker.printer = _print_lines(worker.process, name, worker.last_lines)
-        worker.tell(pausing.State.RUNNING)
+        worker.tell(pausing.PauseState.RUNNING)
 
     def _ended(self, worker: SupervisedWorker, process: subprocess.Popen[bytes], code: int) -> None:
         """A process is gone: started again, paused, or over."""
@@ -226,7 +226,7 @@ class _Supervisor:
 
     def _paused(self, worker: SupervisedWorker) -> None:
         worker.leave_by = None
-        worker.tell(pausing.State.PAUSED, worker.info.freed_bytes)
+        worker.tell(pausing.PauseState.PAUSED, worker.info.freed_bytes)
         freed = f"; {units.size(worker.info.freed_bytes)} are free" * (worker.info.freed_bytes > 0)
         said = "worker %s is paused%s; it goes on after: hetero resume %s"
         paused = _event("worker paused", worker)

@@ -43,7 +43,7 @@ from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.engine.expectation import Expectation, check_sender
 from hetero_framework.engine.hosts import (
     DirectLost,
-    Event,
+    HostEvent,
     LinkLost,
     StopWanted,
     WorkerId,
@@ -158,7 +158,7 @@ class WorkerLinks:
         show_away: ShowAway = lambda worker, away: None,
         small_packets: bool = False,
     ) -> None:
-        """`local` are the workers that this process has started. `unpack` makes an Event's
+        """`local` are the workers that this process has started. `unpack` makes a HostEvent's
         `arrival`, in a reader thread; `watch(worker)` gives its link's `on_moved`. `should_stop`
         ends the wait for a lost worker; `show_away(worker, text)` is called while one is waited
         for, from any thread, with None when it is there; `small_packets` as of `connect`, for
@@ -193,7 +193,7 @@ class WorkerLinks:
         # A run that is started again keeps its id, but begins to count anew.
         self._process = secrets.token_hex(8)
         self._epochs: Counter[WorkerId] = Counter()
-        self._inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[HostEvent | Exception] = queue.SimpleQueue()
         self._owners: dict[int, WorkerId] = {}
         self._holders: dict[int, WorkerId] = {}  # of all stages, those of this process too
         self._current: tuple[int, int] = (-1, -1)
@@ -666,7 +666,7 @@ class WorkerLinks:
         """Have `receive` raise an error that came up in another thread."""
         self._inbox.put(error)
 
-    def receive(self, timeout_s: float) -> Event | None:
+    def receive(self, timeout_s: float) -> HostEvent | None:
         """The next event, or None after `timeout_s`. Raises the worker's own error when it reports
         one, StepOutOfMemory when its attempt failed for that, LinkLost when its link broke, and
         DirectLost when a link between workers did."""
@@ -687,7 +687,7 @@ class WorkerLinks:
             timeout_s = 0
         return None
 
-    def _known(self, event: Event) -> Event | None:
+    def _known(self, event: HostEvent) -> HostEvent | None:
         """`event`, unless it is for the user alone; raises what it means when it is bad news."""
         if event.lost is not None:
             raise LinkLost(event.worker, event.lost)
@@ -766,7 +766,7 @@ class WorkerLinks:
             return
         assert connection.peer is not None
         connection.waiting.came(message)
-        self._inbox.put(Event(connection.peer, connection, message, arrival))
+        self._inbox.put(HostEvent(connection.peer, connection, message, arrival))
 
     def _check_awaited(self, connection: Connection, frame: m.FrameHeader) -> None:
         """Of a frame whose header has come."""
@@ -809,4 +809,4 @@ class WorkerLinks:
         if connection.fault is not None:
             self._inbox.put(ProtocolError(f"{connection.name}: {connection.fault.message}"))
         why = reason.message if reason is not None else "the link was closed here"
-        self._inbox.put(Event(connection.peer, connection, lost=why))
+        self._inbox.put(HostEvent(connection.peer, connection, lost=why))

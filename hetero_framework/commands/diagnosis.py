@@ -1,9 +1,9 @@
 """`hetero doctor --config`: what would keep a run of this configuration from working, seen from
 this machine, and what to do about it.
 
-Each check is a function of a `View` that yields findings; `CHECKS` lists them. The coordinator's
-machine asks the workers that are up and lets them go again; a worker that serves a run is left
-alone.
+Each check is a function of a `MachineView` that yields findings; `CHECKS` lists them. The
+coordinator's machine asks the workers that are up and lets them go again; a worker that serves a
+run is left alone.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Asked:
+class WorkerAnswer:
     """A worker as it was found: what it said, or why it said nothing."""
 
     problem: HeteroError | None = None
@@ -84,7 +84,7 @@ class Asked:
     drops_large: bool = False  # it answers in small packets alone
 
 
-class View:
+class MachineView:
     """A configuration as this machine sees it; whatever takes time is found out once."""
 
     def __init__(
@@ -147,7 +147,7 @@ class View:
             return []
 
     @cached_property
-    def workers(self) -> dict[WorkerId, Asked]:
+    def workers(self) -> dict[WorkerId, WorkerAnswer]:
         """What the workers of other machines say, all asked at once."""
         asked = {
             worker.id: in_background(partial(ask_worker, self, worker), "ask")
@@ -160,24 +160,24 @@ class View:
             try:
                 found[id] = future.result(max(0.1, deadline - time.monotonic()))
             except TimeoutError:
-                found[id] = Asked(NetworkError(f"worker {id} does not answer in time"))
+                found[id] = WorkerAnswer(NetworkError(f"worker {id} does not answer in time"))
         return found
 
 
 # -- asking ---------------------------------------------------------------------------------------
 
 
-def knock(worker: WorkerConfig) -> Asked:
+def knock(worker: WorkerConfig) -> WorkerAnswer:
     """Whether anything listens at a worker's address, if it has one."""
     try:
         if worker.port is not None:
             connect(worker.ip, worker.port, _DIAL_S, who=f"worker {worker.id}").close()
     except HeteroError as error:
-        return Asked(error)
-    return Asked()
+        return WorkerAnswer(error)
+    return WorkerAnswer()
 
 
-def ask_worker(view: View, worker: WorkerConfig) -> Asked:
+def ask_worker(view: MachineView, worker: WorkerConfig) -> WorkerAnswer:
     """Greet a worker as a run would, ask what it is, measure its link, and let it go. Who is not
     the coordinator, or has no key for it, only knocks."""
     access = view.access
@@ -195,12 +195,12 @@ def ask_worker(view: View, worker: WorkerConfig) -> Asked:
 
 
 def _greet(
-    view: View,
+    view: MachineView,
     worker: WorkerConfig,
     access: Access,
     patience_s: float,
     small_packets: bool = False,
-) -> Asked:
+) -> WorkerAnswer:
     """A run of nothing but a greeting and two questions."""
     plan = [{"id": "local", "start": 0, "end": 1}, {"id": worker.id, "start": 1, "end": 2}]
     alone = view.config.with_changes(
@@ -225,14 +225,16 @@ def _greet(
         facts = control.result(answer)
         answer.release()
         clock_s = facts["clock"] - began - trip_s / 2
-        return Asked(None, None, welcome, facts, link_probe.measure(ask, _PROBE_BYTES), clock_s)
+        return WorkerAnswer(
+            None, None, welcome, facts, link_probe.measure(ask, _PROBE_BYTES), clock_s
+        )
     except NetworkError as error:
         busy = " refused: it " in error.message
-        return Asked(busy=error.message) if busy else Asked(error)
+        return WorkerAnswer(busy=error.message) if busy else WorkerAnswer(error)
     except HeteroError as error:
-        return Asked(error)
+        return WorkerAnswer(error)
     except (LinkLost, KeyError, TypeError) as error:
-        return Asked(PeerLostError(f"worker {worker.id} gave no answer ({error})"))
+        return WorkerAnswer(PeerLostError(f"worker {worker.id} gave no answer ({error})"))
     finally:
         links.close(Message(said), timeouts.STOP_S)
 
@@ -258,7 +260,7 @@ def _answer(
 Found = Iterator[tuple[str, str]]
 
 
-def version(view: View) -> Found:
+def version(view: MachineView) -> Found:
     for name, needed, here in versions.too_old():
         yield f"{name} {here} is here, {name} {needed} is needed", "install the newer one"
     here = worker_info.facts()["versions"]
@@ -276,7 +278,7 @@ def _release(text: Any) -> str:
     return str(text).partition("+")[0]
 
 
-def role(view: View) -> Found:
+def role(view: MachineView) -> Found:
     if view.role is None:
         yield (
             "nothing in the configuration names this machine",
@@ -284,7 +286,7 @@ def role(view: View) -> Found:
         )
 
 
-def names(view: View) -> Found:
+def names(view: MachineView) -> Found:
     """DNS, also the name that a machine takes for itself alone (Debian's 127.0.1.1)."""
     alone = len({machine_of(view.config, machine) for _, machine in view.entries}) == 1
     for id, machine in view.entries:
@@ -308,7 +310,7 @@ def _dials(machine: Machine) -> bool:
     return isinstance(machine, WorkerConfig) and machine.dials
 
 
-def own_address(view: View) -> Found:
+def own_address(view: MachineView) -> Found:
     for id, machine in view.entries:
         if _dials(machine):
             continue
@@ -320,7 +322,7 @@ def own_address(view: View) -> Found:
             )
 
 
-def keys(view: View) -> Found:
+def keys(view: MachineView) -> Found:
     try:
         if isinstance(view.access, UserError):
             raise view.access
@@ -330,7 +332,7 @@ def keys(view: View) -> Found:
         yield error.message, error.hint or "hetero keys check says more"
 
 
-def port(view: View) -> Found:
+def port(view: MachineView) -> Found:
     """Ports of this machine that something else has."""
     for id in view.own:
         if id == "local":
@@ -351,7 +353,7 @@ def port(view: View) -> Found:
             )
 
 
-def reach(view: View) -> Found:
+def reach(view: MachineView) -> Found:
     """Refused, no answer and no route are three things."""
     for id, asked in view.workers.items():
         if asked.busy is not None:
@@ -370,7 +372,7 @@ def reach(view: View) -> Found:
             yield asked.problem.message, asked.problem.hint or "look at its screen or log"
 
 
-def clock(view: View) -> Found:
+def clock(view: MachineView) -> Found:
     for id, asked in view.workers.items():
         if asked.facts is not None and abs(asked.clock_s) > _CLOCK_S:
             way = "ahead of" if asked.clock_s > 0 else "behind"
@@ -380,12 +382,12 @@ def clock(view: View) -> Found:
             )
 
 
-def islands(view: View) -> Found:
+def islands(view: MachineView) -> Found:
     if view.is_coordinator:
         yield from island_diagnosis.problems(view.config, view.options, _CLOCK_S)
 
 
-def link(view: View) -> Found:
+def link(view: MachineView) -> Found:
     for id, asked in view.workers.items():
         if asked.drops_large:
             yield f"worker {id} answers in small packets only: {DROPS_LARGE}", MTU_ADVICE
@@ -401,7 +403,7 @@ def link(view: View) -> Found:
             )
 
 
-def model(view: View) -> Found:
+def model(view: MachineView) -> Found:
     found = view.model
     try:
         if isinstance(found, PretrainedConfig):
@@ -412,7 +414,7 @@ def model(view: View) -> Found:
         yield found.message, found.hint or "correct model.name_or_path or shard_plan"
 
 
-def data(view: View) -> Found:
+def data(view: MachineView) -> Found:
     if not view.is_coordinator or view.config.data is None:
         return
     for spec in (view.config.data.train, view.config.data.eval or ()):
@@ -423,7 +425,7 @@ def data(view: View) -> Found:
             yield error.message, error.hint or "correct data.train or data.eval"
 
 
-def memory(view: View) -> Found:
+def memory(view: MachineView) -> Found:
     for id, machine in view.entries:
         needed = sum(stage.total for stage in view.memory if stage.stage.owner == id)
         if id in view.own:
@@ -444,7 +446,7 @@ def memory(view: View) -> Found:
             )
 
 
-def four_bit(view: View) -> Found:
+def four_bit(view: MachineView) -> Found:
     if not isinstance(view.model, PretrainedConfig):
         return
     reasons = devices_known(view.config, view.own)
@@ -457,7 +459,7 @@ def four_bit(view: View) -> Found:
         yield from ((line, error.hint or "") for line in error.message.splitlines())
 
 
-def attention(view: View) -> Found:
+def attention(view: MachineView) -> Found:
     """model.attn_implementation, which not every device trains with."""
     devices = {id: asked.welcome.device for id, asked in view.workers.items() if asked.welcome}
     for id in view.own:
@@ -470,7 +472,7 @@ def attention(view: View) -> Found:
         yield error.message, error.hint or ""
 
 
-def disk(view: View) -> Found:
+def disk(view: MachineView) -> Found:
     """Two checkpoints on the coordinator; the weights where a hub model is not there yet."""
     state = sum(stage.gradients + stage.optimizer for stage in view.memory)
     if view.is_coordinator and view.config.training.save_strategy != "no":
@@ -506,7 +508,7 @@ def _is_on_hub(config: Config) -> bool:
     return False
 
 
-def _commit(view: View) -> str | None:
+def _commit(view: MachineView) -> str | None:
     """The commit of a hub model that is on this machine."""
     if not _is_on_hub(view.config):
         return None
@@ -520,7 +522,7 @@ def _commit(view: View) -> str | None:
     return None
 
 
-def revision(view: View) -> Found:
+def revision(view: MachineView) -> Found:
     """A note: what a branch of the hub holds may change between two runs."""
     settings = view.config.model
     if _is_on_hub(view.config) and not _COMMIT.fullmatch(str(settings and settings.revision)):
@@ -530,7 +532,7 @@ def revision(view: View) -> Found:
     yield from ()
 
 
-def graphviz(view: View) -> Found:
+def graphviz(view: MachineView) -> Found:
     training = view.config.training
     drawn = training.visualize and training.visualization_format != "mmd"
     if not (view.is_coordinator and drawn) or shutil.which("dot") is not None:
@@ -545,7 +547,7 @@ def graphviz(view: View) -> Found:
     )
 
 
-def directory(view: View) -> Found:
+def directory(view: MachineView) -> Found:
     if not view.is_coordinator:
         return
     for folder in dict.fromkeys((view.config.output_dir, view.config.checkpoints)):
@@ -560,7 +562,7 @@ def directory(view: View) -> Found:
             yield f"cannot lock {folder}: {error.strerror}", "make it writable, or choose another"
 
 
-def failpoint(view: View) -> Found:
+def failpoint(view: MachineView) -> Found:
     places = ["this machine"] if os.environ.get(failpoints.VARIABLE) else []
     asked = view.workers.items()
     places += [f"worker {id}" for id, a in asked if a.facts is not None and a.facts["failpoint"]]
@@ -568,7 +570,7 @@ def failpoint(view: View) -> Found:
         yield f"{failpoints.VARIABLE} is set on {place}: faults are made there", "unset it there"
 
 
-CHECKS: tuple[Callable[[View], Found], ...] = (
+CHECKS: tuple[Callable[[MachineView], Found], ...] = (
     *(
         version,
         role,
@@ -591,7 +593,7 @@ def diagnose(
     config: Config, *, worker_id: WorkerId | None = None, options: KeyOptions | None = None
 ) -> dict[str, Any]:
     """All findings, as JSON types; `worker_id` says which worker this machine is."""
-    view = View(config, _role(config, worker_id, options), options)
+    view = MachineView(config, _role(config, worker_id, options), options)
     findings = [Finding(check.__name__, *found) for check in CHECKS for found in check(view)]
     own = " and ".join(map(process_name, view.own))
     return {

@@ -36,7 +36,7 @@ from hetero_framework.security.pairing import (
     GOOD_FOR_S,
     Configuration,
     Inviting,
-    Joined,
+    PairedMachine,
     Token,
     join,
 )
@@ -74,7 +74,7 @@ def invite(
     machines = [config.worker(known[worker]) for worker in dict.fromkeys(workers)]
     invited = {m.id: f" ({', '.join(filter(None, (m.hostname, m.ip)))})" for m in machines}
     given = Configuration(file.name, file.read_text(encoding="utf-8-sig"))
-    place = Place(config.coordinator.ip, config.coordinator.port, port)
+    place = InvitationPort(config.coordinator.ip, config.coordinator.port, port)
     _invite(keys, invited, given, place, say)
 
 
@@ -89,7 +89,7 @@ def invite_islands(
     those of the islands."""
     for name in names:
         checked_name(name)
-    _invite(keys, dict.fromkeys(names, ""), None, Place(*address, port), say)
+    _invite(keys, dict.fromkeys(names, ""), None, InvitationPort(*address, port), say)
 
 
 def lighthouse_address(config: Config | None, host: str | None) -> tuple[str, int]:
@@ -109,7 +109,7 @@ def checked_name(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class InvitationPort:
     """Where an invitation waits: at the port that is wanted, else at the usual one, or where a run
     has that at any free one."""
 
@@ -129,7 +129,7 @@ def _invite(
     keys: KeyDirectory,
     invited: Mapping[WorkerId, str],
     given: Configuration | None,
-    place: Place,
+    place: InvitationPort,
     say: Say,
 ) -> None:
     """`invited`: the members, with what is known of the machine of each."""
@@ -173,7 +173,7 @@ def _wait(inviting: Inviting, listener: Listener) -> None:
         accepting.result(timeouts.EXIT_S)
 
 
-def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> Joined:
+def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> PairedMachine:
     """Make this machine what it was invited as. Of a worker, write the key, and the configuration
     as `file`; what stood there and differs is kept beside it. Of an island, write the key."""
     try:
@@ -183,7 +183,7 @@ def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> Jo
         raise UserError(f"the address {error}", hint=hint) from None
     found = Token.parse(token)
 
-    def keep(joined: Joined) -> None:
+    def keep(joined: PairedMachine) -> None:
         given = joined.configuration
         if joined.identity.island is not None:
             _keep(keys.of_islands, joined)
@@ -198,7 +198,7 @@ def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> Jo
     return join(host, port, found, keep)
 
 
-def _keep(keys: KeyDirectory, joined: Joined) -> None:
+def _keep(keys: KeyDirectory, joined: PairedMachine) -> None:
     with keys.locked():
         keys.write_bundle(joined.identity, joined.bundle)
 

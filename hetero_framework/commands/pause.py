@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from hetero_framework import units
-from hetero_framework.cluster.pausing import PauseFile, State, Worker, supervised
+from hetero_framework.cluster.pausing import PausableWorker, PauseFile, PauseState, supervised
 from hetero_framework.commands.options import option
 from hetero_framework.core import timeouts
 from hetero_framework.errors import PeerLostError, UserError
@@ -35,9 +35,9 @@ def pause(worker_id: str, address: str | None = None) -> str:
     """Have a worker of this machine let go of its run and its memory; what there is to say of it.
     Raises UserError when none of that name is served here, PeerLostError when it does not."""
     pause_file, worker = _find(worker_id, address)
-    if not _want(pause_file, True) and worker.state == State.PAUSED.value:
+    if not _want(pause_file, True) and worker.state == PauseState.PAUSED.value:
         return f"worker {worker_id} is paused already; it goes on after: hetero resume {worker_id}"
-    paused = _await(pause_file, worker, lambda found: found.state == State.PAUSED.value)
+    paused = _await(pause_file, worker, lambda found: found.state == PauseState.PAUSED.value)
     freed = f" ({units.size(paused.freed_bytes)} of it)" * (paused.freed_bytes > 0)
     return (
         f"worker {worker_id} is paused: its process has ended, its memory{freed} and its device "
@@ -48,13 +48,13 @@ def pause(worker_id: str, address: str | None = None) -> str:
 def resume(worker_id: str, address: str | None = None) -> str:
     """Have a paused worker of this machine started again. Raises as `pause` does."""
     pause_file, worker = _find(worker_id, address)
-    if not _want(pause_file, False) and worker.state == State.RUNNING.value:
+    if not _want(pause_file, False) and worker.state == PauseState.RUNNING.value:
         return f"worker {worker_id} is not paused"
-    _await(pause_file, worker, lambda found: found.state == State.RUNNING.value)
+    _await(pause_file, worker, lambda found: found.state == PauseState.RUNNING.value)
     return f"worker {worker_id} is started again; its run goes on when it is ready"
 
 
-def _find(worker_id: str, address: str | None) -> tuple[PauseFile, Worker]:
+def _find(worker_id: str, address: str | None) -> tuple[PauseFile, PausableWorker]:
     """The one that is meant."""
     found = supervised(worker_id)
     if address is not None:
@@ -82,7 +82,9 @@ def _want(pause_file: PauseFile, paused: bool) -> bool:
         raise UserError(f"cannot tell the worker's supervisor: {error}") from error
 
 
-def _await(pause_file: PauseFile, before: Worker, is_done: Callable[[Worker], bool]) -> Worker:
+def _await(
+    pause_file: PauseFile, before: PausableWorker, is_done: Callable[[PausableWorker], bool]
+) -> PausableWorker:
     """The worker's state once it is as it should be."""
     deadline = time.monotonic() + _PATIENCE_S
     while not ((found := pause_file.worker()) is not None and is_done(found)):

@@ -41,7 +41,7 @@ class LazyBatches(Sequence[MicroBatch]):
 
 
 @dataclass
-class StepOrder:
+class SampleOrder:
     """The examples of each step, by the training section's settings. Raises DataError when an
     epoch would have no micro-batch."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
-from hetero_framework.data.conversations import Conversation, Message, Notes
+from hetero_framework.data.conversations import Conversation, Message, Remarks
 from hetero_framework.data.rendered import RenderCheck
 from hetero_framework.data.turns import find_turns, mark_turns, numbered
 from hetero_framework.errors import DataError
@@ -79,7 +79,7 @@ class ChatRenderer:
         template_kwargs: dict[str, Any] | None = None,
         *,
         assistant_only: bool = True,
-        notes: Notes | None = None,
+        notes: Remarks | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs or {}
@@ -101,7 +101,7 @@ class ChatRenderer:
                 chosen = chosen.replace(written, instead)
         self.template: str = chosen
         self._with_marks = mark_turns(chosen)
-        self._check = RenderCheck(self._apply, chosen, Notes() if notes is None else notes)
+        self._check = RenderCheck(self._apply, chosen, Remarks() if notes is None else notes)
         self._takes_parts = not self._shows(_SAID) and self._shows(
             [{"type": "text", "text": _SAID}]
         )

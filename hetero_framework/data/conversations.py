@@ -52,7 +52,7 @@ class Conversation:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-class Notes:
+class Remarks:
     """Remarks about examples: how many each is about, and the first of them."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Notes:
 class ConversationReader:
     """Reads the conversations of one run, which are rendered with `template`."""
 
-    def __init__(self, template: str, notes: Notes) -> None:
+    def __init__(self, template: str, notes: Remarks) -> None:
         self.template = template
         self.notes = notes
         self._names_role = cache(self._search_role)

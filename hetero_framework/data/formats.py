@@ -25,7 +25,7 @@ from hetero_framework.data.conversations import (
     CONVERSATION_FIELDS,
     Conversation,
     ConversationReader,
-    Notes,
+    Remarks,
     check_media,
 )
 from hetero_framework.data.sources import Record, check_unicode
@@ -99,7 +99,7 @@ class Formatter:
         self.tokenizer = tokenizer
         self.options = options
         self.changed_prompts = 0
-        self.notes = Notes()
+        self.notes = Remarks()
         self.unused: dict[str, Any] = {}
         """Fields of examples that no part of training sees, with the first value of each."""
         self.renderer: ChatRenderer | None = None
@@ -138,7 +138,7 @@ class Formatter:
         return _FORMATS[self.name](self, records)
 
     def _use(self, record: Record, *names: str, refused: tuple[str, ...] = _PARTS) -> None:
-        """Notes the fields of an example beside `names`, which are used. Raises DataError for those
+        """Note the fields of an example beside `names`, which are used. Raises DataError for those
         that are a part of what is to be learned."""
         check_media(record.fields, record.where)
         for name, value in record.fields.items():

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from hetero_framework.data.conversations import Conversation, Message, Notes, has_word
+from hetero_framework.data.conversations import Conversation, Message, Remarks, has_word
 from hetero_framework.errors import DataError
 
 _THINKING = "</think>"
@@ -36,14 +36,16 @@ _Lost = tuple[int | None, str]
 class RenderCheck:
     """Checks the conversations of one run; `render` is a conversation as text."""
 
-    def __init__(self, render: Callable[[Conversation], str], template: str, notes: Notes) -> None:
+    def __init__(
+        self, render: Callable[[Conversation], str], template: str, notes: Remarks
+    ) -> None:
         self.render = render
         self.template = template
         self.notes = notes
         self._seen: dict[Any, list[_Lost]] = {}
 
     def __call__(self, chat: Conversation) -> None:
-        """Notes what is left out of the conversation. Raises DataError where that is the content of
+        """Note what is left out of the conversation. Raises DataError where that is the content of
         a message or a tool call."""
         shape = _shape(chat)
         if shape not in self._seen:

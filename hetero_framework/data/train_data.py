@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetero_framework.config import Config, DataConfig
-from hetero_framework.data.batches import LazyBatches, MicroBatch, StepOrder, collate, pack
+from hetero_framework.data.batches import LazyBatches, MicroBatch, SampleOrder, collate, pack
 from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.data.formats import Formatter, detect_format
@@ -35,7 +35,7 @@ class TrainData:
 
     examples: Examples
     eval_examples: Examples | None
-    order: StepOrder
+    order: SampleOrder
     settings: DataConfig
     pad_token_id: int
     report: list[str]
@@ -136,7 +136,7 @@ def load_data(
         pad_token_id, sentence = 0, "no padding: the samples of a micro-batch make one row"
     else:
         pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
-    order = StepOrder(len(train), config.training)
+    order = SampleOrder(len(train), config.training)
     return TrainData(train, evaluation, order, data, pad_token_id, [*report, sentence])
 
 

@@ -84,7 +84,7 @@ class WorkerLeaving(StoppedEarly):
 
 
 @dataclass(frozen=True)
-class Event:
+class HostEvent:
     """A message of a worker and its unpacked tensors, or the news that its link is gone. `wire`
     tells an old link's events from the present one's."""
 
@@ -183,7 +183,7 @@ class Host(Protocol):
         """A part of a stage's state after `step`, or, as they are now, of its weights of these
         names; in ascending order. The caller releases it."""
 
-    def rewind(self, step: int | None) -> api.Rewound | None:
+    def rewind(self, step: int | None) -> api.RewoundState | None:
         """The run goes on after the commit of `step`. The stages take over what is kept of it; the
         others' state is given with `load_state`. Asked again until not None."""
 
@@ -221,7 +221,7 @@ class Links(Protocol):
     def send(self, worker_id: WorkerId, message: Message) -> None: ...
     def ping(self, worker_id: WorkerId) -> None: ...
 
-    def receive(self, timeout_s: float) -> Event | None:
+    def receive(self, timeout_s: float) -> HostEvent | None:
         """The next event; None when none came in time. Raises LinkLost or DirectLost, and the
         error that a worker reports."""
 

@@ -92,7 +92,7 @@ def measure(
     batch = _batch(config, model, device)
     with _random_weights(config, model, specs) as made:
         stages = load_stages(_cut(made, specs, recompute=False), specs, device)
-        first, *inner, last = [_Part(stage, batch, device, part_s) for stage in stages]
+        first, *inner, last = [_MeasuredPart(stage, batch, device, part_s) for stage in stages]
         hidden_BSD = first.output()
         entering = [_entering(config, model, spec.start, hidden_BSD) for spec in specs[1:]]
         embedding, head = first.cost(()), last.cost(entering.pop())
@@ -100,7 +100,7 @@ def measure(
         del stages, first, inner, last
         device.empty_cache()
         again = load_stages(_cut(made, specs, recompute=True), specs[1:-1], device)
-        parts = [_Part(stage, batch, device, part_s) for stage in again]
+        parts = [_MeasuredPart(stage, batch, device, part_s) for stage in again]
         recomputed = [part.cost(received) for part, received in zip(parts, entering, strict=True)]
     layers = {
         spec.start: replace(
@@ -133,7 +133,7 @@ def _entering(config: Config, model: PretrainedConfig, layer: int, hidden_BSD: T
     return (hidden_BSD, *sides)
 
 
-class _Part:
+class _MeasuredPart:
     """One stage of the model, and a micro-batch for it."""
 
     def __init__(

@@ -83,7 +83,7 @@ def _usual_factor(kind: str, step: int, warmup: int, total: int) -> float:
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * 0.5 * 2.0 * progress)))
 
 
-class Schedule:
+class LearningRate:
     """The one learning-rate schedule of a run, owned by the coordinator."""
 
     def __init__(self, training: TrainingConfig, total_steps: int) -> None:

@@ -18,7 +18,7 @@ from hetero_framework.log import one_lines
 
 
 @dataclass(frozen=True)
-class _Question:
+class _PendingRequest:
     """What was asked over which link, and what answers it."""
 
     message: Message
@@ -50,7 +50,7 @@ class RemoteHost(Host):
         self._info = api.StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._norms: Message | None = None
         self._gradients: list[api.GradientPart] = []
-        self._questions: dict[type[Body], _Question] = {}
+        self._questions: dict[type[Body], _PendingRequest] = {}
         self._answers: dict[type[Body], Message] = {}
         self._commit: Message | None = None
         self._commit_step = -1
@@ -157,12 +157,14 @@ class RemoteHost(Host):
             self._kept = (step,)
         return found
 
-    def rewind(self, step: int | None) -> api.Rewound | None:
+    def rewind(self, step: int | None) -> api.RewoundState | None:
         message = self._ask(Message(m.Rewind(step)), m.Rewound, lambda body: True)
         if message is None:
             return None
         self._kept = None
-        return api.Rewound({kept.index: kept.digest for kept in message.expect(m.Rewound).stages})
+        return api.RewoundState(
+            {kept.index: kept.digest for kept in message.expect(m.Rewound).stages}
+        )
 
     def renew(self) -> None:
         for message in self._answers.values():
@@ -237,7 +239,7 @@ class RemoteHost(Host):
         if known is None or known.link is not link or known.message.body != question.body:
             if (stale := self._answers.pop(answer, None)) is not None:
                 stale.release()
-            self._questions[answer] = _Question(question, link, is_answer)
+            self._questions[answer] = _PendingRequest(question, link, is_answer)
             self._links.send(self.id, question)
         found = self._answers.pop(answer, None)
         if found is not None:

@@ -154,7 +154,7 @@ class GradientSum(Protocol):
 
 
 @dataclass(frozen=True)
-class Rewound:
+class RewoundState:
     """What a host had kept of the step that the run goes back to: digests by stage."""
 
     digests: Mapping[int, str] = field(default_factory=dict)

@@ -240,7 +240,7 @@ class StageHost(Host):
         self._exported = (stage, number)
         return next(self._export)
 
-    def rewind(self, step: int | None) -> api.Rewound:
+    def rewind(self, step: int | None) -> api.RewoundState:
         kept = self._snapshots if self._keeps_state and self._snapshot_step == step else {}
         self._snapshots, self.last_step = kept, step
         digests = {}
@@ -248,7 +248,7 @@ class StageHost(Host):
             for part in snapshot.parts():
                 self._executor.stage(index).load_state("checkpoint", part)
             digests[index] = digest(snapshot.parts())
-        return api.Rewound(digests)
+        return api.RewoundState(digests)
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         failpoints.hit("load-state")

@@ -1,11 +1,11 @@
 """Which samples an island trains: worked out by every member alike, and each sample once.
 
-What is dealt are the steps of the run, numbered over all epochs as `StepOrder` has them: step k is
-a batch of the whole group, the same samples on every island, and an epoch's last one may be short.
-Where islands sum their gradients in every step, they share the samples of one step; where they
-train alone for a while, each takes steps of its own. A step counts once the group has committed
-it; one that was dealt and is not committed, since an island died or a reduction failed, is dealt
-again. So each sample of an epoch is trained once, whoever joins, leaves or returns.
+What is dealt are the steps of the run, numbered over all epochs as `SampleOrder` has them: step k
+is a batch of the whole group, the same samples on every island, and an epoch's last one may be
+short. Where islands sum their gradients in every step, they share the samples of one step; where
+they train alone for a while, each takes steps of its own. A step counts once the group has
+committed it; one that was dealt and is not committed, since an island died or a reduction failed,
+is dealt again. So each sample of an epoch is trained once, whoever joins, leaves or returns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_framework.data.batches import StepOrder
+from hetero_framework.data.batches import SampleOrder
 from hetero_framework.islands.shares import apportion
 
 Steps = tuple[tuple[int, int], ...]
@@ -104,7 +104,7 @@ def _part(steps: Iterable[tuple[int, int]], first: int, last: int) -> Steps:
 
 
 def split_step(
-    order: StepOrder, step: int, shares: Mapping[str, float]
+    order: SampleOrder, step: int, shares: Mapping[str, float]
 ) -> dict[str, list[np.ndarray]]:
     """For each island its samples of a step that all take together, as micro-batches.
 
@@ -122,7 +122,7 @@ def split_step(
     }
 
 
-def order_facts(order: StepOrder, fingerprint: str) -> dict[str, Any]:
+def order_facts(order: SampleOrder, fingerprint: str) -> dict[str, Any]:
     """What must be equal on all islands, so that a step means the same samples on each: by the
     names that errors use. `fingerprint` is that of the examples."""
     training = order.training

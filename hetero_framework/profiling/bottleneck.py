@@ -77,15 +77,15 @@ def diagnose(trace: Trace) -> Diagnosis:
         del counts[trace.steps[0]]  # a run's first step is not typical
     m = Counter(counts.values()).most_common(1)[0][0]
     numbers = [step for step, count in counts.items() if count == m]
-    steps = [measured.Step.of(trace, step) for step in numbers]
+    steps = [measured.MeasuredStep.of(trace, step) for step in numbers]
     pairs = itertools.pairwise(steps)
     between = [max(0.0, b.began - a.ended) for a, b in pairs if b.step == a.step + 1]
     stages = measured.stage_times(trace, steps)
-    nics = measured.Nics(steps)
+    nics = measured.NicSpeeds(steps)
     every, inner = range(len(trace.processes)), range(len(trace.stages) - 1)
     boundaries = tuple(measured.boundary_of(trace, steps, nics, k) for k in inner)
     pipeline_s = statistics.fmean(step.computed - step.began for step in steps)
-    plan = simulated_changes.Plan(stages, boundaries)
+    plan = simulated_changes.MeasuredPlan(stages, boundaries)
     max_in_flight = trace.settings.get("max_in_flight")
     simulated_s = plan.step_s(m, max_in_flight)
     if simulated_s > _AS_SIMULATED * pipeline_s:

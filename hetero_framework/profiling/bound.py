@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from hetero_framework.core.spans import BACKWARD, FORWARD, FORWARD_BACKWARD, RECEIVE
-from hetero_framework.profiling.timeline import Event, StageInfo, TaskKey, Tasks, awaited, tasks_of
+from hetero_framework.profiling.timeline import (
+    StageInfo,
+    TaskKey,
+    Tasks,
+    TraceEvent,
+    awaited,
+    tasks_of,
+)
 
 Interval = tuple[float, float]
 
 
-def recorded_bound(stages: Sequence[StageInfo], events: Sequence[Event]) -> float:
+def recorded_bound(stages: Sequence[StageInfo], events: Sequence[TraceEvent]) -> float:
     """Least seconds of a step with just these tasks and transfers, whatever their order.
 
     The longest chain of tasks that wait for each other; and for each process, and for each
@@ -47,7 +54,7 @@ def recorded_bound(stages: Sequence[StageInfo], events: Sequence[Event]) -> floa
     return min(max([chains.longest, *bounds]), took)
 
 
-def _taken_by(event: Event, num_stages: int) -> TaskKey:
+def _taken_by(event: TraceEvent, num_stages: int) -> TaskKey:
     """The task that waits for a frame."""
     kind = BACKWARD if event.what == "BACKWARD" else FORWARD
     if kind == FORWARD and event.stage == num_stages - 1:

@@ -17,7 +17,7 @@ from hetero_framework.core.spans import (
     SEND,
 )
 from hetero_framework.profiling.bound import length, recorded_bound, union
-from hetero_framework.profiling.timeline import Event, Trace, Wait, waits
+from hetero_framework.profiling.timeline import Trace, TraceEvent, Wait, waits
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """One step's events: from its first task to its last (`computed`) and to its end."""
 
     step: int
-    events: list[Event]
+    events: list[TraceEvent]
     waits: list[Wait]
     began: float
     computed: float
@@ -104,7 +104,7 @@ class Step:
     bound_s: float
 
     @classmethod
-    def of(cls, trace: Trace, step: int) -> Step:
+    def of(cls, trace: Trace, step: int) -> MeasuredStep:
         stages, events = trace.stages, trace.of_step(step)
         tasks = [event for event in events if event.kind in COMPUTE]
         began, computed = min(task.began for task in tasks), max(task.ended for task in tasks)
@@ -113,7 +113,7 @@ class Step:
         return cls(step, events, waits(stages, events), began, computed, ended, bound_s)
 
 
-def stage_times(trace: Trace, steps: Sequence[Step]) -> tuple[StageTimes, ...]:
+def stage_times(trace: Trace, steps: Sequence[MeasuredStep]) -> tuple[StageTimes, ...]:
     seconds: dict[tuple[int, str], list[float]] = {}
     for step in steps:
         for event in step.events:
@@ -140,20 +140,20 @@ def stage_times(trace: Trace, steps: Sequence[Step]) -> tuple[StageTimes, ...]:
     return tuple(found)
 
 
-def process_times(trace: Trace, steps: Sequence[Step], process: int) -> ProcessTimes:
-    def mean(value: Callable[[Step], float]) -> float:
+def process_times(trace: Trace, steps: Sequence[MeasuredStep], process: int) -> ProcessTimes:
+    def mean(value: Callable[[MeasuredStep], float]) -> float:
         return statistics.fmean(value(step) for step in steps)
 
-    def waited(step: Step, reason: str) -> float:
+    def waited(step: MeasuredStep, reason: str) -> float:
         return sum(w.seconds for w in step.waits if w.process == process and w.reason == reason)
 
-    def own(step: Step, *kinds: str) -> list[Event]:
+    def own(step: MeasuredStep, *kinds: str) -> list[TraceEvent]:
         return [e for e in step.events if e.process == process and e.kind in kinds]
 
-    def busy(step: Step, *kinds: str) -> float:
+    def busy(step: MeasuredStep, *kinds: str) -> float:
         return length(union((e.began, e.ended) for e in own(step, *kinds)))
 
-    def done(step: Step) -> float:
+    def done(step: MeasuredStep) -> float:
         return step.computed - max((e.ended for e in own(step, *COMPUTE)), default=step.began)
 
     def hidden(kind: str) -> float:
@@ -180,12 +180,12 @@ def process_times(trace: Trace, steps: Sequence[Step], process: int) -> ProcessT
     )
 
 
-class Nics:
+class NicSpeeds:
     """How fast each process's NICs are, by the frames that passed: all bytes of a NIC over the time
     in which any were moving, since the tensors of several links slow each other down."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
-        passed: dict[tuple[int, str], list[Event]] = {}
+    def __init__(self, steps: Sequence[MeasuredStep]) -> None:
+        passed: dict[tuple[int, str], list[TraceEvent]] = {}
         for event in itertools.chain.from_iterable(step.events for step in steps):
             if event.kind == RECEIVE and event.what in ("FORWARD", "BACKWARD") and event.nbytes:
                 passed.setdefault((event.process, "in"), []).append(event)
@@ -211,7 +211,9 @@ def _nics_of(path: Sequence[int]) -> list[tuple[int, str]]:
     return [nic for a, b in itertools.pairwise(path) for nic in ((a, "out"), (b, "in"))]
 
 
-def boundary_of(trace: Trace, steps: Sequence[Step], nics: Nics, after: int) -> Boundary:
+def boundary_of(
+    trace: Trace, steps: Sequence[MeasuredStep], nics: NicSpeeds, after: int
+) -> Boundary:
     """The measurements between stage `after` and the next one."""
     one, other = trace.stages[after].process, trace.stages[after + 1].process
     if one == other:
@@ -241,9 +243,9 @@ class _Frames:
     front of them."""
 
     def __init__(
-        self, steps: Sequence[Step], what: str, *, source: int, target: int, receiver: int
+        self, steps: Sequence[MeasuredStep], what: str, *, source: int, target: int, receiver: int
     ) -> None:
-        self.arrived: list[Event] = []
+        self.arrived: list[TraceEvent] = []
         delays = []
         for step in steps:
             tasks = [e for e in step.events if e.kind in COMPUTE and e.stage == source]

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from hetero_framework import units
 from hetero_framework.core.spans import COMMIT, COMPUTE, RECEIVE, SEND
-from hetero_framework.profiling.measured import Step
-from hetero_framework.profiling.timeline import Event, Trace
+from hetero_framework.profiling.measured import MeasuredStep
+from hetero_framework.profiling.timeline import Trace, TraceEvent
 from hetero_framework.visualizer.timeline_picture import Bar, Row, StepPicture
 
 
 def picture(trace: Trace, step: int) -> StepPicture:
     """Step `step`, counted from 0, ready to be drawn, with its own bound."""
-    taken = Step.of(trace, step)
+    taken = MeasuredStep.of(trace, step)
     zero, seconds = taken.began, taken.computed - taken.began
     stages_of = [
         [k for k, stage in enumerate(trace.stages) if stage.process == number]
         for number in range(len(trace.processes))
     ]
 
-    def shade(event: Event) -> float:
+    def shade(event: TraceEvent) -> float:
         own = stages_of[event.process]
         return own.index(event.stage) / max(1, len(own) - 1)
 
@@ -33,7 +33,7 @@ def picture(trace: Trace, step: int) -> StepPicture:
         detail = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
         return Row(name, detail, bars, moved(own, SEND), moved(own, RECEIVE))
 
-    def moved(own: list[Event], kind: str) -> list[Bar]:
+    def moved(own: list[TraceEvent], kind: str) -> list[Bar]:
         return [
             Bar(event.what.lower(), event.began - zero, event.ended - zero)
             for event in own

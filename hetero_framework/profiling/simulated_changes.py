@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from hetero_framework.planner.schedule.bounds import step_bound
 from hetero_framework.planner.schedule.simulator import Edge, Profile
 from hetero_framework.planner.schedule.tuning import tune
-from hetero_framework.profiling.measured import Boundary, Nics, StageTimes
+from hetero_framework.profiling.measured import Boundary, NicSpeeds, StageTimes
 from hetero_framework.profiling.timeline import Trace
 
 AS_GOOD = 0.01
@@ -46,7 +46,7 @@ class Baseline:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasuredPlan:
     """The plan that is simulated."""
 
     stages: tuple[StageTimes, ...]
@@ -68,20 +68,20 @@ class Plan:
         """Seconds of a step when simulated, run as the coordinator would choose to run it."""
         return tune(self.profile, micro_batches, max_in_flight=max_in_flight).forecast.seconds
 
-    def scaled(self, work: float, wire: float) -> Plan:
+    def scaled(self, work: float, wire: float) -> MeasuredPlan:
         """All stages' seconds times `work`, all boundaries' times `wire`."""
         stages = tuple(stage.scaled(work) for stage in self.stages)
-        return Plan(stages, tuple(b.scaled(wire) for b in self.boundaries))
+        return MeasuredPlan(stages, tuple(b.scaled(wire) for b in self.boundaries))
 
 
 def overlapping(
-    plan: Plan, micro_batches: int, max_in_flight: int | None, pipeline_s: float
-) -> tuple[Plan, float]:
+    plan: MeasuredPlan, micro_batches: int, max_in_flight: int | None, pipeline_s: float
+) -> tuple[MeasuredPlan, float]:
     """The plan with as much time on the wire shared by several frames as makes it no slower than
     what was measured, and its simulated seconds: the simulator has the frames of a process take
     turns, but several links may move several at once."""
 
-    def shared(share: float) -> tuple[Plan, float]:
+    def shared(share: float) -> tuple[MeasuredPlan, float]:
         boundaries = tuple(
             b.scaled(1 - share, more_latency_s=share * (b.forward_s + b.backward_s) / 2)
             for b in plan.boundaries
@@ -103,13 +103,13 @@ def overlapping(
 class _Idea:
     kind: str
     text: str
-    plan: Plan
+    plan: MeasuredPlan
     micro_batches: int
     samples: float = 1.0
     """Samples in a step over those of now."""
 
 
-def changes(trace: Trace, now: Baseline, plan: Plan, nics: Nics) -> Iterator[Change]:
+def changes(trace: Trace, now: Baseline, plan: MeasuredPlan, nics: NicSpeeds) -> Iterator[Change]:
     """Every change that can be made here with its prediction, those that ask least first."""
     scale = now.pipeline_s / now.simulated_s if now.simulated_s else 1.0
     for idea in _ideas(trace, now, plan, nics) if len(plan.stages) > 1 else ():
@@ -125,7 +125,7 @@ def changes(trace: Trace, now: Baseline, plan: Plan, nics: Nics) -> Iterator[Cha
         yield Change(idea.kind, idea.text, step, gain)
 
 
-def _ideas(trace: Trace, now: Baseline, plan: Plan, nics: Nics) -> Iterator[_Idea]:
+def _ideas(trace: Trace, now: Baseline, plan: MeasuredPlan, nics: NicSpeeds) -> Iterator[_Idea]:
     m, rows = now.micro_batches, trace.settings.get("per_device_train_batch_size")
     yield from _direct(trace, plan, nics, m)
     if now.max_in_flight is not None:
@@ -147,7 +147,9 @@ def _ideas(trace: Trace, now: Baseline, plan: Plan, nics: Nics) -> Iterator[_Ide
     yield from codecs[1:]
 
 
-def _direct(trace: Trace, plan: Plan, nics: Nics, micro_batches: int) -> Iterator[_Idea]:
+def _direct(
+    trace: Trace, plan: MeasuredPlan, nics: NicSpeeds, micro_batches: int
+) -> Iterator[_Idea]:
     relayed = [b for b in plan.boundaries if b.way == "relay"]
     if not relayed:
         return
@@ -173,11 +175,11 @@ def _direct(trace: Trace, plan: Plan, nics: Nics, micro_batches: int) -> Iterato
     yield _Idea("direct", text, replace(plan, boundaries=changed), micro_batches)
 
 
-def _cut(trace: Trace, plan: Plan, micro_batches: int) -> Iterator[_Idea]:
+def _cut(trace: Trace, plan: MeasuredPlan, micro_batches: int) -> Iterator[_Idea]:
     """Layers moved between stages one at a time, the best move first, as long as the bound falls;
     of the cuts so far the first whose bound is within 1 % of the last one's."""
 
-    def score(cut: Plan) -> tuple[float, float]:
+    def score(cut: MeasuredPlan) -> tuple[float, float]:
         # The bound, then how even the devices' loads are: moves that only prepare others count
         # too. Rounded, since sums in another order must not look like an improvement.
         loads: dict[int, float] = {}
@@ -213,7 +215,7 @@ def _moved(counts: Sequence[int]) -> Iterator[list[int]]:
             yield moved
 
 
-def _with_layers(trace: Trace, plan: Plan, counts: Sequence[int]) -> Plan:
+def _with_layers(trace: Trace, plan: MeasuredPlan, counts: Sequence[int]) -> MeasuredPlan:
     """The plan with so many layers on its stages, all layers of a stage alike.
 
     The first and the last stage also hold embedding and head, whose share nobody measured: a
@@ -243,7 +245,7 @@ def _with_layers(trace: Trace, plan: Plan, counts: Sequence[int]) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-def _interleaved(plan: Plan, micro_batches: int) -> Iterator[_Idea]:
+def _interleaved(plan: MeasuredPlan, micro_batches: int) -> Iterator[_Idea]:
     """Each process holds two stages of half the layers instead of one."""
     stages, boundaries = plan.scaled(0.5, 1.0).stages, plan.boundaries
     one_each = len({stage.process for stage in stages}) == len(stages)
@@ -251,11 +253,11 @@ def _interleaved(plan: Plan, micro_batches: int) -> Iterator[_Idea]:
         # The last process has a link to the first one, the coordinator, whatever else it has.
         back = replace(boundaries[-1], way="direct")
         text = "two stages of half the layers for each process (a plan that lists each twice)"
-        changed = Plan(stages * 2, (*boundaries, back, *boundaries))
+        changed = MeasuredPlan(stages * 2, (*boundaries, back, *boundaries))
         yield _Idea("interleave", text, changed, micro_batches)
 
 
-def _codecs(plan: Plan, micro_batches: int) -> list[_Idea]:
+def _codecs(plan: MeasuredPlan, micro_batches: int) -> list[_Idea]:
     """For each codec: activations and gradients in fewer bytes, where they are not yet."""
     crossed = [b for b in plan.boundaries if b.way != "same process" and not b.codec]
     if not crossed:

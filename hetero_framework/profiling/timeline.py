@@ -23,7 +23,7 @@ Seconds = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """A span on the coordinator's clock. `process` is a number of `Trace.processes`, `peer` the
     other process of a transfer (None otherwise), `nbytes` 0 where nobody knew."""
 
@@ -81,7 +81,7 @@ class Trace:
 
     processes: tuple[Process, ...]
     stages: tuple[StageInfo, ...]
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
     settings: Mapping[str, Any]
     dropped: int = 0
 
@@ -90,18 +90,18 @@ class Trace:
         """The recorded training steps, counted from 0."""
         return sorted({event.step for event in self.events if event.kind in COMPUTE})
 
-    def of_step(self, step: int) -> list[Event]:
+    def of_step(self, step: int) -> list[TraceEvent]:
         return self._by_step.get(step, [])
 
     @cached_property
-    def _by_step(self) -> dict[int, list[Event]]:
-        found: dict[int, list[Event]] = {}
+    def _by_step(self) -> dict[int, list[TraceEvent]]:
+        found: dict[int, list[TraceEvent]] = {}
         for event in self.events:
             found.setdefault(event.step, []).append(event)
         return found
 
 
-Tasks = Mapping[TaskKey, Event]
+Tasks = Mapping[TaskKey, TraceEvent]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Wait:
 _Frame = tuple[int, str, int, int]  # step, type, stage, micro-batch
 
 
-def transfers(events: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
+def transfers(events: Iterable[TraceEvent]) -> Iterator[tuple[TraceEvent, TraceEvent]]:
     """(send, receive) of each frame that both of its ends recorded."""
     events = list(events)
     sends = {(_frame(e), e.process, e.peer): e for e in events if e.kind == SEND}
@@ -139,11 +139,11 @@ def transfers(events: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
             yield sends[where], event
 
 
-def _frame(event: Event) -> _Frame:
+def _frame(event: TraceEvent) -> _Frame:
     return (event.step, event.what, event.stage, event.micro_batch)
 
 
-def aligned(events: Sequence[Event]) -> list[Event]:
+def aligned(events: Sequence[TraceEvent]) -> list[TraceEvent]:
     """The events of one step, each worker's clock moved so little as makes causes precede effects.
 
     A link measures its peer's clock to half a round trip at best. But no frame arrives before its
@@ -160,7 +160,7 @@ def aligned(events: Sequence[Event]) -> list[Event]:
     ]
 
 
-def _shifts(events: Sequence[Event]) -> dict[int, float]:
+def _shifts(events: Sequence[TraceEvent]) -> dict[int, float]:
     """By how much each process's events are moved; the coordinator's stay."""
     processes = sorted({event.process for event in events} | {0})
     least = dict.fromkeys(itertools.product(processes, processes), -math.inf)
@@ -177,7 +177,7 @@ def _shifts(events: Sequence[Event]) -> dict[int, float]:
     return shift
 
 
-def _causes(events: Sequence[Event]) -> Iterator[tuple[int, float, int, float]]:
+def _causes(events: Sequence[TraceEvent]) -> Iterator[tuple[int, float, int, float]]:
     """(process, time) of a cause and (process, time) of its effect, for all of one step."""
     for send, receive in transfers(events):
         yield send.process, send.began, receive.process, receive.ended
@@ -188,12 +188,12 @@ def _causes(events: Sequence[Event]) -> Iterator[tuple[int, float, int, float]]:
             yield before.process, before.ended, task.process, task.began
 
 
-def tasks_of(events: Iterable[Event]) -> Tasks:
+def tasks_of(events: Iterable[TraceEvent]) -> Tasks:
     """What the stages computed, by (kind, stage, micro-batch)."""
     return {event.key: event for event in events if event.kind in COMPUTE}
 
 
-def awaited(task: Event, tasks: Tasks) -> Event | None:
+def awaited(task: TraceEvent, tasks: Tasks) -> TraceEvent | None:
     """The task of a neighbouring stage whose tensor this one takes."""
     k, behind = task.micro_batch, task.stage + 1
     if task.kind == BACKWARD:
@@ -201,7 +201,7 @@ def awaited(task: Event, tasks: Tasks) -> Event | None:
     return tasks.get((FORWARD, task.stage - 1, k))
 
 
-def with_bytes(events: Sequence[Event]) -> list[Event]:
+def with_bytes(events: Sequence[TraceEvent]) -> list[TraceEvent]:
     """A frame's size and type, known at one of its ends at least, at all of its events."""
     known = {_frame(e): e for e in events if e.nbytes}
     return [
@@ -212,7 +212,7 @@ def with_bytes(events: Sequence[Event]) -> list[Event]:
     ]
 
 
-def waits(stages: Sequence[StageInfo], events: Iterable[Event]) -> list[Wait]:
+def waits(stages: Sequence[StageInfo], events: Iterable[TraceEvent]) -> list[Wait]:
     """The pauses between the tasks of each process in one step, named by what ended them. The time
     before a process's first task counts from the step's first task anywhere."""
     tasks = tasks_of(events)
@@ -226,7 +226,7 @@ def waits(stages: Sequence[StageInfo], events: Iterable[Event]) -> list[Wait]:
     return found
 
 
-def _wait(stages: Sequence[StageInfo], task: Event, free: float, tasks: Tasks) -> Wait:
+def _wait(stages: Sequence[StageInfo], task: TraceEvent, free: float, tasks: Tasks) -> Wait:
     reason = "start" if task.stage == 0 else "activations"
     reason = "gradients" if task.kind == BACKWARD else reason
     cause, wire = awaited(task, tasks), 0.0

@@ -40,10 +40,10 @@ from hetero_framework.core.spans import (
 from hetero_framework.errors import ProtocolError, UserError
 from hetero_framework.log import not_through_links
 from hetero_framework.profiling.timeline import (
-    Event,
     Process,
     StageInfo,
     Trace,
+    TraceEvent,
     WorkerId,
     aligned,
     awaited,
@@ -71,7 +71,7 @@ class About:
     stages: tuple[StageInfo, ...]
     settings: Mapping[str, Any]
 
-    def event(self, fields: Mapping[str, Any]) -> Event:
+    def event(self, fields: Mapping[str, Any]) -> TraceEvent:
         """The event with these fields. Raises ValueError for one that cannot be of this run."""
         event = _EVENT.validate_python(fields)
         numbers = (event.process, event.process if event.peer is None else event.peer)
@@ -85,7 +85,7 @@ class About:
         return event
 
 
-_EVENT, _ABOUT = TypeAdapter(Event), TypeAdapter(About)
+_EVENT, _ABOUT = TypeAdapter(TraceEvent), TypeAdapter(About)
 
 
 class Timeline:
@@ -106,7 +106,7 @@ class Timeline:
             _settings(config),
         )
         self._file = _File(config.output_dir / TIMELINE_FILE, self._about)
-        self._open: dict[int, list[Event]] = {}
+        self._open: dict[int, list[TraceEvent]] = {}
         self._kept = self._dropped = 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="timeline")
         self._jobs: deque[Future[None]] = deque()
@@ -151,7 +151,7 @@ class Timeline:
             self._open.setdefault(event.step, []).append(event)
         self._write()
 
-    def _event(self, process: int, span: Span, offset_s: float) -> Event:
+    def _event(self, process: int, span: Span, offset_s: float) -> TraceEvent:
         try:
             peer, kind = span.get("peer"), span["kind"]
             if kind == FORWARD and span["stage"] == len(self._about.stages) - 1:
@@ -206,7 +206,7 @@ class _File:
         self._zero: float | None = None
         self._end = 0  # bytes before the closing brackets
 
-    def write(self, steps: Sequence[Sequence[Event]], dropped: int) -> None:
+    def write(self, steps: Sequence[Sequence[TraceEvent]], dropped: int) -> None:
         """Append steps, if there are any, and what makes the file valid JSON. Raises OSError."""
         text = "".join(map(self._step, steps))
         if not self._end and text:
@@ -221,14 +221,14 @@ class _File:
                 file.write(content + _tail(dropped).encode())
             self._end += len(content)
 
-    def _step(self, events: Sequence[Event]) -> str:
+    def _step(self, events: Sequence[TraceEvent]) -> str:
         if self._zero is None:
             self._zero = events[0].began
         zero = self._zero
         moved = [replace(e, began=e.began - zero, ended=e.ended - zero) for e in events]
         return "".join(f",\n{json.dumps(entry)}" for entry in self._entries(moved))
 
-    def _entries(self, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    def _entries(self, events: Sequence[TraceEvent]) -> Iterator[dict[str, Any]]:
         rows, arrows = self._rows, list(_arrows(events, self._rows))
         entries = [_complete(event, *rows.of_event(event)) for event in events]
         for wait in waits(self._about.stages, events):
@@ -258,7 +258,7 @@ def _entry(name: str, category: str, phase: str, row: int, at: float, **more: An
     return {"name": name, "cat": category, "ph": phase, **place, **more}
 
 
-def _complete(event: Event, row: int, name: str) -> dict[str, Any]:
+def _complete(event: TraceEvent, row: int, name: str) -> dict[str, Any]:
     args: dict[str, Any] = {"step": event.step + 1, "stage": event.stage}
     if event.micro_batch >= 0:
         args["micro_batch"] = event.micro_batch
@@ -269,7 +269,7 @@ def _complete(event: Event, row: int, name: str) -> dict[str, Any]:
     return _entry(name, event.kind, "X", row, event.began, dur=seconds, args=args)
 
 
-def _arrows(events: Sequence[Event], rows: _Rows) -> Iterator[dict[str, Any]]:
+def _arrows(events: Sequence[TraceEvent], rows: _Rows) -> Iterator[dict[str, Any]]:
     """Flow events: an arrow from each task to the one at another process that took its tensor."""
     tasks = tasks_of(events)
     for task in tasks.values():
@@ -304,7 +304,7 @@ class _Rows:
     def of_stage(self, stage: int) -> int:
         return _ROWS * (self._stages[stage].process + 1) + stage + 1
 
-    def of_event(self, event: Event) -> tuple[int, str]:
+    def of_event(self, event: TraceEvent) -> tuple[int, str]:
         """(row, name) of an event; to be asked in the order of their beginnings."""
         if event.kind in COMPUTE:
             return self.of_stage(event.stage), f"{_LETTERS[event.kind]}{event.micro_batch}"
@@ -316,7 +316,7 @@ class _Rows:
         row = self._lane(event, first + (_SEND_ROW if outward else _RECEIVE_ROW) + 10 * peer, label)
         return row, f"{event.what} {event.micro_batch} for stage {event.stage}"
 
-    def _lane(self, event: Event, row: int, label: str) -> int:
+    def _lane(self, event: TraceEvent, row: int, label: str) -> int:
         lane = 0
         while self._free.get(row + lane, -math.inf) > event.began and lane < 9:
             lane += 1
@@ -398,7 +398,7 @@ def _parse(raw: Any) -> Trace:
     return Trace(about.processes, about.stages, events, about.settings, int(raw["dropped"]))
 
 
-def _parse_event(entry: Any, about: About) -> Event:
+def _parse_event(entry: Any, about: About) -> TraceEvent:
     args, began = entry["args"], entry["ts"] / 1e6
     fields = {
         "kind": entry["cat"],

@@ -239,7 +239,7 @@ def _request(note: dict[str, Any]) -> tuple[str, bytes, str]:
 
 
 @dataclass(frozen=True)
-class Joined:
+class PairedMachine:
     """What the joining machine is from now on."""
 
     identity: Identity
@@ -248,8 +248,12 @@ class Joined:
 
 
 def join(
-    host: str, port: int, token: Token, keep: Callable[[Joined], None], timeout_s: float = 15.0
-) -> Joined:
+    host: str,
+    port: int,
+    token: Token,
+    keep: Callable[[PairedMachine], None],
+    timeout_s: float = 15.0,
+) -> PairedMachine:
     """Have this machine become what it was invited as; `keep` writes what it got, before it
     is confirmed. Raises IdentityError, and NetworkError when nobody is there."""
 
@@ -305,7 +309,7 @@ def _encrypted(stream: Stream, token: Token, deadline: float) -> TlsStream:
     return encrypted
 
 
-def _ask(stream: TlsStream, token: Token, keep: Callable[[Joined], None]) -> Joined:
+def _ask(stream: TlsStream, token: Token, keep: Callable[[PairedMachine], None]) -> PairedMachine:
     deadline = time.monotonic() + 2 * timeouts.STRANGER_S
     key = x509.new_key()
     request = x509.signing_request(key)
@@ -327,7 +331,7 @@ def _ask(stream: TlsStream, token: Token, keep: Callable[[Joined], None]) -> Joi
         configuration = Configuration(
             one_line(str(answer.get("name"))), str(answer["configuration"])
         )
-    joined = Joined(identity, bundle, configuration)
+    joined = PairedMachine(identity, bundle, configuration)
     keep(joined)
     stream.send_note({"joined": process}, deadline)
     return joined

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from hetero_framework._version import __version__
 from hetero_framework.config import Config, TrainingConfig, resuming
 from hetero_framework.data import TrainData
-from hetero_framework.data.batches import StepOrder
-from hetero_framework.engine.optimizer import Schedule
+from hetero_framework.data.batches import SampleOrder
+from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.errors import CheckpointError, UserError
 from hetero_framework.trainer.checkpoint import CheckpointReader
 from hetero_framework.trainer.resolved import Resolved
@@ -171,10 +171,10 @@ def _rate_line(manifest: Mapping[str, Any], now: TrainingConfig, data: TrainData
     known = {key: value for key, value in settings.items() if key in TrainingConfig.model_fields}
     try:
         was = TrainingConfig.model_validate_json(json.dumps(known))
-        order = StepOrder(len(data.examples), was)
+        order = SampleOrder(len(data.examples), was)
         done = manifest["position"]["committed_steps"]
-        before = Schedule(was, order.total_steps).rate(done)
-        after = Schedule(now, data.total_steps).rate(done)
+        before = LearningRate(was, order.total_steps).rate(done)
+        after = LearningRate(now, data.total_steps).rate(done)
     except (ValidationError, UserError, KeyError):
         return None  # of a version that knew other settings
     if before == after:

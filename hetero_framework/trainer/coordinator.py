@@ -34,7 +34,7 @@ from hetero_framework.engine.hosts import (
 )
 from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.loss_scale import LossScale
-from hetero_framework.engine.optimizer import Schedule
+from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.models.cut.introspect import introspect
@@ -223,7 +223,7 @@ class Coordinator:
         self._stop = stop
         self._replicas = replicas
         self._order = ModelOrder(cluster.assembly.trainable)
-        self._schedule = Schedule(config.training, self._data.total_steps)
+        self._schedule = LearningRate(config.training, self._data.total_steps)
         self._objective = objective_of(config.training)
         self._count_items = self._objective.item_counter(prepared.model_config)
         self._count_predictions = self._objective.prediction_counter(prepared.model_config)

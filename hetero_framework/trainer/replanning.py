@@ -31,7 +31,7 @@ from hetero_framework.models.sizing.memory import memory_of_parts
 from hetero_framework.planner import FleetProfile
 from hetero_framework.planner.layout import Fleet
 from hetero_framework.planner.planning import CHUNKS
-from hetero_framework.planner.replan.measured_fleet import ModelWork, Observed, PartBytes
+from hetero_framework.planner.replan.measured_fleet import LayerWork, Observed, PartBytes
 from hetero_framework.planner.replan.replan_policy import Judge, Proposal, Question, Stages, tuned
 from hetero_framework.planner.schedule.simulator import Profile
 from hetero_framework.trainer import setup
@@ -290,14 +290,14 @@ def _free_bytes(
     return {d: facts[d].memory_free / sharers[place] for d, place in places.items()}
 
 
-def _model_work(prepared: setup.Prepared) -> ModelWork:
+def _model_work(prepared: setup.Prepared) -> LayerWork:
     """Counted in weights: what a matrix product costs for a token."""
     model = meta_model(prepared.model_config)
     blocks = model.get_submodule(introspect(prepared.model_config).blocks)
     layers = [sum(p.numel() for p in block.parameters()) for block in blocks.children()]
     head = model.get_output_embeddings()
     head_work = sum(p.numel() for p in head.parameters()) if head is not None else 0
-    return ModelWork(tuple(map(float, layers)), float(head_work))
+    return LayerWork(tuple(map(float, layers)), float(head_work))
 
 
 def _part_bytes(prepared: setup.Prepared, owner: WorkerId) -> PartBytes:

@@ -50,7 +50,7 @@ class DiagramDetails:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessBox:
     """A process: its name in lines, lines about it, and its stages as (number, lines)."""
 
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ class Diagram:
 
     title: tuple[str, ...]
     counts: str
-    places: tuple[Place, ...]
+    places: tuple[ProcessBox, ...]
     boundaries: tuple[How, ...]
     caption: tuple[str, ...]
     others: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ def _caption(config: Config, boundaries: Sequence[How]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _place(config: Config, owner: int | str, details: DiagramDetails) -> Place:
+def _place(config: Config, owner: int | str, details: DiagramDetails) -> ProcessBox:
     is_local = owner == "local"
     machine = config.machine(owner)
     host = _one_line(machine.hostname or "")
@@ -134,7 +134,7 @@ def _place(config: Config, owner: int | str, details: DiagramDetails) -> Place:
     lines.append(f"{label} ({machine.device})" if label else f"device {machine.device}")
     if config.quantizes:
         lines.append(f"weights {config.quantization(owner) or 'in full precision'}")
-    return Place(
+    return ProcessBox(
         names=_wrap(process_name(owner)),
         lines=tuple(part for line in lines for part in _wrap(line)),
         stages=tuple((spec.index, _stage_lines(spec, details)) for spec in config.plan.of(owner)),

@@ -16,7 +16,7 @@ from hetero_framework.visualizer.diagram import (
     STYLES,
     WORDS,
     Diagram,
-    Place,
+    ProcessBox,
 )
 from hetero_framework.visualizer.pictures import text_pt
 
@@ -52,7 +52,7 @@ def _width(lines: list[Text]) -> float:
 class _Cell:
     """A process, or the other islands: its lines, and its stages below them."""
 
-    def __init__(self, place: Place | None, others: tuple[str, ...] = ()) -> None:
+    def __init__(self, place: ProcessBox | None, others: tuple[str, ...] = ()) -> None:
         self.place = place
         self.stages: dict[int, list[Text]] = {}
         if place is None:

@@ -51,7 +51,7 @@ def test_example_asks_the_worker_it_started_after_every_step(
 def test_worker_without_the_handler_is_an_error_that_names_it(pool, llama, texts, tmp_path) -> None:
     answers: list[object] = []
 
-    def ask(step: int, cluster: control.Cluster) -> None:
+    def ask(step: int, cluster: control.WorkerControl) -> None:
         assert cluster.workers == [1]
         with pytest.raises(UserError, match="there is no worker 9 to ask"):
             cluster.control(9, "x")

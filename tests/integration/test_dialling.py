@@ -118,7 +118,7 @@ def test_worker_that_dials_trains_as_any_other_and_dials_again_when_its_link_is_
     notes = Cut()
     with proxy, workers(first, second):
         second.waits_for("listens on")
-        asked = diagnosis.View(Config.from_dict(raw), roles.Role(True, ())).workers
+        asked = diagnosis.MachineView(Config.from_dict(raw), roles.Role(True, ())).workers
         assert [asked[worker].problem for worker in (1, 2)] == [None, None]
         assert asked[1].facts is not None
         train(Config.from_dict(raw), debug=True, progress=notes)

@@ -40,7 +40,7 @@ def test_workers_that_are_up_are_asked_and_serve_a_run_afterwards(
     code = cli.main(["doctor", "--config", str(file), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert (code, found["findings"]) == (0, [])
-    view = diagnosis.View(Config.from_dict(config), roles.Role(True, ()))
+    view = diagnosis.MachineView(Config.from_dict(config), roles.Role(True, ()))
     for asked in view.workers.values():
         assert asked.problem is None
         assert asked.facts is not None
@@ -59,7 +59,7 @@ def test_processes_of_a_run_listen_only_where_the_file_says(
     seen: set[tuple[str, int]] = set()
     processes = [psutil.Process(), *(psutil.Process(started.pid) for started in pool.processes)]
 
-    def look(step: int, cluster: control.Cluster) -> None:
+    def look(step: int, cluster: control.WorkerControl) -> None:
         for process in processes:
             for found in process.net_connections("inet"):
                 if found.status == psutil.CONN_LISTEN:

@@ -13,7 +13,7 @@ import torch
 from benchmarks import gpu, gpu_checks
 from benchmarks.gpu_checks import Run, covered, hidden_share, mixed_up, verdict
 from hetero_framework.core.devices import Device
-from hetero_framework.profiling.timeline import Event, Process, StageInfo, Trace
+from hetero_framework.profiling.timeline import Process, StageInfo, Trace, TraceEvent
 
 WHOLE = Run([(2.0, 1.0), (1.5, 0.9)], [10.0, 11.0], {"w": torch.ones(3)}, None)
 
@@ -116,8 +116,8 @@ def test_covered_seconds() -> None:
 
 
 def test_hidden_share_counts_only_the_own_process() -> None:
-    def event(kind: str, process: int, began: float, ended: float) -> Event:
-        return Event(kind, process, process, 0, 1, began, ended)
+    def event(kind: str, process: int, began: float, ended: float) -> TraceEvent:
+        return TraceEvent(kind, process, process, 0, 1, began, ended)
 
     trace = Trace(
         (Process("local", "coordinator"), Process(1, "worker 1")),

@@ -78,7 +78,7 @@ def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
     parts = []
     differentiates = False
     for rng, held in zip(ranges, memory, strict=True):
-        part = _Part(shapes, rng, held)
+        part = _PartShapes(shapes, rng, held)
         differentiates |= part.trains
         parts.append(part.work(rows, tokens, differentiates))
     training = config.training
@@ -101,7 +101,7 @@ def _largest_bundle(setting: Setting, shapes: Shapes) -> int:
     return max(bundle_bytes(setting, k) for k in boundaries)
 
 
-class _Part:
+class _PartShapes:
     """The embedding, a layer or the head."""
 
     def __init__(self, shapes: Shapes, rng: ShardRange, memory: StageMemory) -> None:

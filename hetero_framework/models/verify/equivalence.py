@@ -101,7 +101,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class Result:
+class Comparison:
     """The outcome of one comparison, with the largest differences: of losses (absolute), of
     gradients and of trained weights (relative to each tensor's largest entry), of all steps.
     `half` says how a step in bfloat16 autocast differs, empty where no bit does.
@@ -146,7 +146,7 @@ def verify_model(
     *,
     model_type: str | None = None,
     cuts: Sequence[int] | None = None,
-) -> Result:
+) -> Comparison:
     """Compare the configured model (a tiny copy of it where its weights do not fit this machine
     several times), or a tiny one of an architecture, with its cut self.
 
@@ -195,11 +195,11 @@ def _fits(config: PretrainedConfig) -> bool:
     return 2 * 2 * _TRAINING_BYTES * numbers < open_device("cpu").memory().free
 
 
-def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Result:
+def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Comparison:
     """Compare before training, or remember that it passed. Raises ArchitectureError if not."""
     question = _question("cut", config, ranges)
     if verdict := recall("verdicts", question):
-        return Result(config.model_type, verdict, stages=tuple(ranges))
+        return Comparison(config.model_type, verdict, stages=tuple(ranges))
     result = compare(shrink(config), ranges)
     if not result.passed:
         raise ArchitectureError(
@@ -289,8 +289,8 @@ def _own_code() -> str:
 
 
 def verify_all(
-    progress: Callable[[Result], None] | None = None, model_types: Iterable[str] | None = None
-) -> list[Result]:
+    progress: Callable[[Comparison], None] | None = None, model_types: Iterable[str] | None = None
+) -> list[Comparison]:
     """Compare every causal-LM architecture of the installed transformers, and its multimodal
     classes by name; one without a working tiny configuration counts as refused. `progress` is
     called after each."""
@@ -300,9 +300,9 @@ def verify_all(
             # A composite type is tried as the text model in it; the row keeps the name asked for.
             result = replace(verify_model(model_type=model_type), model_type=model_type)
         except ArchitectureError as error:
-            result = Result(model_type, "refused", error.message)
+            result = Comparison(model_type, "refused", error.message)
         except LIBRARY_ERRORS as error:
-            result = Result(
+            result = Comparison(
                 model_type,
                 "refused",
                 f"no tiny copy of its default configuration runs: {one_line(error)}; `hetero verify"
@@ -316,12 +316,12 @@ def verify_all(
 
 def compare(
     config: PretrainedConfig, ranges: Sequence[ShardRange], checkpoint: Checkpoint | None = None
-) -> Result:
+) -> Comparison:
     """Train the whole model and the chain of its shards, in float32, on the CPU. Without
     `checkpoint` the weights are random, and `config` must be tiny."""
     config = _deterministic(config)
     subject = "a tiny copy" if checkpoint is None else "the model itself"
-    found = Result(config.model_type, "refused", subject=subject, stages=tuple(ranges))
+    found = Comparison(config.model_type, "refused", subject=subject, stages=tuple(ranges))
     try:
         whole, shards = _build(config, ranges, checkpoint)
     except ArchitectureError as error:
@@ -376,10 +376,12 @@ def _perturb(model: torch.nn.Module) -> None:
                 parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-def _train_both(whole: Any, chain: _Chain, config: PretrainedConfig, found: Result) -> Result:
+def _train_both(
+    whole: Any, chain: _Chain, config: PretrainedConfig, found: Comparison
+) -> Comparison:
     """`found` with the verdict."""
 
-    def refused(reason: str) -> Result:
+    def refused(reason: str) -> Comparison:
         crosses = "something crosses the cut beside the hidden state"
         return replace(found, reason=f"{reason}: {crosses}")
 
@@ -671,9 +673,9 @@ class _Chain:
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
 
-def write_architectures(results: Sequence[Result], path: Path) -> None:
+def write_architectures(results: Sequence[Comparison], path: Path) -> None:
     """Write the table of all architectures as Markdown."""
-    groups: dict[str, list[Result]] = {"bit-equal": [], "within tolerance": [], "refused": []}
+    groups: dict[str, list[Comparison]] = {"bit-equal": [], "within tolerance": [], "refused": []}
     for result in sorted(results, key=lambda r: r.model_type):
         groups[result.verdict].append(result)
     packed = [(r.model_type, r.packing) for r in results]

@@ -33,7 +33,7 @@ class PartBytes:
 
 
 @dataclass(frozen=True)
-class ModelWork:
+class LayerWork:
     """The work of a model's layers and of its head."""
 
     layer_work: tuple[float, ...]
@@ -48,7 +48,7 @@ class ModelWork:
 class Observed:
     """What the steps of a run have shown of its devices and links, under whatever plans."""
 
-    def __init__(self, work: ModelWork) -> None:
+    def __init__(self, work: LayerWork) -> None:
         self._work = work
         self._pace_s: dict[WorkerId, float] = {}  # forward and backward of a unit of work
         self._wire_s: dict[tuple[WorkerId, WorkerId], float] = {}

@@ -23,7 +23,7 @@ from hetero_framework.errors import PlanError
 from hetero_framework.planner.layout import Fleet, Layout, Part
 from hetero_framework.planner.planning import plan
 from hetero_framework.planner.profile import FleetProfile
-from hetero_framework.planner.replan.measured_fleet import ModelWork, Observed
+from hetero_framework.planner.replan.measured_fleet import LayerWork, Observed
 from hetero_framework.planner.schedule.simulator import Edge, Profile, simulate
 from hetero_framework.planner.schedule.tuning import TunedSchedule, tune
 
@@ -82,7 +82,7 @@ class Judge:
     """Told of every step of a run. `work` is that of the model's layers, `stages` the plan in
     force, and `fleet` makes a profile of what has been observed."""
 
-    def __init__(self, work: ModelWork, stages: Sequence[StageSpec], fleet: MakeFleet) -> None:
+    def __init__(self, work: LayerWork, stages: Sequence[StageSpec], fleet: MakeFleet) -> None:
         self.observed = Observed(work)
         self._work = work
         self._fleet = fleet

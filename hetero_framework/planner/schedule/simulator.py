@@ -185,7 +185,7 @@ def simulate(
         limits.setdefault(device, {})[stage] = limit
     readiness = {device: Readiness(own, policy) for device, own in limits.items()}
     admission = Admission(micro_batches, max_in_flight)
-    nics = _Nics(profile)
+    nics = _NicQueues(profile)
     return _Simulator(profile, micro_batches, admission, readiness, nics, spread, spans).run()
 
 
@@ -215,7 +215,7 @@ class _Lane:
         self.whole_at: dict[Task, float] = {}
 
 
-class _Nics:
+class _NicQueues:
     """The NICs of all devices: each carries one tensor at a time.
 
     A NIC chooses its next tensor when it becomes free, not when one is ready. Edges and directions
@@ -292,7 +292,7 @@ class _Simulator:
         micro_batches: int,
         admission: Admission,
         readiness: Mapping[int, Readiness],  # of each device
-        nics: _Nics,
+        nics: _NicQueues,
         spread: float,
         spans: list[SimulatedSpan] | None,
     ) -> None:

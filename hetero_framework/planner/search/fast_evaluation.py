@@ -24,7 +24,7 @@ _TASKS = 1_500  # of one
 _NO_FASTER = 1.005  # times as long: no schedule will make it faster
 
 
-class Schedule(NamedTuple):
+class ScheduleChoice(NamedTuple):
     """A way to run a step."""
 
     max_in_flight: int
@@ -119,7 +119,7 @@ class FastEvaluation:
         self,
         profile: Profile,
         m: int,
-        schedule: Schedule,
+        schedule: ScheduleChoice,
         spans: list[SimulatedSpan] | None = None,
     ) -> float:
         """Seconds of m micro-batches."""
@@ -129,7 +129,9 @@ class FastEvaluation:
         return done.seconds
 
 
-def schedules_of(profile: Profile, micro_batches: int, limits: tuple[int, ...]) -> list[Schedule]:
+def schedules_of(
+    profile: Profile, micro_batches: int, limits: tuple[int, ...]
+) -> list[ScheduleChoice]:
     """A few windows and policies, of which one is near the best; no stage stores more forwards than
     `limits` say. First comes what is best most often."""
     p = profile.num_stages
@@ -142,14 +144,14 @@ def schedules_of(profile: Profile, micro_batches: int, limits: tuple[int, ...]) 
         narrower = min(micro_batches, least * 5 // 4 + 1)
         stored = {narrower: _tapered(narrower, limits), widest: limits}
         return [
-            Schedule(size, policy, stored[size])
+            ScheduleChoice(size, policy, stored[size])
             for size in dict.fromkeys((widest, narrower))
             for policy in policies[1:]
         ]
     few, many = (min(micro_batches, times * max(p, path)) for times in (1, 3))
     ahead = _tapered(many, limits) if min(limits[:-1], default=many) < micro_batches else limits
-    found = [Schedule(many, policies[0], limits), Schedule(many, policies[1], ahead)]
-    return [*found, Schedule(few, policies[0], limits)] if p <= MANY else found
+    found = [ScheduleChoice(many, policies[0], limits), ScheduleChoice(many, policies[1], ahead)]
+    return [*found, ScheduleChoice(few, policies[0], limits)] if p <= MANY else found
 
 
 def _tapered(size: int, limits: tuple[int, ...]) -> tuple[int, ...]:

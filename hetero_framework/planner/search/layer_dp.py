@@ -48,7 +48,7 @@ class _Front(NamedTuple):
     rate: float
 
 
-class _Place(NamedTuple):
+class _StagePosition(NamedTuple):
     """Where a stage stands: how many are in front, how many there may be in all, whether it has the
     head, and how many layers have to stay for others."""
 
@@ -93,7 +93,7 @@ class LayerProgramme:
         most = len(self._rules.devices)
         fronts = [self._empty]
         for number in range(most):
-            inner, last = _Place(number, most, False), _Place(number, most, True)
+            inner, last = _StagePosition(number, most, False), _StagePosition(number, most, True)
             reached: dict[tuple[frozenset[int], int], tuple[float, _Front]] = {}
             for front in fronts:
                 for d in self._following(front):
@@ -115,7 +115,7 @@ class LayerProgramme:
         front = self._empty
         for number, d in enumerate(order):
             behind = len(order) - 1 - number
-            place = _Place(number, len(order), not behind, max(0, behind - 1))
+            place = _StagePosition(number, len(order), not behind, max(0, behind - 1))
             longer = self._extended(front, d, step_s, place)
             if longer is None:
                 return None
@@ -145,7 +145,9 @@ class LayerProgramme:
         """The layers that all devices could take if those left take what time leaves them."""
         return front.end + front.rate * (step_s - front.wait_s) / self._fleet.micro_batches
 
-    def _extended(self, front: _Front, d: int, step_s: float, place: _Place) -> _Front | None:
+    def _extended(
+        self, front: _Front, d: int, step_s: float, place: _StagePosition
+    ) -> _Front | None:
         """The front with a stage on device d: all layers left if it is the last one, else as many
         as it can take. None where it can take none, or where a NIC (of the stage in front, of this
         one, of the coordinator) would carry more than T / m seconds of each micro-batch."""
@@ -186,7 +188,7 @@ class LayerProgramme:
         device = self._fleet.costs[0].device
         return device.embedding_forward_s + device.embedding_backward_s
 
-    def _take(self, d: int, start: int, spare_s: float, place: _Place) -> Part | None:
+    def _take(self, d: int, start: int, spare_s: float, place: _StagePosition) -> Part | None:
         """The layers from `start` on that device d can take in `spare_s` per micro-batch."""
         wanted = self._wanted(d, start, place)
         if wanted is None:
@@ -203,7 +205,7 @@ class LayerProgramme:
                 break
         return best
 
-    def _wanted(self, d: int, start: int, place: _Place) -> tuple[int, int] | None:
+    def _wanted(self, d: int, start: int, place: _StagePosition) -> tuple[int, int] | None:
         """The least and the most that the stage of device d may end at."""
         layers = self._fleet.layers
         limit = next((pin for pin in self._pin_starts if pin >= start), layers)

@@ -27,7 +27,7 @@ from hetero_framework.core.messages import (
     Start,
     Welcome,
 )
-from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, StagesLost, WorkerLeaving
+from hetero_framework.engine.hosts import DirectLost, HostEvent, LinkLost, StagesLost, WorkerLeaving
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, UserError
@@ -56,7 +56,7 @@ class Links:
         if isinstance(message.body, Setup):
             self.ready.pop(worker, None)
 
-    def receive(self, timeout_s: float) -> Event | None:
+    def receive(self, timeout_s: float) -> HostEvent | None:
         event = self.events.pop(0) if self.events else None
         if isinstance(event, Exception):
             raise event
@@ -102,10 +102,10 @@ def config(links: str = "auto", **training: Any) -> Config:
     )
 
 
-def ready(worker: int) -> Event:
+def ready(worker: int) -> HostEvent:
     own = [k for k, owner in enumerate(PLAN) if owner == worker]
     stages = tuple(LoadedStage(k, (Parameter(f"layer {k}", (k,)),), {}) for k in own)
-    return Event(worker, None, Message(Ready(stages)))
+    return HostEvent(worker, None, Message(Ready(stages)))
 
 
 @pytest.fixture

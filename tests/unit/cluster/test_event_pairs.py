@@ -17,7 +17,7 @@ from hetero_framework.cluster.assembly import Cluster
 from hetero_framework.cluster.membership import State
 from hetero_framework.config import Config
 from hetero_framework.core.messages import LoadedStage, Message, Parameter, Ready, Setup
-from hetero_framework.engine.hosts import DirectLost, Event, LinkLost, StagesLost, WorkerLeaving
+from hetero_framework.engine.hosts import DirectLost, HostEvent, LinkLost, StagesLost, WorkerLeaving
 from hetero_framework.errors import PeerAwayError, PeerLostError
 from hetero_framework.security.access import Plaintext
 from hetero_framework.trainer.coordinator import Coordinator
@@ -59,7 +59,7 @@ class World:
             self.ready.pop(worker, None)
             self.told.add(worker)
 
-    def receive(self, timeout_s: float) -> Event | None:
+    def receive(self, timeout_s: float) -> HostEvent | None:
         if not self._after and not self.is_done and self.is_linked[1]:
             self.is_done = True
             self._happens()
@@ -75,7 +75,7 @@ class World:
             parameter = (Parameter(f"layer {k}", (k or 0,)),)
             stages = () if k is None else (LoadedStage(k, parameter, {}),)
             self.ready[worker] = Ready(stages)
-            return Event(worker, None, Message(Ready(stages)))
+            return HostEvent(worker, None, Message(Ready(stages)))
         return None
 
     def _happens(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.cluster.roles import (
-    Identity,
+    MachineNames,
     Role,
     available_cores,
     decide_role,
@@ -38,9 +38,11 @@ SEVERAL = config_of(
 )
 
 
-def machine(*found: str) -> Identity:
+def machine(*found: str) -> MachineNames:
     names = [text for text in found if not text[0].isdigit()]
-    return Identity.of(names, [text for text in found if text[0].isdigit()] + ["127.0.0.1", "::1"])
+    return MachineNames.of(
+        names, [text for text in found if text[0].isdigit()] + ["127.0.0.1", "::1"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,10 +83,10 @@ def machine(*found: str) -> Identity:
     ],
 )
 def test_role_follows_addresses_and_names(
-    config: Config, identity: Identity, expected: Role | None
+    config: Config, identity: MachineNames, expected: Role | None
 ) -> None:
     if expected is None:
-        identity = Identity.of(["x"], ["fd00::1"])
+        identity = MachineNames.of(["x"], ["fd00::1"])
         expected = Role(True, ())
     assert decide_role(config, identity=identity) == expected
 

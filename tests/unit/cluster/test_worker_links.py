@@ -26,7 +26,7 @@ from hetero_framework.core.messages import (
     PeerResult,
     StepFailed,
 )
-from hetero_framework.engine.hosts import Event, StopWanted, WorkerLeaving
+from hetero_framework.engine.hosts import HostEvent, StopWanted, WorkerLeaving
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.errors import NetworkError, PeerLostError, ProtocolError, ResourceError
 from tests.framed import framed
@@ -245,7 +245,7 @@ def test_a_paused_worker_is_waited_for_without_end_and_it_is_said_for_how_long(
     monkeypatch.setattr(worker_links.time, "monotonic", lambda: now)
     wire = SimpleNamespace(peer=1)
     made._wires[1] = wire  # type: ignore[assignment]
-    made._inbox.put(Event(1, wire, Message(Leaving("paused by its owner"))))
+    made._inbox.put(HostEvent(1, wire, Message(Leaving("paused by its owner"))))
     with pytest.raises(WorkerLeaving):
         made.receive(0)
 
@@ -315,7 +315,7 @@ def test_attempt_that_failed_at_a_worker_is_raised_while_it_is_the_present_one()
     made.expect(4, 8)
     for attempt in (7, 8, 8):
         failed = Message(StepFailed(4, attempt, "stage 1, forward: memory ran out", "fewer layers"))
-        made._inbox.put(Event(1, link, failed))
+        made._inbox.put(HostEvent(1, link, failed))
     with pytest.raises(StepOutOfMemory, match=r"^worker 1: stage 1, forward: ") as caught:
         made.receive(0)
     assert (caught.value.attempt, caught.value.worker) == ((4, 8), 1)

@@ -22,7 +22,7 @@ from hetero_framework.cluster import worker_info
 from hetero_framework.cluster.link_probe import LinkSpeed
 from hetero_framework.cluster.roles import Role
 from hetero_framework.commands import diagnosis
-from hetero_framework.commands.diagnosis import Asked, View
+from hetero_framework.commands.diagnosis import MachineView, WorkerAnswer
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, failpoints
 from hetero_framework.core.devices import Device, Memory, Support
@@ -33,7 +33,7 @@ from tests.samples import free_ports
 TINY = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 320}
 
 
-def view(tmp_path: Path, role: Role | None = None, **sections: Any) -> View:
+def view(tmp_path: Path, role: Role | None = None, **sections: Any) -> MachineView:
     """The coordinator's; its one worker counts as another machine's."""
     machine = {"ip": "127.0.0.1", "device": "cpu"}
     worker = {**machine, "id": 1, "port": free_ports(1)[0], **sections.pop("worker", {})}
@@ -43,16 +43,16 @@ def view(tmp_path: Path, role: Role | None = None, **sections: Any) -> View:
     fields = {"coordinator": coordinator, "workers": [worker], "shard_plan": plan}
     fields |= {"training": training, "model": {"from_config": TINY, "tokenizer": "t"}}
     config = Config.from_dict({**fields, **sections}, tmp_path)
-    return View(config, role or Role(True, ()))
+    return MachineView(config, role or Role(True, ()))
 
 
-def asked(made: View, **said: Any) -> View:
+def asked(made: MachineView, **said: Any) -> MachineView:
     """As if worker 1 had been asked."""
-    made.__dict__["workers"] = {1: Asked(**said)}
+    made.__dict__["workers"] = {1: WorkerAnswer(**said)}
     return made
 
 
-def found(check: Callable[[View], diagnosis.Found], made: View) -> list[str]:
+def found(check: Callable[[MachineView], diagnosis.Found], made: MachineView) -> list[str]:
     return [f"{what} -> {fix}" for what, fix in check(made)]
 
 
@@ -121,7 +121,7 @@ def test_keys(tmp_path: Path) -> None:
     far.options = KeyOptions(insecure=True)
     del far.__dict__["access"]
     assert found(diagnosis.keys, far) == []
-    absent = View(far.config, far.role, KeyOptions(tmp_path / "none"))
+    absent = MachineView(far.config, far.role, KeyOptions(tmp_path / "none"))
     assert "there is no " in found(diagnosis.keys, absent)[0]
 
 

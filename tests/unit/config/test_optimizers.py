@@ -8,7 +8,7 @@ from transformers.training_args import OptimizerNames
 
 from hetero_framework.config import TrainingConfig, optimizers
 from hetero_framework.config.optimizers import check_optimizer
-from hetero_framework.engine.optimizer import Schedule
+from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def test_check_optimizer_knows_the_schedules_before_anything_loads() -> None:
     assert "cosine_with_min_lr" in caught.value.hint
     for name in ("linear", "cosine", "constant", "constant_with_warmup", "polynomial"):
         check_optimizer(TrainingConfig(lr_scheduler_type=name))
-        Schedule(TrainingConfig(lr_scheduler_type=name), 10)
+        LearningRate(TrainingConfig(lr_scheduler_type=name), 10)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from hetero_framework.config import TrainingConfig
-from hetero_framework.data.batches import StepOrder, collate, num_items, pack, token_count
+from hetero_framework.data.batches import SampleOrder, collate, num_items, pack, token_count
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.errors import DataError
 
@@ -120,7 +120,7 @@ def test_step_order_equals_the_trainer(
         "train_sampling_strategy": strategy,
     }
     expected = trainer_steps(examples, tmp_path, **settings)
-    order = StepOrder(count, TrainingConfig(**settings))
+    order = SampleOrder(count, TrainingConfig(**settings))
     assert order.total_steps == len(expected)
     # Backwards: a step must not depend on what was asked before.
     for step in reversed(range(len(expected))):
@@ -137,13 +137,13 @@ def test_step_order_equals_the_trainer(
 def test_step_order_asking_does_not_touch_the_random_state():
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    StepOrder(50, TrainingConfig(per_device_train_batch_size=4)).step_indices(17)
+    SampleOrder(50, TrainingConfig(per_device_train_batch_size=4)).step_indices(17)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_step_order_each_epoch_has_every_example_once_in_another_order():
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
-    order = StepOrder(11, TrainingConfig(**settings))
+    order = SampleOrder(11, TrainingConfig(**settings))
     steps = [np.concatenate(order.step_indices(step)) for step in range(order.total_steps)]
     epochs = np.concatenate(steps).reshape(3, 11)
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(11))
@@ -152,7 +152,7 @@ def test_step_order_each_epoch_has_every_example_once_in_another_order():
 
 def test_step_order_nothing_left_by_drop_last_is_an_error():
     with pytest.raises(DataError, match="3 examples do not fill one micro-batch of 4"):
-        StepOrder(3, TrainingConfig(per_device_train_batch_size=4, dataloader_drop_last=True))
+        SampleOrder(3, TrainingConfig(per_device_train_batch_size=4, dataloader_drop_last=True))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -173,7 +173,7 @@ def test_largest_micro_batch_is_that_of_all_tensors_that_follow(packed, drop_las
             num_train_epochs=2.4,
             dataloader_drop_last=drop_last,
         )
-        order = StepOrder(count, training)
+        order = SampleOrder(count, training)
         for first in range(order.total_steps + 1):
             sizes = {}
             for step in range(first, order.total_steps):

@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hetero_framework.data import load_data
 from hetero_framework.data.chat import ChatRenderer
-from hetero_framework.data.conversations import Conversation, Notes
+from hetero_framework.data.conversations import Conversation, Remarks
 from hetero_framework.data.turns import find_turns, mark_turns, numbered
 from hetero_framework.errors import DataError
 from tests.unit.data_helpers import CHATML, CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
@@ -251,7 +251,7 @@ def test_where_all_weights_are_0_nothing_is_trained_and_the_example_is_left_out(
     ],
 )  # fmt: skip
 def test_what_the_template_leaves_out_is_counted(name, messages, arguments, count):
-    notes = Notes()
+    notes = Remarks()
     renderer = ChatRenderer(tiny_tokenizer(read(name)), notes=notes)
     renderer.ids_and_mask(Conversation(messages, "f:1", arguments))
     about = [note for note in notes if "field" not in note]

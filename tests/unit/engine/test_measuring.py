@@ -90,7 +90,7 @@ def test_kept_bytes_are_those_that_autograd_keeps(tmp_path: Path) -> None:
     stage.all_weights = lambda: iter([weight_DD])
     stage.forward = lambda k, batch, received: (received[0].exp() @ weight_DD,)
     hidden_BSD = torch.ones(1, 4, 8, requires_grad=True)
-    part = measuring._Part(stage, {"labels": torch.ones(1, 4)}, Device(), 0.0)
+    part = measuring._MeasuredPart(stage, {"labels": torch.ones(1, 4)}, Device(), 0.0)
     # exp keeps what it gives, which is the product's input: once; the hidden state that came in.
     assert part._kept_bytes((hidden_BSD,)) == 2 * hidden_BSD.numel() * 4
 

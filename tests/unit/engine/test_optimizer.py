@@ -18,7 +18,7 @@ from transformers import (
 
 from hetero_framework.config import TrainingConfig
 from hetero_framework.engine.optimizer import (
-    Schedule,
+    LearningRate,
     build_optimizer,
     load_state_tensors,
     state_tensors,
@@ -78,7 +78,7 @@ def test_schedule_is_the_trainers_at_every_step(
 ) -> None:
     settings = {"learning_rate": 3e-4, "lr_scheduler_type": kind, "lr_scheduler_kwargs": kwargs}
     reference = trainer(llama(), tmp_path, warmup_steps=warmup_steps, **settings)
-    schedule = Schedule(TrainingConfig(warmup_steps=warmup_steps, **settings), STEPS)
+    schedule = LearningRate(TrainingConfig(warmup_steps=warmup_steps, **settings), STEPS)
     assert reference.lr_scheduler is not None
     assert reference.optimizer is not None
     for step in range(STEPS + 2):
@@ -88,14 +88,14 @@ def test_schedule_is_the_trainers_at_every_step(
 
 
 def test_schedule_warmup_ratio_is_a_share_of_all_steps() -> None:
-    a = Schedule(TrainingConfig(warmup_ratio=0.11), STEPS)
-    b = Schedule(TrainingConfig(warmup_steps=3), STEPS)
+    a = LearningRate(TrainingConfig(warmup_ratio=0.11), STEPS)
+    b = LearningRate(TrainingConfig(warmup_steps=3), STEPS)
     assert [a.rate(step) for step in range(STEPS)] == [b.rate(step) for step in range(STEPS)]
 
 
 def test_schedule_at_any_step_is_that_of_walking_there() -> None:
     training = TrainingConfig(lr_scheduler_type="cosine", warmup_steps=4)
-    walked, jumping = Schedule(training, STEPS), Schedule(training, STEPS)
+    walked, jumping = LearningRate(training, STEPS), LearningRate(training, STEPS)
     rates = [walked.rate(step) for step in range(STEPS)]
     for step in (9, 3, 0, STEPS - 1, 9, 9):
         assert jumping.rate(step) == rates[step]
@@ -110,7 +110,7 @@ def test_schedule_at_any_step_is_that_of_walking_there() -> None:
 )
 def test_schedule_with_wrong_arguments_is_a_config_error(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"training\.lr_scheduler_type"):
-        Schedule(TrainingConfig(**settings), STEPS)
+        LearningRate(TrainingConfig(**settings), STEPS)
 
 
 # ---- the optimizer

@@ -33,7 +33,7 @@ from hetero_framework.core.messages import (
 from hetero_framework.core.spans import Recorder
 from hetero_framework.engine import messages, state_snapshot
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
-from hetero_framework.engine.hosts import Event, LinkLost, Stalled, StepResults
+from hetero_framework.engine.hosts import HostEvent, LinkLost, Stalled, StepResults
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage_api import (
@@ -91,7 +91,7 @@ class Worker:
         self.most_under_way = 0
         self.results = StepResults()
         self.breaks: Exception | None = None
-        self._inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[HostEvent | Exception] = queue.SimpleQueue()
 
     def expect(self, step: int, attempt: int) -> None:
         self.expected = step, attempt
@@ -143,12 +143,12 @@ class Worker:
 
     def tell(self, message: Message) -> None:
         arrival = unpack(message, open_device("cpu"))
-        self._inbox.put(Event(7, None, message, arrival))  # type: ignore[arg-type]
+        self._inbox.put(HostEvent(7, None, message, arrival))  # type: ignore[arg-type]
 
     def confirm(self, info: StepInfo, spans: list[Any] | None = None) -> None:
         self.tell(Message(Committed(info.step, info.attempt, tuple(spans or ()))))
 
-    def receive(self, timeout_s: float) -> Event | None:
+    def receive(self, timeout_s: float) -> HostEvent | None:
         try:
             event = self._inbox.get_nowait()
         except queue.Empty:
@@ -227,7 +227,7 @@ def test_a_task_that_waits_for_anothers_turn_runs_when_it_has_waited_enough() ->
     waited: list[float] = []
     receive = links.receive
 
-    def noted(timeout_s: float) -> Event | None:
+    def noted(timeout_s: float) -> HostEvent | None:
         found = receive(timeout_s)
         if timeout_s and found is None:
             waited.append(timeout_s)

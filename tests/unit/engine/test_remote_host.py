@@ -20,7 +20,7 @@ from hetero_framework.core.messages import (
     StateRequest,
 )
 from hetero_framework.engine import messages
-from hetero_framework.engine.hosts import Event, LinkLost, StepResults
+from hetero_framework.engine.hosts import HostEvent, LinkLost, StepResults
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage_api import (
     GradientPart,
@@ -56,7 +56,7 @@ class Links:
         self.sent.append(message.body)
         self.tensors += len(message.tensors)
 
-    def receive(self, timeout_s: float) -> Event | None:
+    def receive(self, timeout_s: float) -> HostEvent | None:
         return None
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_framework.config import TrainingConfig
-from hetero_framework.data.batches import StepOrder
+from hetero_framework.data.batches import SampleOrder
 from hetero_framework.islands.ledger import (
     Ledger,
     Steps,
@@ -20,14 +20,16 @@ from hetero_framework.islands.ledger import (
 )
 
 
-def order(examples: int = 26, rows: int = 2, accumulation: int = 3, **others: object) -> StepOrder:
+def order(
+    examples: int = 26, rows: int = 2, accumulation: int = 3, **others: object
+) -> SampleOrder:
     settings = {
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": accumulation,
         "num_train_epochs": 2,
         **others,
     }
-    return StepOrder(examples, TrainingConfig.model_validate(settings))
+    return SampleOrder(examples, TrainingConfig.model_validate(settings))
 
 
 def numbers(steps: Steps) -> list[int]:

@@ -15,8 +15,8 @@ STAGES = tuple(StageTimes(k, k, 2 * k, 2 * k + 2, 1.0, 2.0, 1.0) for k in range(
 BOUNDARY = Boundary(0, "direct", 1.0, 2.0, 0.0, 4 * 64 * 64, 4 * 64 * 64, "float32", "")
 
 
-def plan(**changes: Any) -> simulated_changes.Plan:
-    return simulated_changes.Plan(STAGES, (Boundary(**{**vars(BOUNDARY), **changes}),))
+def plan(**changes: Any) -> simulated_changes.MeasuredPlan:
+    return simulated_changes.MeasuredPlan(STAGES, (Boundary(**{**vars(BOUNDARY), **changes}),))
 
 
 def test_a_codec_is_as_large_as_it_makes_a_tensor() -> None:

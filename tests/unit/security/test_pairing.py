@@ -24,7 +24,7 @@ from hetero_framework.security import authority as x509
 from hetero_framework.security import certificates, pairing
 from hetero_framework.security.acceptor import Acceptor
 from hetero_framework.security.keys import KeyDirectory
-from hetero_framework.security.pairing import Configuration, Inviting, Joined, Token, join
+from hetero_framework.security.pairing import Configuration, Inviting, PairedMachine, Token, join
 from tests import certificates as clocks
 
 WAIT_S = 30.0
@@ -59,7 +59,9 @@ class Host:
     def token(self, number: int = 0) -> Token:
         return self.inviting.invitations[number].token
 
-    def join(self, token: Token, keep: Callable[[Joined], None] = lambda joined: None) -> Joined:
+    def join(
+        self, token: Token, keep: Callable[[PairedMachine], None] = lambda joined: None
+    ) -> PairedMachine:
         return join("127.0.0.1", self.listener.port, token, keep)
 
     def outcomes(self) -> list[str | None]:
@@ -111,7 +113,7 @@ def test_other_texts_are_no_token(text: str) -> None:
 def test_machine_that_joins_gets_key_identity_and_configuration(host: Host, tmp_path: Path) -> None:
     own = KeyDirectory(tmp_path / "box")
 
-    def keep(got: Joined) -> None:
+    def keep(got: PairedMachine) -> None:
         own.write_bundle(got.identity, got.bundle)
 
     joined = host.join(host.token(), keep)
@@ -203,7 +205,7 @@ def test_worker_of_the_cluster_cannot_invite(host: Host, tmp_path: Path) -> None
 
 
 def test_machine_that_cannot_keep_what_it_got_does_not_confirm(host: Host) -> None:
-    def full(joined: Joined) -> None:
+    def full(joined: PairedMachine) -> None:
         raise IdentityError("the disk is full")
 
     with pytest.raises(IdentityError, match="the disk is full"):

@@ -19,8 +19,8 @@ from hetero_framework.models.cut.side import Bundle
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.models.verify import equivalence
 from hetero_framework.models.verify.equivalence import (
+    Comparison,
     Packing,
-    Result,
     admit,
     admit_adapter,
     admit_packing,
@@ -405,12 +405,12 @@ def test_verify_refuses_a_configured_model_that_needs_padding(tmp_path: Path) ->
 
 def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
     results = [
-        Result("zeta", "bit-equal", packing=Packing("per_sample")),
-        Result("iota", "bit-equal", packing=Packing(None)),
-        Result("theta", "bit-equal", packing=Packing(None, "samples meet")),
-        Result("eta", "bit-equal", half="differs by 1"),
-        Result("beta", "within tolerance", "most in x", weight_difference=2e-6),
-        Result("alpha", "refused", "Layer 1 receives a | b"),
+        Comparison("zeta", "bit-equal", packing=Packing("per_sample")),
+        Comparison("iota", "bit-equal", packing=Packing(None)),
+        Comparison("theta", "bit-equal", packing=Packing(None, "samples meet")),
+        Comparison("eta", "bit-equal", half="differs by 1"),
+        Comparison("beta", "within tolerance", "most in x", weight_difference=2e-6),
+        Comparison("alpha", "refused", "Layer 1 receives a | b"),
     ]
     path = tmp_path / "docs" / "architectures.md"
     write_architectures(results, path)
@@ -426,7 +426,7 @@ def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_progress_is_called_for_each_architecture() -> None:
-    seen: list[Result] = []
+    seen: list[Comparison] = []
     results = verify_all(seen.append, ["llama", "hrm_text"])
     assert seen == results
     assert [r.model_type for r in results] == ["llama", "hrm_text"]
@@ -458,7 +458,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shar
     asked: list[tuple[ShardRange, ...]] = []
     real = equivalence.compare
 
-    def counted(config: PretrainedConfig, ranges: Any, *more: Any) -> Result:
+    def counted(config: PretrainedConfig, ranges: Any, *more: Any) -> Comparison:
         asked.append(tuple(ranges))
         return real(config, ranges, *more)
 
@@ -485,7 +485,7 @@ def test_verdict_is_computed_once_for_an_architecture_and_a_cut(
 
 
 def test_refusal_is_never_remembered(compared: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = Result("llama", "refused", "it leaks")
+    refused = Comparison("llama", "refused", "it leaks")
     monkeypatch.setattr(equivalence, "compare", lambda *_: refused)
     for _ in range(2):
         with pytest.raises(ArchitectureError, match="it leaks"):

@@ -7,10 +7,10 @@ import pytest
 from hetero_framework.config import StageSpec
 from hetero_framework.config.plan import Plan, PlanEntry
 from hetero_framework.planner import FleetProfile
-from hetero_framework.planner.replan.measured_fleet import ModelWork, Observed, PartBytes
+from hetero_framework.planner.replan.measured_fleet import LayerWork, Observed, PartBytes
 from hetero_framework.planner.schedule.simulator import Edge, Profile
 
-WORK = ModelWork((1.0, 1.0, 1.0, 3.0), 2.0)
+WORK = LayerWork((1.0, 1.0, 1.0, 3.0), 2.0)
 PARTS = PartBytes((10.0, 20.0, 30.0, 40.0), 5.0, 6.0, (1.0, 2.0, 3.0, 4.0))
 MEMORY: dict[int | str, float] = {"local": 100.0, 1: 200.0, 2: 300.0}
 

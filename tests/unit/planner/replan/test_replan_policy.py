@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_framework.config import StageSpec
-from hetero_framework.planner.replan.measured_fleet import ModelWork, PartBytes
+from hetero_framework.planner.replan.measured_fleet import LayerWork, PartBytes
 from hetero_framework.planner.replan.replan_policy import (
     STEPS,
     Judge,
@@ -23,7 +23,7 @@ from hetero_framework.planner.replan.replan_policy import (
 from hetero_framework.planner.schedule.simulator import Edge, Profile, simulate
 
 LAYERS, MICRO_BATCHES, WIRE_S = 12, 6, 0.02
-WORK = ModelWork((1.0,) * LAYERS, 2.0)
+WORK = LayerWork((1.0,) * LAYERS, 2.0)
 BYTES = PartBytes((1.0,) * LAYERS, 1.0, 1.0, (0.0,) * LAYERS)
 EVEN = _stages([("local", 0, 5), (1, 5, 9), (2, 9, 12)])  # the head is as much as two layers
 
