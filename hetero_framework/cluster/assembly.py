@@ -55,7 +55,6 @@ from hetero_framework.engine.stage_api import (
     Loss,
     StageInterface,
     StepInfo,
-    StepPlan,
 )
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
@@ -63,7 +62,6 @@ from hetero_framework.errors import HeteroError, NetworkError, PeerLostError
 from hetero_framework.log import event
 from hetero_framework.models.cut.objective import objective_of
 from hetero_framework.models.files import fingerprint
-from hetero_framework.planner.schedule.order import StepOrder
 from hetero_framework.planner.schedule.simulator import Profile
 from hetero_framework.planner.schedule.tuner import StageSeconds, Tuner, make_profile
 from hetero_framework.planner.schedule.tuning import TunedSchedule
@@ -81,7 +79,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Outlet:
+class _CoordinatorSink:
     """What leaves this process's stages: results stay here, tensors go to their workers."""
 
     results: StepResults
@@ -162,8 +160,8 @@ class Assembly:
         self.forecast: TunedSchedule | None = None
         """What the step that began last was predicted to be; None while no times are known."""
         results = StepResults()
-        outlet = _Outlet(results, links)
-        host = StageHost(loaded.local, config, device, meter, outlet)
+        sink = _CoordinatorSink(results, links)
+        host = StageHost(loaded.local, config, device, meter, sink)
         host.expectation.max_boundary_bytes = max_boundary_bytes
         trained = {k: [name for name, _ in own] for k, own in enumerate(loaded.trainable)}
         ties = Ties(loaded.ties, trained)
@@ -210,11 +208,8 @@ class Assembly:
         count = max(1, info.micro_batches)  # other replicas may have all of a short step
         choice = self._tuner.choice(count, direct)
         self.forecast = self._tuner.forecast(count, direct)
-        # Times that are only assumed say nothing of who is worth waiting for.
-        order_timeout_s = choice.order_timeout_s if self.forecast is not None else 0.0
-        order = choice.order if info.train else StepOrder()
-        plan = StepPlan(choice.in_flight_limits, order, order_timeout_s, direct)
-        self.pipeline.begin(info, plan, choice.max_in_flight, group)
+        schedule = choice.schedule if info.train else choice.unordered
+        self.pipeline.begin(info, schedule, group)
 
     def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> Profile:
         """Learn from a step's times how to run the next ones; the times of stages and edges."""

@@ -58,7 +58,6 @@ from hetero_framework.engine.stage_api import (
     Loss,
     StageInterface,
     StepInfo,
-    StepSchedule,
 )
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import (
@@ -70,6 +69,7 @@ from hetero_framework.errors import (
     StoppedEarly,
 )
 from hetero_framework.models.cut.reuse import ReusePool
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 from hetero_framework.security.acceptor import Acceptor
 from hetero_framework.security.access import Access, access_of
 
@@ -130,7 +130,7 @@ def _duration(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class _Outlet:
+class _WorkerSink:
     """Sends what leaves a run's stages. A lost link ends the attempt anyway: its reader says so."""
 
     worker: Worker
@@ -722,7 +722,7 @@ class Worker:
             config,
             self._device,
             run.meter,
-            _Outlet(self, run),
+            _WorkerSink(self, run),
             id=self._entry.id,
             keeps_state=config.replicates,
         )
@@ -769,8 +769,9 @@ class Worker:
         log.set_step(info.step + 1)
         _log.debug("step %d, attempt %d", info.step + 1, info.attempt)
         self.peers.ping()
-        order = schedule.order
-        self._bandwidth.plan(info.attempt, order.sends, order.receives, schedule.order_timeout_s)
+        self._bandwidth.plan(
+            info.attempt, schedule.sends, schedule.receives, schedule.order_timeout_s
+        )
         self._host.begin(info, schedule, self)
         self._tell_missing_links(schedule)
 

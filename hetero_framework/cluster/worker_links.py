@@ -50,7 +50,6 @@ from hetero_framework.engine.hosts import (
     WorkerLeaving,
 )
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
-from hetero_framework.engine.stage_api import StepSchedule
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -60,6 +59,7 @@ from hetero_framework.errors import (
     ProtocolError,
 )
 from hetero_framework.log import event, said_by
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 from hetero_framework.security.access import LOOPBACK_ONLY, Access
 from hetero_framework.units import clock
 
@@ -221,8 +221,7 @@ class WorkerLinks:
 
     def plan(self, attempt: int, schedule: StepSchedule) -> None:
         """Large tensors of this attempt keep to the order of the schedule."""
-        order = schedule.order
-        self._bandwidth.plan(attempt, order.sends, order.receives, schedule.order_timeout_s)
+        self._bandwidth.plan(attempt, schedule.sends, schedule.receives, schedule.order_timeout_s)
 
     def generation(self, worker_id: WorkerId) -> object:
         """Something that is equal as long as a worker's link is the same one."""

@@ -75,7 +75,7 @@ def primary_address() -> str:
 
 def port_is_free(host: str, port: int) -> bool:
     """Whether a program on this machine could listen on host:port now. It listens there itself for
-    a moment: whoever asks while a program starts may be what keeps that program from the port."""
+    a moment, which may keep a program that starts just then from the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         if sys.platform != "win32":  # there SO_REUSEADDR would let two programs have the port

@@ -34,7 +34,7 @@ def cache_directory() -> Path | None:
             base = Path.home() / "Library" / "Caches"
         else:
             base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # the user has no home directory
         return None
     return base / "hetero_framework"
 

@@ -7,8 +7,8 @@ What happens, in order, when a link breaks:
 
 1. The reader or writer thread of the link meets the error (`link.py`). The first reason stays; both
    threads end, and what was queued is given up.
-2. `lost(connection, reason)` is called once, in the reader thread, after the last message. Whoever
-   waits in `ask` gets the reason. A frame that was being relayed from here becomes void behind it.
+2. `lost(connection, reason)` is called once, in the reader thread, after the last message. A thread
+   that waits in `ask` gets the reason. A frame that was being relayed from here becomes void.
 3. Worker (`_on_lost`): stages and attempt stay as they are until the coordinator says more, for
    `rejoin_wait_s`. A lost link between workers is told with PEER_LOST.
 4. Coordinator: `WorkerLinks.receive` raises LinkLost in the training thread; DirectLost for a link
@@ -85,13 +85,13 @@ class Connection:
     ) -> None:
         self.stream = stream
         self.peer: WorkerId | None = None
-        """Who the other end is, once it has been accepted."""
+        """The other end's id, once it has been accepted."""
         self.identity: Identity | None = None
-        """Who the other end is by its certificate, if it has shown one; set before `start`."""
+        """The identity in the other end's certificate, if it has shown one; set before `start`."""
         self.fault: ProtocolError | None = None
-        """What a peer that we know did wrong; a new link would not mend it."""
+        """The protocol error of a known peer; a new link would not mend it."""
         self.waiting = Waiting()
-        """What was handed on and has not been looked at; for `received` and its thread to tell."""
+        """Messages handed to `received` that its thread has not looked at."""
         self._session = None if role is None else Session(role)
         self._received = received
         self._lost = lost

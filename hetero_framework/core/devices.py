@@ -301,7 +301,7 @@ class _QueuedEvent(DeviceEvent):
 
 class _Watcher:
     """A thread that waits for events one after the other, as they are made: so each is seen when
-    it is reached, and what it holds lives until then, whoever forgets the event before."""
+    it is reached, and the tensors that it holds live until then."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[_QueuedEvent] = queue.SimpleQueue()
@@ -633,7 +633,7 @@ class MpsDevice(Device):
         return [(copies[id(tensor)], _nothing) for tensor in tensors]
 
     def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # From copies, as the queue comes to them later, and this thread shall not wait so long.
+        # From copies, as the queue comes to them later, and this thread shall not wait for it.
         own = [tensor.clone() for tensor in tensors]
         there = [tensor.to(self.torch_device, non_blocking=True) for tensor in own]
         self._queue_event(own)

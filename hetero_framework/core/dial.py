@@ -152,8 +152,8 @@ def _explain_connect(error: OSError | UnicodeError, host: str, port: int) -> tup
 
 
 _BACKLOG = 128
-"""So many connections may wait to be accepted; of one more the system drops the first packet, and
-its sender tries again after a second."""
+"""Most connections that wait to be accepted. Of one more the system drops the first packet, and its
+sender tries again after a second."""
 
 
 class Listener:

@@ -12,8 +12,8 @@ POINTS. `step` counts from 1, as the log does; 0 is before the first.
 Actions: `kill` (SIGKILL to itself; the default), `exit:CODE` (at once, without cleaning up; 1),
 `stop` (SIGSTOP; not on Windows), `raise` (a RuntimeError, as a bug would), `oom:SHAPE` (out of
 memory as `device`, the default, `cpu`, `mps` or `host` says it), `sleep:SECONDS`, `slow:FACTOR` (as
-if what this thread did since the point before had taken so many times as long), and `inf`, which
-makes the tensor of a numeric point infinite.
+if this thread's work since the point before had taken FACTOR times as long), and `inf`, which makes
+the tensor of a numeric point infinite.
 
 A process that is started again has the same environment and fires again. With
 HETERO_FAILPOINT_ONCE=DIR whatever fires once leaves a file there and fires in no process that finds

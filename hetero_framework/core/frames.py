@@ -156,7 +156,7 @@ def _tensor_bytes(dtype: DType, shape: Any) -> int:
 
 
 def marks_in(payload_bytes: int) -> int:
-    """How many marks stand in a frame with so many tensor bytes."""
+    """The number of marks in a frame with this many tensor bytes."""
     return max(0, payload_bytes - 1) // PIECE_BYTES
 
 

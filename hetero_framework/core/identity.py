@@ -1,4 +1,4 @@
-"""Who a process of a cluster is, in the words of its certificate. Pure."""
+"""The identity of a process in a cluster, as its certificate says it. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetero_framework.core.fields import WorkerId
 
 @dataclass(frozen=True)
 class ClusterKind:
-    """What the processes of a cluster are called: the one whose machine has the authority
+    """The names of processes in one kind of cluster: the one whose machine has the authority
     ("local"), and the others, which have names."""
 
     keeper: str
@@ -22,7 +22,7 @@ class ClusterKind:
 
     @property
     def invite(self) -> str:
-        """What makes a key for a member, and where."""
+        """The command that makes a key for a member, and the machine for it."""
         what = f"hetero invite {self.option}" + ("NAME" if self.option else "ID")
         return f"{what} on the {self.keeper}'s machine"
 

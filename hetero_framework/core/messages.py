@@ -44,7 +44,7 @@ LoadKind = Literal[
 
 
 class Spec:
-    """What is known of one message beside its docstring; see `_message`."""
+    """The number, sender, tensors and fields of one message; see `_message`."""
 
     def __init__(
         self, cls: type[Body], number: int, sender: str, tensors: tuple[int, int], long: bool
@@ -308,7 +308,7 @@ class Inputs(OfStep):
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """What a codec encoded: a tensor of this shape and dtype."""
+    """An encoded tensor: its codec, and its shape and dtype before."""
 
     codec: str
     shape: Shape
@@ -325,7 +325,7 @@ class SideForm:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryTensor(OfStep):
-    """What crosses the boundary between two stages; `bandwidth_scheduler.py` queues large ones."""
+    """Crosses the boundary between two stages; `bandwidth_scheduler.py` queues large ones."""
 
     direction: ClassVar[str]
     stage: int
@@ -377,7 +377,7 @@ class BackwardDone(OfStep):
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """What a stage took in one step: seconds of its forwards and backwards, the longest queue of
+    """The cost of one step at a stage: seconds of its forwards and backwards, the longest queue of
     arrivals and of stored forwards, its process's peak memory, and the seconds on the wire of an
     activation and of a gradient that arrived, each as if alone there."""
 
@@ -554,7 +554,7 @@ class Rewound(Body):
 
 
 class Signal(Body):
-    """What links send and swallow themselves, also between two pieces of a frame."""
+    """A message that links send and swallow themselves, also between two pieces of a frame."""
 
     __slots__ = ()
 
@@ -887,7 +887,7 @@ class Message:
 
 
 def check_agreed(name: str, rest: int, max_frame_bytes: int, peer: str) -> None:
-    """Raise ProtocolError when `peer` has not agreed to a frame of so many bytes."""
+    """Raise ProtocolError when `peer` has not agreed to a frame of `rest` bytes."""
     if rest > max_frame_bytes:
         agreed = f"the {max_frame_bytes} bytes agreed with {peer}"
         raise ProtocolError(f"{name}: a frame of {rest} bytes is larger than {agreed}")

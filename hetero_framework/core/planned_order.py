@@ -1,4 +1,4 @@
-"""What is to go next in a planned order, and how long that is waited for. No sockets.
+"""A planned order of tasks or tensors, and how long one out of turn waits. No sockets.
 
 A lane is the tasks of one kind of one stage, or the tensors that they need: one of each micro-batch
 of a step, in ascending order. A PlannedOrder says whose turn it is among lanes.
@@ -44,7 +44,7 @@ class PlannedOrder:
 
     @property
     def next_place(self) -> float:
-        """Where whoever is to go next stands; infinite where nobody is left."""
+        """The place of the next one; infinite where none is left."""
         return min(map(self.place, self._places), default=math.inf)
 
     def went(self, lane: Lane, micro_batch: int) -> None:
@@ -54,8 +54,8 @@ class PlannedOrder:
 
 
 class OrderTimeout:
-    """How long whoever could go waits for the one whose turn it is: `seconds` for each that is
-    awaited, since the world is not quite as planned. `clock` is in seconds."""
+    """Bounds the wait of one that is ready out of turn: at most `seconds` for each one that it lets
+    go first. `clock` is in seconds."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds

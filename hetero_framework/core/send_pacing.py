@@ -1,7 +1,7 @@
-"""When the next piece of a large frame is written: not much sooner than it can arrive. No sockets.
+"""Writes large frames at about the rate the receiver reports. No sockets.
 
-What is written faster than the network takes it waits in a switch in between, and every message of
-the link behind it: the word for the next turn, and TCP's confirmations of the other direction.
+Bytes that are written faster than the network takes them wait in a switch in between, and every
+message of the link behind them: signals, and TCP's confirmations of the other direction.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable
 
 _FASTER = 1.05
-"""So many times as fast as the last frames arrived: the network may have become faster."""
+"""Times the rate at which the last frames arrived: the network may have become faster."""
 _SOONER_S = 0.005
 """How early the next frame may begin before the last one has arrived."""
 _CATCHES_UP_S = 0.002
-"""A writer that woke up late makes up for so much."""
+"""The most that a writer catches up after it woke up late."""
 _MOST_PAUSE_S = 1.0
 """For one piece."""
 _LEAST_S = 0.010
@@ -36,8 +36,8 @@ class SendPacing:
         self._there_at = 0.0  # when all that was written has arrived, if the rate is right
 
     def heard(self, rate: float, *, alone: bool) -> None:
-        """The last frame arrived with so many bytes per second. If it shared a network interface
-        with another one that sets no pace, or each would be slower than the last."""
+        """The last frame arrived with `rate` bytes per second. If it shared a network interface,
+        that sets no rate: each frame would be slower than the last."""
         if not (math.isfinite(rate) and rate > 0):
             return
         self._all.append(rate)
@@ -46,11 +46,11 @@ class SendPacing:
             self._rate = max(self._heard)
 
     def lasts_s(self, nbytes: int) -> float:
-        """Seconds that so many bytes take to arrive at least; 0 when nothing is known."""
+        """Least seconds in which `nbytes` arrive; 0 when nothing is known."""
         return nbytes / max(self._all) if self._all else 0.0
 
     def wrote(self, nbytes: int, frame_bytes: int, *, is_last: bool) -> None:
-        """So many bytes of a frame of `frame_bytes`."""
+        """`nbytes` of a frame of `frame_bytes` were written."""
         if frame_bytes <= _LEAST_S * self._rate or not self._rate:
             return
         now = self._clock()

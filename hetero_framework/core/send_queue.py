@@ -1,4 +1,4 @@
-"""Frames on their way out of a link, and which of them goes next. No sockets, no locks.
+"""Outgoing frame queue of one link. No sockets, no locks.
 
 A frame that is relayed is here before its tensor bytes are: they are fed as they come in. Frames
 whose bytes are all here pass it until it has begun. An urgent frame passes all others, and goes
@@ -18,7 +18,7 @@ from hetero_framework.core.planned_order import Lane
 
 Buffer = bytes | memoryview
 EARLY_BYTES = 1 << 14
-"""So much of a relayed frame must be here before it is begun: its source does send."""
+"""Of a relayed frame this much must be here before it is begun: its source does send."""
 _ZEROS = memoryview(bytes(1 << 20))
 
 
@@ -67,7 +67,7 @@ class Outgoing:
 
     @property
     def boundary(self) -> BoundaryTensor | None:
-        """What it is of those that are planned: a tensor between two stages."""
+        """Its body, if it is a tensor between two stages; those are planned."""
         body = self.message.body if self.message is not None else None
         return body if isinstance(body, BoundaryTensor) else None
 
@@ -128,7 +128,7 @@ class Outgoing:
         self.missing = 0
 
     def take(self, reserve: int = 0, room: int = PIECE_BYTES) -> deque[memoryview]:
-        """What may be written now, no further than to the next mark; the last `reserve` bytes of it
+        """The bytes that may be written now, no further than to the next mark; the last `reserve`
         stay while more is to come. Of a frame of this process hardly more than `room` bytes."""
         next_piece = 0 if self._pending else PIECE_BYTES
         self._hash_some(min(room, self._piece or next_piece))
@@ -184,7 +184,7 @@ class Outgoing:
         return deque([first[:1]])
 
     def put_back(self, rest: deque[memoryview]) -> None:
-        """What was taken and could not be written yet."""
+        """Bytes that were taken and could not be written yet."""
         self._pending.extendleft(reversed(rest))
 
 

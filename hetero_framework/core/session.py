@@ -138,7 +138,7 @@ ROLES = {
 
 
 def legal(role: str, phase: Phase) -> list[type[Body]]:
-    """What `role` (one of ROLES) may send in this phase."""
+    """The messages that `role` (one of ROLES) may send in this phase."""
     return [kind for kind in ORDER[phase] if kind.spec.sender in (role, m.EITHER)]
 
 

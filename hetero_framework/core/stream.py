@@ -25,11 +25,11 @@ _UNSENT_BYTES = 64 * 1024
 written, and a frame that pauses does pause."""
 _NOTSENT_LOWAT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 _TICKED = (TimeoutError, BlockingIOError, InterruptedError)
-"""What a socket call raises when the tick is over and nothing was moved."""
+"""Raised by a socket call when the tick is over and nothing was moved."""
 
 
 class Stream(Protocol):
-    """What a link needs of a connection. Errors are OSError."""
+    """A connection as a link needs it. Errors are OSError."""
 
     @property
     def peer(self) -> str:
@@ -52,8 +52,8 @@ class Stream(Protocol):
         """Nothing more will be written; the peer reads to the end of what was."""
 
     def abandon(self) -> None:
-        """What is not sent is to be dropped at `close`, and the peer told so at once, if it can be
-        reached: else the news waits behind bytes that nobody confirms."""
+        """Drop unsent bytes at `close`, and tell the peer at once, if it can be reached: else the
+        news waits behind bytes that nobody confirms."""
 
     def stop(self) -> None:
         """End both directions; a thread that waits in a call returns. Safe from any thread."""
@@ -93,7 +93,7 @@ class PlainStream:
         try:
             return ":".join(map(str, self._socket.getpeername()[:2]))
         except OSError:
-            return "somebody who is gone"
+            return "a peer that is gone"
 
     def set_tick(self, seconds: float) -> None:
         if sys.platform == "win32":

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def in_background(job: Callable[[], T], name: str) -> Future[T]:
-    """What `job` returns or raises, once it has; also that there was no thread for it."""
+    """The result or error of `job`; also the error that there was no thread for it."""
     future: Future[T] = Future()
 
     def run() -> None:

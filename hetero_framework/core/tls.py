@@ -32,7 +32,7 @@ from hetero_framework.log import one_line
 ALPN = "hetero/1"
 _CIPHERTEXT_BYTES = 1 << 18
 _PLAIN_BYTES = 1 << 18
-"""So much is read from the socket, or encrypted, at a time."""
+"""Read from the socket, or encrypted, at a time."""
 _JOINED_BYTES = 1 << 14
 """Buffers up to this size, the most that a record holds, are joined before they are encrypted."""
 _NOTE_BYTES = 1 << 16
@@ -42,7 +42,7 @@ _END = "-----END CERTIFICATE-----"
 
 @dataclass(frozen=True)
 class Certificate:
-    """What OpenSSL has verified of the other side."""
+    """The other side's certificate, verified by OpenSSL."""
 
     identity: Identity
     serial: int
@@ -55,7 +55,7 @@ Admit = Callable[[Certificate, dict[str, Any]], "str | None"]
 def context(
     bundle: Path, *, server: bool, alpn: str = ALPN, anonymous: bool = False
 ) -> ssl.SSLContext:
-    """For connections of who has this key, its certificate and the authority's, in one PEM file;
+    """For connections with this key, its certificate and the authority's, in one PEM file;
     `anonymous`: the other side need not show any. Raises IdentityError when they are damaged or do
     not belong together, and OSError."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
@@ -77,7 +77,7 @@ def context(
 
 
 def joining_context(authority: str, alpn: str) -> ssl.SSLContext:
-    """For who has no key yet, and trusts this authority (PEM) alone."""
+    """For a machine without a key, which trusts this authority (PEM) alone."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     made.check_hostname = False
     _settle(made, alpn)
@@ -122,8 +122,8 @@ def dial(
 def accept(
     plain: Stream, made: ssl.SSLContext, admit: Admit, note: dict[str, Any]
 ) -> tuple[TlsStream, Certificate]:
-    """The encrypted stream to who has dialled, and who that is; raises as `dial` does. Who has a
-    certificate of this cluster is told why it is not wanted; who has none gets a TLS alert."""
+    """The encrypted stream to a peer that has dialled, and its certificate; raises as `dial` does.
+    A peer with a certificate of this cluster is told why it is not wanted, others get an alert."""
     with contextlib.ExitStack() as on_error:
         on_error.callback(plain.close)
         stream = TlsStream(plain, made, server=True)
@@ -163,7 +163,7 @@ SET_CLOCK = "set it by the network (timedatectl set-ntp true), then try again"
 
 
 def _wrong_clock(who: str, error: ssl.SSLError) -> IdentityError | None:
-    """What a handshake that failed says of the clocks; None: nothing."""
+    """The error, if a failed handshake comes from a wrong clock."""
     here = f"this machine's clock says {_date(time.time())}"
     whose = "its certificate" if who == "it" else f"the certificate of {who}"
     if (state := _BY_THIS_CLOCK.get(getattr(error, "verify_code", 0))) is not None:
@@ -195,7 +195,7 @@ def _date(seconds: float) -> str:
 
 @contextlib.contextmanager
 def explained(who: str) -> Iterator[None]:
-    """What OpenSSL says of a peer, as IdentityError; what may pass, as OSError."""
+    """OpenSSL's errors about a peer, as IdentityError, or as OSError where a retry may help."""
     try:
         yield
     except ssl.SSLError as error:
@@ -288,7 +288,7 @@ class TlsStream:
         self._flush(deadline)
 
     def receive_note(self, deadline: float, most: int = _NOTE_BYTES) -> dict[str, Any]:
-        """What `send_note` sent, or ValueError. Raises OSError."""
+        """The note that `send_note` sent. Raises ValueError and OSError."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline))
         if length > most:
             raise ValueError(f"a note of {length} bytes is too long")
@@ -369,7 +369,7 @@ class TlsStream:
     def _write(
         self, buffers: deque[memoryview], room: int, send: Callable[[deque[memoryview]], int]
     ) -> int:
-        """What is encrypted has to go out before anything else. As long as not all of it has, one
+        """Encrypted bytes have to go out before anything else. While some are left, one
         byte less is reported as written, so that the caller comes back with the same frame."""
         if not self._send_unsent(send):
             return 0

@@ -1,4 +1,4 @@
-"""What has come over one link and waits to be looked at: bounded, whatever the peer sends."""
+"""Bounds the messages of one link that wait to be looked at, whatever the peer sends."""
 
 from __future__ import annotations
 

@@ -24,9 +24,8 @@ from hetero_framework.core.messages import BoundaryTensor, Coded, Forward, Input
 from hetero_framework.core.spans import Recorder
 from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name, from_wire, to_wire
 from hetero_framework.engine import messages
-from hetero_framework.engine.executor import failed
 from hetero_framework.engine.expectation import Expectation, incoming_forms
-from hetero_framework.engine.out_of_memory import explaining
+from hetero_framework.engine.out_of_memory import explaining, failed
 from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo, Tensors
 from hetero_framework.errors import PeerLostError
 from hetero_framework.models.cut.side import Bundle
@@ -34,7 +33,7 @@ from hetero_framework.models.cut.side import Bundle
 Done = Callable[[], None]
 
 
-class Outlet(Protocol):
+class StepSink(Protocol):
     """What a process does with what leaves its stages. May be called in the sender thread."""
 
     def post(self, message: Message, done: Done | None = None) -> None:
@@ -136,28 +135,28 @@ def _shares(tensor: torch.Tensor, parts: list[torch.Tensor]) -> bool:
 
 
 class BoundaryIO:
-    """The `Outbox` of a process's executor."""
+    """Where the results go that leave a process's executor."""
 
     def __init__(
         self,
         device: Device,
         wire: WireConfig,
-        outlet: Outlet,
+        sink: StepSink,
         expectation: Expectation,
         *,
         loss_is_awaited: bool,
         flush_timeout_s: float,
     ) -> None:
-        """With `loss_is_awaited` the outlet gets each loss as a number; the sender thread waits for
+        """With `loss_is_awaited` the sink gets each loss as a number; the sender thread waits for
         the device."""
         self._device = device
         self._activations = _codec(wire.activations)
         self._gradients = _codec(wire.gradients)
-        self._outlet = outlet
+        self._sink = sink
         self._expectation = expectation
         self._loss_is_awaited = loss_is_awaited
         self._pool = device.buffers()
-        self._sender = Sender(outlet.failed, flush_timeout_s)
+        self._sender = Sender(sink.failed, flush_timeout_s)
 
     def send(self, body: BoundaryTensor, tensors: Bundle) -> None:
         if isinstance(body, Forward):
@@ -176,13 +175,13 @@ class BoundaryIO:
             event = self._device.record_event(*parts)
             self._submit(body, lambda: self._copy_and_post(body, parts, event, later))
         elif any(codecs):
-            self._submit(body, lambda: self._outlet.post(_message(body, _encoded(tensors, codecs))))
+            self._submit(body, lambda: self._sink.post(_message(body, _encoded(tensors, codecs))))
         else:
-            self._outlet.post(_message(body, tensors))
+            self._sink.post(_message(body, tensors))
 
     def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
         if not self._loss_is_awaited:
-            self._outlet.loss(info, micro_batch, loss)
+            self._sink.loss(info, micro_batch, loss)
         elif isinstance(loss, torch.Tensor) and self._device.is_async:
             event = self._device.record_event(loss)
 
@@ -190,14 +189,14 @@ class BoundaryIO:
                 host, release = self._device.copy_out(loss, event, self._pool)
                 value = float(host)
                 release()
-                self._outlet.loss(info, micro_batch, value)
+                self._sink.loss(info, micro_batch, value)
 
             self._sender.submit(send)
         else:
-            self._outlet.loss(info, micro_batch, float(loss))
+            self._sink.loss(info, micro_batch, float(loss))
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
-        self._outlet.finished(info, micro_batch)
+        self._sink.finished(info, micro_batch)
 
     def flush(self) -> None:
         """See `Sender.flush`."""
@@ -230,7 +229,7 @@ class BoundaryIO:
                 give_back()
 
         hosts = [host for host, _ in copies]
-        self._outlet.post(_message(body, _encoded(hosts, codecs)), release)
+        self._sink.post(_message(body, _encoded(hosts, codecs)), release)
 
 
 def _form(tensor: torch.Tensor, codec: Codec | None) -> SideForm:

@@ -1,44 +1,28 @@
 """Runs the stages of one process: what has arrived, what is ready, one task at a time.
 
 The executor knows no wire. It is told what arrived, asks `Readiness` what to do next, lets the
-stage do it, and hands the result to the next stage here, or to an `Outbox` for one elsewhere.
+stage do it, and hands the result to the next stage here, or to `BoundaryIO` for one elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from hetero_framework.core import failpoints, spans
 from hetero_framework.core.devices import Device, DeviceEvent
-from hetero_framework.core.messages import Backward, BoundaryTensor, Forward, StageFigures
+from hetero_framework.core.messages import Backward, Forward, StageFigures
 from hetero_framework.core.planned_order import Lane, OrderTimeout, PlannedOrder
 from hetero_framework.core.spans import Recorder
 from hetero_framework.engine import stage_api as api
-from hetero_framework.engine.out_of_memory import Attempt, explained
-from hetero_framework.errors import HeteroError, ProtocolError, as_hetero_error, is_out_of_memory
+from hetero_framework.engine.boundary_io import BoundaryIO
+from hetero_framework.engine.out_of_memory import failed
+from hetero_framework.errors import ProtocolError
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD, Readiness, Task
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 _AHEAD = 2  # tasks that may be queued on a device that computes behind our back
-
-
-class Outbox(Protocol):
-    """Where results go that leave the process."""
-
-    def send(self, body: BoundaryTensor, tensors: Bundle) -> None: ...
-    def loss(self, info: api.StepInfo, micro_batch: int, loss: api.Loss) -> None: ...
-    def finished(self, info: api.StepInfo, micro_batch: int) -> None: ...
-
-
-def failed(where: str, cause: Exception, device: Device, attempt: Attempt) -> HeteroError:
-    """The error for the user when a stage's work raised: where, and StepOutOfMemory or a bug."""
-    if is_out_of_memory(cause):
-        return explained(where, cause, device, attempt)
-    if (known := as_hetero_error(cause)) is not None:
-        return type(known)(f"{where}: {known.message}", hint=known.hint)
-    return HeteroError(f"{where}: {type(cause).__name__}: {cause}")
 
 
 @dataclass
@@ -64,16 +48,16 @@ class Executor:
         stages: Sequence[api.StageInterface],
         device: Device,
         recorder: Recorder,
-        outbox: Outbox,
+        io: BoundaryIO,
     ) -> None:
         self._queues = {stage.index: _StageQueue(stage) for stage in stages}
         self._device = device
         self._recorder = recorder
-        self._outbox = outbox
+        self._io = io
         self._readiness, self._order = Readiness({}), PlannedOrder()
         self._order_timeout = OrderTimeout(0.0)
         self.waits_s = 0.0
-        """For so long the task that could run waits for the one whose turn it is, as of the last
+        """How long the task that could run waits for the one whose turn it is, as of the last
         `run_next`."""
         self._tasks: list[tuple[Task, DeviceEvent, DeviceEvent]] = []
         self.info: api.StepInfo | None = None
@@ -82,12 +66,12 @@ class Executor:
         return self._queues[index].stage
 
     def begin(
-        self, info: api.StepInfo, schedule: api.StepSchedule, take: api.TakeEarly | None = None
+        self, info: api.StepInfo, schedule: StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
         """Start a step, or start it over: whatever waited for an earlier one is dropped."""
         self.info = info
         limits = {index: schedule.in_flight_limits[index] for index in self._queues}
-        self._order = PlannedOrder(filter(self._has_tasks, schedule.order.tasks))
+        self._order = PlannedOrder(filter(self._has_tasks, schedule.tasks))
         self._order_timeout = OrderTimeout(schedule.order_timeout_s)
         self._readiness, self.waits_s = Readiness(limits, order=self._order), 0.0
         self._tasks.clear()
@@ -262,14 +246,14 @@ class Executor:
         if not self._step.train:
             loss = stage.evaluate(k, inputs, arrival.tensors)
             arrival.release()
-            return lambda: self._outbox.loss(self._step, k, loss)
+            return lambda: self._io.loss(self._step, k, loss)
         loss, gradients = stage.forward_backward(k, inputs, arrival.tensors)
         failpoints.hit("backward-done")
         gradients = _own(gradients, arrival)
         arrival.release()
 
         def send() -> None:
-            self._outbox.loss(self._step, k, loss)
+            self._io.loss(self._step, k, loss)
             self._pass_back(stage, k, gradients)
 
         return send
@@ -291,18 +275,18 @@ class Executor:
             self.put_hidden(following, k, api.Arrival(left))
         else:
             info = self._step
-            self._outbox.send(Forward(info.step, info.attempt, following, k), left)
+            self._io.send(Forward(info.step, info.attempt, following, k), left)
 
     def _pass_back(self, stage: api.StageInterface, k: int, gradients: Bundle) -> None:
         """Nothing goes back beyond the lowest stage that trains something, or trains before it."""
         before = stage.index - 1
         if not stage.input_requires_grad or not gradients:
-            self._outbox.finished(self._step, k)
+            self._io.finished(self._step, k)
         elif before in self._queues:
             self.put_gradient(before, k, api.Arrival(gradients))
         else:
             info = self._step
-            self._outbox.send(Backward(info.step, info.attempt, before, k), gradients)
+            self._io.send(Backward(info.step, info.attempt, before, k), gradients)
 
     @property
     def _step(self) -> api.StepInfo:

@@ -19,6 +19,7 @@ from hetero_framework.core.spans import Span
 from hetero_framework.engine import messages
 from hetero_framework.engine import stage_api as api
 from hetero_framework.errors import ProtocolError, StoppedEarly
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 
 class LinkLost(Exception):
@@ -115,12 +116,12 @@ class Host(Protocol):
 
     @property
     def waits_s(self) -> float:
-        """For so long a task that could run waits for another one's turn, as of the last
+        """How long a task that could run waits for another one's turn, as of the last
         `run_next`; 0 where none does."""
         return 0.0
 
     def begin(
-        self, info: api.StepInfo, schedule: api.StepSchedule, take: api.TakeEarly | None = None
+        self, info: api.StepInfo, schedule: StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
         """A step begins, or begins again: whatever belongs to an earlier attempt is forgotten. In
         one that is summed a host may give `take` gradients before their stage is done."""
@@ -214,7 +215,7 @@ class Links(Protocol):
     def expect(self, step: int, attempt: int) -> None:
         """From now on boundary tensors of this attempt alone are passed on."""
 
-    def plan(self, attempt: int, schedule: api.StepSchedule) -> None:
+    def plan(self, attempt: int, schedule: StepSchedule) -> None:
         """Large tensors of this attempt keep to the order of the schedule."""
 
     def generation(self, worker_id: WorkerId) -> object: ...

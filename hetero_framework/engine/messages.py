@@ -14,19 +14,18 @@ from hetero_framework.core.planned_order import packed, unpacked
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.engine import stage_api as api
 from hetero_framework.errors import ProtocolError
-from hetero_framework.planner.schedule.order import Order
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 PackedInput = WireTensor | tuple[int, ...]  # bytes, or the shape of a tensor of ones
 
 
-def step_message(info: api.StepInfo, schedule: api.StepSchedule) -> Message:
-    order = schedule.order
+def step_message(info: api.StepInfo, schedule: StepSchedule) -> Message:
     body = m.Step(
         **asdict(info),
         in_flight_limits=schedule.in_flight_limits,
-        tasks=tuple(map(packed, order.tasks)),
-        sends=tuple(map(packed, order.sends)),
-        receives=tuple(map(packed, order.receives)),
+        tasks=tuple(map(packed, schedule.tasks)),
+        sends=tuple(map(packed, schedule.sends)),
+        receives=tuple(map(packed, schedule.receives)),
         order_timeout_s=schedule.order_timeout_s,
         direct=tuple(sorted(schedule.direct)),
     )
@@ -38,11 +37,14 @@ def step_info(step: m.Step) -> api.StepInfo:
     return api.StepInfo(**{name: getattr(step, name) for name in names})
 
 
-def step_schedule(step: m.Step) -> api.StepSchedule:
-    lanes = (tuple(map(unpacked, of)) for of in (step.tasks, step.sends, step.receives))
-    order = Order(*lanes)
-    return api.StepSchedule(
-        step.in_flight_limits, order, step.order_timeout_s, frozenset(step.direct)
+def step_schedule(step: m.Step) -> StepSchedule:
+    return StepSchedule(
+        step.in_flight_limits,
+        tasks=tuple(map(unpacked, step.tasks)),
+        sends=tuple(map(unpacked, step.sends)),
+        receives=tuple(map(unpacked, step.receives)),
+        order_timeout_s=step.order_timeout_s,
+        direct=frozenset(step.direct),
     )
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from hetero_framework.core.devices import Device
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.errors import OutOfMemory, is_out_of_memory
+from hetero_framework.errors import HeteroError, OutOfMemory, as_hetero_error, is_out_of_memory
 from hetero_framework.units import size
 
 _UNITS = {"bytes": 1, "B": 1} | {
@@ -68,6 +68,15 @@ def explained(
     if attempt is None:
         return OutOfMemory(message, hint=hint)
     return StepOutOfMemory.of(attempt, message, hint)
+
+
+def failed(where: str, cause: Exception, device: Device, attempt: Attempt) -> HeteroError:
+    """The error for the user when a stage's work raised: where, and StepOutOfMemory or a bug."""
+    if is_out_of_memory(cause):
+        return explained(where, cause, device, attempt)
+    if (known := as_hetero_error(cause)) is not None:
+        return type(known)(f"{where}: {known.message}", hint=known.hint)
+    return HeteroError(f"{where}: {type(cause).__name__}: {cause}")
 
 
 def tried_bytes(text: str) -> int | None:

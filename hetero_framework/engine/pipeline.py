@@ -26,6 +26,7 @@ from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.engine.summing import Summing
 from hetero_framework.engine.ties import TiedGradients, Ties
 from hetero_framework.planner.schedule.readiness import Admission
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 if TYPE_CHECKING:
     from hetero_framework.models.cut.objective import CausalLM  # imports transformers
@@ -127,19 +128,17 @@ class Pipeline:
     def begin(
         self,
         info: api.StepInfo,
-        plan: api.StepPlan,
-        max_in_flight: int,
+        schedule: StepSchedule,
         group: api.GradientSum | None = None,
     ) -> None:
-        """Announce a step to every host. At most `max_in_flight` micro-batches are in it; the
-        gradients of one that is summed go to `group`."""
+        """Announce a step to every host; the gradients of one that is summed go to `group`."""
         self._share_weights(self._untold)
         self._info, self._tied = info, TiedGradients(self._ties)
         self._summing = None
         if group is not None:
             found = partial(self._tied.take, last=True)
             self._summing = Summing(self._trained, self._host_of, group, found)
-        self._max_in_flight = max_in_flight
+        self._max_in_flight = schedule.max_in_flight
         self._results.begin()
         self._began = time.perf_counter()
         self._links.expect(info.step, info.attempt)
@@ -147,7 +146,7 @@ class Pipeline:
             if self._snapshot is not None:  # begun after the last step or before
                 host.snapshot(self._snapshot[0].step)
             is_here = host is self._hosts[0]
-            own = plan.at(host.indexes, relays=is_here)
+            own = schedule.for_process(host.indexes, relays=is_here)
             if is_here:
                 self._links.plan(info.attempt, own)
             host.begin(info, own, self._summing)

@@ -15,6 +15,7 @@ from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, StepResults
 from hetero_framework.errors import ProtocolError
 from hetero_framework.log import one_lines
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class RemoteHost(Host):
     # -- a step ---------------------------------------------------------------------------------
 
     def begin(
-        self, info: api.StepInfo, schedule: api.StepSchedule, take: api.TakeEarly | None = None
+        self, info: api.StepInfo, schedule: StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
         """A worker takes what comes early by itself: `gradients` has it."""
         self._info, self._norms = info, None

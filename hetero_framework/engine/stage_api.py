@@ -7,7 +7,7 @@ input, and of gradients that nobody needs, is empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +17,6 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import StageFigures
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.models.sizing.footprint import Form
-from hetero_framework.planner.schedule.order import Order, StepOrder
 
 Tensors = dict[str, Tensor]
 Loss = float | Tensor  # reading the number of a tensor waits for its device
@@ -55,35 +54,6 @@ class StepInfo:
     loss_scale: float = 1.0
     summed: bool = False
     first_micro_batch: int = 0
-
-
-@dataclass(frozen=True)
-class StepSchedule:
-    """How a process runs a step, which changes no number: how many forwards each stage may store,
-    the order of tasks and transfers, how long a device or NIC waits for the one whose turn it is
-    while another could go, and the boundaries (index of the stage before) whose tensors go straight
-    from worker to worker."""
-
-    in_flight_limits: tuple[int, ...]
-    order: Order = field(default_factory=Order)
-    order_timeout_s: float = 0.0
-    direct: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """How all processes run a step; as `StepSchedule`."""
-
-    in_flight_limits: tuple[int, ...]
-    order: StepOrder = field(default_factory=StepOrder)
-    order_timeout_s: float = 0.0
-    direct: frozenset[int] = frozenset()
-
-    def at(self, stages: Collection[int], relays: bool) -> StepSchedule:
-        """The schedule of the process that holds these stages; with `relays` it passes on what goes
-        from worker to worker and is not direct."""
-        order = self.order.at(stages, relays)
-        return StepSchedule(self.in_flight_limits, order, self.order_timeout_s, self.direct)
 
 
 @dataclass(frozen=True)

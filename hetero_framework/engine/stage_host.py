@@ -1,6 +1,6 @@
 """The stages of one process: the coordinator's own and a worker's are this class.
 
-One thread uses a `StageHost`. What leaves the stages goes to its `Outlet`.
+One thread uses a `StageHost`. What leaves the stages goes to its `StepSink`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import LoadKind, Message, StateKind
 from hetero_framework.core.spans import Span
 from hetero_framework.engine import stage_api as api
-from hetero_framework.engine.boundary_io import ArrivalMeter, BoundaryIO, Outlet, inputs_in, move_in
+from hetero_framework.engine.boundary_io import (
+    ArrivalMeter,
+    BoundaryIO,
+    StepSink,
+    inputs_in,
+    move_in,
+)
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.hosts import BatchInputs, Host
 from hetero_framework.engine.out_of_memory import explaining
 from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.errors import ProtocolError
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 
 class StageHost(Host):
@@ -38,19 +45,19 @@ class StageHost(Host):
         config: Config,
         device: Device,
         meter: ArrivalMeter,
-        outlet: Outlet,
+        sink: StepSink,
         *,
         id: WorkerId = "local",
         keeps_state: bool = False,
     ) -> None:
-        """A worker's outlet gets losses as numbers; this process's own may still be tensors. With
+        """A worker's sink gets losses as numbers; this process's own may still be tensors. With
         `keeps_state` the last snapshot stays in memory, for `rewind`."""
         self.id = id
         self.config = config
         self.stages = list(stages)
         self.indexes = [stage.index for stage in stages]
         self.last_step: int | None = None
-        self.schedule = api.StepSchedule(())
+        self.schedule = StepSchedule(())
         self._device = device
         self._meter = meter
         self._keeps_state = keeps_state
@@ -59,7 +66,7 @@ class StageHost(Host):
         self._io = BoundaryIO(
             device,
             config.wire,
-            outlet,
+            sink,
             self.expectation,
             loss_is_awaited=id != "local",
             flush_timeout_s=config.training.step_timeout_s,
@@ -85,7 +92,7 @@ class StageHost(Host):
     # -- a step ---------------------------------------------------------------------------------
 
     def begin(
-        self, info: api.StepInfo, schedule: api.StepSchedule, take: api.TakeEarly | None = None
+        self, info: api.StepInfo, schedule: StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
         with explaining("begin of a step", self._device, (info.step, info.attempt)):
             failpoints.hit("step")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.planner.schedule.order import StepOrder
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 from hetero_framework.planner.schedule.tuner import Tuner
 from hetero_framework.planner.schedule.tuning import TunedSchedule
 from hetero_framework.trainer.coordinator import train
@@ -60,12 +60,12 @@ def random_sections(dice: random.Random) -> dict[str, Any]:
     }
 
 
-def any_order(dice: random.Random, order: StepOrder) -> StepOrder:
+def any_order(dice: random.Random, schedule: StepSchedule) -> StepSchedule:
     """The same tasks and transfers, which then wait for each other in vain."""
-    tasks, transfers = list(order.tasks), list(order.transfers)
+    tasks, transfers = list(schedule.tasks), list(schedule.transfers)
     dice.shuffle(tasks)
     dice.shuffle(transfers)
-    return StepOrder(tuple(tasks), tuple(transfers))
+    return dataclasses.replace(schedule, tasks=tuple(tasks), transfers=tuple(transfers))
 
 
 def random_choices(dice: random.Random) -> Callable[..., TunedSchedule]:
@@ -74,12 +74,13 @@ def random_choices(dice: random.Random) -> Callable[..., TunedSchedule]:
 
     def choice(pace: Tuner, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:
         found = real(pace, micro_batches, direct)
-        changed = dataclasses.replace(
-            found,
-            max_in_flight=dice.choice([1, 2, 3, 100]),
-            in_flight_limits=tuple(dice.randint(1, 4) for _ in found.in_flight_limits),
-        )
-        vars(changed)["order"] = any_order(dice, found.order)
+        limits: dict[str, Any] = {
+            "max_in_flight": dice.choice([1, 2, 3, 100]),
+            "in_flight_limits": tuple(dice.randint(1, 4) for _ in found.in_flight_limits),
+        }
+        changed = dataclasses.replace(found, **limits)
+        ordered = dataclasses.replace(found.schedule, **limits)
+        vars(changed)["schedule"] = any_order(dice, ordered)
         return changed
 
     return choice

@@ -6,6 +6,7 @@ Nothing here changes a number of the result, only when things happen.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -97,14 +98,13 @@ class Tuner:
     def choice(self, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:
         """How to run a step of so many micro-batches over these direct edges."""
         if (wanted := (micro_batches, direct)) not in self._choices:
-            self._choices[wanted] = self._tuned(self.profile(direct), micro_batches)
+            self._choices[wanted] = self._tuned(self.profile(direct), *wanted)
         return self._choices[wanted]
 
     def forecast(self, micro_batches: int, direct: frozenset[int]) -> TunedSchedule | None:
         """The choice that `choice` gives now; None while it rests on assumed times."""
         choice = self.choice(micro_batches, direct)
-        is_assumed = choice.profile == assumed_profile(self._stages, direct)
-        return None if is_assumed else choice
+        return None if choice.assumed else choice
 
     def observe(self, seconds: Mapping[int, StageSeconds], latency_s: Mapping[int, float]) -> None:
         """Take in what a step took; the second one replaces the first, which is not typical.
@@ -125,11 +125,13 @@ class Tuner:
 
     def _retune(self, jobs: list[tuple[tuple[int, frozenset[int]], Profile]], now: int) -> None:
         for key, profile in jobs:
-            choice = self._tuned(profile, key[0])
-            _ = choice.order  # is found here, not while a step waits for it
+            choice = self._tuned(profile, *key)
+            _ = choice.schedule  # is found here, not while a step waits for it
             if self._observed < 2 * now:  # else a later one has begun
                 self._choices[key] = choice
 
-    def _tuned(self, profile: Profile, micro_batches: int) -> TunedSchedule:
+    def _tuned(self, profile: Profile, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:
         most, limits = self._max_in_flight, self._memory_limits
-        return tune(profile, micro_batches, max_in_flight=most, in_flight_limits=limits)
+        tuned = tune(profile, micro_batches, max_in_flight=most, in_flight_limits=limits)
+        assumed = profile == assumed_profile(self._stages, direct)
+        return replace(tuned, direct=direct, assumed=assumed)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from hetero_framework.planner.schedule.bounds import step_bound
 from hetero_framework.planner.schedule.job_shop import shortened
-from hetero_framework.planner.schedule.order import StepOrder
 from hetero_framework.planner.schedule.policies import portfolio
 from hetero_framework.planner.schedule.readiness import Policy
 from hetero_framework.planner.schedule.simulator import (
@@ -20,6 +19,7 @@ from hetero_framework.planner.schedule.simulator import (
     outcome,
     simulate,
 )
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 _GOOD_ENOUGH = 1.005
 """Times the shortest step, within which the fewest micro-batches in flight count. At 1.01 steps are
@@ -37,13 +37,16 @@ are tried where they are too many to try each."""
 
 @dataclass(frozen=True)
 class TunedSchedule:
-    """A way to run a step of this profile."""
+    """What was chosen for steps of this profile, and what it promises. Times of a profile that is
+    only `assumed` are not waited for."""
 
     policy: Policy
     max_in_flight: int
     in_flight_limits: tuple[int, ...]
     profile: Profile
     micro_batches: int
+    direct: frozenset[int] = frozenset()
+    assumed: bool = False
 
     @cached_property
     def forecast(self) -> Simulation:
@@ -66,10 +69,16 @@ class TunedSchedule:
         limits, most = self.in_flight_limits, self.max_in_flight
         return shortened(self.profile, simulated, limits, most, self.bound_s)
 
+    @property
+    def unordered(self) -> StepSchedule:
+        """For evaluations."""
+        return StepSchedule(self.in_flight_limits, self.max_in_flight, direct=self.direct)
+
     @cached_property
-    def order(self) -> StepOrder:
-        """That of the planned step."""
-        return StepOrder.of(self.spans)
+    def schedule(self) -> StepSchedule:
+        """In the order of the planned step."""
+        timeout_s = 0.0 if self.assumed else self.order_timeout_s
+        return replace(self.unordered, order_timeout_s=timeout_s).in_order_of(self.spans)
 
     @cached_property
     def bound_s(self) -> float:
@@ -78,7 +87,7 @@ class TunedSchedule:
 
     @property
     def order_timeout_s(self) -> float:
-        """How long a device or NIC waits for whose turn it is: a task of the mean length. Of random
+        """How long a device or NIC waits for the one whose turn it is: a mean task. Of random
         times up to 30 % off and edges up to half as slow again that makes less than a tenth of it,
         or none, make more of."""
         profile = self.profile

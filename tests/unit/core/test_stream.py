@@ -184,4 +184,4 @@ def test_peer_is_named_by_its_address_even_when_it_is_gone() -> None:
     assert near.peer.startswith("127.0.0.1:")
     far.close()
     near.close()
-    assert near.peer == "somebody who is gone"
+    assert near.peer == "a peer that is gone"

@@ -23,15 +23,12 @@ from hetero_framework.engine.stage_api import (
     Loss,
     StatePart,
     StepInfo,
-    StepPlan,
-    StepSchedule,
     Tensors,
 )
 from hetero_framework.engine.state_snapshot import StateSnapshot
 from hetero_framework.errors import HeteroError, ModelError, ProtocolError
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.models.sizing.footprint import Form
-from hetero_framework.planner.schedule.order import Order, StepOrder
 from hetero_framework.planner.schedule.policies import by_depth, due_dates, forwards_ahead
 from hetero_framework.planner.schedule.readiness import (
     BACKWARD_FIRST,
@@ -40,6 +37,7 @@ from hetero_framework.planner.schedule.readiness import (
     Task,
 )
 from hetero_framework.planner.schedule.simulator import Edge, Profile
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 from hetero_framework.planner.schedule.tuning import TunedSchedule
 from tests.unit.device_helpers import QueuedDevice
 
@@ -131,7 +129,7 @@ class FakeStage:
 
 
 class Sent:
-    """An outbox that keeps everything."""
+    """Keeps everything that leaves."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[Any, ...]] = []
@@ -295,9 +293,9 @@ def test_two_executors_under_random_timing_do_everything_once_and_in_order(seed:
     buffers = Buffers()
     tasks = [(kind, stage) for kind in (FORWARD, BACKWARD) for stage in range(4)] * 6
     draw.shuffle(tasks)
-    schedule = StepPlan((draw.randint(1, 6),) * 4, StepOrder(tuple(tasks)))
+    schedule = StepSchedule((draw.randint(1, 6),) * 4, tasks=tuple(tasks))
     for i, executor in enumerate(executors):
-        own = schedule.at(range(i, 4, 2), relays=False)
+        own = schedule.for_process(range(i, 4, 2))
         executor.begin(replace(TRAIN, micro_batches=6), own)
     for stage in stages:
         stage.calls.clear()
@@ -327,7 +325,7 @@ def test_two_executors_under_random_timing_do_everything_once_and_in_order(seed:
 
 
 def planned(order_timeout_s: float, *lanes: tuple[str, int]) -> StepSchedule:
-    return StepSchedule((8,) * 4, Order(lanes), order_timeout_s)
+    return StepSchedule((8,) * 4, tasks=lanes, order_timeout_s=order_timeout_s)
 
 
 def test_order_of_the_step_decides_among_what_is_ready() -> None:
@@ -803,8 +801,8 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
     }
     for device, (executor, _) in executors.items():
         own = [k for k in range(p) if profile.devices[k] == device]
-        planned = StepPlan(schedule.in_flight_limits, schedule.order, 1e9)
-        executor.begin(replace(TRAIN, micro_batches=m), planned.at(own, relays=False))
+        planned = replace(schedule.schedule, order_timeout_s=1e9)
+        executor.begin(replace(TRAIN, micro_batches=m), planned.for_process(own))
     lanes = [lane for k in range(p - 1) for lane in ((BACKWARD, k), (FORWARD, k + 1))]
     waiting: dict[tuple[str, int], list[int]] = {lane: [] for lane in lanes}
     busy_nics: set[tuple[int, str]] = set()

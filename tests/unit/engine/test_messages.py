@@ -25,17 +25,24 @@ from hetero_framework.engine.stage_api import (
     HostReport,
     StatePart,
     StepInfo,
-    StepSchedule,
 )
-from hetero_framework.planner.schedule.order import Order
 from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=99, loss_scale=8.0)
 ADDRESS = {"step": 3, "attempt": 1, "stage": 2, "micro_batch": 5}
 
 
 LANES = st.lists(st.tuples(st.sampled_from([FORWARD, BACKWARD]), st.integers(0, 99))).map(tuple)
-ORDERS = st.builds(Order, LANES, LANES, LANES)
+SCHEDULES = st.builds(
+    StepSchedule,
+    st.lists(st.integers(1, 99), min_size=1, max_size=6).map(tuple),
+    tasks=LANES,
+    sends=LANES,
+    receives=LANES,
+    order_timeout_s=st.floats(0, 1e9),
+    direct=st.frozensets(st.integers(0, 5)),
+)
 
 
 def travelled(message: Message) -> Message:
@@ -45,18 +52,9 @@ def travelled(message: Message) -> Message:
 # ---- STEP
 
 
-@given(
-    st.lists(st.integers(1, 99), min_size=1, max_size=6),
-    ORDERS,
-    st.floats(0, 1e9),
-    st.frozensets(st.integers(0, 5)),
-    st.booleans(),
-)
-def test_step_tells_how_it_is_run(
-    in_flight: list[int], order: Order, order_timeout_s: float, direct: frozenset[int], train: bool
-) -> None:
+@given(SCHEDULES, st.booleans())
+def test_step_tells_how_it_is_run(schedule: StepSchedule, train: bool) -> None:
     info = StepInfo(7, 2, train, micro_batches=4, num_items=10, loss_scale=0.5)
-    schedule = StepSchedule(tuple(in_flight), order, order_timeout_s, direct)
     message = travelled(messages.step_message(info, schedule))
     assert messages.step_info(message.expect(Step)) == info
     assert messages.step_schedule(message.expect(Step)) == schedule

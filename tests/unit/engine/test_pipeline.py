@@ -42,8 +42,6 @@ from hetero_framework.engine.stage_api import (
     HostReport,
     StatePart,
     StepInfo,
-    StepPlan,
-    StepSchedule,
     Tensors,
 )
 from hetero_framework.engine.stage_api import Loss as StageLoss
@@ -51,8 +49,8 @@ from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import HeteroError
 from hetero_framework.models.cut.objective import CausalLM
-from hetero_framework.planner.schedule.order import StepOrder, Transfer
 from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD
+from hetero_framework.planner.schedule.step_schedule import StepSchedule, Transfer
 from tests.samples import boundary_message
 from tests.unit.engine.test_executor import FakeStage
 
@@ -66,7 +64,8 @@ CONFIG = Config.from_dict(
 )
 STAGES = [StageSpec(0, "local", 0, 2, True, False), StageSpec(1, 7, 2, 4, False, True)]
 INFO = StepInfo(step=0, attempt=0, train=True, micro_batches=4, num_items=8)
-SCHEDULE = StepPlan(in_flight_limits=(4, 4))
+SCHEDULE = StepSchedule(in_flight_limits=(4, 4), max_in_flight=3)
+ONE_IN_FLIGHT = replace(SCHEDULE, max_in_flight=1)
 BATCHES: list[Tensors] = [
     {"input_ids": torch.full((1, 2), k), "labels": torch.full((1, 2), k)} for k in range(4)
 ]
@@ -187,7 +186,7 @@ def no_recovery(lost: LinkLost) -> None:
 
 
 def step(pipeline: Pipeline, info: StepInfo) -> list[float]:
-    pipeline.begin(info, SCHEDULE, max_in_flight=3)
+    pipeline.begin(info, SCHEDULE)
     losses = pipeline.run(BATCHES)
     pipeline.report_gradients()
     return losses
@@ -196,7 +195,7 @@ def step(pipeline: Pipeline, info: StepInfo) -> list[float]:
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3, 9])
 def test_run_keeps_to_max_in_flight_and_gives_losses_in_order(max_in_flight: int) -> None:
     pipeline, worker, stage = make()
-    pipeline.begin(INFO, SCHEDULE, max_in_flight)
+    pipeline.begin(INFO, replace(SCHEDULE, max_in_flight=max_in_flight))
     assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
     assert min(max_in_flight, 2) <= worker.most_under_way <= min(max_in_flight, 4)
     assert [call for call in stage.calls if call[0] == "backward"] == [
@@ -207,23 +206,24 @@ def test_run_keeps_to_max_in_flight_and_gives_losses_in_order(max_in_flight: int
 def test_every_process_gets_the_part_of_the_order_that_is_its_own() -> None:
     pipeline, links, _ = make()
     lanes = [(FORWARD, 0), (FORWARD, 1), (BACKWARD, 0)]
-    order = StepOrder(tuple(lanes * 4), (Transfer((FORWARD, 1)), Transfer((BACKWARD, 0))) * 4)
-    pipeline.begin(INFO, StepPlan((4, 4), order, 0.0), 2)
+    transfers = (Transfer((FORWARD, 1)), Transfer((BACKWARD, 0))) * 4
+    pipeline.begin(INFO, replace(SCHEDULE, tasks=tuple(lanes * 4), transfers=transfers))
     attempt, own = links.planned
     assert attempt == INFO.attempt
-    assert own.order.tasks == ((FORWARD, 0), (BACKWARD, 0)) * 4
-    assert (own.order.sends, own.order.receives) == (((FORWARD, 1),) * 4, ((BACKWARD, 0),) * 4)
+    assert own.tasks == ((FORWARD, 0), (BACKWARD, 0)) * 4
+    assert (own.sends, own.receives) == (((FORWARD, 1),) * 4, ((BACKWARD, 0),) * 4)
     (sent,) = links.kinds(Step)
-    theirs = messages.step_schedule(sent.expect(Step)).order
+    theirs = messages.step_schedule(sent.expect(Step))
     assert theirs.tasks == ((FORWARD, 1),) * 4
-    assert (theirs.sends, theirs.receives) == (own.order.receives, own.order.sends)
+    assert (theirs.sends, theirs.receives) == (own.receives, own.sends)
     assert len(pipeline.run(BATCHES)) == 4
 
 
 def test_a_task_that_waits_for_anothers_turn_runs_when_it_has_waited_enough() -> None:
     """Nothing arrives meanwhile that would wake the computing thread."""
     pipeline, links, _ = make()
-    pipeline.begin(INFO, StepPlan((4, 4), StepOrder(((BACKWARD, 0), (FORWARD, 0))), 0.05), 1)
+    tasks = ((BACKWARD, 0), (FORWARD, 0))
+    pipeline.begin(INFO, replace(ONE_IN_FLIGHT, tasks=tasks, order_timeout_s=0.05))
     waited: list[float] = []
     receive = links.receive
 
@@ -242,7 +242,7 @@ def test_a_task_that_waits_for_anothers_turn_runs_when_it_has_waited_enough() ->
 
 def test_run_of_an_evaluation_ends_with_the_losses() -> None:
     pipeline, _, stage = make()
-    pipeline.begin(replace(INFO, train=False), SCHEDULE, 2)
+    pipeline.begin(replace(INFO, train=False), SCHEDULE)
     assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
     assert not any(call[0] == "backward" for call in stage.calls)
 
@@ -255,7 +255,7 @@ def test_stage_is_sent_only_what_it_needs() -> None:
 
 def test_report_gradients_takes_reports_that_came_by_themselves() -> None:
     pipeline, _, _ = make()
-    pipeline.begin(INFO, SCHEDULE, 3)
+    pipeline.begin(INFO, SCHEDULE)
     pipeline.run(BATCHES)
     reports, statistics = pipeline.report_gradients()
     assert [report.norms.tolist() for report in reports] == [[], [3.0]]
@@ -306,7 +306,7 @@ def test_sums_of_the_last_stage_are_taken_over_before_the_first_ones_last_backwa
     monkeypatch.setattr(worker, "post", post_all_but_last)
     monkeypatch.setattr(worker, "send", send_and_go_on)
     group = Sums()
-    pipeline.begin(replace(INFO, summed=True), SCHEDULE, 3, group)
+    pipeline.begin(replace(INFO, summed=True), SCHEDULE, group)
     pipeline.run(BATCHES)
     assert ("backward", INFO.micro_batches - 1) in stage.calls
     pipeline.sum_gradients()
@@ -319,7 +319,7 @@ def test_a_worker_that_does_not_take_over_its_sums_is_named(
 ) -> None:
     pipeline, worker, _ = make(step_timeout_s=0.1)
     monkeypatch.setattr(worker, "answers", False)
-    pipeline.begin(replace(INFO, micro_batches=0, summed=True), SCHEDULE, 3, Sums())
+    pipeline.begin(replace(INFO, micro_batches=0, summed=True), SCHEDULE, Sums())
     part = GradientPart(1, 0, StatePart({"last": torch.ones(1)}, last=True))
     worker.tell(messages.gradients_message(worker.info, part))
     pipeline.run([])
@@ -354,16 +354,16 @@ def test_new_weights_that_are_too_many_for_a_frame_go_before_the_next_step(
     pipeline, worker, stage = make(tied={"x": "a", "y": "b"})
     weights = {"a": torch.ones(1), "b": torch.ones(1)}
     monkeypatch.setattr(stage, "tied_weights", lambda: weights)
-    pipeline.begin(INFO, SCHEDULE, 1)
+    pipeline.begin(INFO, ONE_IN_FLIGHT)
     pipeline.commit(1e-3, 0.5, no_recovery)
     [commit] = worker.kinds(Commit)
     assert commit.body.names == (() if in_parts else ("a", "b"))
-    pipeline.begin(replace(INFO, step=1), SCHEDULE, 1)
+    pipeline.begin(replace(INFO, step=1), ONE_IN_FLIGHT)
     loaded = [message.body for message in worker.kinds(LoadState)]
     assert [(body.kind, body.names) for body in loaded] == (
         [("tied weights", ("a",)), ("tied weights", ("b",))] if in_parts else []
     )
-    pipeline.begin(replace(INFO, step=2), SCHEDULE, 1)
+    pipeline.begin(replace(INFO, step=2), ONE_IN_FLIGHT)
     assert len(worker.kinds(LoadState)) == len(loaded)  # once
 
 
@@ -389,7 +389,7 @@ def test_a_snapshot_that_lasts_for_several_steps_is_asked_for_as_it_was_begun() 
     for number in (1, 2):
         step(pipeline, replace(INFO, step=number, attempt=number))
         pipeline.commit(1e-3, 0.5, no_recovery)
-    pipeline.begin(replace(INFO, step=3, attempt=3), SCHEDULE, 3)
+    pipeline.begin(replace(INFO, step=3, attempt=3), SCHEDULE)
     assert {message.body.step for message in worker.kinds(StateRequest)} == {0}
 
 
@@ -414,7 +414,7 @@ def test_commit_over_a_broken_link_is_repeated_when_it_is_mended() -> None:
 
 def test_messages_of_an_attempt_that_is_over_are_dropped() -> None:
     pipeline, worker, _ = make()
-    pipeline.begin(INFO, SCHEDULE, 3)
+    pipeline.begin(INFO, SCHEDULE)
     for k in range(4):
         worker.tell(Message(Loss(INFO.step, 5, k, 99.0)))
     worker.tell(Message(BackwardDone(4, INFO.attempt, 3)))
@@ -423,7 +423,7 @@ def test_messages_of_an_attempt_that_is_over_are_dropped() -> None:
 
 def test_abort_forgets_what_was_reported() -> None:
     pipeline, worker, stage = make(step_timeout_s=-1.0)
-    pipeline.begin(INFO, SCHEDULE, 3)
+    pipeline.begin(INFO, SCHEDULE)
     pipeline.run(BATCHES)
     assert worker.expected == (INFO.step, INFO.attempt)
     pipeline.abort()
@@ -437,14 +437,14 @@ def test_abort_forgets_what_was_reported() -> None:
 def test_run_in_which_nothing_moves_says_what_is_open() -> None:
     pipeline, worker, _ = make(step_timeout_s=-1.0)
     worker.answers = False
-    pipeline.begin(INFO, SCHEDULE, 2)
+    pipeline.begin(INFO, SCHEDULE)
     with pytest.raises(Stalled, match="in step 1; waiting for losses of micro-batches 0, 1"):
         pipeline.run(BATCHES)
 
 
 def test_failure_of_the_sending_thread_ends_the_run() -> None:
     pipeline, worker, _ = make()
-    pipeline.begin(INFO, SCHEDULE, 2)
+    pipeline.begin(INFO, SCHEDULE)
     worker.failed(HeteroError("too large"))
     with pytest.raises(HeteroError, match="too large"):
         pipeline.run(BATCHES)

@@ -28,9 +28,9 @@ from hetero_framework.engine.stage_api import (
     HostReport,
     StatePart,
     StepInfo,
-    StepSchedule,
 )
 from hetero_framework.errors import ProtocolError
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 INFO = StepInfo(step=2, attempt=5, train=True, micro_batches=1, num_items=8)
 

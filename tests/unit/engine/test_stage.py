@@ -52,12 +52,12 @@ from hetero_framework.engine.stage_api import (
     GradientReport,
     StatePart,
     StepInfo,
-    StepSchedule,
     Tensors,
 )
 from hetero_framework.engine.ties import TiedGradients, Ties
 from hetero_framework.errors import CheckpointError, DeviceError, ProtocolError
 from hetero_framework.models.cut.side import Bundle
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 from tests.samples import boundary_message, free_ports, save_llama, save_tiny
 
 # A Llama of four layers, cut so that the stage under test has layers 1 and 2, or 1 to the head.

@@ -18,7 +18,6 @@ from hetero_framework.engine.stage_api import (
     Loss,
     StatePart,
     StepInfo,
-    StepSchedule,
 )
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import OutOfMemory, ProtocolError
@@ -26,6 +25,7 @@ from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import build_shard
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.models.cut.varlen_attention import VARLEN, sample_lengths
+from hetero_framework.planner.schedule.step_schedule import StepSchedule
 from tests.samples import boundary_message
 from tests.unit.device_helpers import QueuedDevice, Reads
 from tests.unit.engine.test_executor import FakeStage
@@ -36,7 +36,7 @@ SCHEDULE = StepSchedule(in_flight_limits=(4, 4))
 BATCH = BatchInputs({"labels": torch.ones(1, 2)})
 
 
-class Outlet:
+class Sink:
     """Of worker 7, which has the last stage."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Outlet:
 @pytest.fixture
 def host() -> Iterator[StageHost]:
     meter = ArrivalMeter(Recorder(0))
-    made = StageHost([FakeStage(1, last=True)], CONFIG, open_device("cpu"), meter, Outlet(), id=7)  # type: ignore[arg-type]
+    made = StageHost([FakeStage(1, last=True)], CONFIG, open_device("cpu"), meter, Sink(), id=7)  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -151,7 +151,7 @@ def test_data_is_moved_to_a_device_of_one_thread_when_its_attempt_takes_it() -> 
 
     device = OneThread(at_once=True)
     meter = ArrivalMeter(Recorder(0))
-    host = StageHost([FakeStage(1, last=True)], CONFIG, device, meter, Outlet(), id=7)  # type: ignore[arg-type]
+    host = StageHost([FakeStage(1, last=True)], CONFIG, device, meter, Sink(), id=7)  # type: ignore[arg-type]
     early = arrive(host, INFO)
     assert device.copied_in_by == []
     host.begin(INFO, SCHEDULE)

@@ -88,7 +88,8 @@ def test_profile_that_is_assumed_counts_layers() -> None:
 
 def test_first_step_is_tuned_to_what_is_assumed() -> None:
     stages = plan("local", 1, 2)
-    assert Tuner(stages).choice(8, NOWHERE) == tune(assumed_profile(stages), 8)
+    assumed = replace(tune(assumed_profile(stages), 8), assumed=True)
+    assert Tuner(stages).choice(8, NOWHERE) == assumed
 
 
 def test_a_step_is_forecast_once_times_are_measured() -> None:

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_framework.planner.schedule.bounds import step_bound
-from hetero_framework.planner.schedule.order import StepOrder
 from hetero_framework.planner.schedule.policies import forwards_ahead
 from hetero_framework.planner.schedule.readiness import BACKWARD_FIRST
 from hetero_framework.planner.schedule.simulator import Edge, Profile, simulate
@@ -106,7 +105,7 @@ def test_forecast_order_and_spans_are_of_one_step_shorter_than_the_policys() -> 
     )
     assert choice.forecast.seconds < 0.985 * by_policy.seconds
     assert choice.forecast.seconds == max(span.ended for span in choice.spans)
-    assert choice.order == StepOrder.of(choice.spans)
+    assert choice.schedule.tasks == choice.unordered.in_order_of(choice.spans).tasks
     assert choice.forecast.seconds == pytest.approx(retimed(choice.profile, choice.spans))
 
 

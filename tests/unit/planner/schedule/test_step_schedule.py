@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_framework.planner.schedule.order import StepOrder, Transfer
 from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD
 from hetero_framework.planner.schedule.simulator import Edge, Profile, SimulatedSpan, simulate
+from hetero_framework.planner.schedule.step_schedule import StepSchedule, Transfer
 from tests.unit.planner.profiles import POLICIES, SIMULATIONS, profiles
 from tests.unit.planner.retiming import retimed
 
@@ -51,7 +51,7 @@ def test_order_of_a_process_is_what_it_does_itself() -> None:
         [1] * 4, [2] * 4, devices=[0, 1, 2, 0], edges=[Edge(1, 1), Edge(1, 1, relay=0), Edge(1, 1)]
     )
     _, spans = spans_of(profile, 1)
-    order = StepOrder.of(spans)
+    order = StepSchedule((9,) * 4).in_order_of(spans)
     f1, f2, f3 = ((FORWARD, k) for k in (1, 2, 3))
     b0, b1, b2 = ((BACKWARD, k) for k in (0, 1, 2))
     assert order.tasks == ((FORWARD, 0), f1, f2, f3, b2, b1, b0)
@@ -59,15 +59,16 @@ def test_order_of_a_process_is_what_it_does_itself() -> None:
     assert order.transfers == (
         *(Transfer(f1), *relayed[0], Transfer(f3), Transfer(b2), *relayed[1], Transfer(b0)),
     )
-    here = order.at([0, 3], relays=True)
+    here = order.for_process([0, 3], relays=True)
     assert here.tasks == ((FORWARD, 0), f3, b0)
     assert here.sends == (f1, f2, b2, b1)
     assert here.receives == (f2, f3, b1, b0)
-    first, second = order.at([1]), order.at([2])
+    first, second = order.for_process([1]), order.for_process([2])
     assert (first.tasks, first.sends, first.receives) == ((f1, b1), (f2, b0), (f1, b1))
     assert (second.tasks, second.sends, second.receives) == ((f2, b2), (f3, b1), (f2, b2))
 
 
 def test_what_has_no_bytes_is_not_waited_for() -> None:
     _, spans = spans_of(Profile.of([1, 1], [0, 1], edges=[Edge(1, 0)]), 2)
-    assert StepOrder.of(spans).transfers == (Transfer((FORWARD, 1)),) * 2
+    ordered = StepSchedule((9, 9)).in_order_of(spans)
+    assert ordered.transfers == (Transfer((FORWARD, 1)),) * 2
