@@ -23,7 +23,7 @@ import torch
 from hetero_framework.errors import HeteroError
 
 _END_S = 5.0
-_PRELOAD = ["benchmarks.machines", "hetero_framework.cluster.assembly", "torch.distributed"]
+_PRELOAD = ["benchmarks.machines", "hetero_framework.cluster.cluster", "torch.distributed"]
 
 
 class Room(Protocol):

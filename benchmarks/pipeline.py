@@ -37,7 +37,7 @@ from benchmarks import environment, torch_peers
 from benchmarks.machines import Machines, run_program
 from benchmarks.network import RATES_BIT_S, Counters, Network, carried, flows_of, open_network
 from benchmarks.stages import Llama, Load, slept
-from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
 from hetero_framework.core import link, send_queue
@@ -45,7 +45,7 @@ from hetero_framework.core.checksum import CHECKSUM_BYTES
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.engine.pipeline import StageStatistics
-from hetero_framework.engine.stage_api import Tensors
+from hetero_framework.engine.stage_api import StepInfo, Tensors
 from hetero_framework.errors import HeteroError, UserError
 from hetero_framework.planner.schedule.bounds import step_bound
 from hetero_framework.planner.schedule.simulator import Profile
@@ -327,14 +327,14 @@ def run_step(
     """One training step, as the training loop does it; what each stage did."""
 
     def gradients() -> dict[int, StageStatistics]:
-        cluster.begin(number, len(batches), train=True, num_items=1)
+        cluster.begin(StepInfo(number, 0, True, len(batches), 1))
         cluster.pipeline.run(batches)
         _, stages = cluster.pipeline.report_gradients()
         return stages
 
     stages = cluster.retrying(gradients)
-    cluster.pipeline.commit(0.0, 1.0, cluster.recover)
-    cluster.assembly.observe(len(batches), stages)
+    cluster.pipeline.commit(0.0, 1.0, cluster.recovery.recover)
+    cluster.loaded.observe(len(batches), stages)
     return stages
 
 

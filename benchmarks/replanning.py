@@ -36,7 +36,7 @@ from benchmarks.codecs import save_texts, save_tokenizer
 from benchmarks.machines import Machines, run_program
 from benchmarks.network import free_ports
 from hetero_framework import planner
-from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device

@@ -24,7 +24,7 @@ from benchmarks.machines import run_program
 from benchmarks.network import RATES_BIT_S, Network, open_network
 from benchmarks.pipeline import Engine, Product, access, run_step
 from benchmarks.stages import Load
-from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.trainer.durable import DurableSteps

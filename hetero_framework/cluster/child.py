@@ -1,7 +1,7 @@
-"""A worker process seen from its parent: started, described, ended. And the line between the two.
+"""Worker processes as children: starting, describing and ending them, and their life line.
 
-A child's standard input is its life line: a pipe that only the parent holds open. When the parent
-ends in whatever way, on any system, it closes, and the child ends too.
+A child's standard input is its life line, a pipe that only the parent holds open. It closes when
+the parent ends, in any way and on any system, and then the child ends too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Spawner:
             self._command += ["--import", str(file)]
 
     def spawn(self, worker_id: WorkerId, output: IO[bytes] | int) -> subprocess.Popen[bytes]:
-        """A worker process in a session of its own, so that Ctrl-C reaches the parent alone."""
+        """Start a worker in a session of its own, so that Ctrl-C reaches the parent only."""
         package_parent = str(Path(hetero_framework.__file__).parents[1])
         paths = [package_parent, os.environ.get("PYTHONPATH", "")]
         environment = {
@@ -72,8 +72,8 @@ class Spawner:
 
 
 def serving(worker_id: WorkerId, port: int) -> int | None:
-    """The process of this user and machine that serves as this worker on `port`, where the system
-    tells of one."""
+    """Id of the process of this user that serves as this worker on `port`; None where the system
+    shows none."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if "--worker-id" not in words[:-1] or process.pid == os.getpid():
@@ -115,8 +115,8 @@ def describe_exit(code: int) -> str:
 
 
 def describe_end(pid: int, code: int, kills: int | None) -> str:
-    """`describe_exit`, and after SIGKILL why, where the system tells: `kills` is how many processes
-    it had ended for memory before."""
+    """`describe_exit`, after SIGKILL with the reason where the system tells it; `kills` is an
+    earlier value of `out_of_memory_kills`."""
     if code == -getattr(signal, "SIGKILL", 0) and code:
         return f"{describe_exit(code)} ({oom_killer.on_kill(pid, kills)})"
     return describe_exit(code)
@@ -126,8 +126,8 @@ def watch_parent(
     on_gone: Callable[[], None] | None = None,
     on_order: Callable[[str], None] = lambda reason: None,
 ) -> threading.Thread:
-    """In a supervised worker: call `on_gone` when the parent is gone (default: end the process),
-    and `on_order` with each line that the parent writes: why this process is to end."""
+    """In a supervised worker: call `on_gone` when the parent has ended (default: end the process),
+    and `on_order` with each line of the parent, the reason to end."""
 
     def wait() -> None:
         rest = b""

@@ -1,6 +1,6 @@
-"""How fast a link is: questions with and without bytes beside them, over the run's own links.
+"""Speed of a link: CONTROL questions with and without payload, over the run's own links.
 
-Importing this module registers what a worker answers.
+Importing this module registers a worker's handlers.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
 
 SINK, SOURCE, PEER = "hetero.sink", "hetero.source", "hetero.peer"
 ALIVE = "hetero.alive"
-"""Nobody needs to know it: whatever the answer says, a thread gave one."""
+"""No handler has this name: any answer, also an error, shows that the main thread works."""
 _TRIPS = 20
 _ROUNDS = 5
 MOST_BYTES = 1 << 30
 _RANDOM_BYTES = 1 << 18
 
 MOST_BYTES_OF_PEER = 1 << 26
-"""Of one message between two workers; `hetero plan --measure` sends half of it."""
+"""Limit of one message between two workers; `hetero plan --measure` sends half of it."""
 BETWEEN_WORKERS = (SINK, SOURCE)
-"""What a worker may ask of another one. No other handler is anybody's but the coordinator's."""
+"""Questions that a worker may ask another one; all others are the coordinator's."""
 
 Ask = Callable[[Message, Message | None], Message]
-"""Sends a question, right after it a message that nobody answers where there is one; the answer."""
+"""Sends a question and, right behind it, an optional message without an answer; the answer."""
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Medians: seconds there and back of a small message, bytes per second away and back, each way
-    by itself; and how many times as long that takes while as many bytes go the other way (1: they
-    do not disturb each other, 2: they share what there is, as on Wi-Fi)."""
+    """Medians: round trip of a small message, bytes per second in each direction alone, and the
+    factor by which a transfer slows down while as many bytes go the other way (1: full duplex, 2:
+    the directions share the bandwidth, as on Wi-Fi)."""
 
     round_trip_s: float
     up_bytes_per_s: float
@@ -51,8 +51,8 @@ class LinkSpeed:
 
 
 def measure(ask: Ask, nbytes: int) -> LinkSpeed:
-    """Measure a link with messages of `nbytes`. A transfer's time includes a round trip: the
-    shortest one is taken off."""
+    """Measure a link with messages of `nbytes`. The shortest round trip is subtracted from the time
+    of a transfer."""
     payload = (_bytes(nbytes),)
     trips = _repeat(lambda: _seconds(ask, SINK, None), _TRIPS)
     up = _repeat(lambda: _seconds(ask, SINK, None, payload), _ROUNDS)
@@ -69,7 +69,7 @@ def measure(ask: Ask, nbytes: int) -> LinkSpeed:
 
 
 def _repeat(seconds: Callable[[], float], times: int) -> list[float]:
-    """`times` measurements after one to warm the link up; fewer, but one, when they take long."""
+    """`times` measurements after a warm-up; fewer, at least one, when they take long."""
     first = seconds()
     found: list[float] = []
     while len(found) < times and first + sum(found) < timeouts.PROBE_S:
@@ -78,12 +78,12 @@ def _repeat(seconds: Callable[[], float], times: int) -> list[float]:
 
 
 def peer_question(number: int, peer: WorkerId, nbytes: int) -> Message:
-    """Asks a worker to measure its link to another one."""
+    """Ask a worker to measure its link to another one."""
     return control.request(number, PEER, {"peer": peer, "bytes": nbytes})
 
 
 def peer_speed(answer: Message) -> LinkSpeed:
-    """What the worker measured. Raises NetworkError with its reason if it could not."""
+    """The speed that the worker measured. Raises NetworkError with its reason if it could not."""
     found = answer.expect(Control)
     if found.error is not None:
         raise NetworkError(shortened(found.error))
@@ -91,8 +91,8 @@ def peer_speed(answer: Message) -> LinkSpeed:
 
 
 def answer_for_peer(question: Control, ask_peer: Callable[..., Message]) -> Message:
-    """In the worker that was asked: measure, and answer. `ask_peer(worker, question, seconds,
-    then)` is `PeerLinks.ask`."""
+    """Measure and answer, in the worker that was asked. `ask_peer(worker, question, seconds, then)`
+    is `PeerLinks.ask`."""
     try:
         peer, nbytes = question.data["peer"], question.data["bytes"]
         patience_s = timeouts.PROBE_ANSWER_S
@@ -104,7 +104,7 @@ def answer_for_peer(question: Control, ask_peer: Callable[..., Message]) -> Mess
 
 
 def check_peer(question: Control, payload_bytes: int) -> None:
-    """Raise ProtocolError for what a worker may not ask of another one, or not in this size."""
+    """Raise ProtocolError for a question or a size that a worker may not send another one."""
     asked: Any = 0
     if question.answers is None:
         if question.name not in BETWEEN_WORKERS:
@@ -147,7 +147,7 @@ def _seconds(ask: Ask, name: str, data: Any, tensors: tuple[WireTensor, ...] = (
 
 
 def _seconds_both_ways(ask: Ask, nbytes: int) -> float:
-    """Until `nbytes` have come while as many went; with two round trips."""
+    """Seconds to send `nbytes` in both directions at once; with two round trips."""
     began = time.perf_counter()
     away = Message(Control(SINK), (_bytes(nbytes),))
     _check(ask(control.request(next(_numbers), SOURCE, {"bytes": nbytes}), away))
@@ -156,7 +156,7 @@ def _seconds_both_ways(ask: Ask, nbytes: int) -> float:
 
 
 def _check(answer: Message) -> None:
-    """Raise what it says went wrong; its bytes are not needed."""
+    """Raise the error that an answer reports, and release it."""
     try:
         control.result(answer)
     finally:

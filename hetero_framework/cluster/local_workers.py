@@ -22,10 +22,10 @@ from hetero_framework.cluster.child import (
 from hetero_framework.cluster.restart_policy import MAX_DEATHS, RestartPolicy, is_crash
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
+from hetero_framework.core.fields import WorkerId
 from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly, UserError
 from hetero_framework.log import event, not_through_links
 
-WorkerId = int | str
 _log = logging.getLogger(__name__)
 _TAIL_LINES = 12
 _TAIL_BYTES = 16 * 1024
@@ -84,15 +84,14 @@ class LocalWorkers:
             raise ResourceError(f"cannot start the workers of this machine: {error}") from error
 
     def revive(self, worker_id: WorkerId, stop: threading.Event) -> None:
-        """Start a worker again that was started here and has died, unless another process serves as
-        it by now; waits before the next try where it dies again and again, or until `stop`. Raises
-        PeerLostError when it has died too often or ended for a reason that a new process would meet
-        again."""
+        """Start a local worker again that has died, unless another process serves in its place,
+        with a pause after repeated deaths (until `stop`). Raises PeerLostError when it died too
+        often or for a reason that a restart would meet again."""
         if (ended := self._exit_of(worker_id)) is None or self._is_served(worker_id):
             return
         pause_s = self._policies[worker_id].died(time.monotonic())
         in_order = ended.code in (0, StoppedEarly.exit_code)  # it was told to, on this machine
-        # It has worked before: another one that was started by hand had the port for a while.
+        # It has worked before, so another process had the port for a while.
         had_no_port = ended.code == UserError.exit_code
         if not (in_order or had_no_port or is_crash(ended.code)) or pause_s is None:
             too_often = "" if pause_s is not None else f"it died {MAX_DEATHS} times; "
@@ -108,20 +107,19 @@ class LocalWorkers:
         _log.warning("worker %s: %s; started again", worker_id, what, extra=said)
 
     def was_told_to_end(self, worker_id: WorkerId) -> bool:
-        """Whether a worker that was started here was ended by a signal, at once or in order."""
+        """Whether a local worker was ended by a signal, at once or in order."""
         ended = self._exit_of(worker_id)
         return ended is not None and (ended.code < 0 or ended.code == StoppedEarly.exit_code)
 
     def answers(self, worker_id: WorkerId) -> None:
-        """It has been reached. Where the one that was started here has found its port in use,
-        another process serves, and who has started that is to start it again."""
+        """Note that a worker has been reached. If the one started here found its port in use,
+        another process serves, and whatever started that one will start it again."""
         ended = self._exit_of(worker_id)
         if ended is not None and ended.code == UserError.exit_code:
             self._forget(worker_id)
 
     def _is_served(self, worker_id: WorkerId) -> bool:
-        """Whether another process listens where this worker does; whoever answers there as it is
-        taken, as at the start."""
+        """Whether another process listens at this worker's address; it is used, as at the start."""
         worker = self._config.worker(worker_id)
         taken = worker.port is not None and not addresses.port_is_free(worker.ip, worker.port)
         if taken:
@@ -134,8 +132,8 @@ class LocalWorkers:
             end_processes([child.process], 0.0)  # closes its life line
 
     def kill(self, worker_id: WorkerId) -> bool:
-        """End a worker that does not answer, at once, if it was started here; whether it was.
-        `revive` starts it again."""
+        """Kill a local worker that does not answer; False where it is not local. `revive` starts it
+        again."""
         if (child := self._children.get(worker_id)) is None:
             return False
         _log.warning("worker %s does not answer; its process is killed", worker_id)
@@ -162,7 +160,7 @@ class LocalWorkers:
         self._children[worker_id] = _Child(process, log, begin, oom_killer.out_of_memory_kills())
 
     def report(self) -> None:
-        """Say which processes were started: who starts them early has no log yet."""
+        """Log which processes were started; `start` may run before there is a log."""
         for worker_id in self._ids:
             if (child := self._children.get(worker_id)) is not None:
                 text = f"started as process {child.process.pid}; its log is {child.log}"
@@ -175,20 +173,16 @@ class LocalWorkers:
         """Whether the process of this worker was started here."""
         return worker_id in self._children
 
-    def exited(self) -> list[WorkerExit]:
-        """The workers that ended by themselves, with the end of their logs."""
-        return [
-            WorkerExit(worker_id, child.process.returncode, child.tail(), child.how())
-            for worker_id, child in list(self._children.items())
-            if child.process.poll() is not None
-        ]
-
     def _exit_of(self, worker_id: WorkerId) -> WorkerExit | None:
-        return next((ended for ended in self.exited() if ended.worker_id == worker_id), None)
+        """How a local worker ended, with the end of its log; None while it lives."""
+        child = self._children.get(worker_id)
+        if child is None or child.process.poll() is None:
+            return None
+        return WorkerExit(worker_id, child.process.returncode, child.tail(), child.how())
 
     def exit_text(self, worker_id: WorkerId, within_s: float = 0.0) -> str | None:
-        """How a worker ended that was started here; None while it lives, and for the others. Of
-        one that is just ending the links break first: `within_s` is how long to wait for it."""
+        """How a local worker ended; None while it lives, and for other workers. Its links break
+        just before it ends: `within_s` is the time to wait for that."""
         if within_s and (child := self._children.get(worker_id)) is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(within_s)
@@ -210,7 +204,7 @@ class _Child:
     kills_before: int | None  # for memory, by the kernel
 
     def how(self) -> str:
-        """How it ended, and why where the system tells."""
+        """How it ended, and why if the system tells."""
         return describe_end(self.process.pid, self.process.returncode, self.kills_before)
 
     def tail(self) -> tuple[str, ...]:

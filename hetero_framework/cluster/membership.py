@@ -1,67 +1,71 @@
-"""Who takes part in a run, as a table: what happens to a worker, and what is to be done then.
+"""The presence of a run's workers: a table of states, events and the actions that follow.
 
-`TABLE[state, event]` is the following state and the actions, which `assembly.Cluster` carries out.
-It has every pair: whatever happens to one worker, in whatever state it and the others are, is
-mended, waited for or said, and never an error of our own.
-A worker whose process died comes back as FRESH: it loads its stages again, and all go back to the
-last durable step (REJOIN). One that does not come back is given up through one action, GIVE_UP,
-wherever it was noticed: the run ends, or goes on without it under another plan.
+`TABLE[state, event]` gives the next state and the actions, which `recovery.Recovery` carries out.
+The table is complete: any event in any state is mended, waited for or reported, and is never an
+internal error. Nothing else in the package knows which workers are present.
+
+A worker whose process died comes back as FRESH: it loads its stages again, and all workers go back
+to the last durable step (REJOIN). A worker that does not come back is given up through a single
+action, GIVE_UP: the run ends, or goes on without it under another plan.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import Enum
 
-WorkerId = int | str
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.units import clock
 
 MAX_RECOVERIES = 5
 """Maximum losses of the link of one worker within one step."""
 
 
 class State(Enum):
-    """What a worker is to the run."""
+    """State of a worker in the run."""
 
-    ABSENT = "nobody has dialled it yet"
-    JOINING = "its link is being opened, or stands and waits for the plan"
+    ABSENT = "it has not been dialled yet"
+    JOINING = "its link is being opened, or is open and waits for the plan"
     LOADING = "it loads its stages; nothing is lost with it"
     READY = "its stages take part"
-    SPARE = "its link stands, and the plan has no layers for it"
-    LOST = "its link is gone; its stages wait for it as long as an outage may last"
+    SPARE = "its link is open, and the plan has no layers for it"
+    LOST = "its link is gone; the worker keeps its stages for the longest outage"
     LEAVING = "it will end soon, and still answers"
-    LEFT = "it takes no part; it may come back"
+    LEFT = "it does not take part; it may come back"
 
 
 class Event(Enum):
-    """What may happen to it."""
+    """What may happen to a worker."""
 
-    DIAL = "its link is let go, if it has one, and the coordinator dials"
+    DIAL = "the coordinator drops its link, if it has one, and dials"
     FRESH = "it said WELCOME and has no stages of this run"
     BACK = "it said WELCOME and has its stages"
-    PLANNED = "it is known what it shall load"
-    LOADED = "it said READY, and knows what its stages need"
-    SPARED = "it said READY, and has no stages"
+    PLANNED = "the plan says which stages it loads"
+    LOADED = "it said READY and has stages"
+    SPARED = "it said READY and has no stages"
     LINK_LOST = "its link broke"
     LEAVING = "it said that it will end soon"
     GONE = "its process has ended, or it did not come back in time"
 
 
 class Action(Enum):
-    """What is to be done about it."""
+    """What the coordinator does about it."""
 
     DIAL = "open its link again; FRESH, BACK or GONE follows"
     SET_UP = "send it the plan"
-    REPEAT_COMMIT = "tell it again what it has not confirmed"
+    REPEAT_COMMIT = "repeat the commit that it has not confirmed"
     REJOIN = "go back to the last durable step, with a process that loads the stages anew"
-    HAND_OVER = "stop the run while it still answers, so that nothing is lost"
-    GIVE_UP = "say why it is gone; what becomes of the run is not decided here"
-    AWAIT = "have it dialled while the run goes on; FRESH or BACK follows when it is there"
+    HAND_OVER = "stop the run while the worker still answers, so that no step is lost"
+    GIVE_UP = "report why it is gone; the caller decides what becomes of the run"
+    AWAIT = "dial it while the run goes on; FRESH or BACK follows when it is there"
 
 
 _S, _E, _A = State, Event, Action
 _ROWS: dict[Event, dict[State, tuple[State, tuple[Action, ...]]]] = {
-    # At the start of a run, for one that was let go, and for one that takes its place.
+    # At the start of a run, for a worker that was let go, and for one that takes its place.
     _E.DIAL: dict.fromkeys(_S, (_S.JOINING, ())),
     _E.FRESH: {
         _S.ABSENT: (_S.SPARE, ()),  # it was awaited, and has no layers yet
@@ -75,7 +79,7 @@ _ROWS: dict[Event, dict[State, tuple[State, tuple[Action, ...]]]] = {
     },
     _E.BACK: {
         _S.ABSENT: (_S.SPARE, ()),
-        # A coordinator that was started again; the worker's stages are of before its checkpoint.
+        # The coordinator was started again; the worker's stages are older than its checkpoint.
         _S.JOINING: (_S.JOINING, ()),
         _S.LOADING: (_S.LOADING, (_A.SET_UP,)),
         _S.READY: (_S.READY, (_A.REPEAT_COMMIT,)),
@@ -87,15 +91,15 @@ _ROWS: dict[Event, dict[State, tuple[State, tuple[Action, ...]]]] = {
     _E.PLANNED: {
         _S.ABSENT: (_S.ABSENT, ()),
         _S.JOINING: (_S.LOADING, (_A.SET_UP,)),
-        # What it says of the plan before must not count: that comes over the old link.
+        # Its answers about the plan before, which come over the old link, must not count.
         _S.LOADING: (_S.LOADING, (_A.DIAL,)),
-        _S.READY: (_S.LOADING, (_A.SET_UP,)),  # all begin anew
+        _S.READY: (_S.LOADING, (_A.SET_UP,)),  # all load again
         _S.SPARE: (_S.LOADING, (_A.SET_UP,)),
         _S.LOST: (_S.LOADING, (_A.DIAL,)),
         _S.LEAVING: (_S.LOADING, (_A.SET_UP,)),
         _S.LEFT: (_S.LEFT, ()),
     },
-    # Of an earlier plan, where it is not awaited.
+    # READY for an earlier plan changes nothing in the other states.
     _E.LOADED: {state: (_S.READY if state is _S.LOADING else state, ()) for state in _S},
     _E.SPARED: {state: (_S.SPARE if state is _S.LOADING else state, ()) for state in _S},
     _E.LINK_LOST: {
@@ -103,12 +107,12 @@ _ROWS: dict[Event, dict[State, tuple[State, tuple[Action, ...]]]] = {
         _S.JOINING: (_S.JOINING, (_A.DIAL,)),
         _S.LOADING: (_S.LOADING, (_A.DIAL,)),
         _S.READY: (_S.LOST, (_A.DIAL,)),
-        _S.SPARE: (_S.LEFT, (_A.AWAIT,)),  # nobody waits for one that holds nothing
+        _S.SPARE: (_S.LEFT, (_A.AWAIT,)),  # it holds nothing, so the run does not wait
         _S.LOST: (_S.LOST, (_A.DIAL,)),  # in the handshake
-        _S.LEAVING: (_S.LOST, (_A.DIAL,)),  # before its state was handed over
+        _S.LEAVING: (_S.LOST, (_A.DIAL,)),  # before it handed its state over
         _S.LEFT: (_S.LEFT, (_A.GIVE_UP,)),
     },
-    # Nothing is lost with one that has no stages yet: its link breaks next, and that is mended.
+    # Nothing is lost with a worker without stages: its link breaks next, and that is mended.
     _E.LEAVING: {
         _S.ABSENT: (_S.ABSENT, ()),
         _S.JOINING: (_S.JOINING, ()),
@@ -124,20 +128,38 @@ _ROWS: dict[Event, dict[State, tuple[State, tuple[Action, ...]]]] = {
 TABLE = {(state, event): row[state] for event, row in _ROWS.items() for state in _S}
 
 
+@dataclass
+class Absence:
+    """When a worker went away, and the reason that it gave, if it did."""
+
+    reason: str | None = None
+    since: float = field(default_factory=lambda: time.monotonic())
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the owner of its machine paused it, and will resume it."""
+        return (self.reason or "").startswith("paused")
+
+    @property
+    def duration(self) -> str:
+        return clock(time.monotonic() - self.since)
+
+    def __str__(self) -> str:
+        """For a table: "paused 0:02:10"."""
+        return f"{'paused' if self.is_paused else 'away'} {self.duration}"
+
+
 class Membership:
     """The workers of a run, and how often their links broke since the last step was done."""
 
     def __init__(self, workers: Iterable[WorkerId]) -> None:
         self._states = dict.fromkeys(workers, State.ABSENT)
         self._losses: Counter[WorkerId] = Counter()
-
-    def losses(self, worker: WorkerId) -> int:
-        """How often its link broke since `settled`."""
-        return self._losses[worker]
+        self._absences: dict[WorkerId, Absence] = {}
 
     def on(self, worker: WorkerId, event: Event) -> tuple[Action, ...]:
-        """Note what happened; what is to be done about it, in order. A link that broke too often
-        counts as gone."""
+        """Note an event; return the actions, in order. A link that broke too often counts as
+        gone."""
         if event is Event.LINK_LOST:
             self._losses[worker] += 1
             if self._losses[worker] > MAX_RECOVERIES:
@@ -146,13 +168,41 @@ class Membership:
         return actions
 
     def state(self, worker: WorkerId) -> State:
-        """What it is to the run now."""
         return self._states[worker]
 
     def those(self, *states: State) -> list[WorkerId]:
         """The workers in one of these states."""
-        return [worker for worker, found in self._states.items() if found in states]
+        return [worker for worker, state in self._states.items() if state in states]
+
+    @property
+    def away(self) -> list[WorkerId]:
+        """The workers that are not here."""
+        return self.those(State.ABSENT, State.LEFT)
+
+    def has_stages(self, worker: WorkerId) -> bool:
+        """Whether its process holds stages of the plan in force."""
+        return self._states[worker] in (State.READY, State.LOST, State.LEAVING)
+
+    def losses(self, worker: WorkerId) -> int:
+        """Number of times that its link broke since `settled`."""
+        return self._losses[worker]
 
     def settled(self) -> None:
-        """A step, or what else was repeated for a lost link, is done."""
+        """Note that a step, or another action that was repeated for a lost link, is done."""
         self._losses.clear()
+
+    # Callable from any thread, since absent workers are dialled in threads of their own.
+
+    def leaves(self, worker: WorkerId, reason: str) -> None:
+        """Note that a worker has said that it will end."""
+        self._absences[worker] = Absence(reason)
+
+    def absence(self, worker: WorkerId) -> Absence:
+        """The absence of a worker; it begins now, unless it is known already."""
+        return self._absences.setdefault(worker, Absence())
+
+    def answers(self, worker: WorkerId, is_same_process: bool) -> None:
+        """Note that a worker has been reached; the same process as before may be leaving still."""
+        absence = self._absences.get(worker)
+        if absence is not None and not (is_same_process and absence.reason):
+            del self._absences[worker]

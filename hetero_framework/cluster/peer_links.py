@@ -1,4 +1,4 @@
-"""Links between workers: who dials whom, the handshake, and which of them are alive.
+"""A worker's links to other workers: dialling, handshake, traffic.
 
 The coordinator names the peers to dial, and says with every step which links carry tensors.
 """
@@ -30,22 +30,21 @@ from hetero_framework.security.access import LOOPBACK_ONLY, Access
 
 
 def accepted_frame_bytes(proposed: int) -> int:
-    """The largest frame that is taken from a peer that proposes this. More than half of the memory
-    here would be a mistake, or meant badly."""
+    """Limit of a peer's frames, from its proposal. More than half of this machine's memory would be
+    a mistake or an attack."""
     return min(proposed, most_bytes())
 
 
 def most_bytes() -> int:
-    """What one peer may take of this machine's memory."""
+    """Bytes of this machine's memory that one peer may use."""
     return psutil.virtual_memory().total // 2
 
 
 class PeerLinks:
     """A worker's links to other workers.
 
-    `begin(stream, name, max_frame_bytes)` starts a connection that was dialled here; `tell` hears
-    what came of all that CONNECT asked for; `access` is for whom is dialled. `run_id` and `watch`
-    belong to the run that is served.
+    `begin(stream, name, max_frame_bytes)` starts a dialled connection; `tell` gets the results of a
+    CONNECT. `run_id` and `watch` belong to the run that is served.
     """
 
     def __init__(
@@ -71,7 +70,8 @@ class PeerLinks:
     def dial(
         self, peers: tuple[m.PeerAddress, ...], timeout_s: float, max_frame_bytes: int
     ) -> None:
-        """Open links to these workers in other threads; `tell` hears unless `close` comes first."""
+        """Open links to these workers in threads; `tell` gets the results unless `close` is
+        first."""
         stop = self._stop
         dialled = [
             in_background(partial(self._dial, peer, timeout_s, max_frame_bytes, stop), "dial peer")
@@ -89,7 +89,7 @@ class PeerLinks:
     def _dial(
         self, peer: m.PeerAddress, timeout_s: float, max_frame_bytes: int, stop: threading.Event
     ) -> str | None:
-        """Why there is no link to this worker; None when there is one."""
+        """Open a link to a worker; why that failed, or None."""
         deadline = time.monotonic() + timeout_s
         worker = peer.id
         name, secure = f"worker {worker}", partial(self._access.dialled, process=worker)
@@ -117,7 +117,7 @@ class PeerLinks:
     # -- being dialled --------------------------------------------------------------------------
 
     def accept(self, connection: Connection, hello: m.PeerHello) -> None:
-        """Welcome another worker of the same run. Raises HeteroError when it is not one."""
+        """Welcome another worker of the same run. Raises HeteroError for any other peer."""
         if self.run_id is None or hello.run_id != self.run_id:
             raise NetworkError("this worker serves another run, or none")
         if str(hello.worker_id) != str(self._me):
@@ -128,14 +128,14 @@ class PeerLinks:
                 f"the certificate is that of {identity}, not worker {hello.from_id}"
             )
         connection.link.max_frame_bytes = accepted_frame_bytes(hello.max_frame_bytes)
-        connection.link.name = f"worker {hello.from_id}"  # who had connected was not known before
+        connection.link.name = f"worker {hello.from_id}"  # unknown when it connected
         self._add(hello.from_id, connection)
         connection.send(Message(m.PeerWelcome()))
 
     def _add(
         self, worker: WorkerId, connection: Connection, stop: threading.Event | None = None
     ) -> bool:
-        """Whether it is a peer now: not when `stop` says that the run has ended meanwhile."""
+        """Make this the link to a worker; False when `stop` says that the run has ended."""
         watch = self.watch  # `close` takes it away
         if watch is not None:
             connection.link.on_moved = watch(worker)
@@ -143,7 +143,7 @@ class PeerLinks:
             if stop is not None and stop.is_set():
                 return False
             connection.peer = worker
-            connection.link.max_header_bytes = MAX_HEADER_BYTES  # nothing between workers is longer
+            connection.link.max_header_bytes = MAX_HEADER_BYTES  # enough between workers
             before = self._peers.get(worker)
             self._peers[worker] = connection
         if before is not None:
@@ -157,14 +157,15 @@ class PeerLinks:
         return connection in self._all()
 
     def reaches(self, worker: WorkerId) -> bool:
-        """Whether there is a link to this worker, as far as is known here."""
+        """Whether a link to this worker is open, as far as known."""
         peer = self._peers.get(worker)
         return peer is not None and not peer.closed
 
     def send(
         self, worker: WorkerId, message: Message, done: Callable[[], None] | None = None
     ) -> None:
-        """Send a tensor to a peer, if it is there. Raises ProtocolError for a frame too large."""
+        """Send a tensor to a peer, if its link is open. Raises ProtocolError for a frame too
+        large."""
         peer = self._peers.get(worker)
         if peer is not None and peer.phase is Phase.FLOWING:
             with suppress(PeerLostError):
@@ -173,8 +174,8 @@ class PeerLinks:
     def ask(
         self, worker: WorkerId, question: Message, timeout_s: float, then: Message | None = None
     ) -> Message:
-        """A peer's answer to a CONTROL request, which the caller releases; else NetworkError.
-        `then` is sent right behind the question."""
+        """A peer's answer to a CONTROL request, which the caller releases. `then` is sent right
+        behind the question. Raises NetworkError."""
         peer = self._peers.get(worker)
         if peer is None:
             raise NetworkError(f"there is no link to worker {worker}")
@@ -191,7 +192,7 @@ class PeerLinks:
     def answer(self, connection: Connection, question: Message) -> None:
         """Answer a peer's CONTROL."""
         try:
-            # An answer here is to a question that nobody waits for any more.
+            # An answer that comes here is too late.
             is_question = question.expect(m.Control).answers is None
             if is_question and (reply := control.answer(question)) is not None:
                 with suppress(PeerLostError):
@@ -200,24 +201,24 @@ class PeerLinks:
             question.release()
 
     def ping(self) -> None:
-        """Have every link measure its round trip."""
+        """Measure the round trip of every link."""
         for peer in self._all():
             with suppress(HeteroError):
                 peer.link.ping()
 
     def round_trips(self) -> dict[WorkerId, float]:
-        """Seconds there and back, of the peers that have answered a ping."""
+        """Round trips in seconds, of the peers that have answered a ping."""
         with self._lock:
             peers = dict(self._peers)
         found = {worker: peer.link.clock.round_trip_s for worker, peer in peers.items()}
         return {worker: seconds for worker, seconds in found.items() if seconds is not None}
 
     def bytes_sent(self) -> int:
-        """What the links of this run have sent so far."""
+        """Bytes that the links of this run have sent so far."""
         return self._bytes_before + sum(peer.link.stats.bytes_out for peer in self._all())
 
     def lost(self, connection: Connection) -> WorkerId | None:
-        """Forget the peer of a connection that is gone; who it was."""
+        """Forget the peer of a connection that is gone, and return its id."""
         with self._lock:
             for worker, peer in self._peers.items():
                 if peer is connection:
@@ -245,7 +246,7 @@ class PeerLinks:
 
 
 def _problem(dialled: Future[str | None]) -> str | None:
-    """What became of a dialling. Whatever went wrong, the coordinator waits for the answer."""
+    """Result of a dial. Any failure is answered, since the coordinator waits for the answer."""
     if not dialled.done():
         return "its address could not be found out in time"
     error = dialled.exception()

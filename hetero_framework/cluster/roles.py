@@ -1,7 +1,7 @@
 """Which processes of a plan belong to this machine.
 
-Decided from --role/--worker-id, else by comparing the configuration with this machine's addresses
-and host names, else by the keys that lie here. No name is resolved.
+Decided by --role and --worker-id, else by comparing the configuration with this machine's addresses
+and host names, else by this machine's keys. No name is resolved.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MachineNames:
 
 @dataclass(frozen=True)
 class Role:
-    """What runs on a machine. The coordinator starts the workers of its own machine."""
+    """The processes that a machine runs. The coordinator starts the workers of its own machine."""
 
     is_coordinator: bool
     worker_ids: tuple[int | str, ...]
@@ -53,9 +53,9 @@ def decide_role(
     identity: MachineNames | None = None,
     keys: Collection[str] = (),
 ) -> Role:
-    """The role of this machine. `role` ("coordinator" or "worker") and `worker_id` decide when
-    given; `keys`, whose keys are here, where nothing names this machine. Raises ConfigError when
-    they exclude each other, or nothing tells."""
+    """The role of this machine: by `role` ("coordinator" or "worker") and `worker_id` where given,
+    and by `keys`, the owner of its keys, where the configuration does not name it. Raises
+    ConfigError when they contradict each other or do not decide."""
     identity = identity or this_machine()
     if role == "coordinator":
         if worker_id is not None:
@@ -78,7 +78,7 @@ def decide_role(
 
 
 def local_worker_ids(config: Config, identity: MachineNames | None = None) -> tuple[int | str, ...]:
-    """Workers of the plan on the coordinator's machine, when that is the machine of `identity`."""
+    """Workers of the plan on the coordinator's machine, if that is the machine of `identity`."""
     identity = identity or this_machine()
     return tuple(
         worker.id
@@ -117,7 +117,7 @@ def threads_for(
 
 
 def available_cores() -> int:
-    """Cores this process may use: its affinity where the system tells it, else all."""
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

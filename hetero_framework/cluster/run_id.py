@@ -1,4 +1,4 @@
-"""Whose a worker is: the id of the run that writes into a directory."""
+"""The id of the run that writes into a directory; workers serve the run of one id."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RUN_FILE = ".run"
 
 
 def run_id_of(output_dir: Path) -> str:
-    """The id of the run that writes into `output_dir`, which is made. A coordinator that is started
-    again has the same one, so that the workers give up what they keep for the dead one. Raises
-    OSError. Two that begin at the same moment may differ; the directory's lock stops one."""
+    """The id of the run that writes into `output_dir`, which is created. A coordinator that is
+    started again has the same id, so workers give up the stages of the dead one. Two that begin at
+    the same moment may differ; the directory's lock stops one. Raises OSError."""
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / RUN_FILE
     here = f"{platform.node()}:{output_dir.resolve()}"  # a copy of the directory is another run

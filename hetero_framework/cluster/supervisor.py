@@ -47,10 +47,11 @@ def run_workers(
     debug: bool = False,
     program: Sequence[str] = PROGRAM,
 ) -> int:
-    """Run these workers of this machine until all have ended in order, or one for good: its exit
-    code, 75 after a signal. Their lines appear on standard error, of several behind their names.
+    """Run these workers of this machine until all have ended in order, or one for good; return its
+    exit code, 75 after a signal. Their lines appear on standard error, with names if there are
+    several.
 
-    Raises ResourceError when they cannot be started, UserError when somebody else serves one of
+    Raises ResourceError when they cannot be started, UserError when another process serves one of
     them here, and PeerLostError when one has died too often."""
     lines = log.Lines(log.to_stderr)
     events = log.Events(config.output_dir / "logs" / log.EVENTS_FILE, "supervisor")
@@ -72,7 +73,7 @@ def run_workers(
 
 @dataclass
 class SupervisedWorker:
-    """One worker, and what has become of it."""
+    """One worker and its process."""
 
     id: WorkerId
     info: pausing.PausableWorker
@@ -84,7 +85,7 @@ class SupervisedWorker:
     starts: int = 0
     start_at: float = 0.0
     kills: int | None = None
-    leave_by: float | None = None  # it has been told to end, and has so long for it
+    leave_by: float | None = None  # the deadline, once it was told to end
     code: int | None = None  # how it ended for good
 
     @property
@@ -96,13 +97,13 @@ class SupervisedWorker:
         return self.info.state == pausing.PauseState.PAUSED.value
 
     def tell(self, state: pausing.PauseState, freed_bytes: int = 0) -> None:
-        """What `hetero pause` and `resume` shall know."""
+        """Write the state for `hetero pause` and `resume`."""
         self.info = replace(self.info, state=state.value, freed_bytes=freed_bytes)
         if self.pause_file is not None:
             self.pause_file.tell(self.info)
 
     def end(self, reason: str) -> None:
-        """Have the process let go of its run and end; its life line carries the reason."""
+        """Tell the process, on its life line, to leave its run and end for this reason."""
         if self.process is None or self.leave_by is not None:
             return
         self.leave_by = time.monotonic() + timeouts.RELEASE_S + timeouts.STOP_S
@@ -149,7 +150,7 @@ class _Supervisor:
 
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:
-        """Within the block signals are told to the workers; a second one ends all at once."""
+        """Within the block, pass signals on to the workers; a second one ends all at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -208,7 +209,7 @@ class _Supervisor:
         worker.tell(pausing.PauseState.RUNNING)
 
     def _ended(self, worker: SupervisedWorker, process: subprocess.Popen[bytes], code: int) -> None:
-        """A process is gone: started again, paused, or over."""
+        """Note that a process has ended: it is started again, paused, or over."""
         if process.stdin is not None:
             with suppress(OSError):
                 process.stdin.close()
@@ -233,7 +234,7 @@ class _Supervisor:
         _log.info(said, worker.id, freed, worker.id, extra=paused)
 
     def _died(self, worker: SupervisedWorker, how: str) -> None:
-        """Have the worker started again. Raises PeerLostError when it has died too often."""
+        """Schedule the worker's restart. Raises PeerLostError when it has died too often."""
         pause_s = worker.policy.died(time.monotonic())
         if pause_s is None:
             lines = [f"worker {worker.id} has died {MAX_DEATHS} times in ten minutes; {how}"]

@@ -1,8 +1,8 @@
 """A worker: listens, loads the stages that a coordinator gives it, and serves them.
 
-Kinds of threads: one accepts connections, the links' readers unpack and queue what arrives, one may
-send what has to be waited for, and the main thread, alone, touches the stages. When the
-coordinator's link breaks the stages stay as they are for `rejoin_wait_s`, for that run alone.
+Threads: one accepts connections; the links' readers unpack and queue arriving messages; one may
+send tensors that have to be copied first; only the main thread touches the stages. When the
+coordinator's link breaks the worker keeps its stages for `rejoin_wait_s`, for the same run only.
 """
 
 from __future__ import annotations
@@ -76,45 +76,45 @@ from hetero_framework.security.access import Access, access_of
 _log = logging.getLogger(__name__)
 _MAX_LINES = 100  # that wait for the coordinator
 _BUSY_HINT = "wait, stop that run, or start this worker again"
-# Tasks of an attempt that the coordinator has not ended; after a lost link it ends or commits it.
+# Phases in which tasks run; after a lost link the coordinator first ends or commits the attempt.
 _WORKING = (Phase.STEP, Phase.EVALUATION)
 
 
 class _Terminated(BaseException):
-    """This process was told to end, and nothing that would be lost is here, or it is to be at once;
-    its text is the reason."""
+    """This process was told to end, and holds nothing that would be lost, or has to end at once.
+    The text is the reason."""
 
 
 @dataclass
 class _Run:
-    """One run's stages and how far they have come; outlives its link by `grace_s`."""
+    """The stages of one run and their state; outlives its link by `grace_s`."""
 
     run_id: str
     host: str
     began: float = field(default_factory=time.monotonic)
     lost: float | None = None
-    grace_s: float = 0.0  # nothing is lost with a run that has no stages yet
+    grace_s: float = 0.0  # 0: a run without stages loses nothing
     process: str = ""
     epoch: int = 0
     stages: StageHost | None = None
     meter: ArrivalMeter | None = None
     owners: dict[int, WorkerId] = field(default_factory=dict)
     started: bool = False
-    measured: bool = False  # for a plan: the run that is planned comes next
+    measured: bool = False  # for a plan; the planned run comes next
 
     def afresh(self, grace_s: float) -> _Run:
-        """The same run before it has loaded anything here."""
+        """The same run before it has loaded anything."""
         return replace(
             self, lost=None, grace_s=grace_s, stages=None, meter=None, owners={}, started=False
         )
 
     @property
     def is_kept(self) -> bool:
-        """Whether its coordinator is there or may come back."""
+        """Whether its coordinator is connected or may come back."""
         return self.lost is None or time.monotonic() < self.lost + self.grace_s
 
     def __str__(self) -> str:
-        """Since when it has this worker, for one that has to wait."""
+        """Why another coordinator has to wait."""
         now = time.monotonic()
         if self.lost is None:
             return f"it works for the run of {self.host}, for {_duration(now - self.began)} now"
@@ -131,13 +131,13 @@ def _duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class _WorkerSink:
-    """Sends what leaves a run's stages. A lost link ends the attempt anyway: its reader says so."""
+    """Output of a run's stages. A lost link is ignored, since its reader reports it."""
 
     worker: Worker
     run: _Run
 
     def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
-        """To its stage: straight to the stage's worker where the coordinator said so."""
+        """Send a tensor to its stage, directly where the coordinator has said so."""
         stages, body = self.run.stages, message.expect(m.BoundaryTensor)
         assert stages is not None
         boundary = body.stage - 1 if isinstance(body, m.Forward) else body.stage
@@ -158,7 +158,7 @@ class _WorkerSink:
 
 
 def _check_name(config: Config, entry: WorkerConfig) -> None:
-    """On Debian a machine's own name is 127.0.1.1 to itself: nobody else could reach it there."""
+    """Check that other machines can reach the name: on Debian a machine's own name is 127.0.1.1."""
     if not addresses.is_loopback_by_name(entry.ip):
         return
     what = f"the name {entry.ip!r} of worker {entry.id} is a loopback address on this machine"
@@ -182,19 +182,24 @@ def serve(
 ) -> None:
     """Serve one run as worker `worker_id` (with `keep`, one after the other) and return.
 
-    Log lines go to standard error and to the coordinator, events to `logs`/events.jsonl. With
-    `run_id` no other run is served. `access` says who may connect (default: by the keys that lie
-    beside the configuration). In the main thread `orders`, signals among them, are told to the
-    coordinator, which may save the run's state before this worker ends.
+    Log lines go to standard error and to the coordinator. A request to end by `orders`, signals
+    among them, is passed to the coordinator, which may save the run's state first; this needs the
+    main thread.
+
+    Args:
+        logs: Directory for events.jsonl.
+        run_id: The only run to serve.
+        access: Who may connect; default: by the keys that lie beside the configuration.
 
     Raises NetworkError when the port is taken, IdentityError without keys where they are needed,
-    DeviceError when the device is not there, PeerLostError when a run was lost and nobody took it
-    up again, StoppedEarly when it was told to end, and the run's own error, which the coordinator
-    has been told.
+    DeviceError when there is no such device, PeerLostError when a run was lost and not taken up
+    again, StoppedEarly when told to end, and the run's own error, after the coordinator was told.
     """
     worker = Worker(config, worker_id, keep=keep, build=build, run_id=run_id, access=access)
     to_coordinator = log.Lines(worker.show_to_coordinator)
-    to_coordinator.addFilter(lambda record: not hasattr(record, "peer"))  # no stranger's words
+    to_coordinator.addFilter(
+        lambda record: not hasattr(record, "peer")
+    )  # nothing that a stranger said
     handlers: list[logging.Handler] = [log.Lines(log.to_stderr), to_coordinator]
     if logs is not None:
         events = log.Events(logs / log.EVENTS_FILE, f"worker {worker_id}")
@@ -230,8 +235,8 @@ class Worker:
         self._outbound = OutboundWorker(config.coordinator, call, access, self._call)
         self._only_run = run_id
         self._leave_by = math.inf
-        self._told: str | None = None  # why it is to end
-        self._ending: str | None = None  # the same, once it may not go on
+        self._told: str | None = None  # why it has to end
+        self._ending: str | None = None  # the same, once it must not go on
         self._gone_since: float | None = None
         self._keep = keep
         self._build = build
@@ -266,9 +271,9 @@ class Worker:
         bringing = in_background(bring, "coordinators")
         try:
             while not self._done and not should_stop():
-                if bringing.done():  # nobody would come any more
+                if bringing.done():  # no coordinator would come any more
                     bringing.result()
-                if self._ending is not None:  # raised where Python drops what is raised
+                if self._ending is not None:  # was raised where Python drops exceptions
                     raise _Terminated(self._ending)
                 try:
                     self._turn()
@@ -278,7 +283,7 @@ class Worker:
                     self._later(self._on_step_out_of_memory, self._run, error.copied())
                     continue
                 except Exception as error:
-                    # Whatever it is, the coordinator hears of it before this process may end.
+                    # The coordinator hears of any error before this process may end.
                     text = f"{type(error).__name__}: {error}"
                     known = errors.as_hetero_error(error) or HeteroError(text)
                     # A process whose device is broken would fail every later run as well.
@@ -287,12 +292,12 @@ class Worker:
                         raise
                     failed = type(known)(known.message, hint=known.hint)
                     del known
-                # Not in the handler: the traceback, which any error there would keep, holds stages.
+                # After the handler: an error in it would keep the traceback, which holds stages.
                 self._report(failed)
                 _log.error("the run failed here: %s", failed.message)
                 self._leave()
         except _Terminated as ended:
-            # Else the coordinator would wait for a link that breaks.
+            # Otherwise the coordinator would wait for a link that breaks.
             if self._told is None:
                 self._told = str(ended)
                 with suppress(HeteroError, LinkGone):
@@ -322,9 +327,9 @@ class Worker:
             ) from error
 
     def told_to_end(self, reason: str, at_once: bool) -> None:
-        """In the main thread, between any two of its instructions: end in order, or at once. What
-        has nothing to hand over ends at once, too. In a finalizer or a callback of a weak reference
-        Python drops what is raised; then the loop ends."""
+        """End in order, or at once; also at once with nothing to hand over. Called in the main
+        thread between any two of its instructions. In a finalizer or a callback of a weak reference
+        Python drops the exception; then the loop ends."""
         if at_once or self._run is None or not self._run.started:
             self._ending = reason
             raise _Terminated(reason)
@@ -333,11 +338,11 @@ class Worker:
             self._later(self._on_told_to_end, reason)
 
     def _later(self, job: Callable[..., None], *args: Any) -> None:
-        """Have the main thread do this, which alone touches the stages; callable from any."""
+        """Have the main thread, which owns the stages, do this. Callable from any thread."""
         self._jobs.put(partial(job, *args))
 
     def _turn(self) -> None:
-        """Do what was asked for, then one task; wait when there is neither."""
+        """Do the queued jobs, then one task; wait when there is neither."""
         self._send_lines()
         while self._do_job(0):
             pass
@@ -348,7 +353,7 @@ class Worker:
 
     @property
     def _idle_s(self) -> float:
-        """How long to wait for the next job: no longer than until a task may run."""
+        """Seconds to wait for the next job, at most until a task may run."""
         host = self._run.stages if self._run is not None else None
         return min(host.waits_s or timeouts.TICK_S, timeouts.TICK_S) if host else timeouts.TICK_S
 
@@ -376,7 +381,7 @@ class Worker:
         return True
 
     def _give_up(self) -> None:
-        """Without a coordinator: free what it will not come back for, and at last end."""
+        """Without a coordinator: free stages that it will not come back for, and end at last."""
         if self._leave_by < math.inf:
             self._done = True
             return
@@ -393,7 +398,7 @@ class Worker:
             )
 
     def failed(self, run: _Run, error: Exception) -> None:
-        """What another thread could not do for a run ends it here. Callable from any thread."""
+        """End a run here for an error in another thread. Callable from any thread."""
         self._later(self._raise_of, run, error)
 
     def _raise_of(self, run: _Run, error: Exception) -> None:
@@ -401,7 +406,7 @@ class Worker:
             raise error
 
     def _on_step_out_of_memory(self, run: _Run, error: StepOutOfMemory) -> None:
-        """Give the attempt up here; the coordinator has it aborted everywhere."""
+        """Give the attempt up; the coordinator aborts it everywhere."""
         if run is not self._run or run.stages is None or error.attempt is None:
             return
         if run.stages.is_running(*error.attempt):
@@ -425,7 +430,7 @@ class Worker:
         elif self.peers.knows(connection):
             self._from_peer(connection, message, arrival)
         else:
-            # Of a link that has been replaced, or of a stranger who does not begin with HELLO.
+            # From a link that was replaced, or a stranger that does not begin with HELLO.
             message.release()
             connection.close(drain_s=0)
 
@@ -442,10 +447,11 @@ class Worker:
         if worker is not None and self._run is not None:
             lost = log.event("direct link lost", worker=worker)
             _log.warning("lost the link to worker %s (%s)", worker, reason, extra=lost)
-            self._send(Message(m.PeerLost(worker, reason)))  # else the next step finds out
+            # If this is lost, the next step finds out.
+            self._send(Message(m.PeerLost(worker, reason)))
 
     def _obey(self, message: Message, arrival: Any) -> None:
-        """Do what the coordinator says."""
+        """Do what a message of the coordinator says."""
         body = message.body
         match body:
             case m.Inputs() | m.BoundaryTensor():
@@ -508,7 +514,7 @@ class Worker:
     # -- connections ----------------------------------------------------------------------------
 
     def _greet(self, stream: Stream, identity: Identity | None) -> None:
-        """Somebody has connected, and without keys has yet to say who it is."""
+        """Begin an accepted connection; without keys the peer has yet to identify itself."""
         if identity is None:
             name, role = f"coordinator {stream.peer}", None
         elif identity.keeps:
@@ -518,7 +524,7 @@ class Worker:
         self._begin(stream, name, HANDSHAKE_MAX_FRAME_BYTES, role, identity)
 
     def _call(self, stream: Stream) -> Connection:
-        """The coordinator has been dialled."""
+        """Begin a connection that was dialled to the coordinator."""
         return self._begin(stream, "the coordinator", HANDSHAKE_MAX_FRAME_BYTES, m.WORKER)
 
     def _begin(
@@ -529,7 +535,7 @@ class Worker:
         role: str | None,
         identity: Identity | None = None,
     ) -> Connection:
-        """Start a connection; `role` is ours, None for one that has yet to say who it is."""
+        """Start a connection; `role` is ours, None while the peer has yet to identify itself."""
         connection = Connection(
             stream,
             name,
@@ -551,14 +557,14 @@ class Worker:
         return connection
 
     def _check_awaited(self, connection: Connection, frame: m.FrameHeader) -> None:
-        """In the reader thread, when a header has come."""
+        """Check a frame whose header has come. Runs in the reader thread."""
         self._check_of_worker(connection, frame.body, frame.payload_bytes)
         run = self._run
         if isinstance(frame.body, m.BoundaryTensor) and run is not None and run.stages is not None:
             run.stages.expectation.check(frame.body, frame.shapes, frame.payload_bytes)
 
     def _check_of_worker(self, connection: Connection, body: m.Body, payload_bytes: int) -> None:
-        """Another worker may ask for little of what the coordinator may."""
+        """Check a message of another worker, which may ask for less than the coordinator."""
         if connection.phase is not Phase.FLOWING:
             return
         if isinstance(body, m.Control):
@@ -567,7 +573,7 @@ class Worker:
             check_sender(body, run.owners, connection.peer)
 
     def _received(self, connection: Connection, message: Message) -> None:
-        """In the reader thread; the connection's session has allowed the message."""
+        """Take a message that the session has allowed. Runs in the reader thread."""
         body = message.body
         self._check_of_worker(connection, body, message.payload_bytes)
         if isinstance(body, m.Hello):
@@ -585,7 +591,7 @@ class Worker:
             arrival = unpack(message, self._device)
         except ProtocolError:
             raise
-        except Exception as error:  # memory, as a rule: not the link's failure but the run's
+        except Exception as error:  # memory as a rule: the run fails, and not the link
             if (run := self._run) is not None:
                 self.failed(run, error)
             return
@@ -596,13 +602,14 @@ class Worker:
         self._acceptor.gone(connection.stream)
         self._outbound.gone(connection)
         if (fault := connection.fault) is not None and (run := self._run) is not None:
-            # An error of its own: the connection keeps the other one, and with a traceback stages.
+            # A new error: the connection keeps the other one, whose traceback would hold stages.
             self.failed(run, ProtocolError(fault.message, hint=fault.hint))
         self._later(self._on_lost, connection, reason.message if reason else "closed")
 
     def _on_hello(self, connection: Connection, hello: m.Hello) -> None:
-        """In the reader thread, for the main thread may compute for minutes: refuse who is wrong,
-        welcome who comes back. Who is new waits until the main thread has made room."""
+        """Refuse a wrong coordinator, welcome one that comes back, and have a new one wait until
+        the main thread has made room. Runs in the reader thread, since the main thread may compute
+        for minutes."""
         failpoints.hit("join")
         own, run = self._entry.id, self._run
         if str(hello.worker_id) != str(own):
@@ -631,10 +638,10 @@ class Worker:
             self._later(self._join, connection, hello, False)
 
     def _join(self, connection: Connection, hello: m.Hello, welcomed: bool) -> None:
-        """Serve the coordinator of this link from now on; `welcomed`: it has its answer."""
+        """Serve the coordinator of this link from now on; `welcomed`: it was answered already."""
         same_run = self._run is not None and self._run.run_id == hello.run_id
         if welcomed and not same_run:
-            connection.close(drain_s=0)  # given up a moment ago; when it comes again it is told so
+            connection.close(drain_s=0)  # the run was given up just now; its next HELLO is told so
             return
         if not same_run and self._run is not None and self._run.is_kept:
             self._refuse(connection, "busy", str(self._run), _BUSY_HINT)
@@ -649,7 +656,7 @@ class Worker:
             )
         run = self._current
         if run.stages is not None:
-            # What the sending thread still has goes to the old link, where it is lost.
+            # Flushed into the old link, where it is lost.
             run.stages.flush()
         self._connection = connection
         connection.peer = m.COORDINATOR
@@ -660,12 +667,12 @@ class Worker:
         connected = log.event("coordinator connected")
         _log.info("serving the run of %s", connection.name, extra=connected)
         if not same_run:
-            self._lines.clear()  # what was said before is not for this coordinator
+            self._lines.clear()  # earlier lines are not for this coordinator
         if not welcomed:
             self._welcome(connection, run, hello)
 
     def _welcome(self, connection: Connection, run: _Run, hello: m.Hello) -> None:
-        """From here on frames may be as large as the coordinator proposes."""
+        """Answer HELLO; from now on frames may be as large as the coordinator proposes."""
         connection.link.max_frame_bytes = accepted_frame_bytes(hello.max_frame_bytes)
         device, memory = self._device, self._device.memory()
         kept = run.run_id if run.started else None
@@ -673,13 +680,13 @@ class Worker:
             *(torch.__version__, device.name, device.label, memory.total, memory.free, kept),
             device.no_four_bit,
         )
-        with suppress(HeteroError):  # if it is gone already, its reader says so
+        with suppress(HeteroError):  # if the link is gone, its reader reports it
             connection.send(Message(welcome))
 
     def _refuse(
         self, connection: Connection, code: m.RejectCode, message: str, hint: str | None
     ) -> None:
-        # A stranger's host, not its port: each of its connections has another one.
+        # The peer's host only, since its port changes with each connection.
         peer = connection.name.rpartition(":")[0]
         _log.warning("refused %s: %s", connection.name, message, extra=log.said_by(peer))
         connection.refuse(code, message, hint)
@@ -731,7 +738,7 @@ class Worker:
             self._connection.link.on_moved = run.meter.watch("local")
 
     def _take_apart(self) -> ReusePool:
-        """Forget the run but for what of its stages the next plan can take over."""
+        """Forget the run, and return the modules of its stages that the next plan can reuse."""
         pool, host = ReusePool(), self._current.stages
         if host is not None:
             host.close()
@@ -741,7 +748,7 @@ class Worker:
         return pool
 
     def _forget_run(self) -> None:
-        """Free what a run has here: whoever comes next is told how much memory is free."""
+        """Free the stages of the run: the next WELCOME says how much memory is free."""
         run, self._run = self._run, None
         self.peers.close()
         if run is not None:
@@ -776,7 +783,7 @@ class Worker:
         self._tell_missing_links(schedule)
 
     def _tell_missing_links(self, schedule: StepSchedule) -> None:
-        """The coordinator may count on a link that is gone: the news was lost or came too early."""
+        """Report direct links that the coordinator still counts on, in case PEER_LOST was lost."""
         own, owners = self._host.indexes, self._current.owners
         for boundary in sorted(schedule.direct):
             ends = (boundary, boundary + 1)
@@ -785,7 +792,7 @@ class Worker:
                 self._send(Message(m.PeerLost(others[0], "it was lost before this step")))
 
     def _give_gradients(self, host: StageHost) -> None:
-        """A stage is done: what others sum of its gradients goes to the coordinator."""
+        """Send the gradients of stages that are done and that others sum to the coordinator."""
         for found in host.gradients():
             self._give(found)
 
@@ -794,17 +801,17 @@ class Worker:
         self._send(messages.gradients_message(self._host.info, found))
 
     def has_room(self) -> bool:
-        """Whether nothing waits on the link: a BACKWARD, which the stage before waits for, would
-        stand behind it."""
+        """Whether the link is idle: otherwise a BACKWARD that another stage waits for would queue
+        behind."""
         return self._connection is not None and self._connection.link.idle
 
     def take(self, found: GradientPart) -> None:
-        """Gradients of a stage that still computes."""
+        """Send gradients of a stage that still computes."""
         with suppress(LinkGone):  # its reader reports the same
             self._give(found)
 
     def _report_when_done(self, host: StageHost) -> None:
-        """All micro-batches are through: the norms go to the coordinator, unasked."""
+        """Send the norms to the coordinator once all micro-batches are done."""
         info, report = host.info, host.report()
         if info is not None and report is not None:
             trips, nbytes = self.peers.round_trips(), self.peers.bytes_sent()
@@ -838,8 +845,8 @@ class Worker:
             self._send(reply)
 
     def _checked(self, question: m.Control) -> Any:
-        """The data of a question; of one for a model's cost, only of a model that the own file
-        permits."""
+        """The data of a question. Raises ConfigError where it is about the cost of a model that
+        this worker's own file does not permit."""
         if question.name != MEASURE or not isinstance(question.data, dict):
             return question.data
         asked = Config.from_dict(question.data.get("config") or {}, self._config.base_dir)
@@ -869,7 +876,7 @@ class Worker:
         return host
 
     def to_coordinator(self, message: Message, done: Callable[[], None] | None = None) -> None:
-        """Send, from any thread; if the coordinator is gone, its link's reader says so."""
+        """Send; a lost link is ignored, since its reader reports it. Callable from any thread."""
         with suppress(LinkGone):
             self._send(message, done)
 
@@ -887,7 +894,7 @@ class Worker:
             raise
 
     def show_to_coordinator(self, level: str, text: str) -> None:
-        """Have the main thread send a line of the log, once a coordinator is there."""
+        """Have the main thread send a line of the log once a coordinator is connected."""
         self._lines.append((level, text))
 
     def _send_lines(self) -> None:
@@ -895,17 +902,17 @@ class Worker:
             self.to_coordinator(Message(m.Log(*self._lines.popleft())))
 
     def _report(self, error: HeteroError) -> None:
-        """Tell the coordinator why this worker ends."""
+        """Tell the coordinator why the run failed here."""
         text = "; ".join(line.strip() for line in error.message.splitlines())
         with suppress(HeteroError, LinkGone):
             self._send(Message(m.Error(type(error).__name__, text, error.hint)))
 
 
 def end_process(reason: str) -> None:
-    """At once: the main thread does not come back from what it does."""
+    """End this process at once, since its main thread hangs."""
     _log.error("the coordinator has this process ended: %s", reason)
     os._exit(HeteroError.exit_code)
 
 
 class LinkGone(Exception):
-    """The link broke while something was to be sent; its reader reports the same."""
+    """The link broke before a message was sent; its reader reports the same."""

@@ -10,8 +10,7 @@ import itertools
 import logging
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from hetero_framework.cluster import link_probe, remote_measurement
-from hetero_framework.cluster.assembly import Cluster, MachineFacts
+from hetero_framework.cluster.cluster import Cluster, free_bytes
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.commands.fleet_profile import profile_of
 from hetero_framework.config import Config, process_name
@@ -94,7 +93,7 @@ def _measured(
                 ) from error
             _log.info("measured in %s", seconds(time.monotonic() - began))
             parts = parts_by_process(config, model, list(costs))
-            yield cluster, profile_of(config, parts, costs, _free_bytes(config, facts), links)
+            yield cluster, profile_of(config, parts, costs, free_bytes(config, facts), links)
 
 
 def _loss(cluster: Cluster, error: LinkLost | DirectLost | PeerLostError) -> str:
@@ -105,13 +104,6 @@ def _loss(cluster: Cluster, error: LinkLost | DirectLost | PeerLostError) -> str
     if isinstance(error, DirectLost):
         return f"lost the link between {error}"
     return error.message
-
-
-def _free_bytes(config: Config, facts: Mapping[WorkerId, MachineFacts]) -> dict[WorkerId, float]:
-    """Processes that share a device share what is free there."""
-    places = {id: (machine_of(config, config.machine(id)), facts[id].device) for id in facts}
-    sharers = Counter(places.values())
-    return {id: facts[id].memory_free / sharers[places[id]] for id in facts}
 
 
 class _Measuring:
@@ -153,7 +145,7 @@ class _Measuring:
             for worker, question in asked.items():
                 if worker in found:
                     continue
-                answer = cluster.assembly.remotes[worker].answer(question)
+                answer = cluster.loaded.remotes[worker].answer(question)
                 if answer is not None:
                     note(worker, remote_measurement.answer_of(answer))
                     answer.release()

@@ -13,7 +13,7 @@ What happens, in order, when a link breaks:
    `rejoin_wait_s`. A lost link between workers is told with PEER_LOST.
 4. Coordinator: `WorkerLinks.receive` raises LinkLost in the training thread; DirectLost for a link
    between workers. Out of memory in a reader, and what a worker has done wrong, end the run.
-5. `Cluster.retrying` mends it: `recover` dials again with the next epoch; the worker refuses a
+5. `Recovery.retrying` mends it: `recover` dials again with the next epoch; the worker refuses a
    HELLO of an older one. COMMIT is said again where it was not confirmed.
 6. The attempt is aborted everywhere (ABORT, ABORTED), and the step is done again with the next
    attempt's number. Frames of the old one are dropped.

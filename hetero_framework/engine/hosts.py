@@ -22,8 +22,13 @@ from hetero_framework.errors import ProtocolError, StoppedEarly
 from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 
-class LinkLost(Exception):
-    """The link to one worker broke; the step in flight has to be repeated."""
+class StepTrouble(Exception):
+    """The attempt at a step under way has ended without a result; it may be repeated once the cause
+    is mended."""
+
+
+class LinkLost(StepTrouble):
+    """The link to one worker broke."""
 
     def __init__(self, worker: WorkerId, reason: str) -> None:
         super().__init__(f"worker {worker}: {reason}")
@@ -31,8 +36,8 @@ class LinkLost(Exception):
         self.reason = reason
 
 
-class DirectLost(Exception):
-    """The link between two workers broke; the step in flight has to be repeated without it."""
+class DirectLost(StepTrouble):
+    """The link between two workers broke; the step is repeated without it."""
 
     def __init__(self, one: WorkerId, other: WorkerId, reason: str) -> None:
         super().__init__(f"workers {one} and {other}: {reason}")
@@ -59,7 +64,7 @@ class ReplicasChanged(Exception):
         return {}
 
 
-class Stalled(Exception):
+class Stalled(StepTrouble):
     """Nothing has moved for too long in a step; the text says what was waited for."""
 
 
@@ -67,9 +72,9 @@ class StopWanted(Exception):
     """The run was asked to end while it waited for a worker."""
 
 
-class WorkerLeaving(StoppedEarly):
-    """A worker was told to end, and still answers: what it holds can be saved. `is_noted`: it is
-    known that it leaves, and what it holds is to be saved next."""
+class WorkerLeaving(StoppedEarly, StepTrouble):
+    """A worker was told to end, and still answers, so its state can be saved. `is_noted`: the run
+    is to save it next."""
 
     is_noted = False
 
@@ -77,11 +82,6 @@ class WorkerLeaving(StoppedEarly):
         super().__init__(f"worker {worker} is leaving: {reason}")
         self.worker = worker
         self.reason = reason
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether its owner paused it, and will let it go on."""
-        return self.reason.startswith("paused")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from hetero_framework.core.devices import Device
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.engine.hosts import StepTrouble
 from hetero_framework.errors import HeteroError, OutOfMemory, as_hetero_error, is_out_of_memory
 from hetero_framework.units import size
 
@@ -22,7 +23,7 @@ _TRIED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) (bytes|[KMGT]?i?B)\b", r
 Attempt = tuple[int, int]  # step, number of the attempt
 
 
-class StepOutOfMemory(OutOfMemory):
+class StepOutOfMemory(OutOfMemory, StepTrouble):
     """Memory ran out in an attempt at a step, in the process of `worker`. No weight has changed, so
     the step may be done again."""
 

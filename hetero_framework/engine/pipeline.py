@@ -83,9 +83,11 @@ class Pipeline:
         step_timeout_s: float,
         trained: Mapping[int, Sequence[str]],
         ties: Ties,
+        has_stages: Callable[[WorkerId], bool] = lambda worker: True,
     ) -> None:
-        """`hosts` hold the stages, the first one the first stage; they put `results` down.
-        `trained` are the parameters of each stage, by name."""
+        """`hosts` hold the stages, the first one the first stage; they write into `results`.
+        `trained` are the parameters of each stage, by name. `has_stages` tells whether a worker's
+        process has its stages; others are not asked to forget a step."""
         self._stages = list(stages)
         self._hosts = list(hosts)
         self._host_of = {k: host for host in hosts for k in host.indexes}
@@ -100,7 +102,7 @@ class Pipeline:
         self._summing: Summing | None = None
         self._max_in_flight = 1
         self._info = api.StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
-        self._absent: set[WorkerId] = set()
+        self._has_stages = has_stages
         self._step_s: deque[float] = deque(maxlen=20)
         self._committed: int | None = None
         self._snapshot: tuple[_StateReader, Callable[[int, int, api.StatePart], None]] | None = None
@@ -280,16 +282,13 @@ class Pipeline:
         while waiting := [host for host in self._hosts if not host.is_committed()]:
             self._wait(lambda: f"the commit of {', '.join(map(_name, waiting))}")
 
-    def lose(self, worker: WorkerId) -> None:
-        """A worker's process is gone and its stages with it; until `regain` nothing is asked of the
-        one that replaces it. What others have not confirmed no longer matters."""
-        self._absent.add(worker)
+    def forget_commits(self) -> None:
+        """The run goes back, so commits that hosts have not confirmed do not matter any more."""
         for host in self._hosts:
             host.forget_commit()
 
-    def regain(self, worker: WorkerId) -> None:
-        """Its stages are loaded again, in a new process."""
-        self._absent.discard(worker)
+    def renew(self, worker: WorkerId) -> None:
+        """A worker's stages have been loaded again, in a new process."""
         self._step_s.clear()  # its first step may take longer
         next(host for host in self._hosts if host.id == worker).renew()
 
@@ -297,8 +296,8 @@ class Pipeline:
         """Forget the step everywhere; weights stay. When it returns, nothing sent before is on its
         way. After LinkLost it may be called again."""
         self._links.expect(self._info.step, _NO_ATTEMPT)
-        present = [host for host in self._hosts if host.id not in self._absent]
-        waiting = [host for host in present if not host.abort()]  # all at once
+        others = [host for host in self._hosts[1:] if self._has_stages(host.id)]
+        waiting = [host for host in (self._hosts[0], *others) if not host.abort()]  # all at once
         for host in waiting:
             self.until(host.abort, f"{_name(host)} to forget the step")
 

@@ -1,7 +1,8 @@
 """The training loop. Read `train` first, then `Coordinator.train_step`.
 
 The coordinator owns the data, the schedule, the decision on every step, checkpoints and metrics.
-It computes its own stages as a worker computes its own, through the same class.
+Its own stages run through the same class as a worker's. What follows a loss is in
+cluster/recovery.py, for which a `Coordinator` is the `RunLoop`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hetero_framework import control, errors, log
-from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.cluster.local_workers import LocalWorkers
+from hetero_framework.cluster.membership import State
 from hetero_framework.config import Config, interval
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core import failpoints, timeouts
@@ -36,7 +39,7 @@ from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.engine.pipeline import StageStatistics
-from hetero_framework.engine.stage_api import GradientReport
+from hetero_framework.engine.stage_api import GradientReport, StepInfo
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objective import objective_of
 from hetero_framework.profiling.prediction_error import stage_predictions
@@ -74,7 +77,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a finished run left: its last step, and where things are."""
+    """The result of a finished run: its last step, its losses and the paths of its files."""
 
     steps: int
     losses: tuple[float, ...]
@@ -83,7 +86,7 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run writes into."""
+    """The outputs of a run."""
 
     directories: RunDirectories
     checkpoints: RunCheckpoints
@@ -105,15 +108,18 @@ def train(
     islands: Access | None = None,
     build: BuildStages = load_stages,
 ) -> RunSummary:
-    """Train as the coordinator, start to finish.
+    """Train as the coordinator, from start to finish. No worker outlives the call.
 
-    `resume` is a step number or "latest"; it overrides `resume_step` of the configuration. Without
-    it a run of this `output_dir` that was cut short goes on from its newest state, unless `fresh`.
-    `replan`: the run goes on without workers that stay away, as with training.replan "auto".
-    `workers` are those of this machine where they have been started before. `access` is for the
-    links to workers, `islands` for those to other islands (default: by the keys that lie beside the
-    configuration), `build` makes the stages here. Raises HeteroError of the kind that says what
-    happened; whatever happens, no worker is left behind.
+    Args:
+        resume: A step number or "latest"; overrides `resume_step`. Without it an interrupted run of
+            this `output_dir` continues from its newest state, unless `fresh`.
+        replan: Go on without workers that stay away, as with training.replan "auto".
+        workers: The workers of this machine, where they have been started before.
+        access: For the links to workers; `islands` is for those to other islands. Default: by the
+            keys that lie beside the configuration.
+        build: Builds the stages of this process.
+
+    Raises the HeteroError that fits what happened.
     """
     config.require("model", "data")
     access = access or access_of(config, "local")
@@ -137,7 +143,7 @@ def train(
             prepared = setup.prepare(config, kept)
             if checkpoint is not None:
                 checkpoint = same_run(checkpoint, prepared, must=not goes_on)
-            # Who belongs to a run, with how many threads, follows from the plan that was given.
+            # The workers of a run and their threads follow from the plan that was given.
             with Cluster(
                 prepared.resolved.given,
                 max_frame_bytes=prepared.max_frame_bytes,
@@ -152,8 +158,7 @@ def train(
                 id_layers=introspect(prepared.model_config).id_readers,
                 show_away=show.away,
             ) as cluster:
-                planned = prepared.config.plan.owners
-                facts = cluster.start([w for w in cluster.known_workers if w not in planned])
+                facts = cluster.start(prepared.config.plan.owners)
                 prepared = setup.fit_devices(prepared, facts)
                 began = time.monotonic()
                 plan = saved_plan.planned(prepared.config)
@@ -196,7 +201,7 @@ def train(
 
 
 class Coordinator:
-    """One run, from its first step to its files."""
+    """A run, from its first step to its files."""
 
     def __init__(
         self,
@@ -209,8 +214,7 @@ class Coordinator:
         replanning: Replanning,
         planned_s: float | None = None,
     ) -> None:
-        """`planned_s` is what the plan was to take for a step when it was made, where that is
-        known."""
+        """`planned_s` is the predicted time of a step, made with the plan, where it is known."""
         self._prepared = prepared
         self._planned_s = planned_s
         self._replanning = replanning
@@ -222,7 +226,7 @@ class Coordinator:
         self._progress = progress
         self._stop = stop
         self._replicas = replicas
-        self._order = ModelOrder(cluster.assembly.trainable)
+        self._order = ModelOrder(cluster.loaded.trainable)
         self._schedule = LearningRate(config.training, self._data.total_steps)
         self._objective = objective_of(config.training)
         self._count_items = self._objective.item_counter(prepared.model_config)
@@ -236,31 +240,12 @@ class Coordinator:
         self._may_last_s = math.inf
 
     def run(self, checkpoint: CheckpointReader | None) -> RunSummary:
-        """The whole run, from a checkpoint or from the beginning."""
+        """Do the whole run, from a checkpoint or from the beginning."""
+        self._cluster.recovery.note_death = self._note_death
         try:
             self.start(checkpoint)
             with self._stop.waiting():
-                trouble: StagesLost | WorkerLeaving | errors.PeerLostError | None = None
-                while True:
-                    try:
-                        if isinstance(trouble, errors.PeerLostError):
-                            self._go_on_without(trouble)
-                        elif trouble is not None:
-                            self._go_back(trouble)
-                        trouble = None
-                        self._steps()
-                        return self.finish()
-                    except (StagesLost, WorkerLeaving) as found:
-                        trouble = found
-                    except errors.PeerLostError as lost:
-                        if not self._replanning.survivors or not self._cluster.gone:
-                            raise
-                        trouble = lost
-        except WorkerLeaving as leaving:
-            if self._state.step > 0:
-                self._checkpoints.keep(self._state)  # while it still answers
-            hint = self._checkpoints.advice(leaving)
-            raise errors.StoppedEarly(leaving.message, hint=hint) from leaving
+                return self._cluster.recovery.run(self)
         except (StopWanted, _Interrupted) as cut:
             self._checkpoints.keep_newest()
             what = "a worker did not answer"
@@ -269,7 +254,7 @@ class Coordinator:
             where = f"stopped by {self._stop.requested} while {what}"
             raise errors.StoppedEarly(where, hint=self._checkpoints.advice()) from None
         except errors.PeerLostError as error:
-            # What broke is the cluster's to say; how to go on depends on what has been saved.
+            # How to go on depends on what has been saved.
             self._checkpoints.keep_newest()
             hint = self._checkpoints.advice(error)
             raise type(error)(error.message, hint=hint) from error
@@ -279,7 +264,7 @@ class Coordinator:
             self._checkpoints.close()
 
     def start(self, checkpoint: CheckpointReader | None) -> None:
-        """Take up a checkpoint or begin afresh, and show what will run where."""
+        """Load a checkpoint or begin afresh, and show the placement of stages."""
         if checkpoint is not None:
             self._files.directories.own_checkpoints()
             self._files.directories.set_later_aside(checkpoint.step)
@@ -303,64 +288,38 @@ class Coordinator:
         _log.info("", extra=log.event(what, step=step, run_id=run_id, total_steps=total))
 
     def _draw_diagram(self) -> None:
-        outputs.draw_diagram(self._prepared, self._replanning.facts, self._cluster.assembly.direct)
+        outputs.draw_diagram(self._prepared, self._replanning.facts, self._cluster.loaded.direct)
 
     def _stage_rows(self) -> list[StageRow]:
         facts, stages = self._replanning.facts, self._config.plan.stages
         return [StageRow(s.process, s.start, s.end, facts[s.owner].device) for s in stages]
 
     def _take_up(self, checkpoint: CheckpointReader | None) -> TrainState:
-        """Give every stage the state that the run begins with."""
-        trouble: StagesLost | WorkerLeaving | None = None
-        while True:
-            try:
-                if trouble is not None:
-                    self._come_back(trouble)
-                if checkpoint is not None:
-                    state = self._checkpoints.restore(checkpoint)
-                else:
-                    self._cluster.retrying(self._load_initial_adapter)
-                    state = TrainState(
-                        loss_scale=LossScale.for_training(self._config.training.fp16)
-                    )
-                self._checkpoints.begin(state)
-                return state
-            except (StagesLost, WorkerLeaving) as found:
-                trouble = found
+        """Give all stages the state that the run begins with."""
 
-    def _come_back(self, trouble: StagesLost | WorkerLeaving) -> None:
-        """Have a worker whose process is another one, or will be, load its stages again. Raises the
-        same of another one."""
-        if isinstance(trouble, StagesLost):
-            self._note_death(trouble)
-        self._cluster.part_with_leavers()
-        self._cluster.rejoin()
+        def take_up() -> TrainState:
+            if checkpoint is not None:
+                state = self._checkpoints.restore(checkpoint)
+            else:
+                prepared, pipeline = self._prepared, self._cluster.pipeline
+                self._cluster.retrying(lambda: setup.load_initial_adapter(prepared, pipeline))
+                state = TrainState(loss_scale=LossScale.for_training(self._config.training.fp16))
+            self._checkpoints.begin(state)
+            return state
 
-    def _load_initial_adapter(self) -> None:
-        setup.load_initial_adapter(self._prepared, self._cluster.pipeline)
+        return self._cluster.recovery.outlive(take_up)
 
-    def _go_back(self, trouble: StagesLost | WorkerLeaving) -> None:
-        """A worker's process is another one, or will be: all stages return to the newest state that
-        is kept. One that leaves hands its state over first, so that nothing is repeated."""
+    # -- what recovery asks for (`RunLoop`) -----------------------------------------------------
+
+    def hand_over(self) -> None:
+        self._checkpoints.hold(self._state)
+
+    def rewind(self, trouble: StagesLost | WorkerLeaving) -> None:
         reached = self._state.step
-        while isinstance(trouble, WorkerLeaving):
-            try:
-                self._checkpoints.hand_over(self._state)
-                break
-            except WorkerLeaving as another:
-                trouble = another  # both still answer
-            except StagesLost as worse:
-                trouble = worse  # what there is of it is not the state of one step
-        while True:
-            try:
-                self._come_back(trouble)
-                state = self._checkpoints.rewind()
-                if state is None:  # nothing is kept: everybody begins again
-                    self._cluster.assemble(self._config, self._prepared.memory_limits)
-                    state = self._take_up(None)
-                break
-            except (StagesLost, WorkerLeaving) as again:
-                trouble = again
+        state = self._checkpoints.rewind()
+        if state is None:  # nothing is kept, so all stages begin again
+            self._cluster.assemble(self._config, self._prepared.memory_limits)
+            state = self._take_up(None)
         self._replicas.went_back(state)
         self._return_to(state)
         back = log.event("went back", worker=trouble.worker, to_step=state.step, from_step=reached)
@@ -368,88 +327,19 @@ class Coordinator:
         repeated = plural(reached - state.step, "step")
         _log.info(text, state.step, trouble.worker, repeated, extra=back)
 
-    def _return_to(self, state: TrainState) -> None:
-        """All stages have this state; what was written of later steps is void."""
-        if state.step < self._state.step:  # what was due then comes again with its step
-            self._evaluation_is_due = self._save_is_due = False
-        self._state = state
-        self._losses = [entry for entry in self._losses if entry[0] <= state.step]
-        self._files.metrics.resume(state.step)
-        log.set_step(state.step)
-
-    def _go_on_without(self, lost: errors.PeerLostError) -> None:
-        """Workers stay away: the others take another plan and the newest state that is kept. Raises
-        `lost`, with what there is to say, where they cannot hold the model."""
-        away = self._cluster.away
+    def without(self, lost: errors.PeerLostError) -> Callable[[], None]:
+        if not self._replanning.survivors:
+            raise lost
         try:
-            change = self._replanning.without(away)
+            change = self._replanning.without(self._cluster.members.away)
         except errors.UserError as error:
             hint = f"the others cannot go on without it: {error.message}"
             hint = ". ".join(filter(None, [hint, lost.hint]))
             raise type(lost)(lost.message, hint=hint) from error
-        for worker in away:
-            self._cluster.await_in_background(worker)
-        _log.warning("%s; the run goes on without", lost.message)
-        self._take_plan(change)
-
-    def _take_back(self) -> None:
-        """Between two steps: workers that have come back get layers again."""
-        for worker, fact in self._cluster.returned().items():
-            if fact is not None:
-                self._replanning.facts[worker] = fact
-        back = [worker for worker in self._cluster.spare if worker in self._replanning.missing]
-        if not back:
-            return
-        try:
-            change = self._replanning.with_back(back, self._cluster.away)
-        except errors.UserError as error:
-            self._replanning.missing.difference_update(back)
-            _log.warning("worker %s is back and stays without layers: %s", back, error.message)
-            return
-        self._take_plan_now(change)
-
-    def _take_plan_now(self, change: PlanChange) -> None:
-        """Between two steps: keep the state as it is first, so that no step is repeated."""
-        if self._checkpoints.hold(self._state):
-            self._take_plan(change)
-        else:
-            _log.warning("the plan stays as it is: the state could not be kept")
-
-    def _take_plan(self, change: PlanChange) -> None:
-        """All processes load their stages of another plan and take over the newest state that is
-        kept. What breaks meanwhile is begun again, under this plan; whoever stays away then ends
-        it: PeerLostError."""
-        reached, began = self._state.step, time.monotonic()
-        self._files.timeline.close()
-        while True:
-            try:
-                self._cluster.forget_step()
-                self._prepared, self._config = change.prepared, change.prepared.config
-                self._replanning.taken(change)
-                self._checkpoints.replanned(change.prepared)
-                self._cluster.assemble(change.prepared.config, change.prepared.memory_limits)
-                state = self._checkpoints.rewind() or self._take_up(None)
-                break
-            except StagesLost as lost:
-                self._note_death(lost)
-            except WorkerLeaving:
-                self._cluster.part_with_leavers()
-        self._replanning.move_s = time.monotonic() - began
-        self._planned_s = change.planned_s
-        self._replicas.went_back(state)
-        self._return_to(state)
-        self._order = ModelOrder(self._cluster.assembly.trainable)
-        self._memory = _memory_by_owner(change.prepared)
-        self._progress.replanned(self._stage_rows())
-        self._draw_diagram()
-        repeated = plural(reached - state.step, "step")
-        fields: dict[str, Any] = {"to_step": state.step, "from_step": reached}
-        changed = log.event("plan changed", reason=change.reason, plan=change.layers, **fields)
-        text = "%s: the run goes on after step %d with %s (repeats %s)"
-        _log.warning(text, change.reason, state.step, change.layers, repeated, extra=changed)
+        return partial(self._take_plan, change)
 
     def _note_death(self, lost: StagesLost) -> None:
-        """Raise PeerLostError when the step that is under way has killed workers too often."""
+        """Raise PeerLostError when the step under way has killed workers too often."""
         step = self._state.step
         self._deaths[lost.worker, step] += 1
         of_step = sum(n for (_, at), n in self._deaths.items() if at == step)
@@ -464,8 +354,71 @@ class Coordinator:
             "(numbers from 0 in the training data)",
         )
 
-    def _steps(self) -> None:
-        """All steps that are left, with what comes between them."""
+    def _return_to(self, state: TrainState) -> None:
+        """Take this state, which all stages have; drop what was recorded of later steps."""
+        if state.step < self._state.step:  # due again with its step
+            self._evaluation_is_due = self._save_is_due = False
+        self._state = state
+        self._losses = [entry for entry in self._losses if entry[0] <= state.step]
+        self._files.metrics.resume(state.step)
+        log.set_step(state.step)
+
+    def _take_back(self) -> None:
+        """Between two steps: give workers that are back layers again."""
+        for worker, fact in self._cluster.returned().items():
+            if fact is not None:
+                self._replanning.facts[worker] = fact
+        spare = self._cluster.members.those(State.SPARE)
+        back = [worker for worker in spare if worker in self._replanning.lacking]
+        if not back:
+            return
+        try:
+            change = self._replanning.with_back(back, self._cluster.members.away)
+        except errors.UserError as error:
+            self._replanning.lacking.difference_update(back)
+            _log.warning("worker %s is back and stays without layers: %s", back, error.message)
+            return
+        self._take_plan_now(change)
+
+    def _take_plan_now(self, change: PlanChange) -> None:
+        """Between two steps: keep the state first, so that no step is repeated, then take the
+        plan."""
+        if self._checkpoints.hold(self._state):
+            self._take_plan(change)
+        else:
+            _log.warning("the plan stays as it is: the state could not be kept")
+
+    def _take_plan(self, change: PlanChange) -> None:
+        """Have all processes load their stages of another plan, with the newest state that is kept.
+        A loss meanwhile starts that again. Raises PeerLostError for a worker that stays away."""
+        reached, began = self._state.step, time.monotonic()
+        self._files.timeline.close()
+
+        def take() -> TrainState:
+            self._cluster.recovery.forget_step()
+            self._prepared, self._config = change.prepared, change.prepared.config
+            self._replanning.taken(change)
+            self._checkpoints.replanned(change.prepared)
+            self._cluster.assemble(change.prepared.config, change.prepared.memory_limits)
+            return self._checkpoints.rewind() or self._take_up(None)
+
+        state = self._cluster.recovery.outlive(take, loads=True)
+        self._replanning.move_s = time.monotonic() - began
+        self._planned_s = change.planned_s
+        self._replicas.went_back(state)
+        self._return_to(state)
+        self._order = ModelOrder(self._cluster.loaded.trainable)
+        self._memory = _memory_by_owner(change.prepared)
+        self._progress.replanned(self._stage_rows())
+        self._draw_diagram()
+        repeated = plural(reached - state.step, "step")
+        fields: dict[str, Any] = {"to_step": state.step, "from_step": reached}
+        changed = log.event("plan changed", reason=change.reason, plan=change.layers, **fields)
+        text = "%s: the run goes on after step %d with %s (repeats %s)"
+        _log.warning(text, change.reason, state.step, change.layers, repeated, extra=changed)
+
+    def steps(self) -> RunSummary:
+        """Do all steps that are left and what comes between them, then finish the run."""
         training, total = self._config.training, self._data.total_steps
         if not self._has_begun:  # else the run went back to its beginning
             probe_longest_batch(self._cluster, self._data, training, self._state)
@@ -490,7 +443,7 @@ class Coordinator:
                 self._cluster.retrying(self._cluster.pipeline.abort)
                 continue
             except _Interrupted:
-                self._cluster.retrying(lambda: self._cluster.pipeline.abort())
+                self._cluster.retrying(self._cluster.pipeline.abort)
                 _log.warning("the step under way was given up; it is repeated when the run goes on")
                 self._stop_early()
             control.step_done(self._state.step, self._cluster)
@@ -500,20 +453,21 @@ class Coordinator:
                 if (change := self._replanning.wanted(total - self._state.step)) is not None:
                     self._take_plan_now(change)
         self._state = self._replicas.finished(self._state)
+        return self.finish()
 
     def _note_what_is_due(self, before: int) -> None:
-        """A step has led from `before` to where the run is; what follows it may come later, when a
-        worker that is lost or leaves first is back."""
+        """Note what follows the steps since `before`. It is done later where a worker is lost
+        first."""
         training, total = self._config.training, self._data.total_steps
         eval_steps = training.eval_steps or training.logging_steps
-        # As the Trainer: evaluated at the end, too. What is saved then is finish()'s business.
+        # As the Trainer does, evaluate at the end as well; `finish` saves then.
         at_end = self._state.step == total and training.evaluation == "steps"
         is_due = at_end or self._is_due(training.evaluation, eval_steps, before)
         self._evaluation_is_due |= is_due and self._data.num_eval_examples > 0
         self._save_is_due |= self._is_due(training.save_strategy, training.save_steps, before)
 
     def _do_what_is_due(self) -> None:
-        """What follows a step, as far as it is not done."""
+        """Do what follows a step and is not done yet."""
         if self._evaluation_is_due:
             self.evaluate()
             self._evaluation_is_due = False
@@ -522,8 +476,8 @@ class Coordinator:
             self._save_is_due = False
 
     def _is_due(self, strategy: str, steps: float, before: int) -> bool:
-        """Whether something is done now: every so many steps, or at the end of an epoch. The step
-        that was just done led from `before` to where the run is, with islands by more than one."""
+        """Whether an action of every `steps` steps, or of each epoch's end, is due after the steps
+        since `before`: one step, with islands maybe several."""
         step, total = self._state.step, self._data.total_steps
         if strategy == "steps":
             every = interval(steps, total)
@@ -532,7 +486,7 @@ class Coordinator:
         return strategy == "epoch" and (step // every > before // every or step == total)
 
     def train_step(self) -> None:
-        """One step: all micro-batches through all stages, one decision, one commit."""
+        """Do one step: all micro-batches through all stages, one decision, one commit."""
         started, traffic = time.perf_counter(), self._cluster.traffic()
         state = self._state
         log.set_step(state.step + 1)
@@ -548,17 +502,17 @@ class Coordinator:
                 what = f"step {state.step + 1}, whose largest micro-batch has"
                 raise advised(error, largest, self._config.training, what) from error
         losses, reports, stages = computed
-        forecast = self._cluster.assembly.forecast
+        forecast = self._cluster.loaded.forecast
         loss = math.fsum(self._replicas.losses(losses))
         norm = self._order.global_norm(reports)
         rate = self._schedule.rate(state.committed_steps)
 
-        # The decision. Once it says yes the step counts, whatever breaks from here on.
+        # The decision. After a yes the step counts, whatever breaks from here on.
         finite = math.isfinite(loss) and bool(norm.isfinite())
         commits, norm = self._replicas.decide(finite, norm)
         if commits:
             factor = clip_factor(norm, self._config.training.max_grad_norm)
-            self._cluster.pipeline.commit(rate, factor, self._cluster.recover)
+            self._cluster.pipeline.commit(rate, factor, self._cluster.recovery.recover)
             self._state = state.after_commit(tokens)
         else:
             self._cluster.retrying(self._cluster.pipeline.abort)
@@ -571,7 +525,7 @@ class Coordinator:
         self._losses.append((self._state.step, loss))
         seconds = time.perf_counter() - started
         if batches:
-            seen = self._cluster.assembly.observe(len(batches), stages)
+            seen = self._cluster.loaded.observe(len(batches), stages)
             self._replanning.after_step(seen, seconds)
         self._keep_spans()
         line: dict[str, Any] = {
@@ -601,27 +555,19 @@ class Coordinator:
     def _gradients(
         self, part: StepPart
     ) -> tuple[list[float], list[GradientReport], dict[int, StageStatistics]]:
-        """Everything before the decision; may be repeated, since it changes no weight."""
-        self._cluster.begin(
-            part.number,
-            len(part.batches),
-            train=True,
-            num_items=part.num_items,
-            loss_scale=self._state.loss_scale.value,
-            group=part.group,
-            first_micro_batch=part.first_micro_batch,
-        )
+        """Do everything before the decision; repeatable, since it changes no weight."""
+        scale, first = self._state.loss_scale.value, part.first_micro_batch
+        info = StepInfo(part.number, 0, True, len(part.batches), part.num_items, scale)
+        self._cluster.begin(replace(info, first_micro_batch=first), part.group)
         pipeline = self._cluster.pipeline
         losses = pipeline.run(part.batches)
         pipeline.sum_gradients()
         return losses, *pipeline.report_gradients()
 
     def evaluate(self) -> None:
-        """Mean token loss and perplexity over the evaluation data, through the same pipeline.
-
-        Training's random numbers are functions of the step, so this cannot disturb them. A request
-        to stop ends it without a result.
-        """
+        """Compute mean token loss and perplexity over the evaluation data, through the same
+        pipeline. Training's random numbers are functions of the step, so this does not affect them.
+        A request to stop ends it without a result."""
         batches = self._data.eval_batches()
         items = [0] * len(batches)
         started = time.perf_counter()
@@ -632,7 +578,7 @@ class Coordinator:
             return made
 
         def losses() -> list[float]:
-            self._cluster.begin(self._state.step, len(batches), train=False, num_items=1)
+            self._cluster.begin(StepInfo(self._state.step, 0, False, len(batches), 1))
             return self._cluster.pipeline.run(LazyBatches(len(batches), batch))
 
         try:
@@ -657,14 +603,14 @@ class Coordinator:
         _log.info("", extra=log.event("evaluation", step=self._state.step, eval_loss=loss))
 
     def save(self) -> None:
-        """A checkpoint of this step. A full disk does not end the run the first times."""
+        """Write a checkpoint of this step. The run ends after _MAX_FAILED_SAVES failures."""
         error = self._checkpoints.save(self._state)
         if error is not None and self._checkpoints.failures >= _MAX_FAILED_SAVES:
             self._checkpoints.keep(self._state)
             raise errors.ResourceError(error.message, hint=self._checkpoints.advice(error))
 
     def finish(self) -> RunSummary:
-        """Gather what was trained, write it, and say where everything is."""
+        """Gather and write the result, and show where everything is."""
         self._cluster.pipeline.check = self._heed_stop
         saves = self._config.training.save_strategy != "no" and self._replicas.saves
         self._replicas.close("its training is done")
@@ -690,11 +636,12 @@ class Coordinator:
         return RunSummary(self._state.step, tuple(loss for _, loss in self._losses), files)
 
     def _export(self) -> Path:
-        """Write the result. Where that fails, a checkpoint keeps the work; while neither can be
-        written, the work exists in memory only, and both are tried again."""
+        """Write the result. If that fails, a checkpoint keeps the work; while neither can be
+        written, both are tried again, since the work exists in memory only."""
         for pause_s in (*_EXPORT_PAUSES_S, None):
             try:
-                return self._cluster.retrying(self._write_result)
+                write = partial(outputs.export, self._prepared, self._cluster.pipeline)
+                return self._cluster.retrying(write)
             except (OSError, errors.UserError, errors.ResourceError) as error:
                 known = errors.as_hetero_error(error)
                 problem = known or errors.ResourceError(f"cannot write: {error}")
@@ -705,12 +652,9 @@ class Coordinator:
         message = f"the result could not be written: {problem.message}"
         raise type(problem)(message, hint=self._checkpoints.advice(problem))
 
-    def _write_result(self) -> Path:
-        return outputs.export(self._prepared, self._cluster.pipeline)
-
     def _keep_spans(self) -> None:
-        """Add what was recorded to the timeline. A worker's part of a step comes with its next
-        answer, so the last step's comes at the end."""
+        """Add recorded spans to the timeline. A worker's spans of a step come with its next answer,
+        so those of the last step come at the end."""
         offsets = self._cluster.clock_offsets()
         for owner, spans in self._cluster.pipeline.take_spans().items():
             if not all(map(is_span, spans)):
@@ -721,7 +665,7 @@ class Coordinator:
     def _note_skip(
         self, losses: list[float], reports: list[GradientReport], overflow: bool, number: int
     ) -> None:
-        """Say where in step `number` of the data the first non-finite value arose. Raises
+        """Report where in step `number` of the data the first non-finite value arose. Raises
         NumericError if it keeps happening."""
         step = self._state.step
         if overflow:
@@ -741,7 +685,7 @@ class Coordinator:
 
     @contextmanager
     def _ending_within(self, seconds: float) -> Iterator[None]:
-        """Give up what the block does this many seconds after a request to stop."""
+        """Interrupt the block this many seconds after a request to stop."""
         self._may_last_s = seconds
         try:
             yield
@@ -749,15 +693,15 @@ class Coordinator:
             self._may_last_s = math.inf
 
     def _heed_stop(self) -> None:
-        """The pipeline's `check`: after a request to stop some things may not last, and nobody is
-        waited for from whom nothing comes. Whatever is cut short has changed no weight."""
+        """The pipeline's `check`: after a request to stop, interrupt what exceeds its time and
+        waits for silent workers. What is interrupted has changed no weight."""
         waited_s, idle_s = self._stop.waited_s, self._cluster.pipeline.idle_s
         is_silent = idle_s > timeouts.STOP_PATIENCE_S < waited_s and math.isinf(self._may_last_s)
         if self._stop.requested is not None and (waited_s >= self._may_last_s or is_silent):
             raise _Interrupted
 
     def _stop_early(self) -> NoReturn:
-        """A signal came: save, unless a person at the terminal says no, then leave in order."""
+        """After a signal: save, unless the user at the terminal says no, then end in order."""
         where = f"stopped by {self._stop.requested} after step {self._state.step}"
         if self._state.step > 0 and not self._checkpoints.has(self._state):
             self._progress.close()
@@ -773,14 +717,14 @@ def _replicas(
     stop: StopRequest,
     access: Access | None,
 ) -> ReplicaGroup:
-    """Those that this run is one of; `access` is for the links to other islands."""
+    """The group of replicas that this run belongs to; `access` is for links to other islands."""
     if access is None:
         return Single()
     return open_islands(prepared, cluster, checkpoints, stop, access)
 
 
 def _memory_by_owner(prepared: setup.Prepared) -> Counter[WorkerId]:
-    """What each process is estimated to need."""
+    """Estimated bytes of memory by process."""
     found: Counter[WorkerId] = Counter()
     for memory in prepared.memory:
         found[memory.stage.owner] += memory.total
@@ -789,7 +733,7 @@ def _memory_by_owner(prepared: setup.Prepared) -> Counter[WorkerId]:
 
 @contextmanager
 def _log_of_run(config: Config, progress: Progress, events: log.Events) -> Iterator[None]:
-    """The run's lines go above the display and to logs/coordinator.log; its end is an event."""
+    """Log the run above the display and to logs/coordinator.log; log its failure as an event."""
     screen = log.Lines(lambda level, text: progress.message(log.with_level(level, text)))
     file = log.file_lines(config.output_dir / "logs" / "coordinator.log")
     with log.log_to(config.training.log_level, screen, file, events):
@@ -804,7 +748,7 @@ def _log_of_run(config: Config, progress: Progress, events: log.Events) -> Itera
 
 
 class _Interrupted(Exception):
-    """A request to stop has cut something short."""
+    """A request to stop has interrupted something."""
 
 
 __all__ = ["Coordinator", "RunSummary", "train"]

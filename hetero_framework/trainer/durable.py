@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.engine.pipeline import HeldState
@@ -180,7 +180,7 @@ class DurableSteps:
             self._cluster.pipeline.rewind(None, {})
             parts = [part for held in step.stages.values() for part in held.parts]
             values = {name: value for part in parts for name, value in part.values.items()}
-            load_by_name(self._cluster.assembly, TensorsInMemory(parts), values)
+            load_by_name(self._cluster.loaded, TensorsInMemory(parts), values)
         return step.state
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 
-from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.islands.group import Group
 from hetero_framework.islands.lighthouse_client import LighthouseClient
 from hetero_framework.islands.links import IslandLinks

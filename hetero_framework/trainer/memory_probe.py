@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 
-from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import TrainingConfig
 from hetero_framework.data import MicroBatch, TrainData
+from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import OutOfMemory
 from hetero_framework.trainer.train_state import TrainState
 
@@ -31,7 +32,7 @@ def probe_longest_batch(
     def run() -> None:
         scale = state.loss_scale.value
         tokens = batch["input_ids"].numel()
-        cluster.begin(state.step, 1, train=True, num_items=tokens, loss_scale=scale)
+        cluster.begin(StepInfo(state.step, 0, True, 1, tokens, scale))
         cluster.pipeline.run([batch])
 
     try:

@@ -407,7 +407,7 @@ class OuterRounds(SummedSteps):
         skipped = state.step - state.committed_steps
         state = replace(state, step=step, committed_steps=step - skipped)
         state = replace(state, group=self._remembered())
-        self._checkpoints.synchronised(state)
+        self._checkpoints.begin(state)
         waits = {"waited_s": self._waited_s, "for_others_s": self._others_s}
         self._said |= {"synchronised": fragment} | {k: round(s, 4) for k, s in waits.items()}
         _log.debug("fragment %d is synchronised", fragment)
@@ -454,7 +454,7 @@ class OuterRounds(SummedSteps):
 
     def _begin_with(self, state: TrainState) -> None:
         """The outer state of the checkpoint that the run began with, or of the weights."""
-        names = self._cluster.assembly.trained_names
+        names = self._cluster.loaded.trained_names
         weights = self._cluster.retrying(lambda: self._cluster.pipeline.weights(names))
         sizes = {name: weights[name].nbytes for name in names}
         self._fragments = list(fragments.cut(sizes, self._island.fragments))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -17,8 +16,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from hetero_framework import planner
-from hetero_framework.cluster.assembly import MachineFacts
-from hetero_framework.cluster.roles import machine_of
+from hetero_framework.cluster.cluster import MachineFacts, free_bytes
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
@@ -75,8 +73,8 @@ class Replanning:
         given = prepared.resolved.given
         self.survivors = survivors
         self.facts = dict(facts)
-        self.missing: set[WorkerId] = {*given.plan.owners} - {*prepared.config.plan.owners}
-        """Workers that the plan in force does without because they were away."""
+        self.lacking: set[WorkerId] = {*given.plan.owners} - {*prepared.config.plan.owners}
+        """Workers that the plan in force was made without; `Membership` knows which are here."""
         self.move_s = 0.0
         """Seconds that loading took the last time."""
         self._prepared = prepared
@@ -154,7 +152,7 @@ class Replanning:
         else:
             reason = f"a step should take {proposal.gain:.0%} less"
         cut = [{"id": s.owner, "start": s.start, "end": s.end} for s in proposal.stages]
-        change = self._change(self._with_settings(cut), reason, tuple(self.missing))
+        change = self._change(self._with_settings(cut), reason, tuple(self.lacking))
         return replace(change, proposal=proposal)
 
     # -- for workers that come and go -----------------------------------------------------------
@@ -174,8 +172,8 @@ class Replanning:
 
     def taken(self, change: PlanChange) -> None:
         """This plan is in force."""
-        self._prepared, self.missing = change.prepared, set(change.away)
-        if not self.missing:
+        self._prepared, self.lacking = change.prepared, set(change.away)
+        if not self.lacking:
             self._home = plan_entries(change.prepared.config)
         self._judge.taken(change.prepared.config.plan.stages, change.proposal)
 
@@ -206,7 +204,8 @@ class Replanning:
 
     def _fleet(self, observed: Observed, away: Collection[WorkerId] | None = None) -> FleetProfile:
         config = self._prepared.config
-        free = _free_bytes(config, self.facts, self.missing if away is None else away)
+        absent = self.lacking if away is None else away
+        free = free_bytes(config, {k: fact for k, fact in self.facts.items() if k not in absent})
         return observed.fleet(
             free,
             {owner: self._holdable(owner, free[owner]) for owner in free},
@@ -275,19 +274,6 @@ def _say(question: Question, proposal: Proposal) -> None:
 def layers_of(stages: Sequence[StageSpec]) -> str:
     """Who holds what: "coordinator 0-3, worker 1 4-5"."""
     return ", ".join(f"{s.process} {s.layers.split(maxsplit=1)[-1]}" for s in stages)
-
-
-def _free_bytes(
-    config: Config, facts: Mapping[WorkerId, MachineFacts], away: Collection[WorkerId]
-) -> dict[WorkerId, float]:
-    """What each process that is here may fill; those that share a device share what is free."""
-    places = {
-        d: (machine_of(config, config.machine(d)), fact.device)
-        for d, fact in facts.items()
-        if d not in away
-    }
-    sharers = Counter(places.values())
-    return {d: facts[d].memory_free / sharers[place] for d, place in places.items()}
 
 
 def _model_work(prepared: setup.Prepared) -> LayerWork:

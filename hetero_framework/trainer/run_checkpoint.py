@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
 from hetero_framework.engine.pipeline import HeldState
 from hetero_framework.engine.stage import WEIGHTS
@@ -53,7 +53,8 @@ class RunCheckpoints:
         """Checkpoints that could not be written since the last one that was."""
 
     def begin(self, state: TrainState) -> None:
-        """The run begins or goes on at `state`, which all stages have. Raises StagesLost."""
+        """Note that the run begins or goes on at `state`, which all stages have: recovery does not
+        go back behind it. Raises StagesLost."""
         if (durable := self._durable) is not None:
             self._cluster.retrying(lambda: durable.take(state))
 
@@ -61,13 +62,6 @@ class RunCheckpoints:
         """Note that a step of this many seconds is done."""
         if (durable := self._durable) is not None:
             self._cluster.retrying(lambda: durable.after_step(state, seconds))
-
-    def hand_over(self, state: TrainState) -> None:
-        """A worker leaves: keep what the stages have now. Raises StagesLost and WorkerLeaving."""
-        if (durable := self._durable) is not None:
-            self._cluster.retrying(lambda: durable.take(state))
-        elif state.step > 0:
-            self.keep(state)
 
     def hold(self, state: TrainState) -> bool:
         """Keep the state that the stages have now, for `rewind`; whether that was done. Raises
@@ -114,15 +108,10 @@ class RunCheckpoints:
 
         def load() -> None:
             self._cluster.pipeline.rewind(None, {})
-            load_by_name(self._cluster.assembly, held, values)
+            load_by_name(self._cluster.loaded, held, values)
 
         self._cluster.retrying(load)
         self.begin(state)
-
-    def synchronised(self, state: TrainState) -> None:
-        """The stages have what a group of replicas agreed on: nobody goes back behind that."""
-        if (durable := self._durable) is not None:
-            self._cluster.retrying(lambda: durable.take(state))
 
     def keep_newest(self) -> None:
         """A worker does not come back: make a checkpoint of the newest state that is here."""
@@ -262,8 +251,8 @@ class RunCheckpoints:
         }
 
     def _load(self, reader: CheckpointReader) -> TrainState:
-        assembly = self._cluster.assembly
-        if reader.manifest.get("base", assembly.fingerprint) != assembly.fingerprint:
+        loaded = self._cluster.loaded
+        if reader.manifest.get("base", loaded.fingerprint) != loaded.fingerprint:
             raise CheckpointError(
                 f"checkpoint {reader.step} began with other weights than the model has now",
                 hint="put the model back as it was, or start without --resume",
@@ -271,9 +260,9 @@ class RunCheckpoints:
         state = TrainState.load_state_dict(reader.manifest["position"])
         values: dict[str, Any] = reader.manifest["values"]
         with_state = by_parameter(reader.names()).keys() | by_parameter(values).keys()
-        trained = {name for parameters in assembly.trainable for name, _ in parameters}
+        trained = {name for parameters in loaded.trainable for name, _ in parameters}
         _check_content(reader, trained, with_state, state)
-        load_by_name(assembly, reader, values)
+        load_by_name(loaded, reader, values)
         names = [name for name in reader.names() if name.startswith(BESIDE)]
         self.restored = {name.removeprefix(BESIDE): t.clone() for name, t in reader.read(names)}
         return state

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from hetero_framework.cluster.assembly import MachineFacts
+from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config
 from hetero_framework.core.codecs import CODECS

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hetero_framework.cluster.assembly import Assembly
+from hetero_framework.cluster.loaded_pipeline import LoadedPipeline
 from hetero_framework.engine.stage import OPTIMIZER, WEIGHTS
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.engine.state_snapshot import in_parts
@@ -38,18 +38,18 @@ class TensorsInMemory:
         return ((name, self._tensors[name]) for name in names)
 
 
-def load_by_name(assembly: Assembly, tensors: NamedTensors, values: Mapping[str, Any]) -> None:
+def load_by_name(loaded: LoadedPipeline, tensors: NamedTensors, values: Mapping[str, Any]) -> None:
     """Have every stage take over what is trained in it. Raises LinkLost and StagesLost, and
     CheckpointError for a weight without a tensor."""
     states, value_names = by_parameter(tensors.names()), by_parameter(values)
-    for stage, parameters in enumerate(assembly.trainable):
+    for stage, parameters in enumerate(loaded.trainable):
         wanted: dict[str, dict[str, Any]] = {}
         for name, _ in parameters:
             wanted[f"{WEIGHTS}/{name}"] = {n: values[n] for n in value_names.get(name, ())}
             wanted.update({n: {} for n in states.get(name, ())})
         entries = ((name, tensor, wanted[name]) for name, tensor in tensors.read(wanted))
-        assembly.pipeline.load_state(stage, "checkpoint", in_parts(entries))
-    assembly.pipeline.share_tied_weights()
+        loaded.pipeline.load_state(stage, "checkpoint", in_parts(entries))
+    loaded.pipeline.share_tied_weights()
 
 
 def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import IslandConfig
 from hetero_framework.core import failpoints, timeouts
 from hetero_framework.data import TrainData, token_count

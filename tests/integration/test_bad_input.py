@@ -18,7 +18,7 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from hetero_framework.cli import main
-from hetero_framework.cluster import assembly
+from hetero_framework.cluster import cluster
 from hetero_framework.core.devices import Device, Memory
 from hetero_framework.core.frames import PROTOCOL_VERSION
 from hetero_framework.core.messages import Message, Welcome
@@ -238,7 +238,7 @@ def test_samples_longer_than_max_length_are_counted(run) -> None:
 
 def test_a_worker_that_does_not_listen(run, monkeypatch) -> None:
     # As if 127.0.0.1 were another machine, where nobody has started the worker.
-    monkeypatch.setattr(assembly, "local_worker_ids", lambda config: ())
+    monkeypatch.setattr(cluster, "local_worker_ids", lambda config: ())
     (port,) = free_ports(1)
     run(with_workers(LOCAL, port, training={"connect_timeout_s": 1.0})).expect(
         2, rf"cannot reach worker 1 at 127.0.0.1:{port}: .*\(tried \d+ times in", "start the worker"

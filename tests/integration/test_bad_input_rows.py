@@ -18,7 +18,7 @@ import pytest
 
 from hetero_framework import versions
 from hetero_framework.cli import main
-from hetero_framework.cluster import assembly, roles
+from hetero_framework.cluster import cluster, roles
 from tests.integration.bad_inputs import LOCAL, ROWS, Row
 from tests.samples import free_ports, save_llama, save_texts
 
@@ -91,7 +91,7 @@ def test_bad_input(
     row: Row, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if row.elsewhere:
-        monkeypatch.setattr(assembly, "local_worker_ids", lambda config: ())
+        monkeypatch.setattr(cluster, "local_worker_ids", lambda config: ())
         monkeypatch.setattr(roles, "local_worker_ids", lambda config, identity: ())
     code = run(row, folder)
     captured = capsys.readouterr()

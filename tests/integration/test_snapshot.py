@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_framework.cluster.assembly import Cluster
+from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.data.batches import MicroBatch
-from hetero_framework.engine.stage_api import StatePart
+from hetero_framework.engine.stage_api import StatePart, StepInfo
 from tests.integration.conftest import Pool
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.xdist_group("pool")]
@@ -49,12 +49,12 @@ def batches(step: int) -> list[MicroBatch]:
 
 def take_step(cluster: Cluster, number: int) -> None:
     def gradients() -> None:
-        cluster.begin(number, 4, train=True, num_items=88)
+        cluster.begin(StepInfo(number, 0, True, 4, 88))
         cluster.pipeline.run(batches(number))
         cluster.pipeline.report_gradients()
 
     cluster.retrying(gradients)
-    cluster.pipeline.commit(1e-2, 1.0, cluster.recover)
+    cluster.pipeline.commit(1e-2, 1.0, cluster.recovery.recover)
 
 
 def collector(state: State, seen: list[int], now: Callable[[], int]):

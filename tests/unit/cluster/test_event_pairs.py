@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.cluster import assembly
-from hetero_framework.cluster.assembly import Cluster
-from hetero_framework.cluster.membership import State
+from hetero_framework.cluster import cluster as cluster_module
+from hetero_framework.cluster import loaded_pipeline
+from hetero_framework.cluster.cluster import Cluster
+from hetero_framework.cluster.membership import Membership, State
 from hetero_framework.config import Config
 from hetero_framework.core.messages import LoadedStage, Message, Parameter, Ready, Setup
 from hetero_framework.engine.hosts import DirectLost, HostEvent, LinkLost, StagesLost, WorkerLeaving
@@ -22,7 +23,7 @@ from hetero_framework.errors import PeerAwayError, PeerLostError
 from hetero_framework.security.access import Plaintext
 from hetero_framework.trainer.coordinator import Coordinator
 from hetero_framework.trainer.train_state import TrainState
-from tests.unit.cluster.test_assembly import FakePipeline, LocalStage
+from tests.unit.cluster.test_cluster import Direct, FakePipeline, LocalStage
 
 EVENTS = {
     "leaves": WorkerLeaving(1, "it was stopped on its own machine (SIGTERM)"),
@@ -47,7 +48,10 @@ class World:
         self.has_stages = {worker: state not in FRESH for worker, state in states.items()}
         self.is_linked = {worker: state in LINKED for worker, state in states.items()}
         self.told = {worker for worker, state in states.items() if state is State.LOADING}
-        self.direct: set[frozenset[Any]] = {frozenset((1, 2))}
+        self.direct = Direct()
+        self.direct.open = {frozenset((1, 2))}
+        self.members = Membership(self.workers)
+        self.members._states.update(states)
         self.small_packets: set[Any] = set()
         self.is_done = self._ends_next = False
         self._event, self._after = event, after
@@ -104,13 +108,6 @@ class World:
         return self.has_stages[worker]
 
     def await_in_background(self, worker: Any) -> None: ...
-    def connect_workers(self, pairs: Any, timeout_s: float) -> dict[frozenset[Any], str]:
-        return {}
-
-    def drop_direct(self, pair: frozenset[Any]) -> None:
-        self.direct.discard(pair)
-
-    def forget_direct(self, worker: Any) -> None: ...
     def route(self, stages: Any, expectation: Any) -> None: ...
 
 
@@ -147,35 +144,32 @@ class Run(Coordinator):
         held = TrainState()
         look = lambda: cluster.retrying(lambda: world.receive(0))  # noqa: E731
         self._checkpoints = SimpleNamespace(  # type: ignore[assignment]
-            hand_over=lambda state: look(),
+            hold=lambda state: look(),
             rewind=lambda: (look(), held)[1],
             advice=lambda error=None: "go on",
             keep_newest=lambda: None,
-            keep=lambda state: True,
             close=lambda: None,
         )
         self.deaths = 0
 
     def start(self, checkpoint: Any) -> None: ...
-    def finish(self) -> Any:
-        return "finished"
-
     def _note_death(self, lost: StagesLost) -> None:
         self.deaths += 1
         assert self.deaths < 6, "it goes round in circles"
 
     def _return_to(self, state: TrainState) -> None: ...
 
-    def _steps(self) -> None:
-        members = self._cluster._members
+    def steps(self) -> Any:
+        members = self._cluster.members
         for worker in members.those(State.LOST):
-            self._cluster.recover(LinkLost(worker, "reset"))
+            self._cluster.recovery.recover(LinkLost(worker, "reset"))
         for worker in members.those(State.LEAVING):
             raise WorkerLeaving(worker, "paused by its owner")
         for worker in members.those(State.JOINING, State.LOADING):
             raise StagesLost(worker, "its process is another one")
         for _ in range(RECEIVED + 1):
             self._cluster.retrying(lambda: self._world.receive(0))
+        return "finished"
 
 
 def config(states: dict[Any, State]) -> Config:
@@ -195,10 +189,10 @@ def config(states: dict[Any, State]) -> Config:
 def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[World]:
     """The world that the next cluster's links lead to."""
     worlds: list[World] = []
-    monkeypatch.setattr(assembly, "WorkerLinks", lambda *args, **options: worlds[-1])
-    monkeypatch.setattr(assembly, "Pipeline", lambda *args, **options: Pipeline(worlds[-1]))
+    monkeypatch.setattr(cluster_module, "WorkerLinks", lambda *args, **options: worlds[-1])
+    monkeypatch.setattr(loaded_pipeline, "Pipeline", lambda *args, **more: Pipeline(worlds[-1]))
     nothing = SimpleNamespace(data={}, expectation=SimpleNamespace())
-    monkeypatch.setattr(assembly, "StageHost", lambda *args, **more: nothing)
+    monkeypatch.setattr(loaded_pipeline, "StageHost", lambda *args, **more: nothing)
     return worlds
 
 
@@ -214,15 +208,14 @@ def begun(worlds: list[World], states: dict[Any, State], event: str, after: int)
         build=lambda *args: [LocalStage()],
         access=Plaintext(everywhere=True),
     )
-    cluster._members._states.update(calm)
     cluster.assemble(made)
     world = World(event, after, states)
-    cluster._peers = world  # type: ignore[assignment]
+    cluster._peers = cluster.recovery._links = world  # type: ignore[assignment]
     cluster.pipeline._links = world  # type: ignore[assignment]
-    cluster._members._states.update(states)
+    cluster.members = cluster.recovery.members = world.members
     for worker, state in states.items():
         if state is State.LEAVING:
-            cluster._reasons[worker] = "paused by its owner"
+            cluster.members.leaves(worker, "paused by its owner")
     return Run(cluster, world, made)
 
 
@@ -244,7 +237,7 @@ def test_what_happens_to_one_while_another_is_busy_is_mended(
     for after in range(RECEIVED):
         states = {1: own, 2: other}
         run = begun(stubbed, states, event, after)
-        members = run._cluster._members
+        members = run._cluster.members
         if (lost := how_it_ends(run)) is not None:
             assert event == "stays away", lost
             assert lost.message == "worker 1 does not come back"

@@ -113,7 +113,7 @@ def test_workers_start_with_their_threads_and_stop(
         ]
         workers.start()  # again: all are there
         assert pids(workers) == first
-        assert workers.exited() == []
+        assert workers.exit_text(1) is None
         assert logged == []  # who starts them early has no log yet
         workers.report()
     assert not any(psutil.pid_exists(pid) for pid in first.values())
@@ -125,24 +125,25 @@ def test_worker_that_ends_is_reported_with_its_last_lines_and_replaced(
 ) -> None:
     with LocalWorkers(config, (1, 2), program=program("fail")) as workers:
         workers.start()
-        wait_until(workers.exited)
-        (ended,) = workers.exited()
+        wait_until(lambda: workers.exit_text(2) is not None)
+        ended = workers._exit_of(2)
+        assert ended is not None
         assert (ended.worker_id, ended.code) == (2, 6)
         assert ended.last_lines[-1] == "the reason"
         assert "worker 2 ended with exit code 6; the end of its log:\n" in str(ended)
         first = pids(workers)[1]
         workers.start()
         assert pids(workers)[1] == first
-        assert 2 in pids(workers) or workers.exited()
+        assert 2 in pids(workers) or workers.exit_text(2)
 
 
 def test_killed_worker_is_reported_with_its_signal(config: Config, program: Any) -> None:
     with LocalWorkers(config, (1,), program=program("wait")) as workers:
         workers.start()
         psutil.Process(pids(workers)[1]).kill()
-        wait_until(workers.exited)
+        wait_until(lambda: workers.exit_text(1) is not None)
         if os.name != "nt":
-            said = str(workers.exited()[0])
+            said = str(workers.exit_text(1))
             assert "signal SIGKILL" in said
             if oom_killer.out_of_memory_kills() is not None:
                 assert "the kernel reports no such kill" in said
@@ -183,7 +184,7 @@ def test_worker_whose_place_another_process_has_taken_is_not_started_again(
         workers.start()
         if way == "killed":
             psutil.Process(pids(workers)[1]).kill()
-        wait_until(workers.exited)
+        wait_until(lambda: workers.exit_text(1) is not None)
         listener = Listener("127.0.0.1", config.worker(1).port)
         try:
             workers.revive(1, threading.Event())
@@ -199,7 +200,7 @@ def test_worker_that_another_one_answered_for_is_forgotten(config: Config, progr
     """Both were started at once, and the other one had the port first; then it died."""
     with LocalWorkers(config, (1,), program=program(str(UserError.exit_code))) as workers:
         workers.start()
-        wait_until(workers.exited)
+        wait_until(lambda: workers.exit_text(1) is not None)
         workers.answers(1)
         workers.revive(1, threading.Event())
         assert not workers.starts(1)
@@ -208,7 +209,7 @@ def test_worker_that_another_one_answered_for_is_forgotten(config: Config, progr
 def test_worker_that_had_no_port_for_a_while_is_started_again(config: Config, program: Any) -> None:
     with LocalWorkers(config, (1,), program=program(str(UserError.exit_code))) as workers:
         workers.start()
-        wait_until(workers.exited)
+        wait_until(lambda: workers.exit_text(1) is not None)
         first = workers._children[1].process.pid
         workers.revive(1, threading.Event())
         assert workers._children[1].process.pid != first
@@ -222,7 +223,7 @@ def test_worker_that_was_told_to_end_is_known_by_its_exit_code(
 ) -> None:
     with LocalWorkers(config, (1,), program=program(str(code))) as workers:
         workers.start()
-        wait_until(workers.exited)
+        wait_until(lambda: workers.exit_text(1) is not None)
         assert workers.was_told_to_end(1) is told
 
 

@@ -75,13 +75,13 @@ def test_pair_that_meets_at_two_boundaries_dials_once(monkeypatch: pytest.Monkey
     def dial(pairs: Any, timeout_s: float) -> None:
         dialled.append(list(pairs))
         for dialler, other in dialled[-1]:
-            made._note_dials(dialler, connected(other))
+            made.direct.note(dialler, connected(other))
 
-    monkeypatch.setattr(made, "_order_dials", dial)
-    assert made.connect_workers([(1, 2), (2, 1), (2, 3)], 1.0) == {}
+    monkeypatch.setattr(made.direct, "_order", dial)
+    assert made.direct.connect([(1, 2), (2, 1), (2, 3)], 1.0) == {}
     assert sorted(map(sorted, dialled[0])) == [[1, 2], [2, 3]]
     assert dialled[1] == []
-    assert made.direct == {frozenset((1, 2)), frozenset((2, 3))}
+    assert made.direct.open == {frozenset((1, 2)), frozenset((2, 3))}
 
 
 def test_lost_link_between_workers_is_dialled_again_more_and_more_seldom(
@@ -90,29 +90,29 @@ def test_lost_link_between_workers_is_dialled_again_more_and_more_seldom(
     made = links()
     ordered: list[Any] = []
     now = 0.0
-    monkeypatch.setattr(made, "_order_dials", lambda pairs, timeout_s: ordered.extend(pairs))
+    monkeypatch.setattr(made.direct, "_order", lambda pairs, timeout_s: ordered.extend(pairs))
     monkeypatch.setattr(worker_links.time, "monotonic", lambda: now)
     pair = frozenset((1, 2))
-    made._direct.add(pair)
-    made.drop_direct(pair)
-    assert made.direct == set()
-    made.dial_again(5.0)
-    made.dial_again(5.0)  # the first attempt may still be on its way
+    made.direct.note(1, connected(2))
+    made.direct.drop(pair)
+    assert made.direct.open == set()
+    made.direct.dial_again(5.0)
+    made.direct.dial_again(5.0)  # the first attempt may still be on its way
     assert ordered == [(1, 2)]
     now = 6.0
-    made.dial_again(5.0)  # nobody answered
+    made.direct.dial_again(5.0)  # nobody answered
     assert ordered == [(1, 2), (2, 1)]
-    made._note_dials(2, connected(1))
-    assert made.direct == set()  # in this step
+    made.direct.note(2, connected(1))
+    assert made.direct.open == set()  # in this step
     now = 100.0
-    made.dial_again(5.0)
-    assert made.direct == {pair}
+    made.direct.dial_again(5.0)
+    assert made.direct.open == {pair}
     assert len(ordered) == 2
-    made.drop_direct(pair)
-    made.dial_again(5.0)  # lost again: not at once
+    made.direct.drop(pair)
+    made.direct.dial_again(5.0)  # lost again: not at once
     assert len(ordered) == 2
     now = 101.0
-    made.dial_again(5.0)
+    made.direct.dial_again(5.0)
     assert len(ordered) == 3
 
 
@@ -124,14 +124,15 @@ def test_links_of_a_process_that_is_gone_are_opened_anew(monkeypatch: pytest.Mon
     def dial(pairs: Any, timeout_s: float) -> None:
         for dialler, other in pairs:
             dialled.append((dialler, other))
-            made._note_dials(dialler, connected(other))
+            made.direct.note(dialler, connected(other))
 
-    monkeypatch.setattr(made, "_order_dials", dial)
-    made._direct = {frozenset((1, 2)), frozenset((2, 3))}
-    made.forget_direct(1)
-    assert made.connect_workers([(1, 2), (2, 3)], 1.0) == {}
+    monkeypatch.setattr(made.direct, "_order", dial)
+    made.direct.note(2, connected(1))
+    made.direct.note(2, connected(3))
+    made.direct.forget(1)
+    assert made.direct.connect([(1, 2), (2, 3)], 1.0) == {}
     assert dialled == [(1, 2)]
-    assert made.direct == {frozenset((1, 2)), frozenset((2, 3))}
+    assert made.direct.open == {frozenset((1, 2)), frozenset((2, 3))}
 
 
 def test_dial_that_hangs_ends_the_wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +157,7 @@ def test_worker_is_dialled_for_as_long_as_an_outage_may_last(
     def open_(worker: Any, timeout_s: float, *, again: bool) -> Any:
         left.append(timeout_s)
         if len(left) < 4:
-            raise worker_links._Silent("it accepts, but says nothing")
+            raise worker_links._NotOpened("stranger", "it accepts, but says nothing")
         return reached("run")
 
     monkeypatch.setattr(timeouts, "ANSWER_TICK_S", 0.001)
@@ -172,7 +173,7 @@ def test_worker_that_stays_away_is_given_up_when_its_time_is_over(
     made = links(reconnect_timeout_s=0.05)
 
     def open_(worker: Any, timeout_s: float, *, again: bool) -> Any:
-        raise worker_links._Silent("it accepts, but says nothing")
+        raise worker_links._NotOpened("stranger", "it accepts, but says nothing")
 
     monkeypatch.setattr(timeouts, "ANSWER_TICK_S", 0.01)
     monkeypatch.setattr(made, "_open", open_)
@@ -198,15 +199,9 @@ def test_awaited_worker_is_here_only_when_its_link_still_stands(
     assert made.returned() == {}
     wait(made._awaited.values(), 30.0)
     assert made.generation(1) is None
-    assert made.returned() == {1: True}
+    assert [welcome.run_id for welcome in made.returned().values()] == ["run"]
     assert made.generation(1) is not None
     assert (made.returned(), answers) == ({}, [])
-
-
-def hung_up() -> worker_links._Silent:
-    error = worker_links._Silent("worker 1 closed the connection")
-    error.hung_up = True
-    return error
 
 
 def test_f8_worker_that_dies_in_its_first_greeting_is_dialled_again(
@@ -219,7 +214,7 @@ def test_f8_worker_that_dies_in_its_first_greeting_is_dialled_again(
         nonlocal dialled
         dialled += 1
         if dialled < lives_at:
-            raise hung_up()
+            raise worker_links._NotOpened("hung up", "worker 1 closed the connection")
         return reached(None)
 
     monkeypatch.setattr(timeouts, "BUSY_PAUSE_S", 0.001)
@@ -269,7 +264,7 @@ def test_a_paused_worker_is_waited_for_without_end_and_it_is_said_for_how_long(
     assert shown[0] == (1, "paused 0:00:01")
     made._take_in(reached(None))  # its new process
     assert shown[-1] == (1, None)
-    assert not made._is_paused(1)
+    assert not made.members.absence(1).is_paused
 
 
 def test_worker_of_this_machine_that_is_killed_while_it_starts_is_started_again(
@@ -280,7 +275,7 @@ def test_worker_of_this_machine_that_is_killed_while_it_starts_is_started_again(
 
     def open_(worker: Any, timeout_s: float) -> Any:
         if not revived:
-            raise worker_links._Ended("worker 1 did not start: signal SIGKILL")
+            raise worker_links._NotOpened("ended", "worker 1 did not start: signal SIGKILL")
         return reached(None)
 
     monkeypatch.setattr(made, "_open", open_)
@@ -353,10 +348,9 @@ def test_who_accepts_and_says_nothing_is_deaf_whichever_wait_ends_first(
     monkeypatch.setattr(timeouts, "REHANDSHAKE_S", answer_s)
     worker = made._workers[1]
     with closing(socket.create_server(("127.0.0.1", worker.port))):
-        with pytest.raises(worker_links._Silent) as found:
+        with pytest.raises(worker_links._NotOpened) as found:
             made._open(worker, 5.0, again=True)
-        assert found.value.is_deaf
-        assert not found.value.hung_up
+        assert found.value.kind == "deaf"
     made.close(Message(Bye("over")), 1.0)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hetero_framework.cluster.assembly import gradient_needs
+from hetero_framework.cluster.loaded_pipeline import gradient_needs
 from hetero_framework.cluster.worker import serve
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config

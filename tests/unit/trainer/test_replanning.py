@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.cluster.assembly import MachineFacts
+from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError, PlanError
 from hetero_framework.planner.replan.replan_policy import Judge
@@ -143,11 +143,11 @@ def test_workers_that_are_away_hold_nothing_and_get_their_plan_back(make: Make) 
     assert change.planned_s is not None
     assert 7.2 < change.planned_s < 12
     run.taken(change)
-    assert run.missing == {2}
+    assert run.lacking == {2}
     back = run.with_back([2], [])
     run.taken(back)
     assert [stage.owner for stage in run._prepared.config.plan.stages] == ["local", 1, 2]
-    assert run.missing == set()
+    assert run.lacking == set()
 
 
 def test_layers_move_between_machines_of_one_precision_only(make: Make) -> None:

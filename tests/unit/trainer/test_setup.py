@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import BloomConfig, GPT2Config, LlamaConfig, PretrainedConfig
 
-from hetero_framework.cluster.assembly import MachineFacts
+from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.config import Config
 from hetero_framework.errors import ArchitectureError, ConfigError, DataError, PlanError
 from hetero_framework.models.cut.tiny import tiny_config

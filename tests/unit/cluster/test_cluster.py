@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_framework.cluster import assembly
-from hetero_framework.cluster.assembly import Boundaries, Cluster, gradient_needs
-from hetero_framework.cluster.membership import State
+from hetero_framework.cluster import cluster as cluster_module
+from hetero_framework.cluster import loaded_pipeline
+from hetero_framework.cluster.cluster import Cluster
+from hetero_framework.cluster.loaded_pipeline import Boundaries, gradient_needs
+from hetero_framework.cluster.membership import Event, Membership, State
 from hetero_framework.config import Config
 from hetero_framework.core.messages import (
     Body,
@@ -36,6 +38,23 @@ from hetero_framework.security.access import Plaintext
 PLAN = ["local", 1, 2, "local", 1, 2, 2]
 
 
+class Direct:
+    """`DirectLinks` without workers: all links can be had, but for `problems`."""
+
+    def __init__(self) -> None:
+        self.open: set[frozenset[Any]] = set()
+        self.problems: dict[frozenset[Any], str] = {}
+
+    def connect(self, pairs: Any, timeout_s: float) -> dict[frozenset[Any], str]:
+        return dict(self.problems)
+
+    def drop(self, pair: frozenset[Any]) -> None:
+        self.open.discard(pair)
+
+    def forget(self, worker: Any) -> None:
+        self.open = {pair for pair in self.open if worker not in pair}
+
+
 class Links:
     """`WorkerLinks` without a wire. `events` are what `receive` gives or raises, in order."""
 
@@ -44,8 +63,8 @@ class Links:
         self.sent: list[tuple[Any, str]] = []
         self.events: list[Any] = []
         self.back: Callable[[Any], bool] = lambda worker: False
-        self.direct: set[frozenset[Any]] = set()
-        self.problems: dict[frozenset[Any], str] = {}
+        self.direct = Direct()
+        self.members = Membership(self.workers)
         self.ready: dict[Any, Ready] = {}
         self.small_packets: set[Any] = set()
 
@@ -76,15 +95,6 @@ class Links:
     def connect_all(self, workers: Any) -> dict[Any, Any]:
         return {}
 
-    def connect_workers(self, pairs: Any, timeout_s: float) -> dict[frozenset[Any], str]:
-        return dict(self.problems)
-
-    def drop_direct(self, pair: frozenset[Any]) -> None:
-        self.direct.discard(pair)
-
-    def forget_direct(self, worker: Any) -> None:
-        self.direct = {pair for pair in self.direct if worker not in pair}
-
     def route(self, stages: Any, expectation: Any) -> None: ...
     def close(self, goodbye: Message, drain_s: float = 0) -> None:
         self.sent.append(("all", goodbye.name))
@@ -111,10 +121,10 @@ def ready(worker: int) -> HostEvent:
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> Links:
     made = Links()
-    monkeypatch.setattr(assembly, "WorkerLinks", lambda *args, **options: made)
-    monkeypatch.setattr(assembly, "Pipeline", lambda *args, **options: FakePipeline())
+    monkeypatch.setattr(cluster_module, "WorkerLinks", lambda *args, **options: made)
+    monkeypatch.setattr(loaded_pipeline, "Pipeline", lambda *args, **options: FakePipeline())
     monkeypatch.setattr(
-        assembly,
+        loaded_pipeline,
         "StageHost",
         lambda *args, **more: SimpleNamespace(data={}, expectation=SimpleNamespace()),
     )
@@ -132,11 +142,11 @@ class FakePipeline:
 
     def share_tied_weights(self) -> None: ...
     def abort(self) -> None: ...
-    def lose(self, worker: Any) -> None:
-        self.asked.append(("lose", worker))
+    def forget_commits(self) -> None:
+        self.asked.append(("forget commits", None))
 
-    def regain(self, worker: Any) -> None:
-        self.asked.append(("regain", worker))
+    def renew(self, worker: Any) -> None:
+        self.asked.append(("renew", worker))
 
     def close(self) -> None: ...
     def repeat_commit(self, worker: Any) -> None:
@@ -166,7 +176,7 @@ def cluster(**training: Any) -> Cluster:
 def started(links: Links, **training: Any) -> Cluster:
     made = cluster(**training)
     for worker in links.workers:
-        made._members.on(worker, assembly.Event.DIAL)
+        made.members.on(worker, Event.DIAL)
     return made
 
 
@@ -176,7 +186,7 @@ def names(links: Links, *kinds: type[Body]) -> list[tuple[Any, str]]:
 
 @pytest.fixture
 def one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.unit.cluster.test_assembly.PLAN", ["local", 1, 2])
+    monkeypatch.setattr("tests.unit.cluster.test_cluster.PLAN", ["local", 1, 2])
 
 
 @pytest.mark.usefixtures("one_plan")
@@ -186,13 +196,13 @@ def test_workers_are_set_up_and_started_once_all_are_ready(links: Links) -> None
     made = cluster.assemble(config())
     assert names(links, Setup, Start) == [(1, "SETUP"), (2, "SETUP"), (1, "START"), (2, "START")]
     assert made.trainable == [[], [("layer 1", (1,))], [("layer 2", (2,))]]
-    assert cluster.assembly is made
+    assert cluster.loaded is made
 
 
 def test_f20_another_torch_is_said(
     links: Links, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly.LocalWorkers, "start", lambda self: None)
+    monkeypatch.setattr(cluster_module.LocalWorkers, "start", lambda self: None)
     here = torch.__version__.split("+")[0]
     builds = {1: f"{here}+cu126", 2: "0.4.0"}
     links.connect_all = lambda workers: {  # type: ignore[method-assign]
@@ -217,7 +227,7 @@ def test_worker_that_loads_for_too_long_is_named(
     links: Links, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter(range(0, 10_000, 100))
-    monkeypatch.setattr(assembly.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(cluster_module.time, "monotonic", lambda: next(now))
     cluster = started(links)
     links.events = [ready(1)]
     with pytest.raises(PeerLostError, match="worker 2 has not loaded its stages in 900 s"):
@@ -245,9 +255,9 @@ def test_worker_that_comes_back_is_told_of_the_commit_again(links: Links) -> Non
     links.events = [ready(1), ready(2)]
     cluster.assemble(config())
     links.back = lambda worker: True
-    cluster.recover(LinkLost(1, "reset"))
+    cluster.recovery.recover(LinkLost(1, "reset"))
     assert cluster.pipeline.repeated == [1]  # type: ignore[attr-defined]
-    assert cluster._members._states[1] is State.READY
+    assert cluster.members.state(1) is State.READY
     assert Commit.spec.name not in dict(links.sent).values()
 
 
@@ -259,14 +269,14 @@ def test_worker_without_its_stages_sends_the_run_back_and_is_asked_nothing_meanw
     links.events = [ready(1), ready(2)]
     cluster.assemble(config())
     with pytest.raises(StagesLost) as raised:
-        cluster.recover(LinkLost(1, "reset"))
+        cluster.recovery.recover(LinkLost(1, "reset"))
     assert raised.value.worker == 1
     links.sent.clear()
     links.events = [ready(1)]
-    cluster.rejoin()
+    cluster.recovery._rejoin()
     assert links.sent == [(1, "SETUP"), (1, "START")]
-    assert cluster.pipeline.asked == [("lose", 1), ("regain", 1)]  # type: ignore[attr-defined]
-    assert cluster._members.those(State.READY) == [1, 2]
+    assert cluster.pipeline.asked == [("forget commits", None), ("renew", 1)]  # type: ignore[attr-defined]
+    assert cluster.members.those(State.READY) == [1, 2]
 
 
 @pytest.mark.usefixtures("one_plan")
@@ -277,15 +287,15 @@ def test_link_between_workers_that_breaks_while_one_loads_is_relayed_for(
     cluster = started(links)
     links.events = [ready(1), ready(2)]
     cluster.assemble(config())
-    links.direct = {frozenset((1, 2))}
+    links.direct.open = {frozenset((1, 2))}
     with pytest.raises(StagesLost):
-        cluster.recover(LinkLost(1, "reset"))
-    assert links.direct == set()
-    links.direct = {frozenset((1, 2))}
+        cluster.recovery.recover(LinkLost(1, "reset"))
+    assert links.direct.open == set()
+    links.direct.open = {frozenset((1, 2))}
     links.events = [DirectLost(2, 1, "silent"), ready(1)]
-    cluster.rejoin()
-    assert links.direct == set()
-    assert cluster._members.those(State.READY) == [1, 2]
+    cluster.recovery._rejoin()
+    assert links.direct.open == set()
+    assert cluster.members.those(State.READY) == [1, 2]
     assert any("lost the link between workers 1 and 2 (silent)" in line for line in logged)
 
 
@@ -298,13 +308,13 @@ def test_link_that_breaks_while_workers_are_asked_whether_they_live_ends_none(
     links.events = [ready(1), ready(2)]
     cluster.assemble(config())
     killer = Killer()
-    monkeypatch.setattr(cluster, "_local", killer)
+    monkeypatch.setattr(cluster.recovery, "_local", killer)
 
     def answering(questions: Any, timeout_s: float) -> set[Any]:
         raise lost
 
     monkeypatch.setattr(cluster.pipeline, "answering", answering)
-    cluster._end_hanging("nothing has moved")
+    cluster.recovery._end_hanging("nothing has moved")
     assert killer.killed == []
 
 
@@ -328,10 +338,10 @@ def test_workers_that_answer_nothing_are_ended_where_they_are(
     links.events = [ready(1), ready(2)]
     cluster.assemble(config())
     killer = Killer()
-    monkeypatch.setattr(cluster, "_local", killer)
+    monkeypatch.setattr(cluster.recovery, "_local", killer)
     cluster.pipeline.alive = {1, 2} - hanging  # type: ignore[attr-defined]
     links.sent.clear()
-    cluster._end_hanging("nothing has moved")
+    cluster.recovery._end_hanging("nothing has moved")
     assert killer.killed == sorted(hanging)
     assert links.sent == [(2, "QUIT")] * (2 in hanging)
 
@@ -342,19 +352,19 @@ def test_step_that_stands_still_though_all_workers_answer_ends_the_run(links: Li
     links.events = [ready(1), ready(2)]
     cluster.assemble(config())
     with pytest.raises(PeerLostError, match="nothing has moved; every worker answers"):
-        cluster._end_hanging("nothing has moved")
+        cluster.recovery._end_hanging("nothing has moved")
 
 
 def test_workers_hear_how_a_run_was_stopped_and_not_how_to_resume_it() -> None:
     stopped = StoppedEarly("stopped by SIGTERM after step 3", hint="continue with --resume latest")
-    assert assembly._goodbye(stopped) == Bye("the run ended: stopped by SIGTERM after step 3")
+    assert cluster_module._goodbye(stopped) == Bye("the run ended: stopped by SIGTERM after step 3")
 
 
 def test_link_of_a_pair_is_said_once(
     links: Links, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tests.unit.cluster.test_assembly.PLAN", ["local", 1, 2, 1, 2])
-    links.direct = {frozenset((1, 2))}
+    monkeypatch.setattr("tests.unit.cluster.test_cluster.PLAN", ["local", 1, 2, 1, 2])
+    links.direct.open = {frozenset((1, 2))}
     with caplog.at_level(logging.INFO, "hetero_framework"):
         started(links)._connect_workers()
     found = [record.event for record in caplog.records if hasattr(record, "event")]
@@ -420,7 +430,7 @@ def test_boundaries_know_what_a_direct_link_may_serve() -> None:
 
 def test_direct_link_that_cannot_be_had_is_an_error_where_it_was_asked_for(links: Links) -> None:
     cluster = started(links)
-    links.problems = {frozenset((1, 2)): "worker 1 cannot reach worker 2: refused"}
+    links.direct.problems = {frozenset((1, 2)): "worker 1 cannot reach worker 2: refused"}
     cluster._connect_workers()
     cluster._config = config(links="direct")
     with pytest.raises(NetworkError, match="no direct link between layer 1 and layer 2: worker 1"):

@@ -1,0 +1,464 @@
+"""All processes of a run as one: starts local workers, connects, loads all stages, runs steps.
+
+`Cluster` owns the processes and their links. It builds a `LoadedPipeline` once all stages of a plan
+are loaded. What happens after a loss is in recovery.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from hetero_framework import control
+from hetero_framework.cluster.child import PROGRAM
+from hetero_framework.cluster.loaded_pipeline import (
+    Boundaries,
+    LoadedPipeline,
+    LoadedStages,
+    planned,
+)
+from hetero_framework.cluster.local_workers import LocalWorkers
+from hetero_framework.cluster.membership import Event, State
+from hetero_framework.cluster.recovery import Recovery
+from hetero_framework.cluster.roles import local_worker_ids, machine_of, threads_for
+from hetero_framework.cluster.worker_links import ShowAway, WorkerLinks
+from hetero_framework.config import Config
+from hetero_framework.core import messages as m
+from hetero_framework.core import timeouts
+from hetero_framework.core.devices import open_device
+from hetero_framework.core.messages import Message
+from hetero_framework.core.spans import Recorder
+from hetero_framework.core.threads import in_background
+from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
+from hetero_framework.engine.hosts import LinkLost, StopWanted, WorkerId
+from hetero_framework.engine.loading import BuildStages, load_stages, take_apart
+from hetero_framework.engine.pipeline import Pipeline
+from hetero_framework.engine.stage_api import GradientSum, StageInterface, StepInfo
+from hetero_framework.errors import (
+    HeteroError,
+    NetworkError,
+    PeerLostError,
+    StoppedEarly,
+    UserError,
+)
+from hetero_framework.log import event
+from hetero_framework.models.files import fingerprint
+from hetero_framework.planner.schedule.simulator import Profile
+from hetero_framework.repository import resolve_model_path
+from hetero_framework.security.access import Access, access_of
+
+_log = logging.getLogger(__name__)
+_TELL_LOADING_S = 60.0
+_LOADED_BEFORE = (State.READY, State.LEAVING, State.LOST, State.JOINING)
+"""States of workers that load the stages of the next plan, whatever it gives them."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """A process's device: name, label, total and free bytes of memory, and why it has no 4-bit
+    types (None: it has)."""
+
+    device: str
+    label: str
+    memory_total: int
+    memory_free: int
+    no_four_bit: str | None = None
+
+    @classmethod
+    def of(cls, welcome: m.Welcome) -> MachineFacts:
+        """Of a worker's device."""
+        memory = welcome.memory_total, welcome.memory_free
+        return cls(welcome.device, welcome.device_label, *memory, welcome.no_four_bit)
+
+
+def free_bytes(config: Config, facts: Mapping[WorkerId, MachineFacts]) -> dict[WorkerId, float]:
+    """Bytes of memory that each process may fill; processes on one device share them."""
+    places = {id: (machine_of(config, config.machine(id)), facts[id].device) for id in facts}
+    sharers = Counter(places.values())
+    return {id: facts[id].memory_free / sharers[places[id]] for id in facts}
+
+
+class Cluster:
+    """The processes of one run; a context manager that ends them. `start`, then `assemble`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        max_frame_bytes: int,
+        max_boundary_bytes: int | None = None,
+        build: BuildStages = load_stages,
+        debug: bool = False,
+        run_id: str | None = None,
+        workers: LocalWorkers | None = None,
+        access: Access | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+        absence_s: float | None = None,
+        id_layers: frozenset[int] = frozenset(),
+        show_away: ShowAway = lambda worker, away: None,
+    ) -> None:
+        """
+        Args:
+            max_boundary_bytes: Limit of a boundary's tensors; None: that of any frame.
+            build: Builds the stages of this process.
+            run_id: A run's lasting id; None: a new one.
+            workers: The workers of this machine, where they have been started before.
+            access: For the links.
+            should_stop: Ends the wait for a lost worker.
+            absence_s: Seconds after which an absent worker is given up, also a paused one; None:
+                as configured.
+            id_layers: Layers of the model that read token ids.
+            show_away: As of `WorkerLinks`.
+        """
+        self._config = config
+        self._build = build
+        self._should_stop = should_stop
+        self._id_layers = id_layers
+        self.run_id = run_id or secrets.token_hex(8)
+        self.device = open_device(config.coordinator.device)
+        torch.set_num_threads(threads_for(config, "local"))
+        ids = local_worker_ids(config)
+        access = access or access_of(config, "local")
+        self._local = workers or LocalWorkers(
+            config,
+            ids,
+            debug=debug,
+            run_id=self.run_id,
+            program=(*PROGRAM, *access.arguments(ids)),
+        )
+        self._meter = ArrivalMeter(Recorder(config.training.timeline_steps))
+        self._peers = WorkerLinks(
+            config,
+            self.run_id,
+            max_frame_bytes,
+            buffers=self.device.buffers,
+            local=self._local,
+            unpack=lambda message: unpack(message, self.device),
+            watch=self._meter.watch,
+            access=access,
+            should_stop=should_stop,
+            show_away=show_away,
+        )
+        self.members = self._peers.members
+        """Which workers are present."""
+        self.recovery = Recovery(config, self._peers, self._local, self._load_workers, absence_s)
+        self._attempt = 0
+        self._max_boundary_bytes = max_boundary_bytes or max_frame_bytes
+        self._local_stages: Sequence[StageInterface] = []
+        self._current: LoadedPipeline | None = None
+        self._was_ready = False
+        self.fingerprint = ""
+        """Of the model's weights, as last loaded."""
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, *trace: object) -> None:
+        at_once = isinstance(error, (KeyboardInterrupt, PeerLostError))
+        end_s = timeouts.STOP_S if at_once else timeouts.EXIT_S
+        try:
+            if self._current is not None:
+                self._current.pipeline.close()
+            self._peers.close(Message(_goodbye(error)), end_s)
+        finally:
+            self._local.stop(end_s)
+
+    # -- start ----------------------------------------------------------------------------------
+
+    def start(self, needed: Collection[WorkerId] | None = None) -> dict[WorkerId, MachineFacts]:
+        """Start this machine's workers and connect to the `needed` ones (default: all); return each
+        process's device. The others need not be there yet, see `returned`."""
+        self._peers.listen()
+        self._local.start()
+        self._local.report()
+        wanted = [w for w in self._peers.workers if needed is None or w in needed]
+        for worker in self._peers.workers:
+            if worker in wanted:
+                self.members.on(worker, Event.DIAL)
+            else:
+                self._peers.await_in_background(worker)
+        welcomes = self._peers.connect_all(wanted)
+        device, memory = self.device, self.device.memory()
+        facts: dict[WorkerId, MachineFacts] = {}
+        facts["local"] = MachineFacts(
+            device.name, device.label, memory.total, memory.free, device.no_four_bit
+        )
+        for worker, welcome in welcomes.items():
+            self.members.on(worker, Event.FRESH)
+            facts[worker] = MachineFacts.of(welcome)
+            if welcome.torch.split("+")[0] != torch.__version__.split("+")[0]:
+                _log.warning(
+                    f"worker {worker} has torch {welcome.torch}, the coordinator "
+                    f"{torch.__version__}: equal to the last bit only with equal versions"
+                )
+            connected = event("worker connected", worker=worker, device=welcome.device_label)
+            _log.info("", extra=connected)
+        return facts
+
+    def assemble(
+        self,
+        config: Config,
+        memory_limits: tuple[int, ...] | None = None,
+        plan_times: Profile | None = None,
+    ) -> LoadedPipeline:
+        """Have all processes load their stages of `config`, also in place of other stages. Workers
+        without stages free their memory and stay as spare ones. `plan_times` are the times that the
+        plan was made with. Raises PeerLostError for a worker that is gone or exceeds
+        `load_timeout_s`, and UserError where this machine's files do."""
+        if self._current is not None:
+            self._current.pipeline.close()
+            for worker in self._peers.workers:
+                self._peers.direct.forget(worker)  # SETUP has a worker close its links
+        self._current = self.recovery.pipeline = None
+        self._config = self.recovery.config = config
+        self._end_loading()
+        spare = planned(config, self.members.those(State.SPARE))
+        for worker in [*self.members.those(*_LOADED_BEFORE), *spare]:
+            self.recovery.on(worker, Event.PLANNED)
+        expected = in_background(self._expected_weights, "fingerprint")
+        remains, self._local_stages = take_apart(self._local_stages, config), []
+        specs = [s for s in config.plan.stages if s.owner == "local"]
+        self._local_stages = local = self._build(config, specs, self.device, remains)
+        self._loaded = loaded = LoadedStages(config, expected)
+        for stage in local:
+            report = stage.fingerprint, stage.trainable(), stage.ties
+            loaded.note("the coordinator", stage.index, *report)
+        self._load_workers()
+        for stage in local:
+            stage.input_requires_grad = loaded.needs[stage.index]
+        self._current = LoadedPipeline(
+            config,
+            self._peers,
+            self.members,
+            loaded,
+            local,
+            self.device,
+            self._meter,
+            memory_limits=memory_limits,
+            plan_times=plan_times,
+            id_layers=self._id_layers,
+            max_boundary_bytes=self._max_boundary_bytes,
+        )
+        self.fingerprint = self._current.fingerprint
+        self.recovery.pipeline = pipeline = self._current.pipeline
+        self.recovery.outlive(lambda: self.retrying(pipeline.share_tied_weights))
+        self._was_ready = True
+        return self._current
+
+    def _load_workers(self) -> None:
+        """Have all workers without stages load them, linked with each other and started. Raises
+        PeerLostError for one that has other weights of the model than before."""
+        started: set[WorkerId] = set()
+
+        def load() -> list[WorkerId]:
+            for worker in self.members.those(State.JOINING):
+                self.recovery.on(worker, Event.PLANNED)
+            loading = self.members.those(State.LOADING)
+            deadline = self._await_ready(loading)
+            for worker in loading:
+                for entry in self._peers.ready[worker].stages:
+                    trainable = [(p.name, p.index) for p in entry.trainable]
+                    report = entry.fingerprint, trainable, entry.ties
+                    self._loaded.note(f"worker {worker}", entry.index, *report)
+            self._loaded.check(deadline)
+            self._connect_workers()
+            started.intersection_update(self._peers.ready)
+            for worker in planned(self._config, [w for w in loading if w not in started]):
+                stages = (s.index for s in self._config.plan.stages if s.owner == worker)
+                needing = tuple(k for k in stages if self._loaded.needs[k])
+                start = m.Start(needing, self._max_boundary_bytes)
+                self._peers.send(worker, Message(start))
+                started.add(worker)
+            return loading
+
+        loaded = self.recovery.while_loading(load)
+        for worker in loaded:
+            is_planned = worker in self._config.plan.owners
+            self.members.on(worker, Event.LOADED if is_planned else Event.SPARED)
+            if self._current is not None:
+                self.pipeline.renew(worker)
+        if self._current is not None and self._loaded.fingerprint != self.fingerprint:
+            raise PeerLostError(
+                f"worker {', '.join(map(str, loaded))} came back with other weights of the model",
+                hint="put the model's files there back as they were",
+            )
+
+    def _end_loading(self) -> None:
+        """Wait for workers that still load what an earlier plan gave them: they obey nothing else
+        before."""
+
+        def load() -> list[WorkerId]:
+            loading = self.members.those(State.LOADING)
+            self._await_ready(loading)
+            return loading
+
+        for worker in self.recovery.while_loading(load):
+            self.members.on(worker, Event.LOADED)
+
+    def _expected_weights(self) -> fingerprint.Fingerprint | None:
+        """Fingerprint of this machine's files of the model; None where it does not have them
+        all."""
+        model = self._config.model
+        if not self._peers.workers or model is None or model.name_or_path is None:
+            return None
+        source = resolve_model_path(model.name_or_path, self._config.base_dir)
+        return fingerprint.whole_fingerprint(source, model.revision)
+
+    def _await_ready(self, loading: Collection[WorkerId]) -> float:
+        """Wait until these workers have said READY; return the deadline of loading."""
+        told = time.monotonic()
+        deadline = told + self._config.training.load_timeout_s
+        while waiting := [str(worker) for worker in loading if worker not in self._peers.ready]:
+            if self._was_ready and self._should_stop():
+                raise StopWanted
+            event = self._peers.receive(timeouts.TICK_S)
+            now = time.monotonic()
+            if event is not None and event.message is not None:
+                event.message.release()
+            elif now > deadline:
+                raise PeerLostError(
+                    f"worker {', '.join(waiting)} has not loaded its stages in "
+                    f"{self._config.training.load_timeout_s:.0f} s",
+                    hint="look at its screen or log: a download may hang; "
+                    "training.load_timeout_s sets this limit",
+                )
+            elif now - told > _TELL_LOADING_S:
+                told = now
+                _log.info("still loading: worker %s", ", ".join(waiting))
+        return deadline
+
+    def _connect_workers(self) -> None:
+        """Open the plan's links between workers. Raises NetworkError at the start of a run where a
+        required link fails; later its tensors are relayed, as for a lost link."""
+        boundaries = Boundaries(self._config)
+        pairs = [(before.owner, after.owner) for before, after in boundaries.between_workers]
+        problems = self._peers.direct.connect(pairs, timeouts.DIRECT_DIAL_S) if pairs else {}
+        for pair in self._peers.direct.open.intersection(map(frozenset, pairs)):
+            workers = ", ".join(sorted(map(str, pair)))
+            _log.info("", extra=event("direct link opened", workers=workers))
+        for before, after in boundaries.between_workers:
+            problem = problems.pop(frozenset((before.owner, after.owner)), None)  # once for a pair
+            if problem is None:
+                continue
+            if boundaries.mode(after) == "direct" and not self._was_ready:
+                raise NetworkError(
+                    f"no direct link between {before.layers} and {after.layers}: {problem}",
+                    hint='open the port in the firewall, or set links to "auto" or "relay"',
+                )
+            none = event("no direct link", "relay", workers=f"{before.owner}, {after.owner}")
+            _log.warning("%s; their tensors go through the coordinator", problem, extra=none)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    @property
+    def loaded(self) -> LoadedPipeline:
+        """The present pipeline."""
+        assert self._current is not None, "assemble comes first"
+        return self._current
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self.loaded.pipeline
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since anything moved in the stages; inf while there are none. From any thread."""
+        current = self._current
+        return current.pipeline.idle_s if current is not None else math.inf
+
+    @property
+    def workers(self) -> list[WorkerId]:
+        """The workers that have layers in the plan in force."""
+        return planned(self._config, self._peers.workers)
+
+    def retrying(self, action: Callable[[], T]) -> T:
+        """Run `action` as `Recovery.retrying` does."""
+        return self.recovery.retrying(action)
+
+    def returned(self) -> dict[WorkerId, MachineFacts | None]:
+        """The awaited workers that have come since the last call, with their devices; they are
+        spare now. None for one that still has stages, whose memory is not free."""
+        found: dict[WorkerId, MachineFacts | None] = {}
+        for worker, welcome in self._peers.returned().items():
+            has_stages = welcome.run_id == self.run_id
+            self.members.on(worker, Event.BACK if has_stages else Event.FRESH)
+            _log.info("worker %s is back", worker, extra=event("worker back", worker=worker))
+            found[worker] = None if has_stages else MachineFacts.of(welcome)
+        return found
+
+    def begin(self, info: StepInfo, group: GradientSum | None = None) -> None:
+        """Announce an attempt at a step to every stage; its number is set here. With `group`, the
+        step's gradients are summed with those of other replicas."""
+        self._attempt += 1
+        text = "step %d, attempt %d: %d micro-batches"
+        _log.debug(text, info.step + 1, self._attempt, info.micro_batches)
+        self._peers.direct.dial_again(timeouts.DIRECT_DIAL_S)
+        info = replace(info, attempt=self._attempt, summed=group is not None)
+        self.loaded.begin(info, group)
+
+    def clock_offsets(self) -> dict[WorkerId, float]:
+        """Each worker's time.perf_counter() minus ours, in seconds, where it is known."""
+        offsets = {worker: self._peers.clock(worker).offset_s for worker in self.workers}
+        return {worker: offset for worker, offset in offsets.items() if offset is not None}
+
+    def control(self, worker: WorkerId, name: str, data: Any = None) -> Any:
+        """Between steps: the result of a worker's handler for `name`, or its UserError."""
+        if worker not in self.workers:
+            known = ", ".join(map(str, self.workers)) or "none"
+            raise UserError(f"there is no worker {worker!r} to ask (workers: {known})")
+
+        def asked() -> Any:
+            number = next(self.recovery.requests)
+            message = self.ask(worker, control.request(number, name, data))
+            message.release()
+            return control.result(message)
+
+        return self.retrying(asked)
+
+    def link_workers(
+        self, pairs: Iterable[tuple[WorkerId, WorkerId]]
+    ) -> dict[frozenset[WorkerId], str]:
+        """Between steps: have these pairs open a link; return the reasons where that fails. Raises
+        LinkLost."""
+        return self._peers.direct.connect(pairs, timeouts.DIRECT_DIAL_S)
+
+    def ask(self, worker: WorkerId, question: Message, then: Message | None = None) -> Message:
+        """A worker's answer to a CONTROL request, which the caller releases. `then` is sent right
+        behind the question. Raises LinkLost."""
+        host = self.loaded.remotes[worker]
+        if then is not None:
+            host.answer(question)  # sends it
+            self._peers.send(worker, then)
+        return self.pipeline.until(lambda: host.answer(question), f"an answer of worker {worker}")
+
+    def traffic(self) -> dict[WorkerId, tuple[int, int, float, int]]:
+        """Per worker: bytes received, bytes sent and seconds spent writing on all its links with
+        the coordinator, and bytes sent on its direct links."""
+        direct = self.pipeline.direct_bytes
+        return {w: (*counts, direct.get(w, 0)) for w, counts in self._peers.traffic().items()}
+
+    def why(self, lost: LinkLost) -> str:
+        """How the worker of a lost link ended, if this process started it; else why the link
+        broke."""
+        return self._local.exit_text(lost.worker, timeouts.STOP_S) or lost.reason
+
+
+def _goodbye(error: BaseException | None) -> m.Body:
+    """The last message to the workers; after a failure they stay for the next run."""
+    if error is None:
+        return m.Bye("the run is over")
+    if isinstance(error, StoppedEarly):
+        return m.Bye(f"the run ended: {error.message}"[:2000])
+    if isinstance(error, KeyboardInterrupt):
+        return m.Bye("the run was stopped")
+    known = error if isinstance(error, HeteroError) else HeteroError(type(error).__name__)
+    return m.Error(type(known).__name__, known.message[:2000], known.hint)

@@ -1,0 +1,139 @@
+"""Links between workers, as the coordinator knows them: one table with an entry for each pair.
+
+A lost link is dialled again between steps, each time by the other worker of the pair. Once it is
+back it serves from the next step on, since news of the old link's loss may come after news of the
+new link.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from hetero_framework.config import WorkerConfig
+from hetero_framework.core import messages as m
+from hetero_framework.core import timeouts
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.messages import Message
+from hetero_framework.engine.hosts import DirectLost
+from hetero_framework.log import event
+
+_log = logging.getLogger(__name__)
+Pair = frozenset[WorkerId]
+
+
+@dataclass
+class _Link:
+    """One pair's link. After each loss the pause before the next dial grows: a loss costs a
+    step."""
+
+    is_open: bool = False
+    was_lost: bool = False
+    is_back: bool = False  # open again: serves from the next step on
+    order: tuple[WorkerId, WorkerId] | None = None  # which worker dialled which the last time
+    redial_at: float = math.inf
+    pause_s: float = 0.0
+
+
+class DirectLinks:
+    """The table. `send` and `receive` are those of `WorkerLinks`, which reports to `note`."""
+
+    def __init__(
+        self,
+        workers: Mapping[WorkerId, WorkerConfig],
+        send: Callable[[WorkerId, Message], None],
+        receive: Callable[[float], object],
+    ) -> None:
+        self._workers = workers
+        self._send = send
+        self._receive = receive
+        self._links: dict[Pair, _Link] = {}
+        self._answers: dict[tuple[WorkerId, WorkerId], str | None] = {}  # to the last orders
+
+    @property
+    def open(self) -> set[Pair]:
+        """The pairs whose links serve the present step."""
+        return {pair for pair, link in self._links.items() if link.is_open}
+
+    def forget(self, worker: WorkerId) -> None:
+        """The worker's process is another one, so the links to the old one are gone, also where
+        their other ends have not noticed yet."""
+        self._links = {pair: link for pair, link in self._links.items() if worker not in pair}
+
+    def drop(self, pair: Pair) -> None:
+        """Stop using the link of this pair; `dial_again` has it opened again."""
+        one, other = sorted(pair, key=str)
+        link = self._links.setdefault(pair, _Link())
+        if not link.was_lost:
+            link.was_lost, link.order = True, (other, one)
+        link.is_open = link.is_back = False
+        link.redial_at = time.monotonic() + link.pause_s
+        link.pause_s = min(timeouts.REDIAL_S, 2 * link.pause_s + 1)
+
+    def connect(
+        self, pairs: Iterable[tuple[WorkerId, WorkerId]], timeout_s: float
+    ) -> dict[Pair, str]:
+        """Have each pair of workers open a link: the first one dials, then the second where that
+        fails. Return the reasons where both fail. Raises LinkLost."""
+        # One link for a pair that meets twice: each end would close its own of two that cross.
+        wanted = list({frozenset(pair): pair for pair in pairs}.values())
+        for pair in map(frozenset, wanted):  # opened now, and not some time between steps
+            self._links[pair] = _Link(is_open=pair in self.open)
+        problems: dict[Pair, list[str]] = {}
+        for ordered in (wanted, [(b, a) for a, b in wanted]):
+            left = [pair for pair in ordered if frozenset(pair) not in self.open]
+            self._answers.clear()
+            self._order(left, timeout_s)
+            deadline = time.monotonic() + timeout_s + timeouts.HANDSHAKE_S
+            while set(left) - self._answers.keys() and time.monotonic() < deadline:
+                try:
+                    self._receive(timeouts.ANSWER_TICK_S)
+                except DirectLost as lost:
+                    self.drop(lost.pair)  # one of those that were opened before
+            for dialler, other in left:
+                problem = self._answers.get((dialler, other), "it does not say why")
+                if problem is not None:
+                    text = f"worker {dialler} cannot reach worker {other}: {problem}"
+                    problems.setdefault(frozenset((dialler, other)), []).append(text)
+        return {pair: "; ".join(texts) for pair, texts in problems.items() if pair not in self.open}
+
+    def dial_again(self, timeout_s: float) -> None:
+        """Between steps: use the links that are back, and have lost ones dialled again, without
+        waiting for the answers. Raises LinkLost."""
+        now = time.monotonic()
+        for link in self._links.values():
+            link.is_open, link.is_back = link.is_open or link.is_back, False
+            if now >= link.redial_at:
+                assert link.order is not None
+                link.redial_at = now + timeout_s + link.pause_s
+                link.order = link.order[::-1]
+                self._order([link.order], timeout_s)
+
+    def _order(self, pairs: Iterable[tuple[WorkerId, WorkerId]], timeout_s: float) -> None:
+        by_dialler: dict[WorkerId, list[m.PeerAddress]] = {}
+        for dialler, other in pairs:
+            to = self._workers[other]
+            if to.port is None:
+                self._answers[dialler, other] = "it has no port"
+                continue
+            by_dialler.setdefault(dialler, []).append(m.PeerAddress(other, to.ip, to.port))
+        for dialler, peers in by_dialler.items():
+            self._send(dialler, Message(m.Connect(tuple(peers), timeout_s)))
+
+    def note(self, dialler: WorkerId, connected: m.Connected) -> None:
+        """Note which other workers a worker has reached."""
+        for entry in connected.peers:
+            self._answers[dialler, entry.id] = entry.problem
+            if entry.problem is not None:
+                continue
+            link = self._links.setdefault(frozenset((dialler, entry.id)), _Link())
+            if not link.was_lost:
+                link.is_open = True
+            else:
+                link.is_back, link.redial_at = True, math.inf
+                back = event("direct link back", workers=f"{dialler}, {entry.id}")
+                text = "the link between workers %s and %s is back"
+                _log.info(text, dialler, entry.id, extra=back)

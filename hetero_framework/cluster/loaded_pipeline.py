@@ -1,0 +1,266 @@
+"""`LoadedPipeline`: a pipeline whose stages are all loaded, and how its steps are run.
+
+It is built when all stages of a plan are loaded, and replaced when the plan changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hetero_framework.cluster.membership import Membership
+from hetero_framework.cluster.worker_links import WorkerLinks
+from hetero_framework.config import Config, StageSpec
+from hetero_framework.core.devices import Device
+from hetero_framework.core.messages import Message
+from hetero_framework.core.threads import in_background, wait_for
+from hetero_framework.engine.boundary_io import ArrivalMeter
+from hetero_framework.engine.hosts import StepResults, WorkerId
+from hetero_framework.engine.pipeline import Pipeline, StageStatistics
+from hetero_framework.engine.remote_host import RemoteHost
+from hetero_framework.engine.stage_api import (
+    GradientSum,
+    Loss,
+    StageInterface,
+    StepInfo,
+)
+from hetero_framework.engine.stage_host import StageHost
+from hetero_framework.engine.ties import Ties
+from hetero_framework.errors import UserError
+from hetero_framework.models.cut.objective import objective_of
+from hetero_framework.models.files import fingerprint
+from hetero_framework.planner.schedule.simulator import Profile
+from hetero_framework.planner.schedule.tuner import StageSeconds, Tuner, make_profile
+from hetero_framework.planner.schedule.tuning import TunedSchedule
+
+Trainable = list[list[tuple[str, tuple[int, ...]]]]
+
+
+@dataclass(frozen=True)
+class _CoordinatorSink:
+    """Output of this process's stages: results stay here, tensors go to their workers."""
+
+    results: StepResults
+    links: WorkerLinks
+
+    def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
+        self.links.post(message, done)
+
+    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
+        self.results.loss(info, micro_batch, loss)
+
+    def finished(self, info: StepInfo, micro_batch: int) -> None:
+        self.results.finished(info, micro_batch)
+
+    def failed(self, error: Exception) -> None:
+        self.links.fail(error)
+
+
+class LoadedStages:
+    """What the stages of a plan reported when they were loaded, checked as one model."""
+
+    def __init__(self, config: Config, expected: Future[fingerprint.Fingerprint | None]) -> None:
+        """`expected` is the fingerprint of the model's files on this machine."""
+        self._config = config
+        self._expected = expected
+        self._fingerprints: dict[int, tuple[str, Mapping[str, str]]] = {}
+        self._trainable: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+        self.ties: dict[int, Mapping[str, str]] = {}
+        """Of each stage: its parameters that are tied to those of an earlier one."""
+
+    def note(
+        self,
+        process: str,
+        stage: int,
+        weights: Mapping[str, str],
+        trainable: list[tuple[str, tuple[int, ...]]],
+        ties: Mapping[str, str],
+    ) -> None:
+        """Take a stage's report: hashes of the weights it has read, its trained parameters,
+        ties."""
+        self._fingerprints[stage], self._trainable[stage] = (process, weights), trainable
+        self.ties[stage] = ties
+
+    def check(self, deadline: float) -> None:
+        """Raise UserError where the stages are not of the model that this machine has."""
+        if not wait_for([self._expected], deadline - time.monotonic()):
+            raise UserError(
+                "this machine has not read the model's files in "
+                f"{self._config.training.load_timeout_s:.0f} s",
+                hint="their disk is slow or hangs; training.load_timeout_s sets this limit",
+            )
+        fingerprint.check_same_model(list(self._fingerprints.values()), self._expected.result())
+
+    @property
+    def trainable(self) -> Trainable:
+        """The trained parameters of each stage, with their places in the whole model."""
+        return [self._trainable[spec.index] for spec in self._config.plan.stages]
+
+    @property
+    def needs(self) -> list[bool]:
+        """Whether the input of each stage needs a gradient."""
+        return gradient_needs(self.trainable)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all weights."""
+        return fingerprint.summary(weights for _, weights in self._fingerprints.values())
+
+
+class LoadedPipeline:
+    """A pipeline and its schedule: which process sends tensors to which, and how steps are run."""
+
+    def __init__(
+        self,
+        config: Config,
+        links: WorkerLinks,
+        members: Membership,
+        loaded: LoadedStages,
+        local: Sequence[StageInterface],
+        device: Device,
+        meter: ArrivalMeter,
+        *,
+        memory_limits: tuple[int, ...] | None,
+        plan_times: Profile | None,
+        id_layers: frozenset[int],
+        max_boundary_bytes: int,
+    ) -> None:
+        """
+        Args:
+            local: The stages of this process.
+            memory_limits: Number of forwards that each stage has memory for.
+            plan_times: The times that the plan was made with.
+            id_layers: Layers that read token ids.
+        """
+        specs = config.plan.stages
+        self.trainable, self.fingerprint = loaded.trainable, loaded.fingerprint
+        self._boundaries = Boundaries(config)
+        self._links = links
+        self._stages = specs
+        self._tuner = Tuner(
+            specs,
+            max_in_flight=config.training.max_in_flight,
+            memory_limits=memory_limits,
+            planned=plan_times,
+            run=self._tune,
+        )
+        self._tuning: Future[None] | None = None
+        self.forecast: TunedSchedule | None = None
+        """The prediction for the step that began last; None while no times are known."""
+        results = StepResults()
+        host = StageHost(local, config, device, meter, _CoordinatorSink(results, links))
+        host.expectation.max_boundary_bytes = max_boundary_bytes
+        trained = {k: [name for name, _ in stage] for k, stage in enumerate(loaded.trainable)}
+        ties = Ties(loaded.ties, trained)
+        self.remotes: dict[WorkerId, RemoteHost] = {}
+        for worker in planned(config, links.workers):
+            indexes = [s.index for s in specs if s.owner == worker]
+            targets = [ties.targets.get(index, {}) for index in indexes]
+            remote = RemoteHost(worker, indexes, links, results, host.data, targets=targets)
+            self.remotes[worker] = remote
+        links.route(specs, host.expectation)
+        self.pipeline = Pipeline(
+            specs,
+            [host, *self.remotes.values()],
+            links,
+            results,
+            objective=objective_of(config.training, id_layers),
+            step_timeout_s=config.training.step_timeout_s,
+            trained=trained,
+            ties=ties,
+            has_stages=members.has_stages,
+        )
+
+    @property
+    def trained_names(self) -> list[str]:
+        """All trained parameters, in the order of the whole model."""
+        everything = [parameter for stage in self.trainable for parameter in stage]
+        return [name for name, _ in sorted(everything, key=lambda parameter: parameter[1])]
+
+    @property
+    def direct(self) -> frozenset[int]:
+        """Boundaries with a link from worker to worker, by the number of the stage before each."""
+        return self._boundaries.direct(self._links.direct.open)
+
+    def _tune(self, job: Callable[[], None]) -> None:
+        """Run a job of the tuner in the background; steps take its latest result."""
+        self._tuning = in_background(job, "tune")
+
+    def begin(self, info: StepInfo, group: GradientSum | None = None) -> None:
+        """Announce a step to every stage, with the best schedule known so far. `group` gets the
+        gradients of a step that is summed. Raises an error of an earlier step's tuning."""
+        if self._tuning is not None and self._tuning.done():
+            self._tuning.result()
+        direct = self.direct
+        count = max(1, info.micro_batches)  # other replicas may have all of a short step
+        choice = self._tuner.choice(count, direct)
+        self.forecast = self._tuner.forecast(count, direct)
+        schedule = choice.schedule if info.train else choice.unordered
+        self.pipeline.begin(info, schedule, group)
+
+    def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> Profile:
+        """Tune the next steps to the times of this one; return the times of stages and edges."""
+        n = micro_batches
+        seconds = {
+            index: StageSeconds(
+                s.forward_s / n, s.backward_s / n, s.arrive_forward_s, s.arrive_backward_s
+            )
+            for index, s in statistics.items()
+        }
+        direct, latency_s = self.direct, {}
+        for before, after in self._boundaries.all:
+            if before.index in direct:
+                pair = frozenset((before.owner, after.owner))
+                round_trip_s = self.pipeline.round_trips.get(pair, 0.0)
+            else:
+                round_trip_s = sum(
+                    self._links.clock(owner).round_trip_s or 0.0
+                    for owner in {before.owner, after.owner} - {"local"}
+                )
+            latency_s[before.index] = round_trip_s / 2
+        self._tuner.observe(seconds, latency_s)
+        return make_profile(self._stages, seconds, latency_s, direct)
+
+
+def planned(config: Config, workers: Iterable[WorkerId]) -> list[WorkerId]:
+    """The workers among these that the plan gives layers."""
+    return [worker for worker in workers if worker in config.plan.owners]
+
+
+class Boundaries:
+    """The boundaries between a plan's stages, and those that a direct link may serve."""
+
+    def __init__(self, config: Config) -> None:
+        self.all = list(pairwise(config.plan.stages))
+        self._config = config
+
+    def mode(self, after: StageSpec) -> str:
+        """The setting of the boundary in front of a stage: "auto", "direct" or "relay"."""
+        return self._config.shard_plan[after.index].links or self._config.links
+
+    @property
+    def between_workers(self) -> list[tuple[StageSpec, StageSpec]]:
+        """Boundaries that a direct link may serve."""
+        return [
+            (before, after)
+            for before, after in self.all
+            if "local" not in (before.owner, after.owner)
+            and before.owner != after.owner
+            and self.mode(after) != "relay"
+        ]
+
+    def direct(self, links: Collection[frozenset[WorkerId]]) -> frozenset[int]:
+        """The boundaries that one of these links serves, by the number of the stage before."""
+        return frozenset(
+            before.index
+            for before, after in self.between_workers
+            if frozenset((before.owner, after.owner)) in links
+        )
+
+
+def gradient_needs(trainable: Trainable) -> list[bool]:
+    """For each stage whether anything trainable lies before it: its input then needs a gradient."""
+    return [any(trainable[:stage]) for stage in range(len(trainable))]
