@@ -11,7 +11,7 @@
 at every `--every` steps and started again with the same command. Printed are the steps per second,
 against those of the steps that all three took one after the other without a kill, and the seconds
 from each kill until the others' next step. A kill costs about two seconds and half a step, so steps
-must be as long as those of a training are, or --every is no rate of failures that one has: the
+must be as long as those of a training are, or --every is not a rate of failures that one has: the
 default makes steps of about 1.6 s.
 
 `speeds`: two islands, one twice as fast as the other (layers that sleep), with shares by measured

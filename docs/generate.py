@@ -19,8 +19,8 @@ TARGET = Path(__file__).with_name("configuration.md")
 _INTRODUCTION = """\
 # hetero_config.json
 
-One JSON file says who takes part, who holds which layers, and what is trained. It is the same file
-on every machine; the coordinator's copy counts. `hetero init` writes one, `hetero check` validates
+One JSON file names the machines, the layers of each, and the training. It is the same file on every
+machine; the coordinator's copy takes precedence. `hetero init` writes one, `hetero check` validates
 one, `hetero schema` prints its JSON Schema. This page is generated from that schema by
 `python docs/generate.py`.
 
@@ -32,10 +32,10 @@ one, `hetero schema` prints its JSON Schema. This page is generated from that sc
 - Only `coordinator` and `shard_plan` are required, and `workers` for plans that name any;
   training also needs `model` and `data`.
 - Any setting can be replaced for one run: `hetero train --set training.learning_rate=1e-4`.
-- The column "on resume" says what happens where a checkpoint was written with another value:
-  "refused", since the run would be another one, or "said", with both values, and the run goes on
-  with the new one. Where it is empty, the trained result does not depend on the setting. What the
-  settings of `data` yield is compared by content: other tokens to train on are refused.
+- The column "on resume" tells what happens when the checkpoint was written with another value:
+  "refused", since the result would be another one; or "said": both values are reported, and the run
+  continues with the new one. Where it is empty, the trained result does not depend on the setting.
+  Training data are compared by their tokens: other tokens are refused.
 - Names in `training` are those of `transformers.TrainingArguments` and mean the same, names in
   `adapter` those of `peft.LoraConfig`, names in `data` those of TRL's `SFTConfig` where it has
   them.
@@ -131,7 +131,7 @@ def _section(annotation: Any) -> type[schema.Section] | None:
 
 def alias_names() -> dict[str, dict[str, Any]]:
     """The fields of the installed versions' classes that are no settings here, by section, with
-    their defaults; null for what is no JSON value."""
+    their defaults; null for what is not a JSON value."""
     from peft import LoraConfig
     from transformers import TrainingArguments
     from trl import SFTConfig

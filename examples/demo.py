@@ -202,7 +202,7 @@ def training(config: Path, overrides: list[str]) -> Iterator[subprocess.Popen[by
 
 
 def kill_worker(output: Path, run: subprocess.Popen[bytes], *, worker: int, step: int) -> None:
-    """Kill a worker's process as soon as the run has done so many steps."""
+    """Kill a worker's process as soon as the run has done `step` steps."""
     log, metrics = output / "logs" / "coordinator.log", output / "metrics.jsonl"
     while run.poll() is None:
         if metrics.exists() and len(metrics.read_bytes().splitlines()) >= step:

@@ -1,4 +1,4 @@
-"""`python -m hetero_framework` is the `hetero` command. Signals are heard before it is imported."""
+"""`python -m hetero_framework`: the `hetero` command; sets signal handlers before its imports."""
 
 import sys
 

@@ -53,7 +53,7 @@ def _main(words: Sequence[str], stop: StopRequest | None) -> int:
         options = [name for action in own._actions for name in action.option_strings]
         first = unknown[0].partition("=")[0]
         if first in options:  # in front of the command
-            own.error(f"{first} goes behind the command: {own.prog} {first}")
+            own.error(f"{first} goes after the command: {own.prog} {first}")
         near = _did_you_mean(first, options)
         own.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     if arguments.command is None:

@@ -1,4 +1,4 @@
-"""Messages of your own between coordinator and workers, over the links that are there anyway.
+"""User-defined messages between coordinator and workers, over the existing links.
 
     from hetero_framework import control
 
@@ -11,9 +11,9 @@
         for worker in cluster.workers:
             print(worker, cluster.control(worker, "gpu_temperature"))
 
-Save this as watch.py and add `--import watch.py` to the command on every machine. Data are what
-msgpack knows: null, bool, int, float, string, bytes, list, and map with string keys.
-docs/maintainers/extending.md has the whole of it.
+Save this as watch.py and add `--import watch.py` to the command on every machine. Data may be what
+msgpack carries: null, bool, int, float, string, bytes, list, and map with string keys.
+docs/maintainers/extending.md describes the rest.
 """
 
 from __future__ import annotations

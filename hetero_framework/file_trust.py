@@ -1,8 +1,7 @@
-"""Whether nobody but this user can have written a file: what others could plant is not read, and
-nothing is written through links that they could plant.
+"""Ownership checks on files: refuses those that another user of the machine could have written.
 
-Links lead out of the directory that is looked at, and another owner or a mode that lets everybody
-write means that another user of the machine may have made the content.
+A file is refused when it or a directory on the way to it belongs to another user or is writable by
+everybody, or when a link leads out of the directory that is checked.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Untrusted:
 
 
 def untrusted_reason(path: Path, *, by_group: bool = False) -> Untrusted | None:
-    """What is wrong with a file or a directory; None where nothing is. `by_group`: that a group of
+    """The problem with a file or a directory; None if there is none. `by_group`: that a group of
     several users may change it counts, too. Raises OSError."""
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode):

@@ -1,4 +1,4 @@
-"""Where the package's log lines go, and what a line may look like.
+"""The package's logging: where lines go, and what a line may contain.
 
 A line may have as `extra`: `event(...)`, which makes it an event of events.jsonl too (with an empty
 message, an event alone), and `said_by(...)`, which limits how many lines of a peer's words appear.
@@ -80,7 +80,7 @@ def set_step(step: int | None) -> None:
 
 
 def current_step() -> int | None:
-    """What `set_step` was told last."""
+    """The last step of `set_step`."""
     return _step
 
 

@@ -1,5 +1,5 @@
-"""A Hugging Face repository's settings, read as data before any library sees them: what in them
-would load code is refused."""
+"""A Hugging Face repository's settings, read as data before any library reads them. Settings that
+would load code are refused."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def refuse_elsewhere(name: str, base_dir: Path, kind: type[UserError]) -> None:
     where this process was started and not in `base_dir`."""
     if os.path.isdir(name):
         raise kind(
-            f"{name!r} is no directory in {base_dir}, where relative paths start, but one in"
+            f"{name!r} is not a directory in {base_dir}, where relative paths start, but one in"
             f" {Path.cwd()}, where this process was started",
             hint="write it as a path from the configuration's folder, or as an absolute one",
         )
@@ -136,7 +136,8 @@ def read_json(
 
 
 def mistaken_for(content: bytes) -> tuple[str, str] | None:
-    """What was stored in place of a file, by its first bytes, and what to do; None: nothing."""
+    """The thing stored in place of a file, by its first bytes, and a hint; None: the file
+    itself."""
     start = content[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if start.startswith(_LFS_POINTER):
         return "a Git LFS pointer", "run `git lfs pull` there, or download it with `hf download`"

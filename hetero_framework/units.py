@@ -1,4 +1,4 @@
-"""Numbers as people read them, the same everywhere: three digits, and the unit that fits."""
+"""Numbers formatted for people: three digits and a fitting unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the Python and the packages here are as new as this package says it needs."""
+"""Checks that Python and the installed packages are as new as this package requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the out-of-memory killer of Linux ended a process, as far as the kernel tells."""
+"""Finds out from the kernel whether the out-of-memory killer of Linux ended a process."""
 
 from __future__ import annotations
 

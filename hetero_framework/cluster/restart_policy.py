@@ -1,5 +1,4 @@
-"""Whether a process that died is started again, and after which pause. Pure: times in, pauses
-out."""
+"""Decides whether and when a dead process is started again. Pure: times in, pauses out."""
 
 from __future__ import annotations
 

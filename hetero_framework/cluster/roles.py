@@ -1,4 +1,4 @@
-"""Which processes of a plan belong to this machine.
+"""The processes of a plan that belong to this machine.
 
 Decided by --role and --worker-id, else by comparing the configuration with this machine's addresses
 and host names, else by this machine's keys. No name is resolved.
@@ -183,7 +183,7 @@ def _is_loopback(machine: Machine) -> bool:
 
 
 _HINT = (
-    "Correct hostname or ip of this machine's entry, or say who it is: --role coordinator, or"
+    "Correct hostname or ip of this machine's entry, or give its role: --role coordinator, or"
     " --worker-id ID."
 )
 

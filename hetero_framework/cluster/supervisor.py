@@ -2,8 +2,8 @@
 
 A child that crashed is started again (restart_policy.py); one that ended in order, or for a reason
 that a restart would meet again, is not. The machine's owner may pause a worker (pausing.py): its
-process ends and frees its memory and device until the owner resumes it. Whatever ends the parent
-ends the children: it passes signals on to them, and its own death closes their life lines.
+process ends and frees its memory and device until the owner resumes it. When the parent ends, the
+children end: it passes signals on to them, and its own death closes their life lines.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class _Supervisor:
     def _start(self, worker: SupervisedWorker) -> None:
         if worker.is_paused:
             worker.policy = RestartPolicy()
-            _log.info("worker %s goes on", worker.id, extra=_event("worker resumed", worker))
+            _log.info("worker %s continues", worker.id, extra=_event("worker resumed", worker))
         worker.kills = oom_killer.out_of_memory_kills()
         worker.last_lines.clear()
         worker.leave_by = None

@@ -117,7 +117,7 @@ class _Run:
         """Why another coordinator has to wait."""
         now = time.monotonic()
         if self.lost is None:
-            return f"it works for the run of {self.host}, for {_duration(now - self.began)} now"
+            return f"busy with the run of {self.host} for {_duration(now - self.began)}"
         left = max(0.0, self.lost + self.grace_s - now)
         return (
             f"it keeps the stages of the run of {self.host}, whose link was lost "
@@ -394,7 +394,7 @@ class Worker:
             raise PeerLostError(
                 "no coordinator has come since the run was lost "
                 f"({_duration(timeouts.COORDINATOR_S)})",
-                hint="hetero worker --keep waits for ever",
+                hint="hetero worker --keep waits forever",
             )
 
     def failed(self, run: _Run, error: Exception) -> None:

@@ -334,7 +334,7 @@ class WorkerLinks:
                         raise
                     if not tried_s:
                         text = (
-                            "worker %s: what answers at %s hangs up; trying again for up to %.0f s"
+                            "worker %s: the program at %s hangs up; trying again for up to %.0f s"
                         )
                         most_s = min(left, timeouts.HANDSHAKE_S)
                         _log.info(text, worker.id, worker.address, most_s)
@@ -399,11 +399,11 @@ class WorkerLinks:
             kind = "hung up" if isinstance(fault, PeerLostError) else "stranger"
             if fault is None or isinstance(fault, PeerSilentError):
                 kind = "deaf"
-            hint = hint or (
-                "is it another program that has this port? Else look at the worker's own screen or "
-                "log"
+            hint = (
+                hint or "check what has this port; if it is the worker, look at its screen or log"
             )
-            raise _NotOpened(kind, f"what answers at {where} is no worker that works: {why}", hint)
+            text = f"the program at {where} does not behave like a worker: {why}"
+            raise _NotOpened(kind, text, hint)
         said = answer.body
         if not isinstance(said, m.Welcome):
             connection.close()

@@ -1,4 +1,4 @@
-"""`"shard_plan": "auto"`: the plan of a run is made when it begins, and kept with its results."""
+"""`"shard_plan": "auto"`: makes the plan when a run begins and keeps it with the run's results."""
 
 from __future__ import annotations
 

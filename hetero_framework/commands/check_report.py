@@ -122,8 +122,8 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
         if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
             lessened = estimate(recomputing(config))
             notes.append(
-                'gradient_checkpointing "auto": a run that begins looks at the devices, and has it'
-                " on in as few stages as it takes to fit them; the last column is with it in all"
+                'gradient_checkpointing "auto": a run enables it on as few stages as it takes to'
+                " fit the devices; the last column has it on all stages"
             )
     processes = [_process(config, owner, memory, lessened) for owner in config.plan.owners]
     return {

@@ -1,5 +1,5 @@
-"""`hetero doctor --config`: what would keep a run of this configuration from working, seen from
-this machine, and what to do about it.
+"""`hetero doctor --config`: everything that would stop a run of this configuration, as seen from
+this machine, with what to do about it.
 
 Each check is a function of a `MachineView` that yields findings; `CHECKS` lists them. The
 coordinator's machine asks the workers that are up and lets them go again; a worker that serves a
@@ -120,7 +120,7 @@ class MachineView:
 
     @cached_property
     def access(self) -> Access | UserError:
-        """What a run here would show on its connections, or why it could not."""
+        """The credentials of a run here, or the reason why there are none."""
         try:
             return access_of(self.config, (*self.own, "local")[0], self.options)
         except UserError as error:
@@ -138,7 +138,7 @@ class MachineView:
 
     @cached_property
     def memory(self) -> list[StageMemory]:
-        """What each stage needs at least; empty where the model cannot be read."""
+        """The least memory of each stage; empty where the model cannot be read."""
         if not isinstance(self.model, PretrainedConfig):
             return []
         try:
@@ -148,7 +148,7 @@ class MachineView:
 
     @cached_property
     def workers(self) -> dict[WorkerId, WorkerAnswer]:
-        """What the workers of other machines say, all asked at once."""
+        """Answers of the workers on other machines, all asked at once."""
         asked = {
             worker.id: in_background(partial(ask_worker, self, worker), "ask")
             for worker in self.remote_workers
@@ -348,7 +348,7 @@ def port(view: MachineView) -> Found:
             view.notes.append(f"port {worker.port} of worker {id} is used by {holder}")
         elif asked.problem is not None:
             yield (
-                f"port {worker.port} of worker {id} is used by {holder}, which is no worker",
+                f"port {worker.port} of worker {id} is used by {holder}, which is not a worker",
                 f'stop it, or change "port" of worker {id} on all machines',
             )
 

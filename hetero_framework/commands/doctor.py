@@ -1,7 +1,5 @@
-"""`hetero doctor`: what this machine can do; with --config, what would stop a run.
-
-The first is in machine_report.py, the second in diagnosis.py.
-"""
+"""`hetero doctor`: the abilities of this machine (machine_report.py); with --config, everything
+that would stop a run (diagnosis.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ OPTIONS = (
     option(
         "--config",
         metavar="FILE",
-        help="find what is wrong with the machines of this configuration, seen from here",
+        help="check the machines of this configuration, as seen from this one",
     ),
     WORKER_ID,
     *ACCESS,

@@ -1,7 +1,7 @@
-"""`hetero plan --dry-run`: the profile of a fleet on paper, from config.json and makers' figures.
+"""`hetero plan --dry-run`: a fleet's profile, estimated from config.json and makers' figures.
 
-Nothing of the model but its configuration is read, and no other machine is asked. What comes out
-is an estimate: `Estimate.about` says of what, and how far it may be off.
+Only the model's configuration is read, and no other machine is contacted. `Estimate.about` says
+what was assumed and how far the estimate may be off.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _no_four_bit(device: KnownDevice) -> str | None:
 def _job(
     config: Config, model: PretrainedConfig, kinds: Mapping[WorkerId, Kind | None]
 ) -> dict[str, Any]:
-    """What is trained, and of which sizes; `epoch_tokens` where the data are here."""
+    """The trained weights and the sizes of micro-batches; `epoch_tokens` where the data are
+    here."""
     assert config.model is not None
     training, adapter = config.training, config.adapter
     stored = stored_quantization(model)
@@ -135,7 +136,7 @@ def _epoch_tokens(config: Config) -> int | None:
 def paper_config(
     model: str, devices: Sequence[str], settings: Sequence[str], adapter: str | None = None
 ) -> Config:
-    """What `hetero init` would propose for a model here and on the workers of `devices`; of a
+    """The proposal of `hetero init` for a model here and on the workers of `devices`; of a
     quantised one those that cannot hold it so do not. Raises as `estimate_fleet`."""
     named = {text.partition("=")[0]: text.partition("=")[2] for text in devices}
     ids = [owner for owner in named if owner != "local"]
@@ -243,7 +244,7 @@ def _devices(
         named[id] = _own_device(machine.device)
     if missing:
         raise UserError(
-            f"which device {' and '.join(f'worker {id}' for id in missing)} has is not known",
+            f"the device of {' and '.join(f'worker {id}' for id in missing)} is not known",
             hint=f'name it, as in --device {missing[0]}="RTX 3090", or leave the worker out'
             f" with --exclude {missing[0]}",
         )
@@ -279,7 +280,7 @@ def _rates(ids: Sequence[WorkerId], options: Sequence[str]) -> dict[WorkerId, fl
         own = [id for id in ids if not equals or str(id) == owner]
         if not own:
             known = ", ".join(map(str, ids))
-            raise UserError(f"--bandwidth {option}: {owner!r} is no process; there are: {known}")
+            raise UserError(f"--bandwidth {option}: {owner!r} is not a process; there are: {known}")
         found |= dict.fromkeys(own, _rate(rate, option))
     return found
 
@@ -288,7 +289,7 @@ def _rate(text: str, option: str) -> float:
     match = _RATE.fullmatch(text.strip())
     if match is None or not float(match[1]):
         raise UserError(
-            f"--bandwidth {option} is no speed of a network",
+            f"--bandwidth {option} is not a network speed",
             hint="for example: --bandwidth 1Gbit/s, --bandwidth 2=100Mbit/s or --bandwidth 110MB/s",
         )
     per_bit = 1.0 if match[3] == "B/s" else 1 / 8
@@ -318,7 +319,7 @@ def _links(
 
 
 def _cost(work: ModelWork, device: KnownDevice) -> ModelCost:
-    """What the parts take on a device."""
+    """The costs of the parts on a device."""
 
     def part(own: PartWork, kept: int = 0, again: int = 0) -> PartCost:
         forward_s = device.seconds(own.forward_flops, own.forward_bytes, half=work.half)

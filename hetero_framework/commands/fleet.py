@@ -1,7 +1,7 @@
-"""`hetero plan --measure`: what each machine takes for each part of the model, and all links.
+"""`hetero plan --measure`: the time of each part of the model on each machine, and all links.
 
-Real workers and links, but a tiny model between them: each process measures the parts of the real
-one with random weights, so none of them needs to have it.
+Real workers and links serve a tiny model. Each process measures the parts of the real one with
+random weights, so none of them needs to have it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _loss(cluster: Cluster, error: LinkLost | DirectLost | PeerLostError) -> str
 
 
 class _Measuring:
-    """What is asked of a cluster, with a line for each part that was measured."""
+    """The measurements of a cluster, with a line for each part that was measured."""
 
     def __init__(
         self, config: Config, model: PretrainedConfig, cluster: Cluster, anew: bool
@@ -210,7 +210,8 @@ def directions(
 
 
 def turns(config: Config) -> Iterator[list[WorkerId]]:
-    """Who is measured at once: of each machine one process, until all had their turn."""
+    """Processes that are measured at the same time: one of each machine, until all had their
+    turn."""
     machines: dict[str, list[WorkerId]] = {}
     owners: list[WorkerId] = ["local", *(worker.id for worker in config.workers)]
     for owner in owners:

@@ -1,4 +1,4 @@
-"""The profile of a fleet from what a model's parts cost on each process, measured or estimated."""
+"""The profile of a fleet, from measured or estimated costs of a model's parts on each process."""
 
 from __future__ import annotations
 

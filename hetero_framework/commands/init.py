@@ -53,7 +53,7 @@ OPTIONS = (
         "--coordinator", metavar=_HOST_PORT_DEVICE, help="the coordinator (default: this machine)"
     ),
     option("--layers", type=int, metavar="N", help="number of layers (default: the model's)"),
-    flag("--measure", "no even split: the run measures the machines first, and plans for them"),
+    flag("--measure", "let the run measure the machines and plan for them; no even split"),
     option("--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"),
     option("--data", metavar="FILE", help="training data: file or dataset name"),
     option("--island", metavar="NAME", help="train together with other coordinators, as this one"),
@@ -306,7 +306,7 @@ def _check_quantised(config: Config, own: Sequence[str]) -> None:
 
 
 def precision_lines(config: Config) -> list[str]:
-    """What is to be known of the machines that hold no quantised weights beside others that do."""
+    """A note on machines without quantised weights beside others that have them."""
     machines = [("local", config.coordinator), *((w.id, w) for w in config.workers)]
     return [
         f"{process_name(owner)} ({machine.device}) has no 4 bits: its layers stay in full precision"

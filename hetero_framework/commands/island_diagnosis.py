@@ -1,4 +1,4 @@
-"""What would keep this coordinator from the other islands, for `hetero doctor --config`."""
+"""Obstacles between this coordinator and the other islands, for `hetero doctor --config`."""
 
 from __future__ import annotations
 

@@ -314,7 +314,7 @@ def _again(keys: KeyDirectory, process: str) -> str:
 def _wrong_lists(
     keys: KeyDirectory, own: str | None, listed: Mapping[int, certificates.Issued], gone: Set[int]
 ) -> Iterator[Problem]:
-    """What does not fit the authority here, whose cluster is `own`."""
+    """Contradictions to the authority here, whose cluster is `own`."""
     path = keys.path / ISSUED
     if own is None:
         if listed:
@@ -324,7 +324,7 @@ def _wrong_lists(
     if not keys.has("local"):
         text = f"there is no {keys.bundle('local')}, the key of {keys.kind.called('local')}"
         yield text, "the next `hetero invite` makes it"
-    anew = "put back the list that belongs here, or make all of it anew: hetero keys rotate"
+    anew = "restore the list, or replace the authority and all keys: hetero keys rotate"
     if others := {entry.cluster for entry in listed.values()} - {"", own}:
         yield f"{path} is the list of cluster {', '.join(others)}; the authority is of {own}", anew
     if missing := gone - listed.keys():
@@ -350,7 +350,7 @@ def rotate(keys: KeyDirectory) -> str:
     if not elsewhere:
         return "there is a new authority, and new keys for the processes of this machine"
     return (
-        "there is a new authority; the keys of other machines are good for nothing any more. Have "
+        "there is a new authority; the keys of other machines are no longer valid. Have "
         f"them join again: hetero invite {' '.join(keys.kind.option + who for who in elsewhere)}"
     )
 

@@ -1,4 +1,4 @@
-"""`hetero lighthouse`: where islands find each other. Its machine alone needs torchft."""
+"""`hetero lighthouse`: the service through which islands find each other. Only it needs torchft."""
 
 from __future__ import annotations
 
@@ -87,6 +87,6 @@ def _welcome(where: str, encrypts: bool) -> str:
     if encrypts:
         return f"the lighthouse is at {where}; `hetero invite --island NAME` lets an island in"
     return (
-        f"the lighthouse is at {where}, and asks nobody who it is; for islands elsewhere make keys"
+        f"the lighthouse is at {where}, without authentication; for islands elsewhere make keys"
         " (`hetero invite --island NAME`) and start it with --bind and this machine's address"
     )

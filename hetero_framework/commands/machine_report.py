@@ -1,4 +1,4 @@
-"""What `hetero doctor` reports of a machine: versions, devices, number types, attention, ports."""
+"""The report of `hetero doctor` on a machine: versions, devices, number types, attention, ports."""
 
 from __future__ import annotations
 

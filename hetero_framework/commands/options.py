@@ -1,6 +1,6 @@
-"""What the subcommands of `hetero` share: options, and what is done with them.
+"""Options and helpers that several subcommands of `hetero` share.
 
-No heavy import at the top: the command line is built before anything is known to be needed.
+No heavy import at the top: the parser is built before it is known which command runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def repeated(name: str, metavar: str, help: str, **settings: Any) -> Option:
 def at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
         return int(text)
 
     return number
@@ -54,7 +54,7 @@ ACCESS = (
     flag("--insecure-plaintext", "disable encryption and authentication; the same on all machines"),
 )
 JSON = flag("--json", "print JSON")
-ANEW = flag("--anew", "measure also what the machines remember of this model and settings")
+ANEW = flag("--anew", "measure everything again, also where a machine has cached results")
 WORKER_ID = option("--worker-id", metavar="ID", help="act as this worker")
 ROLE_HELP = "role of this machine (default: by its addresses and host name)"
 IMPORT = repeated(

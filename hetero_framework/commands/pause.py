@@ -1,4 +1,4 @@
-"""`hetero pause`: frees a machine of a worker for a while. `hetero resume` ends that."""
+"""`hetero pause`: frees a worker's machine until `hetero resume`."""
 
 from __future__ import annotations
 

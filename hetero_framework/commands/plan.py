@@ -148,7 +148,7 @@ def _check(arguments: argparse.Namespace) -> None:
     kept = Path(arguments.save_profile or "")
     if arguments.save_profile is not None and kept.exists() and not kept.is_file():
         # A device or a pipe would be replaced by a file.
-        raise UserError(f"--save-profile {kept} is no file that could be written")
+        raise UserError(f"--save-profile {kept} is not a file that can be written")
     if arguments.anew and not arguments.measure:
         raise UserError("--anew goes with --measure")
     for name in ("model", "device", "bandwidth", *_JOB):

@@ -1,4 +1,4 @@
-"""The two pictures of a plan: who holds which layers, and the step that is predicted."""
+"""The two pictures of a plan: the layers of each process, and the predicted step."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def judge_settings(
         again = {str(k): True for k in range(len(entries))}
     most = settings.get("max_in_flight")
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise ConfigError(f"{file}: max_in_flight: must be a whole number from 1 on")
+        raise ConfigError(f"{file}: max_in_flight: must be a whole number of at least 1")
     ids = [device.id for device in profile.devices]
     margins = _margins(wishes.margins, ids)
     return evaluate(
@@ -201,7 +201,7 @@ def held_text(ranges: Sequence[tuple[int, int]]) -> str:
 
 
 def _estimate_lines(about: Mapping[str, Any]) -> list[str]:
-    """What an estimate was made from, and how far it may be off."""
+    """The basis of an estimate, and how far it may be off."""
     lines = [
         f"An ESTIMATE from config.json and makers' figures: times may be {about['factor']:g} times"
         " longer or shorter. `hetero plan --measure` measures."

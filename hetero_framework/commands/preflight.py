@@ -1,5 +1,6 @@
-"""What files and names alone tell of a configuration, before torch is imported, which takes
-seconds: `preflight` raises one error with all of it. Whatever passes is looked at again later.
+"""Checks of a configuration that need no torch, whose import takes seconds.
+
+`preflight` raises one error with all problems that files and names show.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`hetero timeline`: where the time of a run's steps went, and what would help most."""
+"""`hetero timeline`: how the time of a run's steps was spent, and which change would help most."""
 
 from __future__ import annotations
 

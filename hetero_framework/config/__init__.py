@@ -1,4 +1,4 @@
-"""hetero_config.json: its schema, the plan in it, and how a file becomes a `Config`."""
+"""hetero_config.json: its schema, the plan in it, and loading a `Config` from a file."""
 
 # ruff: noqa: F401  (what is imported here is what the package offers)
 

@@ -1,7 +1,7 @@
-"""Settings under the names of other tools: what each is called here, or why there is none.
+"""Settings under the names of other tools: the name here, or the reason why there is none.
 
-alias_settings.json says what is called how here ("called", and for the entries of machines
-"called_of_machines"), and why there is no such setting ("reasons"; the names are a regular
+alias_settings.json maps names of other tools to ours ("called", and for the entries of machines
+"called_of_machines") and gives reasons for those without one ("reasons"; the names are a regular
 expression). alias_names.json lists the fields of TrainingArguments, LoraConfig and SFTConfig that
 are no settings here; `python docs/generate.py` adds those of the installed versions.
 """
@@ -43,7 +43,7 @@ def is_harmless(section: str, key: str, value: Any) -> bool:
 
 
 def meant(path: str, value: Any) -> str | None:
-    """What to write for a value that other tools have for the setting at `path`."""
+    """Our value for one that other tools have for the setting at `path`."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     for where, values in settings()["values"].items():
         if re.fullmatch(where, path):
@@ -57,7 +57,7 @@ def _fits(form: str, text: str) -> bool:
 
 
 def own_name(section: str, key: str) -> str | None:
-    """What `key` of a section of the file ("" for the top level) is called here; None: unknown."""
+    """Our name for `key` of a section of the file ("" for the top level); None: unknown."""
     is_machine = section in ("coordinator", "workers", "shard_plan")
     for here, others in settings()["called_of_machines" if is_machine else "called"].items():
         if key in others.split() or f"{section}.{key}" in others.split():

@@ -1,4 +1,4 @@
-"""The settings of an adapter that PEFT reads as regular expressions, checked before it does."""
+"""Checks of the adapter settings that PEFT reads as regular expressions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _AROUND = {
     "rank_pattern": (r"(.*\.)?(", ")$"),
     "alpha_pattern": (r"(.*\.)?(", ")$"),
 }
-"""What PEFT puts before and after each. The names in lists of the first two are compared as they
-are."""
+"""The text that PEFT puts before and after each. The names in lists of the first two are compared
+as they are."""
 EXPRESSIONS = tuple(_AROUND)
 
 
@@ -33,7 +33,7 @@ def expression(setting: str, text: str) -> re.Pattern[str]:
         what = getattr(error, "msg", None) or str(error)
         hint = ' (any text is ".*", not "*")' if text.startswith(("*", "?", "+")) else ""
         raise ValueError(
-            f'"{text}" is no regular expression: {what}{where}{hint}'.replace("\n", " ")
+            f'"{text}" is not a regular expression: {what}{where}{hint}'.replace("\n", " ")
         ) from None
 
 

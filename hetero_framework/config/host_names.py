@@ -1,4 +1,4 @@
-"""Addresses as they are written in the file: what is one, and when two are the same."""
+"""Addresses in the configuration: their syntax, and when two of them are equal."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def checked_host(value: str) -> str:
         pass
     if "://" in value or "/" in value:
         raise ValueError(
-            f"{shown(value)} is no address; write only the host, without scheme or path"
+            f"{shown(value)} is not an address; write only the host, without scheme or path"
         )
     if value.startswith("[") or (value.count(":") == 1 and value.split(":")[1].isdigit()):
         raise ValueError(
-            f'{shown(value)} is no address; the port goes into "port", without brackets'
+            f'{shown(value)} is not an address; the port goes into "port", without brackets'
         )
     labels = value.removesuffix(".").split(".")
     if re.fullmatch(r"[\d.]+", value) or len(value) > 253 or not labels[0]:

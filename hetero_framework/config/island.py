@@ -1,4 +1,4 @@
-"""The `island` section: how this coordinator and its workers train with other ones like them."""
+"""The `island` section: how this coordinator trains together with others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a file and `--set` to a `Config`; and the JSON Schema of the file."""
+"""Loads a `Config` from a file and `--set` options; makes the JSON Schema of the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizers and learning-rate schedules there are, and why some cannot train shards.
+"""The optimizers and learning-rate schedules that can train shards, and reasons against the others.
 
 The names are read from transformers' source, since importing it takes seconds.
 """

@@ -15,7 +15,7 @@ class PlanEntry(Section):
     """One stage: the layers [start, end) on one machine."""
 
     id: WorkerId
-    """Who holds the layers: "local" (the coordinator) or the id of a worker. The first entry is
+    """Owner of the layers: "local" (the coordinator) or the id of a worker. The first entry is
     "local"; an id may appear several times."""
     start: Layer
     """First layer of the stage, counted from 0."""
@@ -66,13 +66,13 @@ class StageSpec:
 
     @property
     def process(self) -> str:
-        """Who runs it: "coordinator" or "worker 2"."""
+        """The process that runs it: "coordinator" or "worker 2"."""
         return process_name(self.owner)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who holds which layers: valid entries, without gap or overlap, the coordinator's first."""
+    """The stages and their owners: valid, without gap or overlap, the coordinator's first."""
 
     entries: tuple[PlanEntry, ...]
 
@@ -172,4 +172,4 @@ def _unknown_worker(worker_id: int | str, ids: Sequence[int | str]) -> str:
         if str(known) == str(worker_id):
             return f"{shown(worker_id)} is written {shown(known)} in workers; write both the same"
     names = ", ".join(['"local"', *(shown(i) for i in ids)])
-    return f"{shown(worker_id)} is no worker; there are: {names}"
+    return f"{shown(worker_id)} is not a worker; there are: {names}"

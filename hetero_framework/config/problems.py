@@ -1,4 +1,4 @@
-"""Say what is wrong in a configuration: JSON path, the problem, and what to write instead."""
+"""Error messages for a configuration: JSON path, problem, and what to write instead."""
 
 from __future__ import annotations
 
@@ -161,14 +161,14 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
         return refusal
     for place, model in {"the top level": root, **sections}.items():
         if key in model.model_fields:
-            return f'unknown key here; it belongs into "{place}"'
+            return f'unknown key here; it belongs in "{place}"'
     fields = sections.get(section, root).model_fields
     names = [field.alias or name for name, field in fields.items()]
     near = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.75)
     if near:
         return f'unknown key; did you mean "{near[0]}"?'
     if section in OWNERS:
-        return "unknown key; there is no such setting; docs/configuration.md lists those there are"
+        return "unknown key; docs/configuration.md lists all settings"
     return f"unknown key; known are: {', '.join(names)}"
 
 

@@ -1,8 +1,8 @@
-"""What becomes of a setting that is not as it was when a checkpoint was written.
+"""The effect of each setting on resuming: refused, reported or ignored when it has changed.
 
 Each setting of the schema stands in exactly one of the three groups; docs/configuration.md shows
-which. Settings that say where the training data are and how they become tokens are in SAID: what
-they yield is compared by content, and other tokens are refused (trainer/continuation.py).
+which. Settings that say where the training data are and how they become tokens are in SAID: the
+resulting tokens are compared instead, and other ones are refused (trainer/continuation.py).
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Machine(Section):
     def _device_has_a_known_form(cls, value: str) -> str:
         if not _DEVICE.fullmatch(value):
             raise ValueError(
-                f'{shown(value)} is no device; use "auto", "cpu", "cuda", "cuda:1", "rocm:0",'
+                f'{shown(value)} is not a device; use "auto", "cpu", "cuda", "cuda:1", "rocm:0",'
                 ' "mps" or "xpu:0"'
             )
         return value
@@ -124,7 +124,7 @@ class WorkerConfig(Machine):
     """Port on which the worker listens for the coordinator. null: it listens nowhere and dials the
     coordinator's ip and port, from behind a home router or with an address that changes."""
     models: tuple[Name, ...] | None = None
-    """What a coordinator may have this worker load beside the model and the adapter of the worker's
+    """Models that a coordinator may have this worker load beside model and adapter of the worker's
     own file: folders (relative to it) and hub names, as patterns like "meta-llama/*"; "*" is
     everything. Counts in the worker's own file only."""
 
@@ -464,7 +464,7 @@ class TrainingConfig(Section):
     """Longest outage of a worker that a run survives: how long the coordinator waits for its link
     or its process to come back, and how long a worker keeps its stages for the coordinator."""
     replan: Literal["never", "ask", "auto"] = "ask"
-    """What a run does about its plan while it goes on. "auto": it takes another one where the
+    """Whether a running training changes its plan. "auto": it takes another one where the
     measured times promise a step at least a tenth shorter, and goes on without a worker that stays
     away for a minute, until that is back. "ask": it says what another plan would gain. "never": it
     does not. The result is the same to the last bit."""
@@ -617,7 +617,7 @@ class Config(WholeFile):
     adapter: AdapterConfig | None = None
     """LoRA settings. null: all weights are trained."""
     data: DataConfig | None = None
-    """What to train on."""
+    """Training and evaluation data."""
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     """How to train."""
     links: Literal["auto", "relay", "direct"] = "auto"
@@ -732,7 +732,7 @@ class Config(WholeFile):
 
     @property
     def plan(self) -> Plan:
-        """Who holds which layers. Raises PlanError where there is no plan yet."""
+        """The plan. Raises PlanError where there is none yet."""
         if not self.is_planned:
             raise PlanError(
                 'shard_plan is "auto", and no plan has been made yet',
@@ -928,8 +928,8 @@ def _address_problems(
         if own in ("0.0.0.0", "::") and any(worker.dials for worker in workers):
             yield Problem(
                 "coordinator.ip",
-                f"{coordinator.ip} is no address to dial, and workers without a port dial it; write"
-                " the one of the machine",
+                f"{coordinator.ip} is not an address to dial, and workers without a port dial it;"
+                " write the one of the machine",
             )
     for i, worker in enumerate(workers):
         here = f"workers[{i}]"
@@ -940,7 +940,7 @@ def _address_problems(
         if host in ("0.0.0.0", "::"):
             yield Problem(
                 f"{here}.ip",
-                f"{worker.ip} is no address to connect to; write the one of the machine",
+                f"{worker.ip} is not an address to connect to; write the one of the machine",
             )
         if worker.port is None:
             continue
@@ -953,5 +953,5 @@ def _address_problems(
 
 
 def _json(value: Any) -> Any:
-    """What is no JSON type by itself: a section or a path."""
+    """A value that is not a JSON type by itself: a section or a path."""
     return value.model_dump(mode="json") if isinstance(value, Section) else os.fspath(value)

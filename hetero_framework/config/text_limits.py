@@ -1,5 +1,5 @@
-"""Texts that do not belong into the file, whatever setting they are given to: secrets, since the
-file is copied to every machine, and characters that no name or path has."""
+"""Texts that no setting may contain: secrets, since the file is copied to every machine, and
+characters that no name or path has."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _OF_SHELLS = (
     (r"^['\"]|['\"]$", "{} is a quote that a shell would have taken away: leave it out"),
     (r"^\s+|\s+$", "begins or ends with a space"),
 )
-"""What a shell makes of a path and nobody does here; it would be a folder of that very name."""
+"""Parts of a path that a shell expands; here they would be a folder of that very name."""
 
 
 def text_problems(raw: Any) -> Iterator[Problem]:
-    """What no text in the file may be. The texts themselves are not repeated: they may be keys."""
+    """Texts that the file must not contain. Errors do not repeat them: they may be secrets."""
     waiting: list[tuple[str, str | int, Any]] = [("", "", raw)]
     while waiting:
         path, name, value = waiting.pop()

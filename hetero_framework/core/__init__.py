@@ -1,1 +1,1 @@
-"""Bytes, links and devices: knows nothing of models or of the configuration."""
+"""Bytes, links and devices. Knows nothing of models or of the configuration."""

@@ -1,4 +1,4 @@
-"""Which addresses and names this machine has, and whether a port is free.
+"""This machine's addresses and names, and free ports.
 
 Only interfaces and the machine's own names are looked at, so nothing here needs a route to the
 internet or a name server.

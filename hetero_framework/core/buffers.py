@@ -1,8 +1,8 @@
-"""Receive buffers that are used again.
+"""A pool of receive buffers.
 
-Fresh memory costs a page fault per 4 KiB on first touch, which for activations is dearer than the
-receiving itself; pinned memory costs far more. Frames of a run have few different sizes, so a
-small pool serves nearly all of them.
+Fresh memory costs a page fault per 4 KiB on first touch, which for activations costs more than the
+receiving itself; pinned memory costs far more. Frames of a run have few different sizes, so a small
+pool serves nearly all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Small answers kept between runs, in the user's cache directory.
+"""Small results cached between runs, in the user's cache directory.
 
-Nothing depends on it: without a directory that can be written, or with a damaged file, every
-question is answered anew. So it is where another user may have written the file. Several processes
-may write at once.
+Nothing depends on the cache: where the directory cannot be written, or a file is damaged or could
+have been written by another user, results are computed again. Several processes may write at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The checksum behind every frame.
+"""The checksum at the end of every frame.
 
 It is XXH3 with 64 bits, big-endian, of the whole frame: TCP's own 16 bits miss one damaged segment
-in 65,536, and a flipped bit in a tensor would train on silently. A relay passes it on with the
-frame, so that the last receiver notices what happened anywhere on the way.
+in 65,536, and a flipped bit in a tensor would go into the training unnoticed. A relay passes it on
+with the frame, so that the last receiver notices damage anywhere on the way.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How a boundary tensor is written into fewer bytes. Pure torch, on any device.
+"""Codecs that write a boundary tensor in fewer bytes. Pure torch, on any device.
 
 `CODECS` has all of them by the names of the configuration's `wire` section. A codec turns a tensor
 into parts (contiguous tensors on the same device) and back; their types and shapes follow from the
-tensor's alone. Same input, same bits, in any process and with any number of threads: IEEE 754
-rounds all operations used exactly. An Intel GPU may round a scale's reciprocal in another way:
-int8 may differ there in a last bit.
+tensor's alone. The same input gives the same bits in any process and with any number of threads,
+since IEEE 754 rounds all operations used exactly. An Intel GPU may round a scale's reciprocal
+differently: int8 may differ there in a last bit.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""`Connection`: one peer over one stream: its link, its session, who it is, what it answers.
+"""`Connection`: one peer over one stream, with its link, session, identity and handlers.
 
-Built first, `start`ed after. A message is handed on only when it is known who sent it and that it
-is legal now, so nothing of a stranger is unpacked.
+Built first, `start`ed after. A message is handed on only when its sender is authenticated and the
+message is legal now, so nothing of a stranger is unpacked.
 
-What happens, in order, when a link breaks:
+The sequence when a link breaks:
 
-1. The reader or writer thread of the link meets the error (`link.py`). The first reason stays; both
-   threads end, and what was queued is given up.
-2. `lost(connection, reason)` is called once, in the reader thread, after the last message. A thread
-   that waits in `ask` gets the reason. A frame that was being relayed from here becomes void.
-3. Worker (`_on_lost`): stages and attempt stay as they are until the coordinator says more, for
-   `rejoin_wait_s`. A lost link between workers is told with PEER_LOST.
+1. The reader or writer thread of the link meets the error (`link.py`). The first reason is kept;
+   both threads end, and queued frames are dropped.
+2. `lost(connection, reason)` is called once, in the reader thread, after the last message. Callers
+   that wait in `ask` get the reason. A frame that was being relayed from here becomes void.
+3. Worker (`_on_lost`): stages and attempt stay as they are until the coordinator sends more, for
+   `rejoin_wait_s`. A lost link between workers is reported with PEER_LOST.
 4. Coordinator: `WorkerLinks.receive` raises LinkLost in the training thread; DirectLost for a link
    between workers. Out of memory in a reader, and what a worker has done wrong, end the run.
 5. `Recovery.retrying` mends it: `recover` dials again with the next epoch; the worker refuses a
@@ -65,10 +65,9 @@ class Connection:
     and that nobody waits for in `ask`; what it raises ends the connection and is told to the peer.
     `lost(connection, reason)` is called once, as the last thing; None after `close`.
     `awaited(connection, frame)` is called before the tensor bytes of a legal message are received;
-    what it raises has the same effect.
-    `carrier(connection, message)` may name the link that carries a frame on (`Link.route`).
-    `role` is this side's; None on the accepting side, where the peer's greeting decides it.
-    `options` are those of `Link`.
+    what it raises has the same effect. `carrier(connection, message)` may name the link that
+    carries a frame on (`Link.route`). `role` is this side's; None on the accepting side, where the
+    peer's greeting decides it. `options` are those of `Link`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Finding the other end: `connect` dials with growing pauses, `Listener` waits to be dialled."""
+"""Connecting two processes: `connect` dials with growing pauses, `Listener` accepts."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def _parse(text: str) -> _Failpoint:
     match = _SPEC.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"{VARIABLE}: {text!r} is no failpoint",
+            f"{VARIABLE}: {text!r} is not a failpoint",
             hint="write [process/]name[@step][:action[:value]], such as worker-1/forward@9:kill",
         )
     name, numeric = match["name"], match["name"] in _NUMERIC

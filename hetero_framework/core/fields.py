@@ -1,10 +1,10 @@
-"""The fields of a message: what the annotations of a dataclass say of values on the wire.
+"""Fields of messages: the values that a dataclass's annotations allow on the wire.
 
 A dataclass travels as a map of field names to values, in which a field that is None is left out.
 Its annotations may be int (not negative), float, bool, str, a Literal of strings, WorkerId, Shape,
-tuples (lists on the wire), dicts with string keys, other such dataclasses, and Any for whatever
-msgpack carries unchanged. A string becomes one printable line when it is read: a peer's words may
-reach a screen, a table or a file, and fake no line of it there. No sockets, no torch.
+tuples (lists on the wire), dicts with string keys, other such dataclasses, and Any for values that
+msgpack carries unchanged. A string becomes one printable line when it is read, since a peer's words
+may reach a screen, a table or a file, and must not fake a line there. No sockets, no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files and directories that change as a whole: after a crash there is the old or the new."""
+"""Atomic replacement of files and directories: a crash leaves the old one or the new one."""
 
 from __future__ import annotations
 

@@ -264,14 +264,14 @@ class OfStep(Body):
 
 @_message(10, COORDINATOR, long=True)
 class Step(OfStep):
-    """Coordinator to worker: a training step (or one evaluation pass, `train` false) begins with so
-    many micro-batches; `num_items` label tokens in all of them together. `attempt` grows with every
-    STEP of a run. `in_flight_limits` says how many forwards each stage of the run may store,
-    `direct` the boundaries (numbers of the stage before each) whose tensors go straight to the
-    other worker. `tasks` is the order of the worker's tasks in a training step, `sends` and
+    """Coordinator to worker: a training step (or one evaluation pass, `train` false) begins with
+    `micro_batches` micro-batches; `num_items` label tokens in all of them together. `attempt` grows
+    with every STEP of a run. `in_flight_limits` says how many forwards each stage of the run may
+    store, `direct` the boundaries (numbers of the stage before each) whose tensors go straight to
+    the other worker. `tasks` is the order of the worker's tasks in a training step, `sends` and
     `receives` that of the tensors on its network: twice the stage (of a tensor the one that takes
-    it), and one more for a backward, once for each micro-batch. What is not there goes last,
-    backwards before forwards, the oldest first. A task or tensor that is ready out of turn waits
+    it), and one more for a backward, once for each micro-batch. Missing ones go last, backwards
+    before forwards, the oldest first. A task or tensor that is ready out of turn waits
     `order_timeout_s` for the one whose turn it is. With `summed` the gradients of other replicas
     are added before norms are taken: GRADIENTS comes first, and LOAD_STATE for each stage. Random
     numbers of its micro-batches are those of a step in which `first_micro_batch` come before."""

@@ -1,7 +1,7 @@
 """A frame that goes out on one link while it comes in on another, undecoded.
 
-The reader of the link it comes from feeds it; both that reader and the writer of the other link
-use the buffer, which goes back when both are done.
+The reader of the incoming link fills the buffer, and the writer of the outgoing one sends from it.
+The buffer is returned when both are done.
 """
 
 from __future__ import annotations

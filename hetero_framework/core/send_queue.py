@@ -1,8 +1,8 @@
 """Outgoing frame queue of one link. No sockets, no locks.
 
-A frame that is relayed is here before its tensor bytes are: they are fed as they come in. Frames
-whose bytes are all here pass it until it has begun. An urgent frame passes all others, and goes
-between two pieces of one that has begun.
+A relayed frame is queued before its tensor bytes, which are added as they come in. Frames whose
+bytes are all here pass it until it has begun. An urgent frame passes all others, also between two
+pieces of one that has begun.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The legal order of messages on one connection, as a table that both sides share.
 
-`ORDER[phase]` maps each message type that is legal there to the phase that follows; who may send it
-is in its `spec`. Both sides advance their own `Session` when they send and when they receive.
+`ORDER[phase]` maps each message type that is legal there to the phase that follows; its `spec` has
+its sender. Both sides advance their own `Session` when they send and when they receive.
 
-Messages cross on the way, so the table allows what can still arrive from before the other side
-knew: after ABORT a worker's earlier messages still come in, and activations that another worker
-sent before it aborted are still relayed. They carry their `attempt`; an old one is dropped. After
-our own BYE or REJECT, what was legal before it may still come in, and is not handled.
+Messages cross on the way, so the table allows messages that the other side sent before it knew:
+after ABORT a worker's earlier messages still come in, and activations that another worker sent
+before it aborted are still relayed. They carry their `attempt`; an old one is dropped. After our
+own BYE or REJECT, messages that were legal before it may still come in, and are not handled.
 """
 
 from __future__ import annotations

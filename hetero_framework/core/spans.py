@@ -1,16 +1,16 @@
-"""When a process did what: spans of time, kept for a few steps and then sent to the coordinator.
+"""Spans of a process's time by activity, kept for a few steps and then sent to the coordinator.
 
 A span is plain data (a dict of strings, integers and floats), so that a message can carry it:
 
     kind         one of KINDS
     stage        the stage that worked, or the stage that a tensor was for
-    micro_batch  its number, or -1 for what is done once a step (commit)
+    micro_batch  its number, or -1 for work that is done once a step (commit)
     step         the step, counted from 0 as in StepInfo
     began, ended seconds of this process's `time.perf_counter`
 
 and, for "send" and "receive": `what` (the message's type), `peer` ("local" or a worker's id),
 `bytes` that travelled, `dtype` of the tensor and the `codec`, if any. Another process's clock
-starts anywhere; who gathers the spans shifts them.
+starts anywhere; the gathering process shifts its spans.
 """
 
 from __future__ import annotations

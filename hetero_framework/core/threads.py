@@ -1,4 +1,4 @@
-"""Jobs in daemon threads: a process that ends does not wait for them."""
+"""Daemon threads for jobs that a process does not wait for when it ends."""
 
 from __future__ import annotations
 

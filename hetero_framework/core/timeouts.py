@@ -1,4 +1,4 @@
-"""Deadlines and intervals in seconds: all those of links and processes that users cannot set.
+"""Deadlines and intervals of links and processes that users cannot set, in seconds.
 
 Those that depend on the network or the model are in the configuration (`training.*_timeout_s`).
 """

@@ -1,9 +1,9 @@
 """TLS 1.3 with certificates on both sides, as a `Stream` over a `PlainStream`.
 
-OpenSSL checks that the other side's certificate comes from this cluster's authority; what is in it
-is checked by the caller's `admit`, before a byte of the protocol is read. A connection reads in one
-thread and writes in others, and OpenSSL's object for it may be used by one at a time: it works on
-memory under a lock, and the socket is read and written outside of it.
+OpenSSL checks that the other side's certificate comes from this cluster's authority; the caller's
+`admit` checks its content, before a byte of the protocol is read. A connection reads in one thread
+and writes in others, while OpenSSL's object allows one thread at a time: it works on memory under a
+lock, and the socket is read and written outside of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rows of Arrow tables as JSON would have them.
+"""Rows of Arrow tables as the objects that JSON would give.
 
-A column of objects has one type for all rows, so that each object has every key, null where it was
-absent. Such nulls are left out, as TRL's `remove_none_values` does. Columns of JSON (the `Json`
-feature of `datasets`) hold texts; what they say is taken as it is.
+A column of objects has one type for all rows, so each object has every key, null where it was
+absent. Such nulls are left out, as TRL's `remove_none_values` does. Columns of the `Json` feature
+of `datasets` hold JSON text, which is parsed.
 """
 
 from __future__ import annotations

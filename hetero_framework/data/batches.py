@@ -1,4 +1,4 @@
-"""Which examples make which step, and the tensors of a micro-batch; a run can start at any step.
+"""The order of examples, the batches of a step, and their tensors; a run can start at any step.
 
 The order is that of transformers.Trainer: accelerate's SeedableRandomSampler, one permutation per
 epoch; an epoch's last micro-batch may be smaller, and its last step may have fewer micro-batches.

@@ -1,8 +1,8 @@
-"""Conversations as tokens, and which of them the loss covers.
+"""Conversations as tokens, with a mask of the tokens that the loss covers.
 
-A template with `{% generation %}` marks the assistant's text itself. In any other the loops over
-messages show which text comes from which message; the assistant's is its turn without the header
-that the generation prompt gives. Tokens and masks equal those of TRL's training templates.
+A template with `{% generation %}` marks the assistant's text itself. In any other, the loops over
+messages show which text comes from which message, and the assistant's text is its turn without the
+header that the generation prompt gives. Tokens and masks equal those of TRL's training templates.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class ChatRenderer:
 
     @cached_property
     def _header(self) -> str:
-        """What the template writes before the assistant's text: that which its turns and the
+        """The text that the template writes before the assistant's: the part that its turns and the
         generation prompt have in common. Thinking that this begins counts as said."""
         for written, counted in _HEADERS.items():
             if written in self.template:

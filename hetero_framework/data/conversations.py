@@ -1,8 +1,8 @@
-"""Conversations: the messages of an example, checked, in the layout of OpenAI.
+"""Conversations: the messages of an example, checked and brought into OpenAI's layout.
 
 Other layouts are read where their meaning is certain: from/value and the roles of ShareGPT, calls
-written as text, content in parts. Nothing is left out without a word: what the chat template does
-not take is noted or refused.
+written as text, content in parts. Everything that the chat template leaves out is reported or
+refused.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class ConversationReader:
         return dict(value)
 
     def _arguments(self, record: Record) -> dict[str, Any]:
-        """What of an example goes to the template: `tools`, or OpenAI's older `functions`, each
+        """The fields of an example for the template: `tools`, or OpenAI's older `functions`, each
         also as JSON text, and `chat_template_kwargs`."""
         fields, where = record.fields, record.where
         arguments = self.variables(fields.get("chat_template_kwargs"), f"{where}: ", where)

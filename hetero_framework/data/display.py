@@ -1,4 +1,4 @@
-"""What a terminal shows while data are tokenised; elsewhere nothing."""
+"""Progress on the terminal while data are tokenised."""
 
 from __future__ import annotations
 

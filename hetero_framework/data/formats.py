@@ -1,4 +1,4 @@
-"""The formats that TRL users know, turned into token ids and a mask of what the loss covers.
+"""The data formats of TRL, turned into token ids and a mask of the tokens that the loss covers.
 
     text               {"text": ...}                            every token
     prompt_completion  {"prompt": ..., "completion": ...}       the completion
@@ -6,8 +6,8 @@
     alpaca             {"instruction", "input", "output"}       the output
 
 Token ids and labels equal those of TRL's SFTTrainer (1.16): the end-of-sequence token is appended
-unless it is there, prompts are tokenised together with their completions, and what is longer than
-`max_length` loses its end.
+where it is missing, prompts are tokenised together with their completions, and the end of an
+example longer than `max_length` is cut off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether all that a conversation says is in what the chat template writes.
+"""Checks that everything in a conversation appears in the text that the chat template writes.
 
-Templates pass over roles, tool calls and keys that they do not know. So a conversation of each
-shape is rendered once more with a mark in each of its texts, and the marks are looked for.
+Templates drop roles, tool calls and keys that they do not know. So a conversation of each shape is
+rendered once more with a mark in each of its texts, and the marks are looked for.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class RenderCheck:
             self.notes.add(LEFT_OUT + part if part != _QUOTED else part, chat.where)
 
     def _lost(self, chat: Conversation) -> list[_Lost]:
-        """What is lost: parts of the messages of these numbers, which must not be, and others."""
+        """The lost parts: those of the messages of these numbers, which must not be lost, and
+        others."""
         marks: dict[str, _Lost] = {}
         messages = [_Marker(index, marks).message(item) for index, item in enumerate(chat.messages)]
         text = self.render(chat)
@@ -144,7 +145,7 @@ class _Marker:
 
 
 def _shape(chat: Conversation) -> Any:
-    """What decides which parts a template writes: all but the texts."""
+    """The part of a conversation that decides which parts a template writes: all but the texts."""
     messages = tuple(
         (
             message["role"],

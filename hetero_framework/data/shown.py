@@ -1,4 +1,4 @@
-"""The first examples as a run sees them: their tokens, what the loss covers, what is left out."""
+"""The first examples as a run reads them: tokens, the part in the loss, and everything left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where examples come from: files, folders, saved datasets, the hub.
+"""Sources of examples: files, folders, saved datasets, the hub.
 
 JSON Lines and JSON are parsed here, so that an error names the file and the line; the rest is left
 to pyarrow and `datasets`. Nothing that would be unpickled is ever opened. `splits` chooses the part

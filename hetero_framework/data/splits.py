@@ -1,7 +1,7 @@
-"""Which part of the data is read: `train`, `train[:10%]`, `train+validation`, as in `datasets`.
+"""Splits and slices of a source: `train`, `train[:10%]`, `train+validation`, as in `datasets`.
 
 A folder has the splits that `datasets` finds in it, by the names of its files or by its README. A
-file is one split, `train`; files that stand one after another in a list are one split together.
+file is one split, `train`; the files of a list that follow one another are one split together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tokenised examples kept between runs: the same files, tokenizer and settings give them again.
+"""Cache of tokenised examples, by files, tokenizer and settings.
 
 An entry is a directory of memory-mapped arrays, named by a digest of all that the tokens depend on.
-It is complete before it gets that name, so several processes may write at once.
+It gets that name when it is complete, so several processes may write at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 WORTH_BYTES = 2 << 20  # smaller sources are tokenised in about a second
 MOST_BYTES = 16 << 30
 _UNFINISHED = ".tmp"
-_ABANDONED_S = 24 * 3600  # what was begun so long ago belongs to a process that was killed
+_ABANDONED_S = 24 * 3600  # an older unfinished entry belongs to a killed process
 _ARRAYS = ("ids", "trained", "offsets")
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
 

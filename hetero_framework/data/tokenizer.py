@@ -21,7 +21,7 @@ _ERRORS = (
     *(OSError, ValueError, TypeError, ImportError, LookupError, AttributeError, RuntimeError),
     *(ArithmeticError, AssertionError),
 )
-"""What the library raises for files whose values it did not expect."""
+"""Exceptions of the library for files with unexpected values."""
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "spiece*", "*.vocab")
 
 

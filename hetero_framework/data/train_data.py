@@ -1,4 +1,4 @@
-"""From the configuration to `TrainData`."""
+"""Makes `TrainData` from the configuration."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which characters of a rendered conversation come from which message.
+"""Attribution of a rendered conversation's characters to its messages.
 
-Every loop of the template that goes over messages gets marks, which show in the text where each
-message begins. Apart from the marks the text stays the template's own.
+Every loop of the template over messages gets marks, which show in the text where each message
+begins. Apart from the marks, the text stays the template's own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What leaves the stages of a process and what comes in: coded, copied, sent; received, decoded.
+"""Tensors in and out of a process's stages: coded, copied and sent; received and decoded.
 
-The computing thread hands a result over and goes on. On the CPU, a tensor that travels as it is
-goes straight to its link. Where a device must be waited for or the CPU must encode, one sender
-thread does it, in the same order. What arrives is unpacked in the link's reader thread, onto the
-device, or into CPU memory where only the computing thread may copy (`move_in`).
+The computing thread hands a result over and goes on. On the CPU, a tensor without a codec goes
+straight to its link. Where a device must be waited for or the CPU must encode, one sender thread
+does it, in the same order. The link's reader thread unpacks what arrives, onto the device, or into
+CPU memory where only the computing thread may copy (`move_in`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Done = Callable[[], None]
 
 
 class StepSink(Protocol):
-    """What a process does with what leaves its stages. May be called in the sender thread."""
+    """The receiver of tensors that leave a process's stages. May be called in the sender thread."""
 
     def post(self, message: Message, done: Done | None = None) -> None:
         """Send FORWARD or BACKWARD and call `done` when it is written. A lost link is no error."""
@@ -46,7 +46,7 @@ class StepSink(Protocol):
         """The lowest stage with a backward is done with a micro-batch."""
 
     def failed(self, error: Exception) -> None:
-        """What went wrong in the sender thread."""
+        """The error of the sender thread."""
 
 
 _CLOSE_S = 5.0
@@ -114,7 +114,7 @@ def inputs_in(device: Device, inputs: Tensors) -> Tensors:
 
 
 def move_in(device: Device, unpacked: Arrival | Tensors) -> Arrival | Tensors:
-    """What `unpack` made of a message, on the device. For the computing thread."""
+    """The tensors of `unpack`, on the device. For the computing thread."""
     if not device.one_thread:
         return unpacked
     if not isinstance(unpacked, Arrival):
@@ -241,7 +241,7 @@ def _form(tensor: torch.Tensor, codec: Codec | None) -> SideForm:
 
 
 def _encoded(tensors: Sequence[torch.Tensor], codecs: Sequence[Codec | None]) -> list[torch.Tensor]:
-    """What travels of each tensor: what its codec makes of it, or itself."""
+    """The travelling form of each tensor: encoded by its codec, or itself."""
     return [
         part
         for tensor, codec in zip(tensors, codecs, strict=True)

@@ -1,6 +1,4 @@
-"""Gradients that are final while the backward that makes them still runs: those of the last layers
-are, long before those of the first ones.
-"""
+"""Gradients that are final before the backward pass ends: those of the last layers come first."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from hetero_framework.engine.stage_api import GradientPart, StatePart, TakeEarly
 from hetero_framework.models.cut.shard import weakly
 
 EARLY_PART_BYTES = 1 << 18
-"""At least so much is given at once: each part costs a frame, and a wait for the device."""
+"""Least size of a part: each one costs a frame, and a wait for the device."""
 
 
 class EarlyGradients:

@@ -1,4 +1,4 @@
-"""Runs the stages of one process: what has arrived, what is ready, one task at a time.
+"""Runs the stages of one process, one task at a time, in the order of the step.
 
 The executor knows no wire. It is told what arrived, asks `Readiness` what to do next, lets the
 stage do it, and hands the result to the next stage here, or to `BoundaryIO` for one elsewhere.

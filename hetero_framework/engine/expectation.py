@@ -1,8 +1,8 @@
-"""Which boundary tensors may come to a process now, and how large: known before memory is taken.
+"""Checks which boundary tensors may arrive now, and their size, before memory is taken for them.
 
-The readers of links ask when the header of a frame has come; the computing thread says what it has
-sent and been given. What is let through is checked once more before it is computed with, for what
-only the model knows (`Stage`). Thread-safe.
+Links' readers ask when the header of a frame has come; the computing thread reports what it has
+sent and received. `Stage` checks a tensor again before it computes with it, for what only the model
+knows. Thread-safe.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hetero_framework.models.sizing.footprint import Form
 
 _OF_ITS_SHAPE = ("attention_mask", "position_ids", "labels")  # rows and tokens, in front
 _MOST_EARLY = 4
-"""So many tensors of a step that has not begun here are taken from other workers; then they wait.
-The news of a step comes over another link than they do."""
+"""How many tensors of a step that has not begun here are accepted from other workers; further ones
+wait. They come over another link than the news of the step."""
 
 _Place = tuple[int, int]  # stage, micro-batch
 
@@ -88,7 +88,7 @@ def _layout(name: str, coded: m.Coded) -> Layout:
 
 
 class Expectation:
-    """What the stages of one process wait for. Whatever `check` lets through is at most
+    """Tensors that the stages of one process wait for. All that `check` admits is at most
     `max_boundary_bytes` large, encoded and decoded, and comes once."""
 
     def __init__(self, stages: Iterable[api.StageInterface]) -> None:
@@ -124,7 +124,7 @@ class Expectation:
                 self._sizes[stage, k] = size
 
     def sent(self, attempt: int, stage: int, k: int, left: api.Bundle) -> None:
-        """What `stage` has made of micro-batch `k` goes out, and its gradients will come back."""
+        """The output of `stage` for micro-batch `k` goes out, and its gradients will come back."""
         forms = tuple((tuple(t.shape), t.dtype, False) for t in returning(left))
         with self._changed:
             if attempt == self._attempt:

@@ -35,6 +35,6 @@ class ModelOrder:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> float:
-    """What every gradient is multiplied by, as torch.nn.utils.clip_grad_norm_ has it: at most 1.
+    """The factor for every gradient, as torch.nn.utils.clip_grad_norm_ has it: at most 1.
     `max_norm` 0 means no clipping."""
     return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0)) if max_norm else 1.0

@@ -1,7 +1,7 @@
-"""What the pipeline asks of a process that holds stages, this one or a worker: `Host`.
+"""`Host`: the pipeline's interface to a process with stages, this one or a worker.
 
-A host never waits for a peer: what it cannot answer yet is None or False, and the pipeline asks
-again when something has arrived.
+A host never waits for a peer: it answers None or False where it cannot answer yet, and the pipeline
+asks again when something has arrived.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Host(Protocol):
         return
 
     def forget_commit(self) -> None:
-        """What is not known to be done no longer matters: the run goes back."""
+        """Forget unconfirmed orders: the run goes back."""
         return
 
     def abort(self) -> bool:
@@ -202,7 +202,7 @@ class Host(Protocol):
         return None
 
     def take_spans(self) -> list[Span]:
-        """What has been recorded since the last call; times are of the host's own clock."""
+        """Spans recorded since the last call; times are of the host's own clock."""
 
     def close(self) -> None:
         """End its threads, if it has any."""

@@ -1,4 +1,4 @@
-"""From a plan's entry to a stage ready to train: load, adapt."""
+"""Loads a stage from a plan's entry and makes it ready to train."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def take_apart(stages: Iterable[StageInterface], config: Config) -> ReusePool:
-    """What is left of stages of `config` that are used no more, for `load_stages`."""
+    """Reusable modules of former stages of `config`, for `load_stages`."""
     pool = ReusePool(_origin(config))
     for stage in stages:
         if isinstance(stage, Stage):
@@ -33,7 +33,7 @@ def take_apart(stages: Iterable[StageInterface], config: Config) -> ReusePool:
 
 
 def _origin(config: Config) -> object:
-    """What decides which frozen weights a process has loaded."""
+    """The settings that decide which frozen weights a process loads."""
     kinds = tuple(machine.quantization for machine in (config.coordinator, *config.workers))
     return config.model, kinds, config.base_dir, config.training.seed
 

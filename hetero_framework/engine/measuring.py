@@ -1,4 +1,4 @@
-"""What each part of a model would cost a process in time and memory, measured with random weights.
+"""Time and memory of each part of a model on a process's device, measured with random weights.
 
 Embedding, one layer of each kind and head run as stages of their own on the process's device, with
 the adapter, types and loss of the run. Nothing is read but the model's configuration, so a machine
@@ -72,7 +72,7 @@ class ModelCost:
         return [getattr(self.layers[kind], name) for kind in self.kinds]
 
     def to_dict(self) -> dict[str, Any]:
-        """What can travel; `from_dict` reads it back."""
+        """As plain data for a message; `from_dict` reads it back."""
         return {**asdict(self), "layers": [[k, asdict(part)] for k, part in self.layers.items()]}
 
     @classmethod
@@ -116,8 +116,7 @@ def measure(
 
 
 def _entering(config: Config, model: PretrainedConfig, layer: int, hidden_BSD: Tensor) -> Bundle:
-    """What a layer would receive: this hidden state, and random side tensors of the model's
-    shapes."""
+    """The inputs of a layer: this hidden state, and random side tensors of the model's shapes."""
     if not introspect(model).sides_at(layer):
         return (hidden_BSD,)
     training = config.training
@@ -192,7 +191,7 @@ class _MeasuredPart:
         return tuple(tensor.detach().requires_grad_(wants) for tensor, wants in pairs)
 
     def _kept_bytes(self, received: Bundle) -> int:
-        """What autograd keeps of one micro-batch, what comes in included; not the
+        """Bytes that autograd stores of one micro-batch, inputs included; not the
         weights. The head gives its own back in the same task."""
         if self._stage.is_last or not self._stage.differentiates:
             return 0

@@ -1,4 +1,4 @@
-"""torch to the wire and back: what the engine's nouns are as messages. No sockets, no stages."""
+"""Conversion between the engine's types and messages. No sockets, no stages."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def gradients_message(info: api.StepInfo, found: api.GradientPart) -> Message:
 
 
 def gradient_part(message: Message) -> api.GradientPart:
-    """What GRADIENTS carries; its tensors lie in the message's buffer."""
+    """The content of GRADIENTS; its tensors lie in the message's buffer."""
     body = message.expect(m.Gradients)
     tensors = dict(zip(body.names, map(from_wire, message.tensors), strict=True))
     part = api.StatePart(tensors, {}, body.last, message.release)

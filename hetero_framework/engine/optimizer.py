@@ -1,7 +1,7 @@
-"""Optimizers and learning-rate schedules: transformers' own, made as its Trainer makes them.
+"""Optimizers and learning-rate schedules of transformers, made as its Trainer makes them.
 
-A stage builds its optimizer over its own parameters only. That is exact for every optimizer whose
-update of one parameter looks at that parameter alone (`config.optimizers`).
+A stage builds its optimizer over its own parameters only. That is exact for every optimizer that
+updates each parameter by itself (`config.optimizers`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _class_and_settings(training: TrainingConfig) -> tuple[Any, dict[str, Any]]:
 
 
 def _usual_factor(kind: str, step: int, warmup: int, total: int) -> float:
-    """What multiplies the learning rate after `step` commits, of one of _SCHEDULES; operation for
+    """The factor of the learning rate after `step` commits, of one of _SCHEDULES; operation for
     operation as in transformers.optimization, so that the bits are equal."""
     if kind == "constant":
         return 1.0

@@ -1,4 +1,4 @@
-"""A lack of memory in a step: which attempt it ended, how much was needed, and of how much."""
+"""Out of memory in a step: the attempt that it ended, the bytes needed and the bytes there are."""
 
 from __future__ import annotations
 

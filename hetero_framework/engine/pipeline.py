@@ -39,7 +39,7 @@ _NO_ATTEMPT = -1
 _PATIENCE = 10.0
 """Times the median step without anything moving, and it hangs,"""
 _LEAST_PATIENCE_S = 60.0
-"""but not before so many seconds."""
+"""but not before this many seconds."""
 _FIGURES = [field.name for field in dataclasses.fields(StageFigures)]
 T = TypeVar("T")
 Part = tuple[int, int, api.StatePart]  # stage, part number, part
@@ -302,7 +302,7 @@ class Pipeline:
             self.until(host.abort, f"{_name(host)} to forget the step")
 
     def take_spans(self) -> dict[WorkerId, list[Span]]:
-        """What has been recorded since the last call, by process; times are of its own clock."""
+        """Spans recorded since the last call, by process; times are of its own clock."""
         taken = {host.id: host.take_spans() for host in self._hosts}
         return {host: spans for host, spans in taken.items() if spans or host == "local"}
 
@@ -416,7 +416,7 @@ class Pipeline:
         self._untold = set()
 
     def until(self, ask: Callable[[], T | None], waiting_for: str) -> T:
-        """What `ask` gives at last (not None or False); handles what arrives meanwhile."""
+        """The answer of `ask` (not None or False); handles messages that arrive meanwhile."""
         self._last_progress = time.monotonic()
         while not (found := ask()):
             self._wait(lambda: waiting_for)

@@ -1,4 +1,4 @@
-"""The stages of a worker, as the coordinator's pipeline speaks to them: a `Host` of messages."""
+"""A worker's stages as a `Host`: each call becomes a message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 @dataclass(frozen=True)
 class _PendingRequest:
-    """What was asked over which link, and what answers it."""
+    """A question, its link, and the type of its answer."""
 
     message: Message
     link: object

@@ -124,7 +124,7 @@ class Stage:
         self._shard.train(info.train)
 
     def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle:
-        """What goes on to the next stage, detached; what `backward` needs is kept."""
+        """The output for the next stage, detached; the inputs of `backward` are kept."""
         received = self._leaves(self._fitting(micro_batch, inputs, received))
         with self._running(micro_batch):
             left = self._shard.forward(inputs, received)
@@ -201,10 +201,10 @@ class Stage:
     # -- the decision ---------------------------------------------------------------------------
 
     def gradients(self) -> Iterator[StatePart]:
-        """What others sum, by parameter, in parts: in a step that is summed all of this replica's
-        gradients that were not taken early, of a tied weight those of each place; else of `ties`
-        alone. They are valid until `load_state` brings those of all replicas, which may have other
-        names."""
+        """Gradients for the others to sum, by parameter, in parts: in a step that is summed all of
+        this replica's gradients that were not taken early, of a tied weight those of each place;
+        else of `ties` alone. They are valid until `load_state` brings those of all replicas, which
+        may have other names."""
         if self._info.summed:
             given = self._early.given
             own = [(name, p) for name, p in self._parameters if name not in given]
@@ -354,7 +354,7 @@ class Stage:
             self._load_checkpoint(part)
 
     def _load_gradients(self, sums: Tensors) -> None:
-        """What all replicas have together, in place of this one's."""
+        """The sums over all replicas, in place of this one's gradients."""
         places = {**dict(self._parameters), **self._targets}
         for name, total in sums.items():
             parameter = self._place(places, name, total)
@@ -429,8 +429,8 @@ class Stage:
         )
 
     def _fitting(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle:
-        """What came from the stage before, if it has the model's side tensors and a hidden state of
-        this micro-batch: of its rows and tokens, whatever other axes the model has. Another one
+        """The bundle from the stage before, if it has the model's side tensors and a hidden state
+        of this micro-batch: of its rows and tokens, whatever other axes the model has. Another one
         could pass for it unnoticed where torch repeats axes of size 1."""
         size = rows_and_tokens({name: tensor.shape for name, tensor in inputs.items()})
         if self.is_first or size is None:

@@ -1,8 +1,8 @@
-"""What can be asked of a stage: the contract between the engine and whatever computes.
+"""The stage interface: the contract between the engine and whatever computes.
 
-Pipeline, executor, hosts and messages know this module alone; `stage.Stage` is the real thing,
-benchmarks bring stages that sleep. What crosses a boundary is a `Bundle`; that of the first stage's
-input, and of gradients that nobody needs, is empty.
+Pipeline, executor, hosts and messages import this module alone. `stage.Stage` implements it;
+benchmarks implement stages that sleep. A boundary carries a `Bundle`, which is empty as the first
+stage's input and for gradients that nobody needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What crossed a boundary; `release` gives its receive buffer back."""
+    """The tensors that crossed a boundary; `release` gives its receive buffer back."""
 
     tensors: Bundle = ()
     release: Callable[[], None] = _nothing
@@ -36,7 +36,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What every stage must know of a step before its first micro-batch.
+    """A step, as every stage must know it before its first micro-batch.
 
     Every loss is divided by `num_items`, what the objective counts of the whole global batch (its
     label tokens, for most models), and multiplied by `loss_scale` (fp16) before backward; gradients
@@ -70,7 +70,7 @@ class GradientReport:
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a host says after all micro-batches of a training step: its stages' gradients and
+    """A host's report after all micro-batches of a training step: its stages' gradients and
     figures; seconds there and back to other workers, and bytes sent straight to them so far."""
 
     gradients: Mapping[int, GradientReport]
@@ -125,7 +125,7 @@ class GradientSum(Protocol):
 
 @dataclass(frozen=True)
 class RewoundState:
-    """What a host had kept of the step that the run goes back to: digests by stage."""
+    """The state that a host had kept of the step that the run goes back to: digests by stage."""
 
     digests: Mapping[int, str] = field(default_factory=dict)
 
@@ -139,7 +139,7 @@ class Snapshot(Protocol):
 
 
 class StageInterface(Protocol):
-    """What is asked of a stage; see `Stage`."""
+    """The stage interface; see `Stage`."""
 
     index: int
     is_first: bool
@@ -166,7 +166,7 @@ class StageInterface(Protocol):
         their gradients before `report_gradients`."""
 
     def arrival_problem(self, forms: Sequence[Form], rows: int, tokens: int) -> str | None:
-        """What is wrong, as far as headers tell, with the tensors that came for a micro-batch of
+        """Problems, as far as headers tell, with the tensors that came for a micro-batch of
         this size; None where nothing is. Called in any thread."""
 
     def begin(self, info: StepInfo, take: TakeEarly | None = None) -> None: ...

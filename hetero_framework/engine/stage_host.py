@@ -1,6 +1,6 @@
-"""The stages of one process: the coordinator's own and a worker's are this class.
+"""`StageHost`: the stages of one process, the coordinator's or a worker's.
 
-One thread uses a `StageHost`. What leaves the stages goes to its `StepSink`.
+One thread uses a `StageHost`. Tensors that leave the stages go to its `StepSink`.
 """
 
 from __future__ import annotations

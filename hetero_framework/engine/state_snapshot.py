@@ -1,8 +1,8 @@
-"""A stage's state as one step left it, readable while later steps run.
+"""A stage's state as of one step, readable while later steps run.
 
-They change in a commit alone. So a part is copied when it is read, between two tasks, and what has
-not been read is copied just before the next commit. A state that is read within one step costs
-memory for one part, and nothing at the commit (docs/maintainers/decisions.md has the times).
+Only a commit changes the state. So a part is copied when it is read, between two tasks, and parts
+that have not been read are copied just before the next commit. A state that is read within one step
+costs memory for one part, and nothing at the commit (docs/maintainers/decisions.md has the times).
 """
 
 from __future__ import annotations

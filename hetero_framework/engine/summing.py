@@ -1,4 +1,4 @@
-"""One step's gradients on their way to the sums of all replicas, and back into the stages."""
+"""Sums one step's gradients over all replicas and gives the sums back to the stages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hetero_framework.errors import ProtocolError
 
 
 class Summing:
-    """What of one attempt has been given to the group, and which stages have their sums. Both go on
-    while other stages compute: nothing here waits. Raises what the group does, and LinkLost.
+    """The gradients of one attempt that the group has got, and which stages have their sums. Both
+    go on while other stages compute: nothing here waits. Raises what the group does, and LinkLost.
 
     `trained` are the parameters of each stage by name. A tied head, which is none of them, is known
     from what is given. `hosts` are by stage. `found(stage, sums)` gets those of each stage, once.
@@ -42,7 +42,7 @@ class Summing:
 
     @property
     def loading(self) -> Host | None:
-        """Who has not confirmed the sums that it was sent."""
+        """Workers that have not confirmed the sums that they were sent."""
         return self._hosts[self._loading[0][0]] if self._loading else None
 
     def has_room(self) -> bool:

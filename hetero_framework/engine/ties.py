@@ -1,8 +1,8 @@
-"""Weights that lie in several stages: whose gradients meet where, and who takes over the result.
+"""Tied weights in several stages: summing their gradients and distributing the new weight.
 
 A tied weight's first place in the model is its source: that stage makes the optimizer's step.
-Stages with later places of it, the targets, give their gradients and take over the new weight. The
-sum is taken from the last place on, one place after the other, as backward passes go through a
+Stages with later places of it, the targets, send their gradients and receive the new weight. The
+sum begins with the last place and goes one place back at a time, as backward passes go through a
 model, so that it is the same under any cut.
 """
 

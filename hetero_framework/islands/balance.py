@@ -1,8 +1,8 @@
-"""Whose share of the samples is how large, by numbers or by measured speed. Pure: no clock.
+"""Shares of the samples for each island, by numbers or by measured speed. Pure: no clock.
 
-All islands know the same measurements, those that came with the last commit, and so come to the
-same shares. They change rarely: who is dealt other samples reads and pads other ones, and a record
-of many shares says little.
+All islands know the same measurements, those that came with the last commit, and so compute the
+same shares. Shares change rarely: an island with a new share reads and pads other samples, and a
+record of many shares says little.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Changes of the weights in fewer bytes on their way to other islands, and the error fed back.
+"""Changes of the weights in fewer bytes on their way to other islands, with error feedback.
 
-What rounding takes from one change is added to the next one of that parameter: over time all that
-was meant is sent, but for what the last rounding holds back. The values that come out at the other
-end are the same on any machine.
+The rounding error of one change is added to the next change of that parameter: over time everything
+is sent, except for the last rounding error. The decoded values are the same on any machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an island will do and send, said before it does. Pure."""
+"""A forecast of an island's steps and traffic, reported before the run. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BYTES = {"none": 4.0, "bf16": 2.0, "int8": 0.95}  # of a value, int8 as normall
 
 
 def island_lines(island: IslandConfig, trained: int, steps: int | None = None) -> list[str]:
-    """For `hetero check`: of an island that trains so many values, in a run of so many steps of the
+    """For `hetero check`: an island that trains `trained` values, in a run of `steps` steps of the
     data, if that is known."""
     if island.sync_steps == 1:
         return [

@@ -1,8 +1,9 @@
-"""Who trains together, and from where: a view of the members, their positions, and one decision.
+"""The group of islands that train together: the members of a view, their positions, and one
+decision per step.
 
-Islands ask for a view together, open new links (`Circle`), and say where they are.
-Whoever is not where the group is takes over the state of a member that is, its source. Positions of
-two members are equal where they have made the same commits: `lineage` is a hash of all of them.
+Islands ask for a view together, open new links (`Circle`), and tell each other their positions. A
+member that is behind takes over the state of one that is not, its source. Two positions are equal
+when the same commits led there: `lineage` is a hash of all of them.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Joined:
 
 class Group:
     """This island's place among the others, from view to view. `check` is called while it waits;
-    what it raises ends the waiting. `wait_s`: so long fewer than `min_islands` wait for others."""
+    what it raises ends the waiting. `wait_s`: how long fewer than `min_islands` wait for others."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""Which samples an island trains: worked out by every member alike, and each sample once.
+"""The samples that each island trains: computed alike by every member, and each sample once.
 
-What is dealt are the steps of the run, numbered over all epochs as `SampleOrder` has them: step k
+The steps of the run, numbered over all epochs as in `SampleOrder`, are dealt to the islands: step k
 is a batch of the whole group, the same samples on every island, and an epoch's last one may be
 short. Where islands sum their gradients in every step, they share the samples of one step; where
 they train alone for a while, each takes steps of its own. A step counts once the group has
-committed it; one that was dealt and is not committed, since an island died or a reduction failed,
-is dealt again. So each sample of an epoch is trained once, whoever joins, leaves or returns.
+committed it. A step that was dealt and not committed, since an island died or a reduction failed,
+is dealt again. So each sample of an epoch is trained once, whichever islands join, leave or return.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Ledger:
         merged: list[tuple[int, int]] = []
         for start, end in sorted([*self.committed, *steps]):
             if not 0 <= start < end:
-                raise ValueError(f"[{start}, {end}) is no range of steps")
+                raise ValueError(f"[{start}, {end}) is not a range of steps")
             if merged and start < merged[-1][1]:
                 raise ValueError(f"step {start} was committed before")
             if merged and start == merged[-1][1]:

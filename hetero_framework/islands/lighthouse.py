@@ -1,9 +1,9 @@
-"""The lighthouse: which islands are here, and the views in which they take part.
+"""The lighthouse: the islands that are here, and the views in which they take part.
 
-An island is here as long as its link lives, and torchft (`quorums.py`) gets heartbeats for it. Its
-question for the next view is asked there again and again, each time by a new number, until all
-members of the quorum wait for just that answer: it is their view. So a quorum with an island that
-has left, or asks anew, is none.
+An island is here as long as its link lives; meanwhile torchft (`quorums.py`) gets heartbeats for
+it. The lighthouse asks torchft again, each time under a new number, until all members of the
+answered quorum wait for that same answer: that quorum is their view. A quorum with an island that
+has left, or has asked again, is not used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Links between the coordinators of islands: who dials whom, and what arrives of an exchange.
+"""Links between the coordinators of islands, and the messages of an exchange over them.
 
 All links of a `Circle` are new ones, so nothing of an earlier one can arrive in it. Of two members
 the one whose name comes later dials.

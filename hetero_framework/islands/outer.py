@@ -1,9 +1,9 @@
-"""The arithmetic of a synchronisation: what an island sends, the average, what it makes of it.
+"""The arithmetic of a synchronisation: the change that an island sends, the average, and its use.
 
 DiLoCo (arXiv 2311.08105), with the delay and the mixing of Streaming DiLoCo (2501.18512), and
-LocalSGD (1805.09767), as torchft computes them, but weighted by what each island has trained.
-Tensors are float32 on the CPU, by name. All islands come to the same bits, on any hardware: each
-operation is one that IEEE 754 rounds exactly, so nothing is fused and sums have one order.
+LocalSGD (1805.09767), as torchft computes them, but weighted by the samples of each island. Tensors
+are float32 on the CPU, by name. All islands compute the same bits, on any hardware: IEEE 754 rounds
+each operation exactly, nothing is fused, and sums have one order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torchft's lighthouse, which answers who takes part: the only module that imports torchft.
+"""torchft's lighthouse, which decides on quorums of islands: the only module that imports torchft.
 
 A replica counts as living while heartbeats for it come in. A question is answered with a quorum
 when all living replicas have asked. torchft keeps the questions of replicas that have died, so a

@@ -1,4 +1,4 @@
-"""How much each island gets: whole numbers in proportion to shares. Pure, and alike everywhere."""
+"""Whole numbers in proportion to shares. Pure, and alike everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom islands wait for before a decision: slower ones, or the network. Pure: no clock."""
+"""Time spent waiting for slower islands, or for the network, before a decision. Pure: no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models: cutting them, adapters on them, and the files they come from and go to."""
+"""Models: cutting them, adapters on them, and the files that they are read from and written to."""
 
 import logging
 

@@ -1,7 +1,7 @@
-"""Who computes what, and when, decided from times alone: no torch, no sockets.
+"""The planner: layers, stages and schedule for a fleet, from times alone. No torch, no sockets.
 
-`plan` and `evaluate` are what others ask; docs/maintainers/planner.md has the parts of the search
-in order.
+`plan` and `evaluate` are its interface; docs/maintainers/planner.md has the parts of the search in
+order.
 """
 
 from hetero_framework.planner.planning import evaluate, plan

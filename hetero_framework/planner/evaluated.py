@@ -1,4 +1,4 @@
-"""A layout with the schedule by which the product would run it."""
+"""A layout with the schedule that a run of it would use."""
 
 from __future__ import annotations
 

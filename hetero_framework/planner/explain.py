@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what limits each device, who is left out, and what would help."""
+"""Reasons for a plan: the limits of each device, unused devices, and changes that would help."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def _why_not(found: Evaluated, d: int) -> str:
 
 
 def advice(found: Evaluated, rules: Rules, uses: Sequence[DeviceUse]) -> tuple[str, ...]:
-    """What would shorten the step most, with about how much, the best first. Of larger cards those
-    for the device that computes least for want of memory."""
+    """The changes that shorten the step most, with about how much, the best first. Of larger cards
+    those for the device that computes least for want of memory."""
     fleet, layout = found.fleet, found.layout
     now_s = Search(rules).evened_s(layout)
 
@@ -206,7 +206,7 @@ def _pins_leave_no_plan(rules: Rules) -> PlanError:
 
 
 def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
-    """What is missing, where."""
+    """The missing things, with their places."""
     fleet, lines, room = rules.fleet, [], 0
     for d in rules.devices:
         costs = fleet.costs[d]

@@ -1,4 +1,4 @@
-"""What makers say of their devices, by name: memory, operations and bytes per second.
+"""Makers' figures of devices, by name: memory, operations and bytes per second.
 
 The table is data with its sources (known_devices.json); `hetero plan --dry-run` estimates from it.
 """
@@ -37,7 +37,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What training reaches of a kind of device's figures: shares, and the seconds that it takes to
+    """Shares of a kind of device's figures that training reaches, and the seconds that it takes to
     start the kernels of a layer."""
 
     compute: float
@@ -94,7 +94,7 @@ def known_device(text: str, *, memory_bytes: float | None = None) -> KnownDevice
     fitting = [row for row in _table()["devices"] if _is_called(row[0], text)]
     found = _of(max(fitting, key=lambda row: len(row[0]))) if fitting else _cpu(text)
     if found is None:
-        raise UserError(f"{text!r} is no device that is known here", hint=_hint(text))
+        raise UserError(f"{text!r} is not a known device", hint=_hint(text))
     said = _MEMORY.search(text)
     if memory_bytes is not None:
         return replace(found, memory_bytes=memory_bytes)

@@ -1,4 +1,4 @@
-"""One way to lay a model over a fleet, as the simulator and the devices' memory see it."""
+"""A layout: stages of a model on a fleet, with their times and memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def has_chunks(layout: Layout) -> bool:
 
 
 class _Costs:
-    """What layers cost on one device, as sums over the layers before each."""
+    """Costs of layers on one device, as sums over the layers before each."""
 
     def __init__(self, device: DeviceProfile, layers: int, memory_bytes: float) -> None:
         def of_layers(values: Sequence[float]) -> list[float]:
@@ -160,7 +160,7 @@ class Fleet:
         )
 
     def pipeline(self, layout: Layout) -> Profile:
-        """What the simulator takes."""
+        """The profile for the simulator."""
         times = [self.seconds(part) for part in layout]
         forward_s, backward_s = [f for f, _ in times], [b for _, b in times]
         first, last = (self.costs[layout[k].device].device for k in (0, -1))
@@ -186,14 +186,14 @@ class Fleet:
         return layer + 1 > self._trained_from
 
     def activation_bytes(self, part: Part) -> float:
-        """What a stage keeps of one micro-batch."""
+        """Bytes that a stage stores of one micro-batch."""
         costs = self.costs[part.device]
         sums = costs.recomputed_bytes if part.recompute else costs.kept_bytes
         return sums[part.end] - sums[part.start] if self.stores(part) else 0.0
 
     def kept_bytes(self, layout: Layout, device: int) -> float:
-        """What a device holds in every moment: weights, gradients, optimizer, and while a layer is
-        computed again, what it keeps of one micro-batch."""
+        """Bytes that a device holds all the time: weights, gradients, optimizer, and while a layer
+        is computed again, what it keeps of one micro-batch."""
         costs, total = self.costs[device], 0.0
         own = [part for part in layout if part.device == device]
         for part in own:
@@ -238,7 +238,7 @@ class Fleet:
         return (*limits[:-1], 1)
 
     def memory_bytes(self, layout: Layout, device: int, in_flight: Sequence[int]) -> float:
-        """What a process needs with so many micro-batches in flight, all included."""
+        """Memory that a process needs in all, with these numbers of micro-batches in flight."""
         held = sum(
             count * self.activation_bytes(part)
             for part, count in zip(layout, in_flight, strict=True)

@@ -1,4 +1,4 @@
-"""From a profile to a plan, and what a given plan would take."""
+"""Makes a plan from a profile, and predicts the step of a given plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hetero_framework.units import size
 CHECKPOINTING = "checkpointing"
 CHUNKS = "chunks"
 ALLOWED = frozenset({CHECKPOINTING, CHUNKS})
-"""What a plan may choose unless told otherwise: it changes no number of the result."""
+"""The default choices of a plan: they change no number of the result."""
 CHOICES = ALLOWED | {what_if.CODEC, what_if.MICRO_BATCH}
 
 
@@ -72,9 +72,9 @@ def evaluate(
     max_in_flight: int | None = None,
     margins: Mapping[WorkerId, float] | None = None,
 ) -> Result:
-    """What a given plan would take, by the same simulator: entries as in `Result.shard_plan`, with
-    `gradient_checkpointing` by the number of the stage. Raises PlanError for a plan that is wrong
-    or does not fit."""
+    """The predicted step of a given plan, by the same simulator: entries as in `Result.shard_plan`,
+    with `gradient_checkpointing` by the number of the stage. Raises PlanError for a plan that is
+    wrong or does not fit."""
     began = time.perf_counter()
     margins = margins or {}
     if problems := list(_option_problems(profile, {}, (), margins, ())):
@@ -188,11 +188,11 @@ def _plan_entries(fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]]) -> list
 
 
 def _checkpointing_problems(again: Mapping[str, Any], stages: int) -> Iterator[Problem]:
-    """What is wrong with `gradient_checkpointing` of a plan, by the number of the stage."""
+    """Problems with `gradient_checkpointing` of a plan, by the number of the stage."""
     for name, value in again.items():
         where = f"gradient_checkpointing.{name}"
         if name not in map(str, range(stages)):
-            yield Problem(where, f"is no stage; there are {stages}, counted from 0")
+            yield Problem(where, f"is not a stage; there are {stages}, counted from 0")
         elif not isinstance(value, bool):
             yield Problem(where, f"must be true or false, not {shown(value)}")
 
@@ -222,7 +222,7 @@ def _option_problems(
     named = [("pin", d) for d in pins] + [("exclude", d) for d in excluded]
     for option, owner in [*named, *(("margin", d) for d in margins)]:
         if owner not in ids:
-            text = f"{shown(owner)} is no device; there are: {ids_text(ids)}"
+            text = f"{shown(owner)} is not a device; there are: {ids_text(ids)}"
             yield Problem(f"--{option}", text)
     if "local" in excluded:
         yield Problem("--exclude", "the coordinator holds the first stage and cannot be left out")
@@ -243,7 +243,7 @@ def _pin_problems(
         if owner in excluded:
             yield Problem("--pin", f"{process_name(owner)} is excluded too")
         if not 0 <= start < end <= layers:
-            yield Problem("--pin", f"{here} is no range within the {layers} layers")
+            yield Problem("--pin", f"{here} is not a range within the {layers} layers")
         elif owner == "local" and start:
             yield Problem("--pin", f"{here}: the coordinator holds the first layers")
         elif owner != "local" and "local" in pins and start < pins["local"][1]:

@@ -1,5 +1,5 @@
-"""The profile of a fleet: what each device takes for a layer, what it can hold, and how fast the
-links are. `hetero plan` measures it, or a person writes it by hand.
+"""The profile of a fleet: each device's time per layer and memory, and the speed of the links.
+`hetero plan` measures it, or a person writes it by hand.
 
 Everything is per micro-batch, in seconds and bytes. Fields that are left out are 0.
 """
@@ -66,7 +66,7 @@ class DeviceProfile(Section):
     layer_backward_s: TimeOfLayers
     """Backward of a layer; 0 where nothing below it is trained."""
     layer_recompute_s: TimeOfLayers = _NONE
-    """What its backward takes longer where activations are computed again."""
+    """Extra time of its backward where activations are computed again."""
     embedding_forward_s: Time = 0.0
     embedding_backward_s: Time = 0.0
     head_forward_s: Time = 0.0
@@ -76,11 +76,11 @@ class DeviceProfile(Section):
     embedding_bytes: Bytes = 0.0
     head_bytes: Bytes = 0.0
     activation_bytes_per_layer: BytesOfLayers = _NONE
-    """What a layer keeps of each micro-batch in flight."""
+    """Bytes that a layer stores of each micro-batch in flight."""
     activation_bytes_recomputed: BytesOfLayers = _NONE
     """The same where activations are computed again."""
     reserved_bytes: Bytes = 0.0
-    """What the process holds besides."""
+    """Further bytes of the process."""
 
 
 class LinkProfile(Section):
@@ -89,9 +89,9 @@ class LinkProfile(Section):
     model_config = ConfigDict(populate_by_name=True)
 
     sender: WorkerId = Field(alias="from")
-    """Who sends."""
+    """The sender."""
     receiver: WorkerId = Field(alias="to")
-    """Who receives."""
+    """The receiver."""
     bytes_per_s: Annotated[float, with_unit("bytes per second", ge=1e-3, le=1e24)]
     """How fast large frames arrive."""
     latency_s: Time = 0.0
@@ -109,9 +109,9 @@ class FleetProfile(WholeFile):
     micro_batches: Annotated[int, with_unit("micro-batches", ge=1, le=MAX_MICRO_BATCHES)]
     """Micro-batches in a step."""
     activation_bytes: Bytes = 0.0
-    """What crosses a boundary forward."""
+    """Bytes that cross a boundary forward."""
     gradient_bytes: Bytes = 0.0
-    """What crosses a boundary backward."""
+    """Bytes that cross a boundary backward."""
     embedding_is_trained: bool | None = None
     """Whether gradients go back as far as the embedding. If it is not said, they do where the first
     layer is trained."""
@@ -160,7 +160,7 @@ def ids_text(ids: Sequence[int | str]) -> str:
 
 
 def _disagreements(raw: dict[str, Any], valid: dict[str, Any]) -> Iterator[Problem]:
-    """What is wrong between fields that are valid by themselves."""
+    """Contradictions between fields that are valid by themselves."""
     devices: tuple[DeviceProfile, ...] = valid.get("devices", ())
     ids = [device.id for device in devices]
     if "devices" in valid and "local" not in ids:
@@ -187,7 +187,7 @@ def _link_problems(ids: list[int | str], links: tuple[LinkProfile, ...]) -> Iter
     for i, link in enumerate(links):
         for end, device_id in (("from", link.sender), ("to", link.receiver)):
             if device_id not in there_are:
-                text = f"{shown(device_id)} is no device; there are: {known}"
+                text = f"{shown(device_id)} is not a device; there are: {known}"
                 yield Problem(f"links[{i}].{end}", text)
         if link.sender == link.receiver:
             yield Problem(f"links[{i}]", f"goes from {shown(link.sender)} to itself")

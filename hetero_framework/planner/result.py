@@ -1,4 +1,4 @@
-"""What `hetero plan` answers."""
+"""`Result`: the answer of `hetero plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layout may be: which devices, which layers where, and what the search may choose."""
+"""The rules of layouts: allowed devices, pinned layers, and the choices open to the search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_framework.planner.schedule.simulator import Edge
 
 @dataclass(frozen=True)
 class Rules:
-    """What a layout may be: the devices that may take part (the coordinator, 0, always does), the
+    """Rules of layouts: the devices that may take part (the coordinator, 0, always does), the
     layers that are pinned to some of them, and what the search may choose."""
 
     fleet: Fleet

@@ -1,4 +1,4 @@
-"""Other profiles of the same fleet: what would be if one thing were changed."""
+"""Changed profiles of the same fleet: each shows the effect of one change."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where the time of a run went."""
+"""Analysis of a run's steps: where their time went."""

@@ -1,7 +1,7 @@
-"""Where the time of a run's steps went, and which one change would help most.
+"""The bottleneck of a run's steps: how their time was spent, and which change would help most.
 
-`measured` says what stages, processes and boundaries took, `bound` what no schedule could have
-beaten, `simulated_changes` what a change would bring.
+`measured` has the times of stages, processes and boundaries, `bound` the shortest possible step,
+and `simulated_changes` the effect of changes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNEVEN = 2.0
 
 @dataclass(frozen=True)
 class Diagnosis(simulated_changes.Baseline):
-    """What `steps` (counted from 1) took, where, and what would help."""
+    """The times of `steps` (counted from 1), and the changes that would help."""
 
     steps: tuple[int, ...]
     bound_s: float

@@ -1,4 +1,4 @@
-"""What no schedule could have beaten: a bound for one recorded step, from its own times."""
+"""A lower bound on one recorded step, from its own times."""
 
 from __future__ import annotations
 

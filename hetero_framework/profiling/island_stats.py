@@ -1,4 +1,4 @@
-"""What a run's steps took between islands, by its metrics.jsonl."""
+"""Traffic and waiting between islands, read from a run's metrics.jsonl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the steps of a trace took: means for each stage, process and boundary, in seconds."""
+"""Mean times of a trace's steps for each stage, process and boundary, in seconds."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Boundary:
     codec: str
 
     def scaled(self, factor: float, more_latency_s: float = 0.0) -> Boundary:
-        """The same with tensors that occupy the wire so many times as long."""
+        """The same with tensors that occupy the wire `factor` times as long."""
         forward_s, backward_s = self.forward_s * factor, self.backward_s * factor
         latency_s = self.latency_s + more_latency_s
         return replace(self, forward_s=forward_s, backward_s=backward_s, latency_s=latency_s)
@@ -199,11 +199,11 @@ class NicSpeeds:
             self._frame[nic] = sorted(e.seconds / e.nbytes for e in events)[(len(events) - 1) // 4]
 
     def seconds(self, nbytes: float, path: Sequence[int]) -> float:
-        """Seconds for which so many bytes occupy the path from process to process."""
+        """Seconds for which `nbytes` occupy the path from process to process."""
         return nbytes * max(self._shared.get(nic, 0.0) for nic in _nics_of(path))
 
     def frame_s(self, nbytes: float, path: Sequence[int]) -> float:
-        """Seconds of one frame of so many bytes, by the quicker ones that passed."""
+        """Seconds of one frame of `nbytes`, by the quicker ones that passed."""
         return nbytes * max(self._frame.get(nic, 0.0) for nic in _nics_of(path))
 
 

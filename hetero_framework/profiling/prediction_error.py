@@ -1,9 +1,10 @@
-"""Prediction held to account: what each step was to take and what it took, and why they differ.
+"""The error of predictions: each step's predicted and measured time, and the reasons for a
+difference.
 
 A run predicts every step before it begins, by the planner's simulator from the times of the steps
-before, and its stages' memory from shapes. `stage_predictions` is what it writes into metrics.jsonl
-beside what was measured; `read_account` compares the two. All seconds of stages and boundaries are
-of one micro-batch.
+before, and its stages' memory from shapes. `stage_predictions` writes that into metrics.jsonl
+beside the measured values; `read_account` compares the two. All seconds of stages and boundaries
+are of one micro-batch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class StageAccount:
 
 @dataclass(frozen=True)
 class Cause:
-    """What a difference in one thing makes of the step, by simulation."""
+    """The effect of one difference on the step, by simulation."""
 
     text: str
     seconds: float
@@ -161,7 +162,7 @@ def _stage(lines: Sequence[Mapping[str, Any]], micro_batches: int) -> StageAccou
 def _causes(
     stages: Sequence[StageAccount], edges: Sequence[tuple[float, bool]], micro_batches: int
 ) -> Iterator[Cause]:
-    """What was measured takes the place of what was predicted, one thing after the other; the step
+    """Measured values replace predicted ones, one kind after the other; the step
     is simulated each time."""
     times = [dict(stage.predicted) for stage in stages]
     owners = list(dict.fromkeys(stage.owner for stage in stages))

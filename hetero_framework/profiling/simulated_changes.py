@@ -1,6 +1,6 @@
-"""What one change would bring: the measured plan, changed and simulated.
+"""Effects of single changes: the measured plan, changed and simulated.
 
-A prediction is `measured x simulated with the change / simulated as it is`.
+A prediction is `measured x simulated with the change / simulated without it`.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _moved(counts: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _with_layers(trace: Trace, plan: MeasuredPlan, counts: Sequence[int]) -> MeasuredPlan:
-    """The plan with so many layers on its stages, all layers of a stage alike.
+    """The plan with `counts[k]` layers on stage k, all layers of a stage alike.
 
     The first and the last stage also hold embedding and head, whose share nobody measured: a
     layer added there is charged like one of the stage's mean, a layer taken away is credited
@@ -278,6 +278,6 @@ def _codecs(plan: MeasuredPlan, micro_batches: int) -> list[_Idea]:
     for name, codec in CODECS.items():
         boundaries = tuple(coded(b, codec) for b in plan.boundaries)
         if boundaries != plan.boundaries:
-            text = f'wire.activations and wire.gradients "{name}" (rounds what crosses a boundary)'
+            text = f'wire.activations and wire.gradients "{name}" (rounds tensors at boundaries)'
             ideas.append(_Idea(name, text, replace(plan, boundaries=boundaries), micro_batches))
     return ideas

@@ -1,4 +1,4 @@
-"""What every process of a run did when: the spans of all of them as events on one clock."""
+"""The timeline of a run: spans of all processes as events on one clock."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class StageInfo:
 
 @dataclass(frozen=True)
 class Trace:
-    """What timeline.json holds. Times are seconds after the first event; `settings` are those of
-    the run that decide about speed; `dropped` counts spans that were not kept."""
+    """The content of timeline.json. Times are seconds after the first event; `settings` are those
+    of the run that decide about speed; `dropped` counts spans that were not kept."""
 
     processes: tuple[Process, ...]
     stages: tuple[StageInfo, ...]
@@ -189,7 +189,7 @@ def _causes(events: Sequence[TraceEvent]) -> Iterator[tuple[int, float, int, flo
 
 
 def tasks_of(events: Iterable[TraceEvent]) -> Tasks:
-    """What the stages computed, by (kind, stage, micro-batch)."""
+    """The stages' computations, by (kind, stage, micro-batch)."""
     return {event.key: event for event in events if event.kind in COMPUTE}
 
 

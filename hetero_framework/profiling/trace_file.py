@@ -1,11 +1,11 @@
-"""timeline.json: the events of a run in the Trace Event Format, written while it goes on.
+"""timeline.json: the events of a run in the Trace Event Format, written during the run.
 
 https://ui.perfetto.dev and chrome://tracing open the file; `read_timeline` reads it back for
-`hetero timeline`. A step is appended when all processes have told of it; then the file is valid
+`hetero timeline`. A step is appended when all processes have reported it; then the file is valid
 JSON again.
 
-Rows: one group for each process; in it a row for each stage (its tasks, and the waits that they
-ended), one for what each link sends and one for what it receives.
+Rows: one group for each process; in it a row for each stage (its tasks, and the waits before them),
+one for the tensors that its links send and one for those that they receive.
 """
 
 from __future__ import annotations

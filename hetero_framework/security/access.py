@@ -1,7 +1,7 @@
-"""What a process shows on its connections, and whom it lets in.
+"""Credentials that a process shows on its connections, and the peers that it admits.
 
-With keys every connection is TLS with certificates on both sides. Without, only addresses are used
-that nobody but this machine can reach, unless the user said otherwise on the command line.
+With keys every connection is TLS with certificates on both sides. Without them, only addresses that
+nobody but this machine can reach are used, unless the command line says otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HOW = (
 
 
 class Access(Protocol):
-    """What a stream has to pass before anything is read from it. Both methods raise IdentityError
+    """The checks of a stream before anything is read from it. Both methods raise IdentityError
     for who is wrong and OSError for what may pass, and have closed the stream then."""
 
     @property
@@ -62,7 +62,7 @@ class Plaintext:
         own = addresses.is_loopback(host) or addresses.is_loopback_by_name(host)
         if not (own or self.everywhere):
             raise IdentityError(
-                f"{what} is at {host}, where others reach it, and there is no key for that here",
+                f"{what} is at {host}, where others reach it, and this machine has no key for it",
                 hint=self.how,
             )
 
@@ -167,8 +167,8 @@ def key_directory(config: Config, options: KeyOptions | None = None) -> KeyDirec
 
 
 def access_of(config: Config, process: WorkerId, options: KeyOptions | None = None) -> Access:
-    """What "local", the coordinator, or a worker uses. Raises IdentityError when it needs keys and
-    has none, or they are damaged."""
+    """The access of "local", the coordinator, or a worker. Raises IdentityError when it needs keys
+    and has none, or they are damaged."""
     keys, workers = key_directory(config, options), [worker.id for worker in config.workers]
     access = _access(keys, process, workers, options or KeyOptions(), LOOPBACK_ONLY)
     if access is not LOOPBACK_ONLY:
@@ -182,7 +182,7 @@ def access_of(config: Config, process: WorkerId, options: KeyOptions | None = No
 
 
 def island_access(config: Config, options: KeyOptions | None = None) -> Access:
-    """What this coordinator uses with other islands, `dialled(stream, NAME)`, and the lighthouse,
+    """This coordinator's access to other islands, `dialled(stream, NAME)`, and the lighthouse,
     `dialled(stream, "local")`. Raises as `access_of`."""
     assert config.island is not None
     keys, name = key_directory(config, options).of_islands, config.island.name
@@ -196,7 +196,7 @@ def island_access(config: Config, options: KeyOptions | None = None) -> Access:
 
 
 def lighthouse_access(keys: KeyDirectory, host: str, options: KeyOptions) -> Access:
-    """What a lighthouse that listens at `host` uses with the islands; `keys` are theirs."""
+    """The access of a lighthouse that listens at `host`; `keys` are the islands'."""
     access = _access(keys, "local", None, options, _PLAIN_ISLANDS)
     access.check_address(host, "the lighthouse")
     return access
@@ -212,8 +212,8 @@ def _access(
     """With the key of `process`, if it is there; `plain` otherwise."""
     if options.insecure:
         _log.warning(
-            "--insecure-plaintext: NOTHING IS ENCRYPTED AND NOBODY IS ASKED WHO IT IS; whoever "
-            "reaches a port of this run can read its data and give orders"
+            "--insecure-plaintext: NO ENCRYPTION AND NO AUTHENTICATION; everybody who reaches a "
+            "port of this run can read its data and give orders"
         )
         return replace(plain, everywhere=True)
     keys.settle()

@@ -1,6 +1,6 @@
 """The cluster's own certificate authority: X.509 certificates, made with `cryptography`.
 
-The only module that imports it, so that a process that trains does not need it.
+Only this module imports `cryptography`, so a process that trains does not need it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def new_key() -> ec.EllipticCurvePrivateKey:
 def bundle(
     key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate, authority: x509.Certificate
 ) -> bytes:
-    """What a machine keeps of itself: one PEM, the private key first."""
+    """A machine's own PEM file, the private key first."""
     return private_pem(key) + certificate_pem(certificate) + certificate_pem(authority)
 
 
@@ -160,7 +160,7 @@ def received_bundle(
 def problem_of(
     certificate: x509.Certificate, authority: x509.Certificate, identity: Identity
 ) -> str | None:
-    """What is wrong with a certificate of `identity` that `authority` is said to have made."""
+    """Problems with a certificate of `identity` that should be from `authority`."""
     try:
         certificate.verify_directly_issued_by(authority)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -173,7 +173,7 @@ def problem_of(
 
 
 def bundle_problem(pem: bytes, identity: Identity) -> str | None:
-    """What is wrong with a bundle of `identity`; it has the parts that it should have."""
+    """Problems with a bundle of `identity` that has all its parts."""
     try:
         key = serialization.load_pem_private_key(pem, password=None)
         own, authority = x509.load_pem_x509_certificates(pem)

@@ -1,4 +1,4 @@
-"""What the authority's machine does with it: make keys, sign, keep the list, revoke, rotate."""
+"""Operations of the authority: make keys, sign, keep the list, revoke, rotate."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """A machine's keys: the directory `hetero_keys` beside the configuration.
 
     coordinator.pem, worker-ID.pem   a private key, its certificate, the authority's certificate
-    authority.pem                    on the coordinator's machine: what makes certificates
+    authority.pem                    on the coordinator's machine: the key that signs certificates
     issued.json                      beside it: all certificates that were made
-    revoked.json                     serial numbers that count no more
+    revoked.json                     serial numbers of revoked certificates
     islands/                         the same of another cluster, that of the coordinators which
                                      train one model: lighthouse.pem, island-NAME.pem
     .lock                            held by the process that changes any of these
     .gitignore                       keeps all of it out of repositories
 
-No other user may read any of it. The first line of a key's file says whose it is. All that write
-here do it within `locked`.
+No other user may read any of it. The first line of a key's file names its owner. Every writer holds
+`locked`.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ REVOKED = "revoked.json"
 LOCK = ".lock"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 MAX_REVOKED = 1000
-"""So many are sent with every connection; a cluster with more of them takes a new authority."""
+"""Most revoked certificates, since all are sent with every connection; a cluster with more of them
+needs a new authority."""
 
 
 @dataclass(frozen=True)
 class KeyDirectory:
-    """What is read raises IdentityError where it is damaged or readable by other users."""
+    """Reading raises IdentityError for files that are damaged or readable by other users."""
 
     path: Path
     kind: ClusterKind = STAR
@@ -86,7 +87,7 @@ class KeyDirectory:
 
     @property
     def again(self) -> str:
-        """What helps when a key here is no good."""
+        """Hint for an unusable key here."""
         return f"have this machine invited again: {self.kind.invite}"
 
     @property
@@ -94,14 +95,14 @@ class KeyDirectory:
         return self.holds(AUTHORITY)
 
     def processes(self) -> list[str]:
-        """Whose keys are here: "local" and names of members."""
+        """Owners of the keys here: "local" and names of members."""
         names, prefix = self._names(), f"{self.kind.member}-"
         found = ["local"] if self.bundle("local").name in names else []
         members = [name for name in names if name.startswith(prefix) and name.endswith(".pem")]
         return found + [name.removeprefix(prefix).removesuffix(".pem") for name in members]
 
     def identity(self, process: int | str) -> Identity:
-        """Who a key here is, by its first line."""
+        """The owner of a key here, by its first line."""
         file = self.bundle(process)
         line = self.read(file.name).split(b"\n", 1)[0]
         try:
@@ -173,7 +174,7 @@ class KeyDirectory:
                 pass
 
     def left_overs(self) -> list[Path]:
-        """What a crash has left here that counts for nothing; the next change clears it away."""
+        """Leftovers of a crash, without effect; the next change removes them."""
         aside = aside_of(self.path)
         return [*([aside] if aside.exists() else []), *self._unfinished()]
 
@@ -231,18 +232,18 @@ class KeyDirectory:
 
 
 def bundle_text(identity: Identity, pem: bytes) -> bytes:
-    """What the file of a key holds."""
+    """The content of a key's file."""
     return f"# {identity.uri}\n".encode() + pem
 
 
 def revoked_text(numbers: Iterable[int]) -> bytes:
-    """What the file of revoked certificates holds."""
+    """The content of the file of revoked certificates."""
     return json.dumps(texts(numbers)).encode() + b"\n"
 
 
 @contextlib.contextmanager
 def _explained(place: Path) -> Iterator[None]:
-    """What the disk says, as an error of this package."""
+    """An error of the disk as one of this package."""
     try:
         yield
     except (OSError, NotImplementedError) as error:  # the latter: no locks on this disk
@@ -278,7 +279,7 @@ def texts(numbers: Iterable[int]) -> list[str]:
 
 
 def serials(found: object) -> frozenset[int]:
-    """What `texts` made. Raises ValueError."""
+    """The inverse of `texts`. Raises ValueError."""
     if not isinstance(found, list) or len(found) > MAX_REVOKED:
         raise ValueError(f"not a list of at most {MAX_REVOKED} serial numbers")
     if not all(isinstance(text, str) and 0 < len(text) <= 40 for text in found):

@@ -59,7 +59,7 @@ _AGAIN = "have this machine invited again (hetero invite)"
 
 @dataclass(frozen=True)
 class Token:
-    """What the person carries from one machine to the other."""
+    """The token that a person carries from one machine to the other."""
 
     authority: bytes  # SHA-256 of its certificate
     secret: bytes
@@ -77,7 +77,7 @@ class Token:
             if (kind.upper(), len(found.authority), len(found.secret)) == ("HT1", 32, 16):
                 return found
         raise IdentityError(
-            "this is no token of `hetero invite`, or not all of it",
+            "this is not a token of `hetero invite`, or not all of it",
             hint="copy the whole line that `hetero invite` has printed",
         )
 
@@ -240,7 +240,7 @@ def _request(note: dict[str, Any]) -> tuple[str, bytes, str]:
 
 @dataclass(frozen=True)
 class PairedMachine:
-    """What the joining machine is from now on."""
+    """The identity of the joining machine from now on."""
 
     identity: Identity
     bundle: bytes
@@ -297,7 +297,7 @@ def _encrypted(stream: Stream, token: Token, deadline: float) -> TlsStream:
         der = _read(stream, length, deadline)
     if not hmac.compare_digest(_hash(der), token.authority):
         raise IdentityError(
-            "what answers there is not the machine that made this token",
+            "the machine there did not make this token",
             hint="check address and port; if they are right, somebody else answers in its place",
         )
     made = tls.joining_context(x509.pem_of(der), _ALPN)

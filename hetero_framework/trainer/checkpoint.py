@@ -290,7 +290,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _writing(self, path: Path, nbytes: int) -> Iterator[None]:
-        """Raise ResourceError where the disk refuses a file of so many bytes."""
+        """Raise ResourceError where the disk refuses a file of `nbytes`."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -304,7 +304,7 @@ class CheckpointWriter:
             try:
                 free = f"{size(shutil.disk_usage(self._store.root).free)} are free"
             except OSError as problem:
-                free = f"what is free cannot be told ({problem.strerror})"
+                free = f"the free space is not known ({problem.strerror})"
             needed = size(sum(entry["bytes"] for entry in self._files) + nbytes)
             raise ResourceError(
                 f"no space for checkpoint {self._step} in {self._store.root}: it needs at least "

@@ -1,9 +1,10 @@
-"""Whether a checkpoint is of this run: what must not differ, and what is said where it does.
+"""Checks that a checkpoint belongs to this run: refuses some differences and reports others.
 
-Compared are the settings as they were given (config/resuming.py says which may change), and what no
-setting says: the training data as tokens, the evaluation data, tokenizer, chat template and the
-versions of libraries. The model's weights are compared once they are loaded, the members of a group
-of islands once they meet. What an older checkpoint does not say is not compared.
+Compared are the settings as they were given (config/resuming.py says which may change), and inputs
+that no setting describes: the training data as tokens, the evaluation data, tokenizer, chat
+template and the versions of libraries. The model's weights are compared once they are loaded, the
+members of a group of islands once they meet. Facts that an older checkpoint does not record are not
+compared.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _log = logging.getLogger(__name__)
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "tokenizers", "bitsandbytes")
 _FOLDERS = ("model.name_or_path", "model.tokenizer", "adapter.init_from")
 _CONTENTS = {
-    "tokenizer": "the tokenizer is another one than at checkpoint {}; the same tokens are trained"
-    " on, and the result is saved with the one of now",
-    "chat template": "the chat template is another one than at checkpoint {}; the same tokens are"
-    " trained on, and the result is saved with the one of now",
-    "evaluation data": "the evaluation data are others than at checkpoint {}; losses on them before"
-    " and after it cannot be compared",
+    "tokenizer": "the tokenizer differs from that of checkpoint {}; the training tokens are the"
+    " same, and the result is saved with the present one",
+    "chat template": "the chat template differs from that of checkpoint {}; the training tokens are"
+    " the same, and the result is saved with the present one",
+    "evaluation data": "the evaluation data differ from those of checkpoint {}; losses on them"
+    " before and after it cannot be compared",
 }
 
 
@@ -61,7 +62,7 @@ def adapter_settings(config: Config) -> dict[str, Any] | None:
 
 
 def contents(tokenizer: PreTrainedTokenizerBase, data: TrainData) -> dict[str, str | None]:
-    """What decides the result and is no setting, as hashes; None for what there is none of."""
+    """Inputs of the result that are no settings, as hashes; None for those that do not exist."""
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     template = tokenizer.chat_template
@@ -93,7 +94,7 @@ def check_identity(
         causes = [line for name, line in said if name.startswith(("data.", "model."))]
         for name in ("tokenizer", "chat template"):
             if was.get(name, now[name]) != now[name]:
-                causes.append(f"the {name} is another one")
+                causes.append(f"the {name} differs")
         because = f" ({'; '.join(causes)})" if causes else ""
         raise CheckpointError(
             f"checkpoint {step} was made with other training data than data.train holds now"
@@ -149,7 +150,7 @@ def _shown(value: Any) -> str:
 
 
 def _unsaid(manifest: Mapping[str, Any], step: int, now: Mapping[str, Any]) -> Iterator[str]:
-    """What differs and is no setting."""
+    """Differences in inputs that are no settings."""
     was = manifest.get("contents", {})
     yield from (
         text.format(step)
@@ -166,7 +167,7 @@ def _unsaid(manifest: Mapping[str, Any], step: int, now: Mapping[str, Any]) -> I
 
 
 def _rate_line(manifest: Mapping[str, Any], now: TrainingConfig, data: TrainData) -> str | None:
-    """What becomes of the learning rate where its schedule is another one."""
+    """The effect of another schedule on the learning rate."""
     settings = manifest["config"]["settings"]["training"]
     known = {key: value for key, value in settings.items() if key in TrainingConfig.model_fields}
     try:

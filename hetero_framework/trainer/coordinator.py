@@ -658,7 +658,7 @@ class Coordinator:
         offsets = self._cluster.clock_offsets()
         for owner, spans in self._cluster.pipeline.take_spans().items():
             if not all(map(is_span, spans)):
-                text = f"worker {owner}: COMMITTED holds what is no span"
+                text = f"worker {owner}: COMMITTED holds what is not a span"
                 raise errors.ProtocolError(text)
             self._files.timeline.add(owner, spans, offsets.get(owner, 0.0))
 

@@ -1,4 +1,4 @@
-"""Whether the disk has room for the checkpoints of a run, said before the first step."""
+"""Checks before the first step that the disk has room for the run's checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def warn_of_a_small_disk(prepared: Prepared, store: CheckpointStore, done: int) 
     try:
         free = shutil.disk_usage(_existing(store.root)).free
     except OSError as error:
-        _log.warning("cannot tell what is free for checkpoints in %s: %s", store.root, error)
+        _log.warning("the free space for checkpoints in %s is not known: %s", store.root, error)
         return
     if free < needed:
         _log.warning(

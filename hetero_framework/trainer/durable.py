@@ -1,9 +1,10 @@
-"""The step that a run can go back to, whatever dies: its state, copied here while training goes on.
+"""The durable step: the newest step whose whole state is on the coordinator, to go back to when a
+process dies.
 
-Every so many steps the trained weights and optimizer of all stages come to the coordinator, between
-the tasks of the next steps (`Pipeline.snapshot`). When all of it is here, finite and hashed, that
-step is durable and replaces the one before. It is also written to `output_dir/.durable`, without
-waiting for the disk, so that it outlives this process; only a power cut costs more.
+At intervals the trained weights and optimizer of all stages are copied to the coordinator, between
+the tasks of the next steps (`Pipeline.snapshot`). When the copy is complete, finite and hashed,
+that step is durable and replaces the one before. It is also written to `output_dir/.durable`,
+without waiting for the disk, so that it outlives this process; only a power cut costs more.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class DurableSteps:
         return newest.stages if newest is not None and newest.state == state else None
 
     def after_step(self, state: TrainState, seconds: float) -> None:
-        """A step that took so long is done. Raises LinkLost."""
+        """A step is done and took `seconds`. Raises LinkLost."""
         self._take_sealed()
         if not self._step_s:
             # With the optimizer's state, which the first commit makes, its size is known.

@@ -1,7 +1,7 @@
-"""This run as one of several islands: the ReplicaGroup that its configuration asks for.
+"""This run as one of several islands: makes the ReplicaGroup that the configuration asks for.
 
-`hetero_framework/islands` knows members, links and arithmetic; what a run is, is known to
-`summed_steps.py` and `outer_rounds.py`.
+`hetero_framework/islands` knows members, links and arithmetic; `summed_steps.py` and
+`outer_rounds.py` know the run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The longest micro-batch of a run, run once before the first step: memory that will not suffice
-some day does not suffice now.
+"""Runs the longest micro-batch of a run once before the first step, so that a run that lacks memory
+fails at the start rather than mid-run.
 
-It is an attempt at the next step that is aborted as one whose link broke: no weight, no optimizer
-state and no random number knows of it (docs/maintainers/architecture.md, "Numbers").
+The probe is an attempt at the next step that is aborted, as after a broken link: it changes no
+weight, no optimizer state and no random number (docs/maintainers/architecture.md, "Numbers").
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def stage_lines(
     after: Mapping[str | int, Traffic],
     predicted: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """What the stages did in one step, for its line; `before` and `after` are each worker's
+    """The stages' figures of one step, for its line; `before` and `after` are each worker's
     traffic when it began and ended, `predicted` is what was expected of each stage."""
     lines, nothing, seen = [], (0, 0, 0.0, 0), set()
     for spec in stages:

@@ -1,9 +1,10 @@
 """Islands that take steps alone and average what has changed: LocalSGD and DiLoCo.
 
-A round is so many steps of each island, more for a faster one. In it each fragment of the model is
-synchronised once: its change goes to all others, and when all have the same average, and come to
-the same weights by it, they are taken over. Steps count once a synchronisation after them has been
-committed. `hetero_framework/islands` has the arithmetic, which is the same on every machine.
+A round is a number of steps that each island takes alone, more for a faster one. In it each
+fragment of the model is synchronised once: its change goes to all other islands, and when all have
+the same average, and come to the same weights by it, they apply it. Steps count once a
+synchronisation after them has been committed. `hetero_framework/islands` has the arithmetic, the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -283,7 +284,7 @@ class OuterRounds(SummedSteps):
         )
 
     def _mean(self, circle: Circle, number: int, sending: _Sending) -> dict[str, Tensor]:
-        """What all islands have changed, on average. Raises MemberLost and ProtocolError."""
+        """The mean change over all islands. Raises MemberLost and ProtocolError."""
         kind = self._island.compression
         packed = self._compression.pack(sending.change)
         self._said["packed_bytes"] = packed_bytes(packed)
@@ -468,7 +469,7 @@ class OuterRounds(SummedSteps):
         self._recall(state)
 
     def _recall(self, state: TrainState) -> None:
-        """What the group's part of `state` says."""
+        """The group's part of `state`."""
         said = state.group
         self._syncs = self._count(state)
         self._ledger = Ledger.load_state_dict(said["ledger"]) if "ledger" in said else Ledger()
@@ -505,7 +506,7 @@ class OuterRounds(SummedSteps):
             outer.load_state_dict(own)
 
     def _gather(self, take: Callable[[StatePart], None]) -> None:
-        """What all agree on, in place of this island's own weights."""
+        """The agreed weights, in place of this island's own."""
 
         if not self._outer:  # all that there is so far
             super()._gather(take)
@@ -535,7 +536,7 @@ class OuterRounds(SummedSteps):
         return state
 
     def _loaded(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the stages take of it: the agreed weights are theirs, too."""
+        """The stages' part of it, with the agreed weights."""
         outer = {n: t for n, t in tensors.items() if n.startswith(_OUTER)}
         if not outer:
             return tensors
@@ -606,7 +607,7 @@ def _weight(info: Mapping[str, Any], name: str) -> int:
 
 
 def _unnumbered(tensors: Mapping[str, Tensor]) -> Packed:
-    """What `_mean` sent, by parameter."""
+    """The tensors that `_mean` sent, by parameter."""
     packed: Packed = {}
     for key in sorted(tensors):
         packed.setdefault(key.partition("/")[2], []).append(tensors[key])

@@ -1,8 +1,8 @@
-"""What a run writes: its directories, what an earlier run left in them, and the results.
+"""A run's output: its directories, files of an earlier run in them, and the results.
 
 A run owns its `output_dir` and all that lies in it, and has its id from there (`.run`).
-`checkpoint_dir` and `logging_dir` may be shared with other runs, so what is a run's own there
-carries that id: the file `.hetero-run` among checkpoints, the end of a TensorBoard file's name.
+`checkpoint_dir` and `logging_dir` may be shared with other runs, so a run's own files there carry
+that id: the file `.hetero-run` among checkpoints, the end of a TensorBoard file's name.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def _tolerating(directory: Path) -> Iterator[None]:
 
 
 def _owner(directory: Path) -> dict[str, str] | None:
-    """Whose directory it is; None where no run has said."""
+    """The run that owns the directory; None where it has no owner."""
     try:
         owner = json.loads((directory / OWNER_FILE).read_text(encoding="utf-8"))
         return {"run": str(owner["run"]), "output_dir": str(owner["output_dir"])}
@@ -296,7 +296,7 @@ def _locked(setting: str, directory: Path) -> Iterator[None]:
 
 
 def _holder(file: Path) -> str:
-    """Who has the lock, as it said itself."""
+    """The holder of the lock, as it wrote itself."""
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
         return f"process {int(said['process'])} on {one_line(str(said['host']))}"
@@ -370,7 +370,7 @@ def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]
 
 
 def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
-    """What a person can do with what a run left: a label, and a command or a line of Python."""
+    """Next steps for a run's results: a label, and a command or a line of Python."""
     config = prepared.config
     assert config.model is not None
     result, output = _shown(config.result_dir), _shown(config.output_dir)

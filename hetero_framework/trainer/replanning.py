@@ -1,8 +1,8 @@
-"""Which plan a run takes next, and why: for a shorter step, without workers that are away, with
-those that are back.
+"""Chooses a run's next plan: for a shorter step, without workers that are away, or with workers
+that are back.
 
-What the steps have shown of devices and links, and what was free when the run began, is all that a
-new plan is made of. Taking it is `Coordinator._take_plan`.
+A new plan is made only from the times of the run's steps and from the memory that was free when it
+began. `Coordinator._take_plan` carries it out.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PlanChange:
 
     @property
     def layers(self) -> str:
-        """Who holds what, in words."""
+        """The owner of each stage, in words."""
         return layers_of(self.prepared.config.plan.stages)
 
 
@@ -126,7 +126,7 @@ class Replanning:
         return None
 
     def _answer(self) -> tuple[Question | None, Proposal | None]:
-        """What the judge wants by now."""
+        """The judge's present decision."""
         proposal, self._return = self._return, None
         if proposal is not None:
             return None, proposal
@@ -196,7 +196,7 @@ class Replanning:
         return PlanChange(prepared, reason, away, self._step_s(prepared.config.plan.stages, away))
 
     def _step_s(self, stages: Stages, away: Collection[WorkerId]) -> float | None:
-        """What a step of a plan should take by what the steps have shown."""
+        """The expected time of a plan's step, from the measured steps."""
         if self._judge.observed.is_empty:
             return None
         schedule = tuned(Fleet(self._fleet(self._judge.observed, away)), stages)
@@ -214,7 +214,7 @@ class Replanning:
         )
 
     def _holdable(self, owner: WorkerId, free: float) -> PartBytes:
-        """What the parts need on a process: of those that others hold in another precision, which
+        """Needs of the parts on a process: of those that others hold in another precision, which
         are to keep it, more than is free."""
         config, parts = self._prepared.config, self._part_bytes[owner]
         kind = config.quantization(owner)
@@ -237,7 +237,7 @@ class Replanning:
         except PlanError as error:
             if not isinstance(kinds := self._prepared.config.kinds, dict):
                 raise
-            kept = f"layers keep their precision ({json.dumps(kinds)}), which goes by machine"
+            kept = f"layers keep their precision ({json.dumps(kinds)}), which differs by machine"
             raise PlanError(f"{error.message}; {kept}", hint=error.hint) from error
         return self._with_settings(found.shard_plan)
 
@@ -272,7 +272,7 @@ def _say(question: Question, proposal: Proposal) -> None:
 
 
 def layers_of(stages: Sequence[StageSpec]) -> str:
-    """Who holds what: "coordinator 0-3, worker 1 4-5"."""
+    """The layers of each process: "coordinator 0-3, worker 1 4-5"."""
     return ", ".join(f"{s.process} {s.layers.split(maxsplit=1)[-1]}" for s in stages)
 
 

@@ -1,4 +1,4 @@
-"""What surrounds a step when several coordinators, each with a whole model, train together."""
+"""Hooks around a step for data-parallel replicas: several coordinators, each with a whole model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CountItems = Callable[[Sequence[MicroBatch]], int]
 
 @dataclass(frozen=True)
 class StepPart:
-    """What this replica does of a step. `number` is the step of the data's order that its random
+    """This replica's part of a step. `number` is the step of the data's order that its random
     numbers follow from, `num_items` the label tokens of the step on all replicas; with `group` the
     gradients are summed over them, whose micro-batches, `first_micro_batch` of them, come first."""
 

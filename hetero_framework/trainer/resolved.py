@@ -1,4 +1,4 @@
-"""The configuration that a run uses: what the user gave, with everything left open decided."""
+"""The configuration that a run uses: the user's settings, with all open ones decided."""
 
 from __future__ import annotations
 

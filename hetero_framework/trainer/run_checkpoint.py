@@ -1,8 +1,8 @@
-"""A run's whole state into a checkpoint and back, keyed by parameter name.
+"""Saves a run's whole state as a checkpoint and loads it again, keyed by parameter name.
 
-Nothing in it speaks of processes or machines: a checkpoint of three stages resumes in five, or in
-one. Random numbers and the data's order are functions of the seed and the step, so a step number is
-all that is kept of them.
+A checkpoint names no processes or machines: one of three stages resumes in five, or in one. Random
+numbers and the data's order are functions of the seed and the step, so the step number alone stands
+for them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RunCheckpoints:
         self.beside: Callable[[], Mapping[str, torch.Tensor]] = dict
         """Tensors of this process that belong to the state beside those of the stages."""
         self.restored: dict[str, torch.Tensor] = {}
-        """What of that came with the checkpoint that the run began with."""
+        """The part of it that came with the run's first checkpoint."""
         self.failures = 0
         """Checkpoints that could not be written since the last one that was."""
 
@@ -178,7 +178,7 @@ class RunCheckpoints:
         return state
 
     def advice(self, error: HeteroError | None = None) -> str:
-        """What mends the error, and how to go on after that from what has been saved."""
+        """The hint of the error, and how to continue after that from the saved state."""
         step, root = self._last or (0, self._store.root)
         elsewhere = f" --set checkpoint_dir={root}" if root != self._store.root else ""
         if self._durable is not None and not elsewhere:
@@ -234,7 +234,7 @@ class RunCheckpoints:
             return write_stages(writer, stages, self.beside(), manifest)
 
     def manifest(self, state: TrainState, values: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint of `state` says beside its tensors; `values` are the stages'."""
+        """The manifest of a checkpoint of `state`; `values` are the stages'."""
         resolved, config = self._prepared.resolved, self._prepared.config
         settings = {"settings": config.to_dict(), "base_dir": str(config.base_dir.absolute())}
         return {

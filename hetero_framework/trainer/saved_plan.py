@@ -1,6 +1,4 @@
-"""What the plan of a run was predicted to take when it was made: written beside the results, read
-when the run begins.
-"""
+"""The predicted times of a run's plan, saved beside the results and read when the run begins."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def save_plan(config: Config, found: Result) -> None:
 
 
 def planned(config: Config) -> Planned | None:
-    """What was predicted for the plan of `config`; None where nothing was, or for another plan or
+    """The prediction for the plan of `config`; None where nothing was, or for another plan or
     other micro-batches."""
     try:
         kept = json.loads((config.output_dir / PLAN_FILE).read_bytes())

@@ -1,4 +1,4 @@
-"""What happens once, before the steps: read and check everything, decide what is left open."""
+"""Setup before the first step: reads and checks everything, and decides open settings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _MAX_STREAMS = 8
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run knows before any process is started, and `memory_limits`: how many micro-batches
+    """A run's settings before any process is started, and `memory_limits`: how many micro-batches
     each stage has memory for, once the devices are known."""
 
     resolved: Resolved
@@ -83,12 +83,12 @@ class Prepared:
 
     @property
     def config(self) -> Config:
-        """What all processes are given."""
+        """The configuration for all processes."""
         return self.resolved.config
 
     @cached_property
     def contents(self) -> dict[str, str | None]:
-        """What decides the result and is no setting (trainer/continuation.py)."""
+        """Inputs of the result that are no settings (trainer/continuation.py)."""
         return contents(self.tokenizer, self.data)
 
 
@@ -250,7 +250,7 @@ def resolve_loss_chunk(resolved: Resolved, model_config: PretrainedConfig, token
 
 
 def codec_lines(config: Config, model_config: PretrainedConfig) -> list[str]:
-    """What the codecs of the `wire` section do to the tensors of this run."""
+    """The effect of the `wire` section's codecs on this run's tensors."""
     assert config.model is not None
     name = config.model.dtype if config.model.dtype != "auto" else model_config.dtype
     dtype = getattr(torch, str(name or "float32").removeprefix("torch."))

@@ -1,10 +1,10 @@
-"""Ctrl-C and the signals that end a process, and when they may ask.
+"""Ctrl-C and the signals that end a process: when they stop a run, and when they ask first.
 
 While steps run they are a request: finish the step, save, stop. Before the first step, and the
 second time, they stop at once, as KeyboardInterrupt; so they do from the first moment of a command
-that takes part in a run (`hearing`). Only Ctrl-C (SIGINT) on a terminal asks
-whether to save: SIGTERM, SIGHUP and Windows' SIGBREAK come from a shutdown, a batch system or a
-lost connection, where nobody is there to answer.
+that takes part in a run (`hearing`). Only Ctrl-C (SIGINT) on a terminal asks whether to save:
+SIGTERM, SIGHUP and Windows' SIGBREAK come from a shutdown, a batch system or a lost connection,
+where nobody can answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
 
 
 STOPPED = 75
-"""What a command ends with that a signal has stopped: errors.StoppedEarly's, not imported yet."""
+"""Exit code of a command that a signal stopped: errors.StoppedEarly's, not imported yet."""
 
 
 @contextlib.contextmanager

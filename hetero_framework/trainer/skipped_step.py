@@ -1,5 +1,5 @@
-"""A step with values that are not finite: where the first one arose, in which samples, and when
-there have been too many."""
+"""Steps with non-finite values: finds the first such value and its samples, and limits their
+number."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ from hetero_framework.units import plural
 _log = logging.getLogger(__name__)
 _LEAST_PATIENCE_S = 30.0
 _PATIENCE = 10.0
-"""An island in which nothing moves for so many times a usual step, and longer than that, stalls,"""
+"""An island stalls when nothing moves for this many usual steps,"""
 _KNOWN_STEPS = 3
-"""once so many steps have shown what is usual; before, after step_timeout_s."""
+"""known after this many steps; before that, when nothing moves for step_timeout_s."""
 _SAME = re.compile(
     "learning_rate|lr_.*|warmup_.*|weight_decay|adam_.*|max_grad_norm|optim.*|fp16|bf16|seed"
     "|max_skipped_steps"
@@ -367,15 +367,15 @@ class SummedSteps(ReplicaGroup):
         return state
 
     def _adopted(self, state: TrainState, circle: Circle) -> TrainState:
-        """What another island's state is on this one."""
+        """Another island's state, as stages here hold it."""
         return state
 
     def _loaded(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the stages take of another island's state."""
+        """The stages' part of another island's state."""
         return tensors
 
     def _facts(self) -> dict[str, Any]:
-        """What must be the same on all islands."""
+        """The settings that must be the same on all islands."""
         prepared, data = self._prepared, self._prepared.data
         same = identity(prepared.resolved.given, data.fingerprint)
         training = prepared.config.training.model_dump(mode="json")
@@ -490,7 +490,7 @@ def _decision(said: Said, circle: Circle) -> tuple[dict[str, Any], Tensor]:
 
 
 def seconds_of_all(info: Mapping[str, Any], key: str, circle: Circle) -> dict[str, float]:
-    """What the leader says of each member. Raises ProtocolError."""
+    """The leader's entry for each member. Raises ProtocolError."""
     of_each = info.get(key)
     if not isinstance(of_each, dict) or of_each.keys() != set(circle.members):
         raise ProtocolError(f"island {circle.leader} sends no decision")

@@ -1,4 +1,4 @@
-"""Where a run stands, beside its weights and its optimizer: one value that each step replaces."""
+"""The position of a run, without weights and optimizer: one value that each step replaces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetero_framework.engine.loss_scale import LossScale
 
 @dataclass(frozen=True)
 class TrainState:
-    """What goes on from step to step.
+    """The state that goes on from step to step.
 
     `step` counts the steps done, skipped ones among them; `committed_steps` those that changed the
     weights, which is the position in the learning-rate schedule. `skipped_in_a_row` and `skipped`,

@@ -1,1 +1,1 @@
-"""Pictures, and what a person sees while a run goes on."""
+"""Pictures of plans and steps, and the display of a running training."""

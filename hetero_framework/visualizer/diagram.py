@@ -1,4 +1,4 @@
-"""The picture of a configuration: its machines, their stages, and what each boundary does."""
+"""The picture of a configuration: machines, stages, and the settings of each boundary."""
 
 from __future__ import annotations
 

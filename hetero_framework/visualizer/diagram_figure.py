@@ -73,7 +73,7 @@ class _Cell:
         return max(_width(self.lines), self.inner if self.stages else 0.0) + 2 * _PAD
 
     def height(self, about: float) -> float:
-        """With so much room for the lines, so that the first stages of a row stand in one line."""
+        """Height with `about` for the lines, so that the first stages of a row are level."""
         if not self.stages:
             return _height(self.lines) + 2 * _PAD
         stages = sum(_height(lines) + 2 * _PAD for lines in self.stages.values())

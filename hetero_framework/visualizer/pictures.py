@@ -1,4 +1,4 @@
-"""What all pictures share: how wide a text is, formats, and files, as matplotlib draws them."""
+"""Shared parts of all pictures: widths of texts, formats and files, as matplotlib draws them."""
 
 from __future__ import annotations
 

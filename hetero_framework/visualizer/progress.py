@@ -26,7 +26,7 @@ from hetero_framework.log import printable
 from hetero_framework.units import clock, share, size
 
 REDRAW_INTERVAL_S = 0.1
-RECENT_STEPS = 20  # the speed and the remaining time are means over so many steps
+RECENT_STEPS = 20  # speed and remaining time are means over these
 _NEEDS_COLUMNS = {"device": 58, "queue": 58, "layers": 50, "memory": 40}
 """Columns of the table that a narrower terminal does without."""
 

@@ -1,7 +1,7 @@
-"""The picture of one step: a row for each process, what it did and when, and what its links moved.
+"""The picture of one step: for each process a row of tasks, and rows of transfers on its links.
 
 Drawn by matplotlib (the extra "pictures"). Forward is blue and backward orange, which people with
-any common colour blindness tell apart; of several stages of one process the later ones are darker.
+any common colour blindness tell apart; later stages of a process are darker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Examples on a screen: their tokens, and in colour or between brackets what the loss covers."""
+"""Examples on a screen: their tokens, with those in the loss in colour or between brackets."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ EVIL: tuple[Any, ...] = (
     *([1, [2**40]], [99, [1]], [[1, [1]]] * 40, msgpack.Timestamp(1), msgpack.ExtType(5, b"x")),
 )
 EVERY_ROLE, PHASES = (None, *ROLES), tuple(Phase)
-WHOLE = 20  # one in so many goes through a connection
+WHOLE = 20  # one in this many goes through a connection
 
 
 class Dice(random.Random):

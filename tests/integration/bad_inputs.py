@@ -178,7 +178,7 @@ ROWS = [
     row("37-none", r"shard_plan: must not be empty", config={"shard_plan": []}),
     row(
         "37-unknown",
-        r"shard_plan\[1\]\.id: 7 is no worker",
+        r"shard_plan\[1\]\.id: 7 is not a worker",
         config=plan(("local", 0, 2), (7, 2, 4)),
     ),
     # 37, a worker without a stage, and 39, tied embeddings on two stages, work here.
@@ -239,7 +239,7 @@ ROWS = [
     ),
     row("51-id", r"workers\[1\]\.id: 1 is the id of", config=workers({}, {"id": 1})),
     row("51-port", r"workers\[1\]\.port", "give each", config=workers({}, {"port": 9101})),
-    # 52: CON is no device where files are called worker-CON.log.
+    # 52: CON is not a device where files are called worker-CON.log.
     *(
         row(
             f"52-{name}",
@@ -459,8 +459,8 @@ ROWS = [
     # -- the command line
     row("97", "there is no command 'trian'; did you mean train", command="trian"),
     row("98", "unrecognized.*--jsno; did you mean --json", options=("--jsno",), command="check"),
-    row("100-show", "'-1' is no whole number", options=("--show", "-1"), command="check"),
-    row("100-word", "'abc' is no whole number", options=("--show", "abc"), command="check"),
+    row("100-show", "'-1' is not a whole number", options=("--show", "-1"), command="check"),
+    row("100-word", "'abc' is not a whole number", options=("--show", "abc"), command="check"),
     row("100-resume", "'abc' is neither", options=("--resume", "abc")),
     row("100-set", r"--set .* is not of the form", options=("--set", "nonsense")),
     row(

@@ -169,7 +169,10 @@ CONFIG = {
     "order": (plan(("local", 3, 6), ("local", 0, 3)), [r"shard_plan\[0\]", "must start at 0"]),
     "too many layers": (plan(("local", 0, 9)), [r"shard_plan\[0\]\.end is 9", "model has 6"]),
     "one layer too few": (plan(("local", 0, 5)), [r"nobody holds layer 5\n", "end at 6"]),
-    "unknown worker": (plan(("local", 0, 3), (7, 3, 6)), [r"shard_plan\[1\]\.id: 7 is no worker"]),
+    "unknown worker": (
+        plan(("local", 0, 3), (7, 3, 6)),
+        [r"shard_plan\[1\]\.id: 7 is not a worker"],
+    ),
     "one port twice": (with_workers(LOCAL, 9999, 9999), [r"workers\[1\]\.port", "give each"]),
     "no such machine": (
         {
@@ -287,12 +290,12 @@ def test_a_port_of_another_program(run) -> None:
 
 def test_a_port_that_accepts_and_says_nothing(run) -> None:
     with server(lambda sock: None) as port:
-        run(with_workers(LOCAL, port)).expect(2, "is no worker that works", "silent for 3 s")
+        run(with_workers(LOCAL, port)).expect(2, "does not behave like a worker", "silent for 3 s")
 
 
 def test_a_port_that_closes_at_once(run) -> None:
     with server(lambda sock: sock.shutdown(socket.SHUT_RDWR)) as port:
-        run(with_workers(LOCAL, port)).expect(2, "is no worker that works", "closed|lost")
+        run(with_workers(LOCAL, port)).expect(2, "does not behave like a worker", "closed|lost")
 
 
 WELCOME = Welcome(

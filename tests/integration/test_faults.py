@@ -380,7 +380,7 @@ def test_a_run_waits_for_a_worker_that_serves_another(make, pool, whole, tmp_pat
     class Patient(Notes):
         def message(self, text: str) -> None:
             super().message(text)
-            if "it works for the run of" in text:
+            if "busy with the run of" in text:
                 other.close()
 
     notes = Patient()

@@ -77,9 +77,9 @@ REPOSITORIES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "pickle": (
         lambda folder: renamed(folder, "model.safetensors", b"\x80\x04"),
-        "model.safetensors is no safetensors file: it is pickled data",
+        "model.safetensors is not a safetensors file: it is pickled data",
     ),
-    "zip": (zipped, "model.safetensors is no safetensors file: it is a zip archive"),
+    "zip": (zipped, "model.safetensors is not a safetensors file: it is a zip archive"),
     "bin": (
         lambda folder: renamed(folder, "pytorch_model.bin", b"PK\x03\x04"),
         "index.json names pytorch_model.bin, but only safetensors are read",

@@ -183,7 +183,7 @@ def test_option_in_front_of_its_command_is_told_where_it_goes(
     with pytest.raises(SystemExit) as ended:
         cli.main(["--debug", "check"])
     assert ended.value.code == 2
-    assert "--debug goes behind the command: hetero check --debug" in capsys.readouterr().err
+    assert "--debug goes after the command: hetero check --debug" in capsys.readouterr().err
 
 
 def test_host_name_with_an_empty_label_is_refused_before_anything_starts(

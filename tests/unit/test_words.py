@@ -1,4 +1,4 @@
-"""Words that were replaced do not come back as names.
+"""Words that were replaced do not come back as names, nor sentences that are read twice.
 
 docs/maintainers/architecture.md has the glossary.
 """
@@ -12,7 +12,18 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "hetero_framework"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "hetero_framework"
+PAGES = sorted(
+    {*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/maintainers/*.md")}
+    - {ROOT / "CHANGELOG.md", ROOT / "docs" / "architectures.md"}
+)
+READ_TWICE = re.compile(
+    r"\bso (long|often|many|much)\b|\bof \w+ it is said\b|\bbelongs? into\b|\bnobody is asked\b",
+    re.I,
+)
+# A question, or what a sentence must not begin with, since its subject is hidden.
+QUESTION = re.compile(r"(Who|Whoever|Whom|Whose|What)\b[^?]*$")
 INSTEAD = {
     "anatomy": "introspect",
     "dal": "devices",
@@ -56,3 +67,33 @@ def test_old_words_are_not_used_as_names(file: Path) -> None:
 def test_an_old_word_is_noticed() -> None:
     assert "hop" in words("_HopSeconds")
     assert "notify" in words("set_notify")
+
+
+def sentences(page: Path) -> list[str]:
+    """The prose of a page, without code, headings and tables' bars."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"^#.*$|^ {4,}\S.*$", "", text, flags=re.MULTILINE)
+    parts = re.split(r"\n\s*\n|\n(?=[-|*] |\d+\. )|\||(?<=[.!?:;]) ", text)
+    return [" ".join(part.split()).lstrip("-* ") for part in parts]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_sentence_of_a_page_names_its_subject(page: Path) -> None:
+    prose = sentences(page)
+    assert [s for s in prose if QUESTION.match(s) or READ_TWICE.search(s)] == []
+
+
+@pytest.mark.parametrize(
+    "file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE))
+)
+def test_a_module_says_what_it_is(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if READ_TWICE.search(line)] == []
+    first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    assert not re.match(r"(Who|Whom|Whose|What|Where|Whether|Which|How)\b", first)
+
+
+def test_a_sentence_that_is_read_twice_is_noticed() -> None:
+    assert READ_TWICE.search("So long a link may be silent")
+    assert QUESTION.match("Whoever connects is asked")
+    assert not QUESTION.match("What does it do?")

@@ -1,4 +1,4 @@
-"""The plan of one adapter over the whole model, shared by shards, files and memory estimates."""
+"""One adapter's plan over the whole model, shared by shards, files and memory estimates."""
 
 from __future__ import annotations
 

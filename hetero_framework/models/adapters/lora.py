@@ -1,8 +1,8 @@
 """The trained weights: LoRA, QLoRA or all of them; the same tensors under any cut.
 
-On the whole model on torch's meta device PEFT itself says which modules it would wrap and which
-tensors the adapter file holds. A shard gets its part of that plan, injected in place: parameter
-names are the whole PEFT model's without `base_model.model.`, and initial values PEFT's own, drawn
+PEFT itself says, on the whole model on torch's meta device, which modules it would wrap and which
+tensors the adapter file holds. A shard gets its part of that plan, injected in place. Parameter
+names are the whole PEFT model's without `base_model.model.`; initial values are PEFT's own, drawn
 on the CPU after seeding with (training seed, module name).
 
 Number types are those of PEFT (adapter weights in float32 over a bf16 or fp16 base) and TRL's

@@ -1,6 +1,6 @@
 """The weights that a shard trains and exports: all of them, or an adapter over frozen ones.
 
-PEFT is imported for adapters alone: it takes a third of the time that importing torch takes.
+PEFT is imported for adapters alone, since its import takes a third as long as torch's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which values of model.attn_implementation a device can train with, and why not the others."""
+"""The values of model.attn_implementation that a device can train with, and reasons against the
+rest."""
 
 from __future__ import annotations
 

@@ -82,12 +82,11 @@ class ModelStructure:
     parameter is used, if more than one. `sides` are the tensors that cross boundaries beside the
     hidden state; `id_readers` the blocks that read what follows from the token ids alone; `holders`
     those behind which the model itself goes on using the hidden state that they received; `reports`
-    the calls in blocks whose outputs it uses behind all of them, in order.
-    `running` are the blocks that run; those that text alone does not reach stay as they are.
-    `hidden_shape` is a hidden state's in the tiny copy, whose hidden size is `tiny_width`; it has
-    `token_factor` tokens for each one of the text (ProphetNet predicts several), and `more_tokens`
-    that the model adds to each row (a prompt of CPM-Ant's). A token of the text has
-    `ids_per_token` ids (`codebooks.py`).
+    the calls in blocks whose outputs it uses behind all of them, in order. `running` are the blocks
+    that run; those that text alone does not reach stay as they are. `hidden_shape` is a hidden
+    state's in the tiny copy, whose hidden size is `tiny_width`; it has `token_factor` tokens for
+    each one of the text (ProphetNet predicts several), and `more_tokens` that the model adds to
+    each row (a prompt of CPM-Ant's). A token of the text has `ids_per_token` ids (`codebooks.py`).
     `takes_embeddings` tells whether blocks receive all but the hidden state alike where the model
     gets embeddings in place of token ids, `reaches_into_blocks` whether the model uses weights of
     its blocks (to rescale them) before it runs them, `loss_counts_items` whether its own loss is
@@ -133,11 +132,11 @@ class ModelStructure:
         return max(1, math.prod(self.hidden_shape) // (tokens * self.tiny_width))
 
     def hidden_tokens(self, ids: int) -> int:
-        """How many tokens a hidden state has, of a micro-batch with so many ids a row."""
+        """Tokens of a hidden state, for a micro-batch with `ids` ids per row."""
         return self.token_factor * math.ceil(ids / self.ids_per_token) + self.more_tokens
 
     def sides_at(self, boundary: int) -> tuple[Side, ...]:
-        """What crosses beside the hidden state at the entry of block `boundary`, in order."""
+        """Side tensors at the entry of block `boundary`, in order."""
         return tuple(side for side in self.sides if side.crosses(boundary))
 
     def reads_ids(self, start: int, end: int) -> bool:
@@ -237,7 +236,7 @@ def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tup
 def _watched(
     model: PreTrainedModel, blocks: nn.ModuleList, inputs: dict[str, torch.Tensor]
 ) -> _Watch:
-    """What one forward of the model did."""
+    """A record of one forward of the model."""
     watch = _Watch(model, blocks, inputs["input_ids"])
     left_out = {"labels"} | ({"input_ids"} if "inputs_embeds" in inputs else set())
     with torch.enable_grad(), watch.provenance, watch:
@@ -367,7 +366,7 @@ class _Watch(WeightUses):
 
     @property
     def _hidden(self) -> list[torch.Tensor]:
-        """What each block that ran received as its hidden state."""
+        """The hidden state that each block received."""
         forms = self.forms()
         calls = zip(self.order, self.calls, strict=True)
         return [forms[block].hidden(*call) for block, call in calls]
@@ -574,7 +573,7 @@ def layer_kinds(config: PretrainedConfig) -> list[int]:
 
 
 def _listed(config: PretrainedConfig, num_layers: int) -> Iterator[list[object]]:
-    """What the configuration says of every single layer's type."""
+    """The type of every single layer, by the configuration."""
     for name, value in config.get_text_config().to_dict().items():
         if _PER_LAYER.match(name) and isinstance(value, list) and len(value) == num_layers:
             yield value

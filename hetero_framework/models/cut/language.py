@@ -1,11 +1,11 @@
-"""The part of a model that text uses, without the rest of it.
+"""The text part of a multimodal model, without the other parts.
 
-A multimodal class holds more than its language model: towers that see and hear, what projects
-their output, what speaks. One forward of a tiny copy over token ids alone shows which weights text
-uses; the modules without one are taken out after construction. What is left is the original class:
-its forward, its names, its checkpoint. Nothing here knows an architecture.
+A multimodal class holds more than its language model: vision and audio encoders, projections of
+their output, speech decoders. One forward of a tiny copy over token ids alone shows which weights
+text uses; the modules without one are taken out after construction. The rest is still the original
+class, with its forward, its names and its checkpoint. Nothing here knows an architecture.
 
-A *tower* is the name of such a module, or of a parameter beside modules that are used.
+A *tower* is such a module, or a parameter beside modules that are used.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedM
 
 
 def towers(config: PretrainedConfig) -> tuple[str, ...]:
-    """What of the stock model a forward over text does not use; empty for a model of one part.
-    Raises ArchitectureError where no tiny copy runs on text alone, or transformers has no class."""
+    """Modules of the stock model that a forward over text does not use; empty for a model of one
+    part. Raises ArchitectureError where no tiny copy runs on text alone, or transformers has no
+    class."""
     cls = stock_class(config)
     if not config.sub_configs:
         return ()
@@ -90,7 +91,7 @@ def _tiny_model(cls: Any, tiny: PretrainedConfig) -> PreTrainedModel:
 
 
 def tower_lines(config: PretrainedConfig) -> list[str]:
-    """What is to be said of the towers of a model."""
+    """A note on the towers of a model."""
     if not (gone := towers(config)):
         return []
     return [

@@ -1,8 +1,8 @@
-"""Parts of a multimodal model whose package this machine does not have.
+"""Stand-ins for parts of a multimodal model whose package this machine does not have.
 
-transformers builds the parts of a composite model by the types of their configurations, and takes
-other classes for these. Where a part cannot be made for want of a package (timm for Gemma 3n's
-vision tower), one without weights is registered for it. Text alone does not call it.
+transformers builds the parts of a composite model by the types of their configurations, and accepts
+other classes for them. Where a part needs a missing package (timm for Gemma 3n's vision tower), one
+without weights is registered for it. Text alone does not call it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The objective of a run: everything that another loss would change.
 
-The engine asks here which tensors a stage needs, how the last stage makes a loss of them, and by
-how many items a step is divided.
+It tells the engine which tensors a stage needs, how the last stage computes the loss from them, and
+by how many items a step is divided.
 
 Shapes: B rows of a micro-batch, S tokens, D hidden size.
 """
@@ -27,15 +27,15 @@ from hetero_framework.models.cut.side import Bundle
 
 
 class CausalLM:
-    """Next-token prediction: each token's label is the token after it; -100 is no label."""
+    """Next-token prediction: each token's label is the token after it; -100 is not a label."""
 
     def __init__(
         self,
         loss_chunk_tokens: int | Literal["auto"] | None,
         id_layers: frozenset[int] = frozenset(),
     ) -> None:
-        """At most the logits of so many tokens exist at once; None: those of all. `id_layers` are
-        the model's that read token ids (`ModelStructure.id_readers`)."""
+        """`loss_chunk_tokens`: tokens whose logits exist at once, at most; None: all. `id_layers`:
+        the model's layers that read token ids (`ModelStructure.id_readers`)."""
         self._loss_chunk_tokens = loss_chunk_tokens
         self._id_layers = id_layers
 

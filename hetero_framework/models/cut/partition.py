@@ -1,8 +1,8 @@
-"""Taking everything outside a layer range out of a model.
+"""Removes everything outside a layer range from a model.
 
-A shard's class is a subclass of the model's own. Absent blocks pass the hidden state on; absent
-weights before the blocks keep a shape without memory, so that the code around them runs; reaching
-what follows the blocks ends the forward.
+A shard's class is a subclass of the model's own. Absent blocks pass the hidden state on. Absent
+weights before the blocks keep a shape without memory, so that the code around them runs. The
+forward ends where it reaches the part behind the blocks.
 """
 
 from __future__ import annotations

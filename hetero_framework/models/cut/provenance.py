@@ -1,8 +1,8 @@
-"""What each tensor of a forward was made from: nothing that the cut touches, the token ids, or the
-weights before and in the blocks.
+"""The origin of each tensor in a forward: independent of the cut, the token ids, or the weights
+before and in the blocks.
 
 A dispatch mode sees every operation, also those inside autograd functions and compiled scripts. It
-keeps what it knows by storage, so that views and writes in place need no special care.
+records origins by storage, so that views and writes in place need no special care.
 """
 
 from __future__ import annotations

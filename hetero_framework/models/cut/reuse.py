@@ -1,7 +1,7 @@
-"""What is left of the shards of a process, for those that it loads next.
+"""Modules of a process's former shards, reused by the shards that it loads next.
 
-Frozen blocks, and modules before and after the blocks, as they were read; quantised ones too. What
-is trained belongs to a step of the run, and is never taken from memory.
+Reused are frozen blocks, and frozen modules before and after the blocks, quantised ones too.
+Trained weights belong to a step of the run and are never taken from memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hetero_framework.models.files.fingerprint import Fingerprint
 
 @dataclass(frozen=True)
 class ReusableModules:
-    """What is there already of one shard: blocks by number, modules outside them by name, and the
+    """Modules that one shard already has: blocks by number, modules outside them by name, and the
     `fingerprint` of all that was read with them."""
 
     blocks: Mapping[int, nn.Module] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class ReusableModules:
 
 
 class ReusePool:
-    """What is left of shards that were taken apart, by their ranges, all read from one `origin`."""
+    """Modules of former shards, by their ranges, all read from one `origin`."""
 
     def __init__(self, origin: object = None) -> None:
         self._origin = origin

@@ -2,11 +2,11 @@
 
 A shard is an instance of a subclass of the model's own class, and transformers runs its own forward
 in it: masks, rotary embeddings, routing and the like stay its business. Blocks outside the range
-pass the hidden state through. What was received is put in at the entry of the first block that is
-present, and taken out at the entry of the first one that is absent again, so that whatever a model
-does between its parts happens once, on one stage. Side tensors (`side.py`) go in and out at the
-blocks that receive them. The last shard can also run its blocks, and then
-what follows them on one loss chunk at a time (`chunk_loss`).
+pass the hidden state through. The received hidden state is put in at the entry of the first present
+block, and the outgoing one taken at the entry of the first absent block after it, so that whatever
+a model does between its parts happens once, on one stage. Side tensors (`side.py`) go in and out at
+the blocks that receive them. The last shard can also run its blocks first and then the rest on one
+loss chunk at a time (`chunk_loss`).
 
 Parameter names, list positions and layer indices are those of the whole model.
 
@@ -86,7 +86,7 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         except LIBRARY_ERRORS as error:
             raise ModelError(
-                f"model.from_config is no configuration of an installed architecture: {error}"
+                f"model.from_config is not a configuration of an installed architecture: {error}"
             ) from error
     else:
         place = resolve_model_path(str(model.name_or_path), base_dir)
@@ -104,7 +104,7 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
 
 
 def _check_built(config: PretrainedConfig, place: str) -> None:
-    """What only the library's reading of a configuration tells. Raises ModelError."""
+    """Problems that only the library's reading of a configuration shows. Raises ModelError."""
     text: Any = config.get_text_config()
     if not isinstance(text, PretrainedConfig):
         raise ModelError(
@@ -358,7 +358,7 @@ class Shard:
         return self._whole.structure.ids_per_token
 
     def hidden_tokens(self, ids: int) -> int:
-        """How many tokens a hidden state has, of a micro-batch with so many ids a row."""
+        """Tokens of a hidden state, for a micro-batch with `ids` ids per row."""
         return self._whole.structure.hidden_tokens(ids)
 
     def parameter_index(self, name: str) -> tuple[int, ...]:
@@ -430,7 +430,7 @@ class Shard:
         )
 
     def forward(self, inputs: Inputs, received: Bundle) -> Bundle:
-        """What leaves this shard's last block. `received` is empty on the first shard. `inputs`
+        """The output of this shard's last block. `received` is empty on the first shard. `inputs`
         holds input_ids (first shard, and where blocks read them), attention_mask and optional
         position_ids."""
         if self._entry is None and not self.range.is_first:

@@ -1,4 +1,4 @@
-"""Side tensors: what blocks receive beside the hidden state and cannot make where they are.
+"""Side tensors: inputs of a block beside the hidden state that only an earlier part can make.
 
 A boundary carries a bundle: the hidden state, then the side tensors that blocks behind it read and
 parts before it made. Introspection finds them (`ModelStructure.sides`); a shard collects them where
@@ -18,7 +18,7 @@ Way = tuple[Step, ...]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 Bundle = tuple[torch.Tensor, ...]
-"""What crosses a boundary: the hidden state, then side tensors in the order of `sides`. Backward:
+"""The bundle of a boundary: the hidden state, then side tensors in the order of `sides`. Backward:
 their gradients, of those side tensors that want one. Empty where nothing crosses."""
 
 
@@ -114,22 +114,22 @@ def put_at(value: Any, path: Way, tensor: torch.Tensor) -> Any:
 
 
 def crossing(left: Bundle) -> Bundle:
-    """What leaves a part of the model, without its graph; a side tensor that wants a gradient says
-    so by `requires_grad`."""
+    """The output of a part of the model, without its graph; a side tensor that wants a gradient
+    says so by `requires_grad`."""
     hidden_BSD, *sides = left
     marked = [side.detach().requires_grad_(side.requires_grad) for side in sides]
     return (hidden_BSD.detach(), *marked)
 
 
 def as_leaves(received: Bundle) -> Bundle:
-    """What came in, to be differentiated: the hidden state, and side tensors that want it."""
+    """Inputs to be differentiated: the hidden state, and side tensors that want it."""
     hidden_BSD, *sides = received
     own = [side.detach().requires_grad_(side.requires_grad) for side in sides]
     return (hidden_BSD.detach().requires_grad_(), *own)
 
 
 def as_inner(received: Bundle) -> Bundle:
-    """What came in, as the model inside is to see it: none is a leaf, as none is in the whole
+    """Inputs as the model inside sees them: none is a leaf, as none is in the whole
     model. Of a float32 leaf autocast keeps the narrow copy, so that all that read it would share
     one, and round the sum of their gradients."""
     return tuple(t.view_as(t) if t.requires_grad else t for t in received)

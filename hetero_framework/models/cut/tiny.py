@@ -1,8 +1,8 @@
 """Models without their weights: on the meta device, and as tiny copies with narrow layers.
 
 `shrink` makes the widths of a configuration small and keeps all else; `tiny_config` does so to an
-architecture's default configuration with few layers. The rules go by the names of fields; what
-these do not tell stands in one table, with the reason.
+architecture's default configuration with few layers. The rules go by the names of fields;
+exceptions stand in one table, with the reason.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def tiny_config(name: str) -> PretrainedConfig:
 
 
 def _settings_of_parts(config: PretrainedConfig) -> dict[str, Any]:
-    """What the table has of the configurations inside."""
+    """The table's entries for the configurations inside."""
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     types = {name: part.model_type for name, part in parts.items() if part is not None}
     return {name: _DEFAULTS[kind] for name, kind in types.items() if kind in _DEFAULTS}

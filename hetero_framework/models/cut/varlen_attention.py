@@ -2,8 +2,8 @@
 
 transformers tells samples of one row apart by their positions. For torch's attention it makes a
 mask over the whole row, which then costs as much as one long sample. This attention cuts the row
-where positions begin again: exact, no mask, at the cost of the samples. Whether positions reach the
-attention is up to the model: `models/verify/equivalence.py` tries it before it is used.
+where positions start at 0 again: it is exact, needs no mask, and costs what the samples cost. Not
+every model passes positions to its attention; `models/verify/equivalence.py` tries it first.
 
 Shapes: H heads (K of keys and values), T tokens of the row, L tokens of a sample, E size of a head.
 """
@@ -47,7 +47,7 @@ def per_sample_attention(
     if position_ids is None or position_ids.numel() != tokens:
         raise ValueError("the positions of the row do not reach the attention")
     if attention_mask is not None or rows != 1:
-        raise ValueError("samples are told apart in one row and without a mask only")
+        raise ValueError("samples can be told apart only in one row and without a mask")
     lengths = sample_lengths(position_ids)
     parts = zip(*(t.split(lengths, dim=2) for t in (query_1HTE, key_1KTE, value_1KTE)), strict=True)
     outputs = [_one_sample(module, q, k, v, sliding_window, settings) for q, k, v in parts]

@@ -1,1 +1,1 @@
-"""Files of models: what is read from a checkpoint, and what a run writes."""
+"""Files of models: reading checkpoints and writing results."""

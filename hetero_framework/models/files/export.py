@@ -1,7 +1,7 @@
-"""Finished artefacts: a PEFT adapter directory or a Hugging Face checkpoint, complete or absent.
+"""A run's results: a PEFT adapter directory or a Hugging Face checkpoint, complete or absent.
 
-What the shards contribute is compared with the whole model's key list before the directory appears
-under its name.
+The tensors from all shards are compared with the whole model's key list before the directory
+appears under its name.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class OutputDirectory:
         for source in map(Path, sources):
             if self.path.exists() and source.exists() and self.path.samefile(source):
                 raise CheckpointError(
-                    f"{self.path} is what the result is made from; it will not be replaced",
+                    f"{self.path} is needed to make the result; it will not be replaced",
                     hint="choose another directory",
                 )
         if self.path.exists() and not self.path.is_dir():

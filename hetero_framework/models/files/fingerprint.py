@@ -1,8 +1,8 @@
-"""Whether all processes read the same weights, by hashes of the bytes in their files.
+"""Fingerprints of weights: shows whether all processes read the same ones.
 
 A fingerprint maps each layer, and each tensor outside the layers, to a hash of its names, types,
 shapes and bytes in the files, however these are cut. Further entries stand for the configuration,
-the list of files and the hub's commit. What two fingerprints both have must be equal.
+the list of files and the hub's commit. Entries that two fingerprints have in common must be equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a multimodal checkpoint holds beside its language model, copied into what training makes."""
+"""The non-text modules of a multimodal checkpoint, copied into the results of training."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """4-bit and 8-bit frozen weights through bitsandbytes, quantised the same under any cut.
 
-transformers leaves some modules in full precision: the head, tied weights and whatever comes last
-in the model. In a middle shard that is one of its projections, so the answer is taken from the
-whole model and handed over explicitly.
+transformers leaves some modules in full precision: the head, tied weights and the model's last
+module. In a middle shard that would be one of its projections, so the list is taken from the whole
+model and handed over explicitly.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def quantization_config(
 
     "nf4" is QLoRA's 4-bit NormalFloat with double quantisation (Dettmers et al. 2023), its products
     in `compute_dtype`. "int8" is LLM.int8(). A quantised checkpoint is read with its own settings,
-    a dictionary that belongs into `model_config`. Raises as `stored_quantization`, DeviceError
+    a dictionary for `model_config`. Raises as `stored_quantization`, DeviceError
     where bitsandbytes cannot run, ConfigError for a checkpoint quantised otherwise.
     """
     stored = stored_quantization(model_config)
@@ -126,12 +126,12 @@ def check_devices(
 
 
 def mixed_lines(config: Config) -> list[str]:
-    """What is to be known of layers that are held differently; nothing where all are alike."""
+    """A note on layers in different precisions; nothing where all are alike."""
     kinds = config.kinds
     if not isinstance(kinds, dict):
         return []
     held = "; ".join(f"{_WORDS.get(kind, kind)}: {stages}" for kind, stages in kinds.items())
     return [
-        f"the precision of frozen weights goes by machine ({held}), and with it the result: it is"
-        " that of one process which holds these layers so"
+        f"the precision of frozen weights differs by machine ({held}); the result is that of one"
+        " process with these layers in this precision"
     ]

@@ -1,4 +1,4 @@
-"""What a run would have written at a checkpoint of it, made without its processes."""
+"""A run's results made from one of its checkpoints, without its processes."""
 
 from __future__ import annotations
 

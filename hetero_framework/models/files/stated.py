@@ -1,8 +1,8 @@
-"""What the weights of a checkpoint say against its config.json, asked once before a run.
+"""Contradictions between a checkpoint's weights and its config.json, checked once before a run.
 
 transformers compares tied weights that a checkpoint holds twice and keeps a head of its own, and
-warns of tensors that the model has no place for. A shard sees only its own tensors, so that who
-starts a run asks for the whole model: by name, and of tied weights by their numbers.
+warns of tensors that the model has no place for. A shard sees only its own tensors, so the process
+that starts a run checks the whole model: all names, and the values of tied weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finding a model's configuration and reading single tensors of its safetensors files.
+"""Finds a model's configuration and reads single tensors of its safetensors files.
 
 Only files that hold a wanted tensor are opened or downloaded; a tensor's bytes are read when used.
 """
@@ -196,7 +196,7 @@ def refuse_wrapped(checkpoint: Checkpoint, known: Container[str]) -> None:
 
 
 def renaming(model: PreTrainedModel, known: dict[str, bool]) -> Callable[[str], str]:
-    """What the library calls a checkpoint's tensor in this model, one of whose names are `known`;
+    """The library's name for a checkpoint's tensor in this model, one of whose names are `known`;
     a key that it does not rename, or whose own name is known, stays."""
     mapping = get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
@@ -231,7 +231,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise _damaged(index, f"it has no weight_map ({type(error).__name__})") from error
     for name in names:
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-            raise _damaged(index, f"its weight_map names {name!r}, which is no file beside it")
+            raise _damaged(index, f"its weight_map names {name!r}, which is not a file beside it")
         if not name.endswith(".safetensors"):
             raise ModelError(f"{index} names {name}, but only safetensors are read", hint=_CONVERT)
     return dict(files)
@@ -261,7 +261,7 @@ def _damage(path: Path | str) -> Iterator[None]:
         why = repository.pickled(path) if isinstance(path, Path) else None
         if why is not None:
             raise ModelError(
-                f"{path} is no safetensors file: {why}, which can run code when it is read",
+                f"{path} is not a safetensors file: {why}, which can run code when it is read",
                 hint="take the model from whom you trust; " + _CONVERT,
             ) from error
         raise _damaged(path, str(error)) from error

@@ -1,1 +1,1 @@
-"""How much memory and work the parts of a model take, without loading it."""
+"""Memory and work of a model's parts, without loading it."""

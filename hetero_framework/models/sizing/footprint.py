@@ -1,10 +1,10 @@
-"""What a part of a model keeps of a micro-batch, and what it takes for a moment: counted by running
-it forward and backward on tensors that have shapes and no data.
+"""Bytes that a part of a model stores of a micro-batch, and its peak while it runs, counted by
+running it forward and backward on tensors that have shapes and no data.
 
-The part is the shard that a stage would load, with its adapter, type and loss; nothing is read or
-computed, so the size of the model plays no part. The micro-batch is a padded one: without padding
-some attention needs no mask, and less. Some models cannot be run without numbers (what their
-experts get depends on them): those have no footprint.
+The part is the shard that a stage would load, with its adapter, type and loss. Nothing is read or
+computed, so the size of the model does not matter. The micro-batch is padded, since some attention
+needs a mask only then. Models that cannot run without numbers (their experts' input depends on
+them) have no footprint.
 
 Shapes: B rows of a micro-batch, S tokens, D hidden size.
 """
@@ -78,7 +78,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Setting:
-    """What footprints depend on besides the part: `autocast` is the type of matrix products where
+    """Settings of footprints besides the part: `autocast` is the type of matrix products where
     that is not the weights', `rows` and `tokens` are those of a micro-batch."""
 
     model: PretrainedConfig
@@ -110,7 +110,7 @@ _parts: dict[tuple[object, ...], tuple[Shard, FakeTensorMode]] = {}
 
 
 def bundle_at(setting: Setting, block: int) -> tuple[Form, ...]:
-    """What crosses the boundary in front of a block: the hidden state, then side tensors. Raises
+    """The bundle at the boundary in front of a block: the hidden state, then side tensors. Raises
     one of LIBRARY_ERRORS where a part that makes one cannot run without numbers."""
     structure = introspect(setting.model)
     crossing_sides = structure.sides_at(block)
@@ -348,7 +348,7 @@ class PeakMemory(TorchDispatchMode):
         self._held: dict[int, tuple[int, int]] = {}  # bytes, and how many were made before
 
     def held(self, made: int) -> int:
-        """Bytes now held by the first so many tensors that were made."""
+        """Bytes now held by the first `made` tensors that were made."""
         return sum(nbytes for nbytes, before in self._held.values() if before < made)
 
     def __torch_dispatch__(

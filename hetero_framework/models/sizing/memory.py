@@ -1,20 +1,20 @@
-"""How much memory each stage needs, from shapes alone.
+"""Memory needed by each stage, computed from shapes alone.
 
-Weights, gradients and optimizer state are counted tensor by tensor. So are activations, what a
-layer takes for a moment, and the loss, on tensors without data (`footprint`). Where a model cannot
-be run so, they are an estimate:
+Weights, gradients and optimizer state are counted tensor by tensor. So are activations, temporary
+tensors of a layer, and the loss, on tensors without data (`footprint`). Where a model cannot be run
+so, activations are estimated:
 
     bytes per token and layer = 1.4 c * sum of (inputs + outputs) of the layer's matrices
 
-with c bytes per number: each matrix product keeps its input, its output is kept by what follows,
+with c bytes per number: each matrix product keeps its input, the next operation keeps its output,
 and 0.4 more stands for norms and residuals. Attention that stores its matrix ("eager") adds c + 4
 bytes per head and pair of tokens. A stage that neither trains anything nor passes a gradient on
 stores nothing for backward. All sizes are bytes.
 
-What is counted is tensors; benchmarks/stage_memory.py compares them with stages that run. What an
-allocator keeps besides comes to it. For a Llama of 110 M weights, 4 x 256 tokens, float32 on a CPU,
-LoRA on all linear layers is estimated 1.31 GiB and full training 2.56; over an idle process glibc's
-resident set peaks at 2.42 and 3.13, since it keeps what smaller tensors gave back, and with
+Only tensors are counted; benchmarks/stage_memory.py compares the sums with real stages. The
+allocator's own overhead comes on top. For a Llama of 110 M weights, 4 x 256 tokens, float32 on a
+CPU, LoRA on all linear layers is estimated 1.31 GiB and full training 2.56; over an idle process
+glibc's resident set peaks at 2.42 and 3.13, since it keeps freed small tensors, and with
 MALLOC_MMAP_THRESHOLD_=131072 at 1.31 and 2.57.
 """
 
@@ -109,12 +109,12 @@ class StageMemory:
 
     @property
     def kept(self) -> int:
-        """What is there in every moment of a step."""
+        """Bytes held during the whole step."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def step(self) -> int:
-        """What comes to that while the optimizer steps."""
+        """Further bytes while the optimizer steps."""
         return self.foreach if self.device.partition(":")[0] in ("cuda", "rocm", "xpu") else 0
 
     @property
@@ -342,7 +342,7 @@ class Shapes:
         return layer_kinds(self._config)
 
     def setting(self, config: Config, tokens: int) -> Setting:
-        """Of micro-batches of so many tokens a row."""
+        """The setting of micro-batches with `tokens` tokens per row."""
         training, rows = config.training, config.training.per_device_train_batch_size
         if config.data is not None and config.data.padding_free:
             rows, tokens = 1, rows * tokens

@@ -1,11 +1,11 @@
-"""How much a model's parts compute and move for one micro-batch, from shapes alone.
+"""Operations and bytes of a model's parts for one micro-batch, computed from shapes alone.
 
 A product with a matrix of n numbers takes 2 n operations per token forward; backward as many for
 the gradient of its input and, where it is trained, as many again for its own. Attention takes 4 S D
-per token forward for S tokens and heads of D numbers in all, and twice that backward. Of experts
-those that a token visits count. What is small beside these (norms, activations) is left out.
+per token forward for S tokens and heads of D numbers in all, and twice that backward. Of experts,
+only those that a token visits count. Smaller work (norms, activations) is left out.
 
-Moved are the weights, and what a layer keeps for its backward pass: written and read once.
+Bytes are those of the weights, and those that a layer stores for backward, written and read once.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class _PartShapes:
         )
 
     def _unpacked_bytes(self) -> float:
-        """What quantised weights move besides: they are unpacked for each use, and read then."""
+        """Further bytes that quantised weights move: they are unpacked for each use, and read
+        then."""
         shapes = self._shapes
         packed = [n for n in self._numbers if shapes.weights[n] < shapes.numbers[n] * 2]
         return 2.0 * sum(shapes.numbers[name] * 2 for name in packed)

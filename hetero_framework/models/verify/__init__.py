@@ -1,1 +1,1 @@
-"""What is checked of a cut: that it computes the same, and what crosses it."""
+"""Checks of a cut: it computes the same as the whole model, and only known tensors cross it."""

@@ -1,4 +1,4 @@
-"""What crosses between the stages of a plan beside the hidden state, in words and bytes."""
+"""A description of the tensors that cross a plan's boundaries beside the hidden state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hetero_framework.models.sizing.memory import Shapes
 from hetero_framework.units import plural, size
 
 _LARGE = 2.0
-"""Side tensors of so many times the hidden state are warned of."""
+"""Side tensors larger than this many hidden states are warned of."""
 
 
 def crossing_lines(config: Config, model: PretrainedConfig, tokens: int) -> list[str]:
@@ -105,7 +105,7 @@ def check_codec(
 
 
 def tiny_crossing(structure: ModelStructure, boundaries: Iterable[int]) -> str:
-    """What crosses the fullest of these boundaries of a tiny copy beside the hidden state, and
+    """The side tensors at the fullest of these boundaries of a tiny copy, and
     which layers read token ids; empty for most models."""
     tokens, said = PROBE_ROWS * PROBE_TOKENS, []
     most = max(map(structure.sides_at, boundaries), key=_tiny_bytes, default=())

@@ -1,11 +1,11 @@
-"""Does a cut change what a model computes? Compare the cut model with the whole one.
+"""Compares a cut model with the whole one, to show that the cut does not change the result.
 
 A tiny random copy of an architecture is trained for three steps twice: as the stock transformers
 model, and as a chain of shards. Loss, every gradient and every weight must agree, so that a model
 that cannot be cut is refused with the reason and never trained wrong.
 
 For `data.padding_free` another tiny copy gets samples in one row, whole and cut, and must give the
-loss and the gradients that they give in padded rows.
+same loss and gradients as in padded rows.
 """
 
 from __future__ import annotations
@@ -103,10 +103,9 @@ class Packing:
 @dataclass(frozen=True)
 class Comparison:
     """The outcome of one comparison, with the largest differences: of losses (absolute), of
-    gradients and of trained weights (relative to each tensor's largest entry), of all steps.
-    `half` says how a step in bfloat16 autocast differs, empty where no bit does.
-    `crossing` is what crosses beside the hidden state, if anything does, and `towers` are what text
-    does not use."""
+    gradients and of trained weights (relative to each tensor's largest entry), of all steps. `half`
+    says how a step in bfloat16 autocast differs, empty where no bit does. `crossing` is what
+    crosses beside the hidden state, if anything does, and `towers` are what text does not use."""
 
     model_type: str
     verdict: Verdict
@@ -258,7 +257,7 @@ def admit_adapter(config: PretrainedConfig, plan: AdapterPlan) -> None:
 
 
 def _settings(plan: AdapterPlan) -> str:
-    """What decides how an adapter's modules run."""
+    """The settings that decide how an adapter's modules run."""
     config = plan.lora_config
     return repr((plan.modules, plan.parameters, plan.saved_modules, config.use_dora, config.bias))
 

@@ -1,8 +1,8 @@
-"""What a stage expects to arrive for a micro-batch beside the hidden state.
+"""Checks of arriving side tensors: the shapes, types and gradients that a stage expects.
 
-What a peer sends is held against this before anything is computed with it. Shapes and types are
-those of the part that makes a side tensor, run on tensors without data; whether a gradient is
-wanted follows from what is trained.
+A peer's tensors pass these checks before anything is computed with them. Shapes and types come from
+running the part that makes a side tensor on tensors without data; whether a gradient is wanted
+follows from which weights are trained.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hetero_framework.models.sizing.footprint import Form, Setting, bundle_at
 _log = logging.getLogger(__name__)
 
 # (rows, tokens) at which forms are counted: two of each, rows shorter and longer than any, so that
-# what stops growing (the k best of so many tokens) is seen, and one to confirm what follows.
+# growth that stops (the k best of many tokens) is seen, and one to confirm what follows.
 _PROBES = ((3, 2), (5, 2), (3, 1 << 21), (5, 1 << 21), (4, 37))
 _COUNTED = 3  # sizes that are counted one by one; rows of one length have no more
 
@@ -52,8 +52,8 @@ class SideTensorChecks:
         self._forms: dict[tuple[int, int], Sequence[Form] | None] = {}
 
     def problem(self, sides: Bundle, rows: int, tokens: int, *, train: bool) -> str | None:
-        """What is wrong with the side tensors of a micro-batch of so many tokens a row; None where
-        nothing is. There are as many as the model has there."""
+        """The problem with the side tensors of a micro-batch of `tokens` tokens per row; None if
+        there is none. Their number is the one that the model has there."""
         if not sides:
             return None
         forms = self._expected(rows, tokens)
@@ -123,7 +123,8 @@ class _Axis:
 
 
 def _axis(sizes: Sequence[int]) -> _Axis | None:
-    """What the sizes at the `_PROBES` follow; None for another rule (the least of two, a part)."""
+    """The rule that the sizes at the `_PROBES` follow; None for another one (least of two, a
+    part)."""
     (r, t), (r_more, _), (_, t_more) = _PROBES[:3]
     here, more_rows, more_tokens, more_of_both = sizes[:4]
     each = (r_more - r) * (t_more - t)

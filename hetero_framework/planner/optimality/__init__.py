@@ -1,1 +1,1 @@
-"""Branch and bound: whether any layout of a small fleet is better."""
+"""Branch and bound: searches all layouts of a small fleet for a better one."""

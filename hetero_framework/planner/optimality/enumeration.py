@@ -76,7 +76,7 @@ class Enumeration:
                     yield from self._behind((*parts, part), wait_s, work_s)
 
     def _behind(self, parts: Layout, before_s: float, work_s: float) -> Iterator[Layout]:
-        """Continue behind a stage that begins after `before_s` and does so much work."""
+        """Continue behind a stage that begins after `before_s` and works for `work_s`."""
         wait_s = before_s + work_s
         used = {part.device for part in parts}
         free = [d for d in self._rules.devices if d not in used]
@@ -110,7 +110,7 @@ class Enumeration:
         return sum(sum(self._fleet.seconds(part)) for part in parts if part.device == d)
 
     def _wire_s(self, parts: Layout, behind: Sequence[tuple[Edge, bool]]) -> float:
-        """What the NICs of the last of these stages need of a step from when it can begin."""
+        """The time that the NICs of the last of these stages need, from when it can begin."""
         m, there_s, back_s, latency_s = self._fleet.micro_batches, 0.0, 0.0, 0.0
         if len(parts) > 1:
             ways = self._rules.ways(parts[-2].device, parts[-1].device, parts[-1].start)

@@ -1,4 +1,4 @@
-"""Whether any layout is faster than the best known one."""
+"""Proves that no layout is faster than the best known one, or finds a faster one."""
 
 from __future__ import annotations
 

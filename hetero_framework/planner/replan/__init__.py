@@ -1,1 +1,1 @@
-"""Whether a run should take another plan, from what its steps took."""
+"""Replanning: decides from the times of its steps whether a run should take another plan."""

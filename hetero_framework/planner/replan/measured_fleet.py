@@ -1,7 +1,7 @@
-"""The fleet of a run as its steps have shown it: a profile for the planner.
+"""The profile of a run's fleet, from the measured times of its steps.
 
-Steps tell what whole stages take. What a layer or the head takes elsewhere follows from their work,
-in any unit that compares them, and from what each device takes for a unit of it. Seconds are per
+Steps show the times of whole stages. The time of a layer or the head on another device follows from
+their work, in any unit that compares them, and from each device's time per unit. Seconds are per
 micro-batch.
 """
 
@@ -24,7 +24,7 @@ _FORWARD = 1 / 3  # of the time, where no stage has told
 
 @dataclass(frozen=True)
 class PartBytes:
-    """What the parts of a model need on a device, as in a `DeviceProfile`."""
+    """Needs of a model's parts on a device, as in a `DeviceProfile`."""
 
     layer_bytes: tuple[float, ...]
     embedding_bytes: float
@@ -46,7 +46,7 @@ class LayerWork:
 
 
 class Observed:
-    """What the steps of a run have shown of its devices and links, under whatever plans."""
+    """Times of a run's devices and links, from its steps under any plans."""
 
     def __init__(self, work: LayerWork) -> None:
         self._work = work

@@ -1,11 +1,12 @@
-"""Whether a run should take another plan, judged by what its steps took. Pure: no clock, no thread.
+"""Decides from the times of its steps whether a run should take another plan. Pure: no clock, no
+thread.
 
-1. `Judge.note` is told of every step. When each quarter of the last STEPS steps says that the work
-   could be spread much better, it asks a `Question`.
-2. `answer` searches: the plan that would gain most, if that is GAIN or more by the simulator, and
-   half of the way to it where the quarters disagree on how much.
-3. When a plan has been taken its gain is awaited. If that does not come, the plan before is wanted
-   back, and this one never again. The pause after each change is twice the one before.
+1. `Judge.note` is called after every step. When each quarter of the last STEPS steps says that the
+   work could be spread much better, it asks a `Question`.
+2. `answer` searches for the plan that would gain most. It proposes that plan if the simulator shows
+   a gain of GAIN or more, and a plan half of the way to it where the quarters disagree on the gain.
+3. After a change of plan the gain is awaited. If it does not come, the plan before is proposed
+   again, and this one never again. The pause after each change is twice the one before.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Awaited:
 
 @dataclass(frozen=True)
 class Question:
-    """What the last steps have shown under a plan: the medians of their quarters, and of all; and
+    """The last steps under a plan: the medians of their quarters, and of all; and
     what was known then of all devices."""
 
     stages: Stages
@@ -105,7 +106,7 @@ class Judge:
         return statistics.median(self._step_s) if self._step_s else 0.0
 
     def note(self, seen: Profile, step_s: float) -> Question | Proposal | None:
-        """A step has been done in so many seconds, with these times of stages and edges. Returns
+        """A step took `step_s` seconds, with these times of stages and edges. Returns
         what to search for (`answer`), or the plan before where this one's gain has not come."""
         self._steps += 1
         if self._steps <= _WARM:
@@ -166,7 +167,7 @@ class Judge:
     # -- inside ---------------------------------------------------------------------------------
 
     def _judged(self, together: Profile) -> Question | Proposal | None:
-        """What the last steps, of which these are the medians, give reason to."""
+        """The decision from the last steps, of which these are the medians."""
         self.observed.note(self._stages, together)
         if (awaited := self._awaited) is not None:
             self._awaited = None
@@ -223,7 +224,7 @@ class Judge:
 
     @staticmethod
     def _after(question: Question, seen: Profile) -> Observed:
-        """What is known if these times are the last ones."""
+        """The evidence if these times are the last ones."""
         observed = deepcopy(question.observed)
         observed.note(question.stages, seen)
         return observed
@@ -294,7 +295,7 @@ def _disagree(quarters: Sequence[Profile]) -> bool:
 
 
 def _allowed(stages: Stages) -> set[str]:
-    """What a search may choose: several stages on a process only where the plan has them."""
+    """The choices of a search: several stages on a process only where the plan has them."""
     return {"chunks"} if len({stage.owner for stage in stages}) < len(stages) else set()
 
 

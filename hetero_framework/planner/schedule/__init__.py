@@ -1,1 +1,1 @@
-"""How a step is run: simulated, tuned, ordered. The engine needs nothing else of the planner."""
+"""The schedule of a step: simulation, tuning, order. The only part that the engine needs."""

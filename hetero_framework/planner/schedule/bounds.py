@@ -1,4 +1,4 @@
-"""What no schedule of a pipeline can beat: bounds of single machines, as for job shops.
+"""Lower bounds on a step's length, from single machines, as for job shops.
 
 Of any set J of tasks that one machine does, the step lasts at least
 
@@ -30,7 +30,7 @@ class _Flow(NamedTuple):
 
 
 class _Load:
-    """What one machine has to do. `limit` is the fewest forwards that a stage up to here stores."""
+    """The work of one machine. `limit` is the fewest forwards that a stage up to here stores."""
 
     __slots__ = ("flows", "limit")
 
@@ -106,7 +106,7 @@ def machine_bounds(
 
 
 def _one_machine_s(flows: Sequence[_Flow], m: int, limit: int) -> float:
-    """What one machine bounds the step by: J are all its tasks. Of a machine with the forwards and
+    """The bound from one machine: J are all its tasks. Of a machine with the forwards and
     the backwards of one stage or edge alone, J is that without the first few forwards and the last
     few backwards, as far as that gives more (`_idle_s`)."""
     if len(flows) == 2 and flows[0].kind != flows[1].kind:

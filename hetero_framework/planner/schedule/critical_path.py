@@ -1,4 +1,4 @@
-"""What keeps a simulated step from ending sooner."""
+"""The critical path of a simulated step: the chain of tasks and transfers that sets its length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OnPath(NamedTuple):
 
 
 def critical_path(profile: Profile, spans: Sequence[SimulatedSpan]) -> list[OnPath]:
-    """What each stage has on a critical path of a simulated step: a chain of tasks and transfers
+    """Each stage's part in a critical path of a simulated step: a chain of tasks and transfers
     through all of it, of which each begins at the end of the one before. The last stage's tasks are
     both a forward and a backward. Where several have just ended, the device's last task counts
     before the tensor."""
@@ -37,7 +37,7 @@ def critical_path(profile: Profile, spans: Sequence[SimulatedSpan]) -> list[OnPa
 
 
 class _Before:
-    """What a task or transfer had to wait for."""
+    """The predecessor that a task or transfer waited for."""
 
     def __init__(self, profile: Profile, spans: Sequence[SimulatedSpan]) -> None:
         self._profile = profile

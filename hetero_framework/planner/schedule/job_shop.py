@@ -1,12 +1,11 @@
-"""A shorter order of a simulated step: a job shop, searched along its critical paths.
+"""Shortens the order of a simulated step, as a job shop, along its critical paths.
 
-Devices and NICs are machines, tasks and transfers the operations that take turns on them. A policy
-decides by a rule what goes first; what is shorter is mostly an exception from the rule. So a tabu
-search (Nowicki and Smutnicki 1996) begins with the order that the policy made: two operations that
-follow each other at once on a machine, on a critical path of the step, change places. Each such
-pair is judged by the longest path through it afterwards (Taillard 1994), the best is taken even if
-the step gets longer by it, and what has just changed places does not change back for a while. The
-shortest step on the way is kept.
+Devices and NICs are machines; tasks and transfers are the operations that take turns on them. A
+policy orders them by a rule, and shorter steps are mostly exceptions from that rule. So a tabu
+search (Nowicki and Smutnicki 1996) begins with the policy's order and swaps two operations that
+follow each other at once on a machine, on a critical path of the step. Each such pair is judged by
+the longest path through it afterwards (Taillard 1994). The best swap is made even if the step gets
+longer by it, and cannot be undone for a while. The shortest step on the way is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _VISITS = 200_000
 """Operations that are timed in all, at most 0.3 s; of larger steps fewer orders are tried."""
 _LEAST_MOVES = 20  # with fewer nothing is gained
 _PATIENCE = 150  # moves after the last shorter step
-_TENURE = 8  # moves for which a pair does not change back, and one more for so many operations:
+_TENURE = 8  # moves for which a pair does not change back, plus one per number of operations:
 _OPERATIONS = 8
 _SAME = 1e-9  # of the step: sums in another order
 
@@ -58,8 +57,8 @@ def shortened(
 
 
 class Operation(NamedTuple):
-    """What takes `seconds` of all its `machines` at once; it begins no sooner than so long after
-    the beginnings of others, by their numbers, as `after` says."""
+    """An operation that takes `seconds` on all its `machines` at once. `after` has the least delay
+    from the start of each earlier operation, by number."""
 
     seconds: float
     machines: tuple[int | Nic, ...]
@@ -94,7 +93,7 @@ class JobShop:
         return max(map(operator.add, self.begins, self._seconds))
 
     def shortest(self, moves: int, bound_s: float = 0.0) -> list[int]:
-        """Try so many orders; take the shortest, which is returned. Ends at `bound_s` seconds."""
+        """Try `moves` orders; keep and return the shortest. Ends early at `bound_s` seconds."""
         best_s, best, found_at = self.length, list(self._order), 0
         kept: dict[tuple[int, int], int] = {}  # until which move
         tenure = _TENURE + len(best) // _OPERATIONS
@@ -222,7 +221,7 @@ class JobShop:
 
 
 def _followers(operations: Sequence[Operation]) -> list[list[tuple[int, float]]]:
-    """What comes after each operation, and how long after its beginning at the least."""
+    """The successors of each operation, with the least delay from its start."""
     found: list[list[tuple[int, float]]] = [[] for _ in operations]
     for v, operation in enumerate(operations):
         for w, lag_s in operation.after:
@@ -236,7 +235,7 @@ Neighbours = list[dict[int | Nic, int]]
 def _neighbours(
     operations: Sequence[Operation], order: Sequence[int]
 ) -> tuple[Neighbours, Neighbours]:
-    """What stands right before and right behind each operation on each of its machines."""
+    """The neighbours of each operation on each of its machines."""
     apart = len(operations)
     earlier: Neighbours = [dict.fromkeys(operation.machines, apart) for operation in operations]
     later: Neighbours = [dict.fromkeys(operation.machines, apart) for operation in operations]
@@ -293,7 +292,7 @@ def _operations(
 
 
 def _sender(task: Task, last: int) -> Task:
-    """Whose result a task takes."""
+    """The tasks whose results a task takes."""
     kind, stage, k = task
     if kind == FORWARD:
         return Task(FORWARD, stage - 1, k)

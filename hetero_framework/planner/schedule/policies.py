@@ -1,4 +1,4 @@
-"""Policies that order the tasks of a pipeline's devices, made for its stages."""
+"""Policies that order the tasks of a pipeline's devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ bound, 0.2 alone to 1.072, all 23 policies that were tried to 1.060. Equal stage
 
 
 def portfolio(profile: Profile, micro_batches: int) -> tuple[Policy, ...]:
-    """The policies worth trying for a step of so many micro-batches, backward first before all."""
+    """The policies worth trying for such a step, the one that does backward first before all."""
     p = profile.num_stages
     if profile.num_devices == p:
         return BACKWARD_FIRST, forwards_ahead(p)

@@ -1,9 +1,9 @@
-"""Which tasks are ready and which of them runs next: rules that simulator and executor share.
+"""Rules for ready tasks and the choice among them, shared by simulator and executor.
 
 A stage takes its micro-batches in ascending order in each direction, a task needs its tensors, a
 stage stores at most its in-flight limit of forwards. Among several ready tasks a `Policy` decides
-when a step is simulated, and the planned order when it is run. With one stage per device
-that is 1F1B, which alternates by itself; with several it is interleaving.
+when a step is simulated, and the planned order when it is run. With one stage per device the result
+is 1F1B, which alternates by itself; with several it is interleaving.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Admission:
         self._admitted = 0
 
     def next(self, finished: int) -> int | None:
-        """The micro-batch that may enter now that so many have finished, None while none may."""
+        """The micro-batch that may enter now that `finished` have finished; None while none may."""
         full = self._admitted - finished >= self._max_in_flight
         return None if full or self._admitted >= self._micro_batches else self._admitted
 

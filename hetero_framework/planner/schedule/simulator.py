@@ -1,7 +1,7 @@
-"""How long a step takes under a schedule: a pure simulator.
+"""A pure simulator of one step under a schedule.
 
 The simulated devices take their tasks from `Readiness` and micro-batches enter by `Admission`, as
-in the engine: what is simulated is what runs.
+in the engine, so that a run does what was simulated.
 
 Units: seconds. p stages, m micro-batches, F and B the forward and backward time of a stage.
 """
@@ -40,7 +40,7 @@ class Edge:
     relay: int | None = None
 
     def slower(self, factor: float) -> Edge:
-        """Everything on it takes so many times as long."""
+        """The edge with all times multiplied by `factor`."""
         return Edge(
             factor * self.forward_s, factor * self.backward_s, factor * self.latency_s, self.relay
         )
@@ -48,7 +48,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a schedule is judged by: times of every stage and edge, and who runs what.
+    """Times of every stage and edge, and the process of each stage.
 
     `devices[k]` is the device of stage k. A device has one NIC for each direction, as fast as the
     edges' seconds say; a relayed tensor passes the relay's two NICs too.

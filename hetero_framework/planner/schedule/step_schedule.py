@@ -1,7 +1,7 @@
-"""How a step is run, which changes no number of its result.
+"""The schedule of a step, which changes no number of its result.
 
 A policy decides among what is ready, so a tensor that comes a millisecond later than simulated may
-change all that follows. A run keeps to the planned order: what is late then makes later what waits
+change all that follows. A run keeps to the planned order: a late tensor then delays only what waits
 for it, and nothing else.
 """
 

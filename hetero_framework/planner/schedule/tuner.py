@@ -1,6 +1,6 @@
-"""The schedule of a run's steps, tuned to the times that the steps take.
+"""Tunes the schedule of a run's steps to the measured times.
 
-Nothing here changes a number of the result, only when things happen.
+It changes only the order and the time of computations, never a number in the result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StageSeconds(NamedTuple):
 
 
 def assumed_profile(stages: Sequence[StageSpec], direct: frozenset[int] = frozenset()) -> Profile:
-    """What is assumed before a measurement: time in proportion to layers, backward twice forward,
+    """The profile before a measurement: time in proportion to layers, backward twice forward,
     and a little for the wire. The unit is a layer's forward."""
     seconds = {}
     for spec in stages:
@@ -96,7 +96,7 @@ class Tuner:
         return make_profile(self._stages, self._seconds, self._latency_s, direct)
 
     def choice(self, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:
-        """How to run a step of so many micro-batches over these direct edges."""
+        """The schedule of a step with these micro-batches and direct edges."""
         if (wanted := (micro_batches, direct)) not in self._choices:
             self._choices[wanted] = self._tuned(self.profile(direct), *wanted)
         return self._choices[wanted]

@@ -1,4 +1,4 @@
-"""The schedule for a profile: candidates are simulated, and the best one is taken."""
+"""Tunes the schedule for a profile: simulates candidates and takes the best one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TunedSchedule:
 
     @cached_property
     def spans(self) -> Sequence[SimulatedSpan]:
-        """What the planned step does when: simulated whole by the policy, then shortened."""
+        """The planned step: simulated whole by the policy, then shortened."""
         simulated: list[SimulatedSpan] = []
         simulate(
             self.profile,
@@ -82,7 +82,7 @@ class TunedSchedule:
 
     @cached_property
     def bound_s(self) -> float:
-        """What no schedule of this profile can beat."""
+        """A lower bound for every schedule of this profile."""
         return step_bound(self.profile, self.micro_batches, self.in_flight_limits)
 
     @property
@@ -104,7 +104,7 @@ def _simulated(
     in_flight_limits: tuple[int, ...],
     spread: float,
 ) -> Simulation:
-    """Who tunes a profile with a window that was tuned before asks the same again."""
+    """Cached, since a profile is tuned again with the same window."""
     return simulate(
         profile,
         micro_batches,
@@ -127,15 +127,15 @@ def tune(
     max_in_flight: int | None = None,
     in_flight_limits: Sequence[int] | None = None,
 ) -> TunedSchedule:
-    """The policy and the in-flight limits for a step of this profile; steps of more than 64
-    micro-batches, or of 2 p if that is more, are judged by so many. `in_flight_limits[k]` >= 1 is
-    what stage k has memory for.
+    """The policy and the in-flight limits for a step of this profile. A step of more than 64
+    micro-batches, or of 2 p if that is more, is judged by one of that size.
+    `in_flight_limits[k]` >= 1: the forwards that stage k has memory for.
 
-    With one stage per device any other policy stores more forwards than backward first, so it has
-    to be 1 % faster. Of what is within 0.5 % of the fastest for this profile, and then within 0.5 %
-    of the fastest when things go worse, the second smallest window (`max_in_flight`, which fixes
-    it where it is given) and the fewest stored forwards. Worse is: edges half as slow again, and
-    also tasks and transfers up to 0.3 longer or shorter, as samples and networks are.
+    With one stage per device every other policy stores more forwards than backward first, so it
+    has to be 1 % faster. Among schedules within 0.5 % of the fastest for this profile, and then
+    within 0.5 % of the fastest in worse conditions, the second smallest window is taken
+    (`max_in_flight` fixes it) and the fewest stored forwards. Worse conditions: edges half as slow
+    again, and tasks and transfers up to 0.3 longer or shorter, as samples and networks are.
     """
     p = profile.num_stages
     m = max(1, min(micro_batches, max(_MOST_MICRO_BATCHES, 2 * p)))
@@ -221,8 +221,8 @@ def tapered_limits(max_in_flight: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _windows(profile: Profile, micro_batches: int, simulations: int) -> list[int]:
-    """Values of `max_in_flight` worth simulating, so often each: from p to twice what the longest
-    path takes up at the slowest device's pace, since the pace varies."""
+    """Values of `max_in_flight` worth simulating: from p to twice the number that the longest path
+    holds at the slowest device's pace, since the pace varies."""
     p = profile.num_stages
     loads = dict.fromkeys(profile.devices, 0.0)
     for k, device in enumerate(profile.devices):

@@ -1,4 +1,4 @@
-"""Layouts simulated by a few schedules of which one is near the best: quicker than `tune`."""
+"""Quick simulation of layouts by a few schedules of which one is near the best."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class FastEvaluation:
         return self._seconds[layout]
 
     def critical_path(self, layout: Layout) -> list[OnPath]:
-        """What each stage of a layout that was looked at has on its step's critical path."""
+        """The part of each stage of an evaluated layout in its step's critical path."""
         fleet, limits = self._fleet, self._fleet.memory_limits(layout)
         assert limits is not None
         profile, m = fleet.pipeline(layout), self._judged(layout)

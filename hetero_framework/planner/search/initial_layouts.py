@@ -1,4 +1,4 @@
-"""The layouts that a search begins with: good by construction, before anything is moved."""
+"""Initial layouts of a search, good by construction."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def _least(programme: LayerProgramme, scores: Scores, low: float, high: float) -
 
 
 def _reached(programme: LayerProgramme, scores: Scores, step_s: float) -> bool:
-    """Whether a layout for a step of so many seconds fits; `scores` knows those that were found."""
+    """Whether a layout for a step of `step_s` seconds fits; its score is kept in `scores`."""
     return min(map(scores.of, programme.layouts(step_s)), default=math.inf) < math.inf
 
 
 def without_the_weakest(rules: Rules) -> Rules:
-    """At most so many devices as a search can look at: the quickest by layer and link."""
+    """Rules for the quickest devices by layer and link, no more than a search can handle."""
     fleet = rules.fleet
 
     def weakness(d: int) -> tuple[bool, float]:

@@ -1,15 +1,14 @@
-"""Layouts that reach a step of given length, or nearly: one dynamic programme over orders and cuts.
+"""Layouts for a step of a given length: one dynamic programme over orders and cuts.
 
-A stage that a micro-batch reaches w seconds after the start of the step, gradients' way back
-included, has T - w left, so it may take the layers of which m micro-batches take that:
+A stage that a micro-batch reaches w seconds after the start of the step, the gradients' way back
+included, has T - w left. Its layers may therefore take, for m micro-batches,
 
     m (F + B) <= T - w.
 
-From the embedding towards the head each device takes as many layers as that and its memory allow.
-Of all ways to use the same devices with the same one last only that which promises most is kept:
-the layers it has covered and those that the devices left could cover in the time that is left.
-There may be more such ways than are kept; then the most promising stay. Devices that differ in
-nothing are taken in their order.
+From the embedding towards the head each device takes as many layers as this and its memory allow.
+Of all orders of the same devices that end with the same one, only the most promising is kept: the
+one with the most layers covered, those included that the other devices could cover in the time
+left. The number of kept orders is limited, too. Devices that are alike are taken in their order.
 """
 
 from __future__ import annotations
@@ -88,8 +87,8 @@ class LayerProgramme:
         return any(self._short[d] for d in self._rules.devices)
 
     def layouts(self, step_s: float) -> Iterator[Layout]:
-        """Layouts that may take a step of so many seconds, those of fewer stages first; none of
-        them uses a device twice."""
+        """Layouts for a step of `step_s` seconds, those with fewer stages first; none of them uses
+        a device twice."""
         most = len(self._rules.devices)
         fronts = [self._empty]
         for number in range(most):
@@ -110,8 +109,8 @@ class LayerProgramme:
             fronts = [front for _, front in best]
 
     def along(self, order: Sequence[int], step_s: float) -> Layout | None:
-        """The layout of these devices in this order for a step of so many seconds; None where there
-        is none."""
+        """The layout of these devices in this order for a step of `step_s` seconds; None where
+        there is none."""
         front = self._empty
         for number, d in enumerate(order):
             behind = len(order) - 1 - number

@@ -1,4 +1,4 @@
-"""Layouts that differ from another one in one thing."""
+"""Neighbours of a layout: layouts that differ from it in one change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shifted(
     targets: Sequence[int] | None = None,
     count: int = 1,
 ) -> Iterator[Layout]:
-    """So many layers moved from a stage (one of `sources`, or any) to another (of `targets`)."""
+    """Layers moved from a stage (one of `sources`, or any) to another (of `targets`)."""
     counts = [part.end - part.start for part in layout]
     last = len(layout) - 1
     every = range(len(layout))
@@ -112,7 +112,7 @@ def balanced(programme: LayerProgramme, order: Sequence[int], step_s: float) -> 
 
 
 def interleaved(rules: Rules, layout: Layout, chunks: int) -> Layout | None:
-    """Each device's layers in so many stages, in turn around the devices; those that have too few
+    """Each device's layers in `chunks` stages, in turn around the devices; those that have too few
     layers take part in fewer rounds. None where no device has enough."""
     counts = [part.end - part.start for part in layout]
     if max(counts) < chunks:
@@ -181,8 +181,8 @@ def joined(rules: Rules, layout: Layout) -> Iterator[Layout]:
 
 
 def _built(rules: Rules, stages: Sequence[tuple[Part, int]]) -> Layout:
-    """Stages of so many layers one behind the other, by the quickest ways; between the first and
-    the last one none without layers."""
+    """Stages with the given numbers of layers, joined by the quickest ways; between the first and
+    the last one, stages without layers are left out."""
     parts: list[Part] = []
     start = 0
     for k, (part, count) in enumerate(stages):

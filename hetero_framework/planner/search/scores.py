@@ -1,4 +1,4 @@
-"""What layouts are thought to take, by bounds alone: cheap enough for tens of thousands of them."""
+"""Scores of layouts from bounds alone, cheap enough for tens of thousands of layouts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ count 26 % more, at 40 6 %."""
 
 
 class Scores:
-    """Scores and bounds of layouts, each found once, as far as the work for it lasts: so many
-    `stages` are scored, counted over all layouts."""
+    """Scores and bounds of layouts, each computed once. The work is limited: at most `stages`
+    stages are scored, counted over all layouts."""
 
     def __init__(self, rules: Rules, stages: int) -> None:
         self._rules = rules
@@ -25,7 +25,7 @@ class Scores:
         self._stages_left = stages
 
     def allow(self, stages: int) -> None:
-        """From now on so many more stages may be scored."""
+        """From now on `stages` more stages may be scored."""
         self._stages_left = stages
 
     @property
@@ -34,7 +34,7 @@ class Scores:
         return self._stages_left <= 0
 
     def of(self, layout: Layout) -> float:
-        """What the step is thought to take: more than its bound, the more devices and NICs are near
+        """An estimate of the step: above its bound, the more devices and NICs are near
         it, since they cannot all be busy at the right moment. Infinite where it does not fit or is
         not permitted, and for what is new when the work is over."""
         if layout not in self._scores:
@@ -45,7 +45,7 @@ class Scores:
         return self._scores[layout]
 
     def bound(self, layout: Layout) -> float:
-        """What no schedule of the layout can beat."""
+        """A lower bound for every schedule of the layout."""
         self.of(layout)
         return self._bounds.get(layout, math.inf)
 

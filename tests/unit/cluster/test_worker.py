@@ -379,7 +379,7 @@ def test_run_whose_link_is_lost_keeps_its_worker_and_finds_its_stages(serve: Any
     first = served.dial("first").set_up()
     busy = served.dial("second").expect(Reject)
     assert busy.code == "busy"
-    assert "it works for the run of coordinator 127.0.0.1" in busy.message
+    assert "busy with the run of coordinator 127.0.0.1" in busy.message
     first.hang_up()
     wait_until(lost(served))
     busy = served.dial("second").expect(Reject)

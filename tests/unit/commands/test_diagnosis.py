@@ -116,7 +116,7 @@ def test_address_that_this_machine_does_not_have(tmp_path: Path) -> None:
 def test_keys(tmp_path: Path) -> None:
     far = view(tmp_path, worker={"ip": "192.0.2.7"})
     (line,) = found(diagnosis.keys, far)
-    assert "192.0.2.7, where others reach it, and there is no key for that here" in line
+    assert "192.0.2.7, where others reach it, and this machine has no key for it" in line
     assert "hetero invite" in line
     far.options = KeyOptions(insecure=True)
     del far.__dict__["access"]
@@ -150,7 +150,7 @@ def test_port_that_nobody_listens_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_port_of_another_program(tmp_path: Path) -> None:
     with listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         (line,) = found(diagnosis.reach, view(tmp_path, worker={"port": port}))
-    assert "is no worker that works" in line
+    assert "does not behave like a worker" in line
 
 
 def test_address_of_another_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,9 +165,9 @@ def test_address_of_another_network(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_worker_that_is_busy_is_only_noted(tmp_path: Path) -> None:
-    made = asked(view(tmp_path), busy="it works for the run of desk")
+    made = asked(view(tmp_path), busy="busy with the run of desk")
     assert found(diagnosis.reach, made) == []
-    assert made.notes == ["it works for the run of desk"]
+    assert made.notes == ["busy with the run of desk"]
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
         "an answer is needed",
         "there is no directory ./absent-model",
         '"many" is not a number',
-        '"gpu" is no device',
+        '"gpu" is not a device',
         '"lara" is not one of',
         "there is no file train.jsonl",
     ):

@@ -62,7 +62,7 @@ def serve(bind: str, folder: Path, **options: Any) -> list[str]:
 def test_line_says_where_it_is_and_how_islands_get_in(tmp_path: Path, started: list[int]) -> None:
     bind = f"127.0.0.1:{free_ports(1)[0]}"
     [line] = serve(bind, tmp_path / "none")
-    assert f"the lighthouse is at {bind}, and asks nobody who it is" in line
+    assert f"the lighthouse is at {bind}, without authentication" in line
     [line] = serve(bind, keys_of(tmp_path / "keys", "local", kind=ISLANDS).path)
     assert f"is at {bind}; `hetero invite --island NAME" in line
     assert started == [2, 0, 2, 0]  # all was closed, also the port
@@ -78,7 +78,7 @@ def test_others_reach_it_with_keys_alone(
     assert serve(bind, keys_of(tmp_path / "keys", "local", kind=ISLANDS).path)
     assert not logged
     assert serve(bind, tmp_path / "none", insecure=True)
-    assert "NOTHING IS ENCRYPTED" in logged[0]
+    assert "NO ENCRYPTION" in logged[0]
 
 
 def test_address_and_port_that_it_cannot_have_are_said(tmp_path: Path, started: list[int]) -> None:

@@ -86,7 +86,7 @@ def test_wishes_are_read(fleet: str, capsys: pytest.CaptureFixture[str]) -> None
         (["--margin", "1=1GiB", "--margin", "1=2GiB"], "--margin is given twice for worker 1"),
         (["--margin", "1=2"], "--margin 1=2 is not of the form ID=SIZE"),
         (["--margin", "1=2XB"], "is not of the form ID=SIZE"),
-        (["--exclude", "7"], '"7" is no device; there are: "local", 1, "box"'),
+        (["--exclude", "7"], '"7" is not a device; there are: "local", 1, "box"'),
         (["--allow", "luck"], '"luck" is none of'),
         (["--evaluate", "none.json"], "plan none.json does not exist"),
         (["--evaluate", "none.json", "--exclude", "1"], "--evaluate takes the plan as it is"),
@@ -104,7 +104,7 @@ def test_wrong_options_end_with_2(
     [
         ({}, "shard_plan: must be a list"),
         ({"shard_plan": [], "gradient_checkpointing": True}, "gradient_checkpointing: must be"),
-        ({"shard_plan": [], "max_in_flight": 0}, "max_in_flight: must be a whole number from 1"),
+        ({"shard_plan": [], "max_in_flight": 0}, "max_in_flight: must be a whole number of at"),
         ({"shard_plan": [{"id": "local", "start": 0, "end": 4}]}, "the model has 8"),
     ],
 )
@@ -166,7 +166,7 @@ def test_what_a_plan_needs_besides_is_written_too(tmp_path: Path) -> None:
 
 
 def test_plan_that_the_configuration_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no worker"):
+    with pytest.raises(ConfigError, match="is not a worker"):
         written(tmp_path, shard_plan=[*FOUND["shard_plan"], {"id": 7, "start": 8, "end": 9}])
     assert json.loads((tmp_path / "hetero_config.json").read_text()) == SETTINGS
 
@@ -193,8 +193,8 @@ def test_a_written_plan_keeps_what_was_predicted_for_the_run(
             ("--profile", "f.json", "--save-profile", "g.json"),
             "keeps what --measure or --dry-run finds",
         ),
-        (("--dry-run", "--save-profile", os.devnull), "is no file that could be written"),
-        (("--measure", "--save-profile", "."), "--save-profile . is no file"),
+        (("--dry-run", "--save-profile", os.devnull), "is not a file that can be written"),
+        (("--measure", "--save-profile", "."), "--save-profile . is not a file"),
         (("--profile", "f.json", "--evaluate", "p.json", "--write"), "without --evaluate"),
         (("--profile", "f.json", "--anew"), "--anew goes with --measure"),
     ],

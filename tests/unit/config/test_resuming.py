@@ -11,7 +11,7 @@ def test_every_setting_is_in_exactly_one_group() -> None:
     assert len(known) == len(set(known)) > 140
     wrong = {name: sum(name in group for group in groups) for name in known}
     assert {name: n for name, n in wrong.items() if n != 1} == {}
-    assert frozenset().union(*groups) == set(known), "a group names what is no setting"
+    assert frozenset().union(*groups) == set(known), "a group names what is not a setting"
 
 
 def test_flat_names_each_setting_and_each_section_that_is_there() -> None:

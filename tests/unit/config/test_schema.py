@@ -163,16 +163,16 @@ def test_a_plan_without_workers_is_accepted() -> None:
         ("coordinator.ip", "box-.lan", 'coordinator.ip: "box-.lan" is neither'),
         ("workers[0].ip", "box.lan..", "is neither an IP address nor a host name"),
         ("workers[0].ip", "", "workers[0].ip: is missing: the machine"),
-        ("workers[0].ip", "0.0.0.0", "workers[0].ip: 0.0.0.0 is no address to connect to"),
-        ("workers[0].device", "gpu", 'workers[0].device: "gpu" is no device'),
+        ("workers[0].ip", "0.0.0.0", "workers[0].ip: 0.0.0.0 is not an address to connect to"),
+        ("workers[0].device", "gpu", 'workers[0].device: "gpu" is not a device'),
         ("workers[0].id", "local", '"local" names the coordinator'),
         ("workers[0].id", "a b", "an id has 1 to 64 letters"),
         ("workers[0].id", 2, "workers[1].id: 2 is the id of workers[0] too"),
         ("workers[0].id", 1.5, "workers[0].id: must be a whole number or a text, not 1.5"),
         ("workers[1].ip", "192.168.1.20", "workers[1].port: 192.168.1.20 port 9999 is that of wo"),
         ("coordinator.port", 9999, None),
-        ("coordinator.learning_rate", 1, 'unknown key here; it belongs into "training"'),
-        ("learning_rate", 1, 'learning_rate: unknown key here; it belongs into "training"'),
+        ("coordinator.learning_rate", 1, 'unknown key here; it belongs in "training"'),
+        ("learning_rate", 1, 'learning_rate: unknown key here; it belongs in "training"'),
         ("trainning", {}, 'trainning: unknown key; did you mean "training"?'),
         ("version", "2", 'version: must be "1" or "1.0", not the text "2"'),
         ("coordinator", None, "coordinator: must be an object {...}, not null"),
@@ -318,7 +318,7 @@ def test_fp16_weights_cannot_all_be_trained_with_a_loss_scale() -> None:
         ([("local", 0, 8), (1, 24, 8), (2, 8, 32)], "shard_plan[1]: start 24 is after end 8"),
         ([("local", 0, 8), (1, 8, 8), (2, 8, 32)], "shard_plan[1]: holds no layer"),
         ([("local", 0, 0), (1, 0, 0), (2, 0, 0)], "covers no layer"),
-        ([("local", 0, 8), (1, 8, 16), (2, 16, 24), (3, 24, 32)], "shard_plan[3].id: 3 is no work"),
+        ([("local", 0, 8), (1, 8, 16), (2, 16, 24), (3, 24, 32)], "[3].id: 3 is not a work"),
         ([("local", 0, 8), ("1", 8, 16), (1, 16, 24), (2, 24, 32)], '"1" is written 1 in workers'),
     ],
 )
@@ -621,7 +621,7 @@ def test_worker_without_a_port_dials_and_a_name_will_do() -> None:
     assert (worker.dials, worker.ip, worker.address) == (True, "laptop", "laptop (dials)")
     assert "workers[0].ip: is missing" in message(changed("workers[0]", {"id": 1}))
     raw["coordinator"]["ip"] = "0.0.0.0"
-    assert "coordinator.ip: 0.0.0.0 is no address to dial" in message(raw)
+    assert "coordinator.ip: 0.0.0.0 is not an address to dial" in message(raw)
 
 
 @pytest.mark.parametrize("setting", ["x", "=1", "workers[9].port=1", "workers.port=1", "[0]=1"])
@@ -745,7 +745,7 @@ def test_sections_can_be_built_in_python() -> None:
         ("training.batch_size", 'it is called "per_device_train_batch_size"'),
         ("training.max_seq_length", "it is called data.max_length"),
         ("max_seq_length", "it is called data.max_length"),
-        ("training.max_length", 'unknown key here; it belongs into "data"'),
+        ("training.max_length", 'unknown key here; it belongs in "data"'),
         ("training.resume_from_checkpoint", 'it is called resume_step ("latest" or a number)'),
         ("model.load_in_4bit", 'it is called model.quantization, with the value "nf4"'),
         ("model.name", 'it is called "name_or_path"'),
@@ -756,7 +756,7 @@ def test_sections_can_be_built_in_python() -> None:
         ("push_to_hub", "TrainingArguments.push_to_hub is not supported here because results stay"),
         ("training.use_cache", "TrainingArguments.use_cache is not supported here"),
         ("adapter.kasa_config", "LoraConfig.kasa_config is not supported here because only LoRA"),
-        ("training.warmstart", "there is no such setting; docs/configuration.md lists those"),
+        ("training.warmstart", "unknown key; docs/configuration.md lists all settings"),
     ],
 )
 def test_unknown_name_is_told_its_name_here_or_that_there_is_none(path: str, expected: str) -> None:

@@ -130,9 +130,9 @@ def test_slow_stretches_what_was_done_since_the_point_before(arm) -> None:
 
 WRONG = {
     "backwards": "there is no failpoint 'backwards'",
-    "forward@x": "is no failpoint",
-    "worker-1/": "is no failpoint",
-    "host/forward": "is no failpoint",
+    "forward@x": "is not a failpoint",
+    "worker-1/": "is not a failpoint",
+    "host/forward": "is not a failpoint",
     "forward:explode": "no action 'explode'",
     "forward:inf": "no action 'inf'",
     "forward:sleep:long": "sleep takes a number",

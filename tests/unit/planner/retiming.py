@@ -45,7 +45,7 @@ def retimed(profile: Profile, spans: Sequence[SimulatedSpan]) -> float:
 
 
 def _before(task: Task, last: int) -> Task | None:
-    """Whose result a task takes."""
+    """The tasks whose results a task takes."""
     kind, stage, k = task
     if kind == FORWARD:
         return Task(FORWARD, stage - 1, k) if stage else None

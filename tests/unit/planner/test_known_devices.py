@@ -82,11 +82,11 @@ def test_a_processor_that_is_only_named_counts_as_a_usual_one(text: str) -> None
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
-        ("RTX 3091", "is no device that is known", "did you mean RTX 3090"),
-        ("Apple M4 Ultra 256GB", "is no device that is known", "give its figures"),
-        ("RTX 5080 SUPER", "is no device that is known", "did you mean"),
-        ("RTX 3090 Laptop", "is no device that is known", "give its figures"),
-        ("abacus", "is no device that is known", "give its figures"),
+        ("RTX 3091", "is not a known device", "did you mean RTX 3090"),
+        ("Apple M4 Ultra 256GB", "is not a known device", "give its figures"),
+        ("RTX 5080 SUPER", "is not a known device", "did you mean"),
+        ("RTX 3090 Laptop", "is not a known device", "give its figures"),
+        ("abacus", "is not a known device", "give its figures"),
         ("Apple M2 Max", "how much memory", '"Apple M2 Max 32GB"'),
         ("8-core CPU", "how much memory", "32GB"),
     ],

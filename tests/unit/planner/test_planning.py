@@ -115,9 +115,9 @@ def test_pins_exclusions_and_margins_are_kept() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"pins": {7: (0, 2)}}, '--pin: 7 is no device; there are: "local", 1, 2'),
-        ({"pins": {1: (4, 12)}}, "--pin: worker 1 at 4:12 is no range within the 8 layers"),
-        ({"pins": {1: (3, 3)}}, "--pin: worker 1 at 3:3 is no range"),
+        ({"pins": {7: (0, 2)}}, '--pin: 7 is not a device; there are: "local", 1, 2'),
+        ({"pins": {1: (4, 12)}}, "--pin: worker 1 at 4:12 is not a range within the 8 layers"),
+        ({"pins": {1: (3, 3)}}, "--pin: worker 1 at 3:3 is not a range"),
         ({"pins": {"local": (2, 4)}}, "the coordinator holds the first layers"),
         ({"pins": {"local": (0, 4), 1: (3, 6)}}, "overlaps with the coordinator's layers"),
         ({"pins": {1: (2, 5), 2: (4, 6)}}, "worker 1 and worker 2 overlap"),
@@ -155,7 +155,7 @@ def test_evaluate_says_what_is_wrong_with_a_plan() -> None:
         ([], "must not be empty"),
         (half[1:], 'must be "local"'),
         (half[:1], "the plan covers 4 layers, but the model has 8"),
-        ([half[0], {"id": 9, "start": 4, "end": 8}], "9 is no worker"),
+        ([half[0], {"id": 9, "start": 4, "end": 8}], "9 is not a worker"),
         ([half[0], {"id": 1, "start": 5, "end": 8}], "nobody holds layer 4"),
         ([half[0], {"id": 1, "start": "x"}], "shard_plan[1].start: must be a whole number"),
         (
@@ -184,7 +184,7 @@ def test_evaluate_says_what_is_wrong_with_a_plan() -> None:
     ("again", "said"),
     [
         ({"0": 1}, "gradient_checkpointing.0: must be true or false, not 1"),
-        ({"2": True}, "gradient_checkpointing.2: is no stage; there are 2, counted from 0"),
+        ({"2": True}, "gradient_checkpointing.2: is not a stage; there are 2, counted from 0"),
     ],
 )
 def test_evaluate_refuses_checkpointing_of_no_stage(again: dict[str, Any], said: str) -> None:

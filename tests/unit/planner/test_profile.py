@@ -96,9 +96,9 @@ def test_fields_that_are_left_out_are_nothing() -> None:
         ({"links": []}, 'links: none goes from "local" to 1'),
         (
             {"links": [{"from": 1, "to": 7, "bytes_per_s": 1}]},
-            'links[0].to: 7 is no device; there are: "local", 1',
+            'links[0].to: 7 is not a device; there are: "local", 1',
         ),
-        ({"links": [{"from": 1, "bytes_per_s": 1}]}, "links[0].to: is missing (Who receives)"),
+        ({"links": [{"from": 1, "bytes_per_s": 1}]}, "links[0].to: is missing (The receiver)"),
         (
             {"links": [{"from": 1, "to": "local", "bytes_per_s": 0}]},
             "links[0].bytes_per_s: must be at least 0.001, not 0",
@@ -142,7 +142,7 @@ def test_problems_of_ten_thousand_devices_are_found_at_once() -> None:
     raw = raw_fleet(TWO) | {"devices": many, "links": links}
     began = time.perf_counter()
     said = problems(raw)
-    assert '"x" is no device; there are: "local", 1, 2, 3, 4,' in said
+    assert '"x" is not a device; there are: "local", 1, 2, 3, 4,' in said
     assert "15 and 9984 more" in said
     same = problems(raw | {"devices": [device(1)] * 10_000})
     assert "devices[9].id: 1 is the id of devices[0] too" in same

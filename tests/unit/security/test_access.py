@@ -54,7 +54,7 @@ def test_loopback_needs_no_keys(ip: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ip", ["192.0.2.7", "2001:db8::1", "box.invalid"])
 def test_address_that_others_reach_needs_keys(ip: str, tmp_path: Path) -> None:
     for process in ("local", 1):
-        with pytest.raises(IdentityError, match=r"worker 1 is at .*no key for that here") as found:
+        with pytest.raises(IdentityError, match=r"worker 1 is at .*no key for it") as found:
             access_of(config(tmp_path, ip), process)
         assert found.value.exit_code == 3
         assert "hetero invite" in str(found.value.hint)
@@ -67,7 +67,7 @@ def test_of_a_worker_that_dials_the_coordinators_address_counts(tmp_path: Path) 
     assert access_of(Config.from_dict(raw, tmp_path), 1) == Plaintext()
     raw["coordinator"]["ip"] = "192.0.2.7"
     for process in ("local", 1):
-        with pytest.raises(IdentityError, match=r"the coordinator is at .*no key for that here"):
+        with pytest.raises(IdentityError, match=r"the coordinator is at .*no key for it"):
             access_of(Config.from_dict(raw, tmp_path), process)
 
 
@@ -76,7 +76,7 @@ def test_insecure_is_said_at_every_start(tmp_path: Path, logged: list[str]) -> N
     access = access_of(config(tmp_path, "192.0.2.7"), "local", KeyOptions(insecure=True))
     assert access == Plaintext(everywhere=True)
     assert access.arguments([1]) == ["--insecure-plaintext"]
-    assert "NOTHING IS ENCRYPTED" in logged[0]
+    assert "NO ENCRYPTION" in logged[0]
 
 
 def test_keys_beside_the_configuration_are_used_on_the_loopback_too(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_islands_without_keys_stay_on_this_machine(tmp_path: Path, logged: list[
         assert "hetero invite --island NAME" in str(found.value.hint)
     assert not logged
     island_access(island(tmp_path), KeyOptions(insecure=True)).check_address("192.0.2.2", "this")
-    assert "NOTHING IS ENCRYPTED" in logged[0]
+    assert "NO ENCRYPTION" in logged[0]
 
 
 def test_key_of_an_island_that_is_not_where_it_was_said_to_be(tmp_path: Path) -> None:
@@ -282,5 +282,5 @@ def test_key_of_an_island_that_is_not_where_it_was_said_to_be(tmp_path: Path) ->
 
 def test_keys_of_workers_are_not_those_of_an_island(tmp_path: Path) -> None:
     keys_of(tmp_path / FOLDER, "local", "garage")
-    with pytest.raises(IdentityError, match="no key for that here"):
+    with pytest.raises(IdentityError, match="no key for it"):
         island_access(island(tmp_path))

@@ -188,7 +188,7 @@ def test_nothing_is_sent_to_who_is_not_the_authority_of_the_token(host: Host) ->
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         served = in_background(lambda: impostor(listener), "impostor")
-        with pytest.raises(IdentityError, match="not the machine that made this token"):
+        with pytest.raises(IdentityError, match="did not make this token"):
             join("127.0.0.1", listener.getsockname()[1], host.token(), lambda joined: None)
         served.result(WAIT_S)
     assert received == [b""]

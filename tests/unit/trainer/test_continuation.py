@@ -195,9 +195,9 @@ def test_what_no_setting_says_is_said(
     save_texts(evaluation, 3, seed=5)
     take_up(reader, config)
     assert [line.partition(" at checkpoint 1")[0] for line in logged[:3]] == [
-        "the tokenizer is another one than",
-        "the chat template is another one than",
-        "the evaluation data are others than",
+        "the tokenizer differs from",
+        "the chat template differs from",
+        "the evaluation data differ from",
     ]
     assert logged[3].startswith("checkpoint 1 was written with torch 1.0 (here ")
     assert len(logged) == 4

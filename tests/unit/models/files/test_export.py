@@ -267,7 +267,7 @@ def test_result_is_never_written_over_what_it_is_made_from(tmp_path: Path) -> No
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig())
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for source in (base, adapter):
-        with pytest.raises(CheckpointError, match="is what the result is made from"):
+        with pytest.raises(CheckpointError, match="is needed to make the result"):
             merge_adapter(adapter, str(base), OutputDirectory(source, overwrite=True))
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 

@@ -46,7 +46,7 @@ def test_index_that_leads_out_of_the_model_is_refused(name: object, model: Path)
     content = json.loads(index.read_text())
     content["weight_map"]["lm_head.weight"] = name
     index.write_text(json.dumps(content))
-    with pytest.raises(ModelError, match="which is no file beside it"):
+    with pytest.raises(ModelError, match="which is not a file beside it"):
         read_all(model)
 
 
