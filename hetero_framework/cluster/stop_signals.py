@@ -18,13 +18,22 @@ SIGNALS = {"SIGINT": "Ctrl-C", "SIGTERM": "SIGTERM", "SIGHUP": "SIGHUP", "SIGBRE
 """Signals that end a process in order, with the names that users know."""
 
 
-def stop_signals() -> dict[int, str]:
-    """Numbers and names of `SIGNALS` on this system, without the ignored ones: `nohup` ignores
-    SIGHUP on purpose."""
-    found = {
-        getattr(signal, name): shown for name, shown in SIGNALS.items() if hasattr(signal, name)
-    }
-    return {n: shown for n, shown in found.items() if signal.getsignal(n) is not signal.SIG_IGN}
+@contextmanager
+def signals_passed_to(note: Callable[[str], None]) -> Iterator[None]:
+    """Within the block, call `note` with the name of each signal of `SIGNALS` that comes, without
+    the ignored ones (`nohup` ignores SIGHUP on purpose). Outside of the main thread, signals keep
+    their meaning."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for name, shown in SIGNALS.items():
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, lambda *_, shown=shown: note(shown))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def stopped_by(shown: str) -> str:
@@ -65,22 +74,19 @@ class StopSignals:
                 watchdog.start()
             told(self._reason, at_once)
 
-        def note(number: int, frame: object) -> None:
+        def note(shown: str) -> None:
             if self._by_parent:
                 self._by_parent = False
             else:
                 self._signals += 1
-                self._reason = self._reason or stopped_by(shown[number])
+                self._reason = self._reason or stopped_by(shown)
             obey(self._signals > 1)
 
-        shown = stop_signals()
-        before: dict[int, Any] = {number: signal.signal(number, note) for number in shown}
         try:
-            if self._by_parent:  # the line came while libraries were imported
-                self._by_parent = False
-                obey(False)
-            yield
+            with signals_passed_to(note):
+                if self._by_parent:  # the line came while libraries were imported
+                    self._by_parent = False
+                    obey(False)
+                yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             watchdog.cancel()

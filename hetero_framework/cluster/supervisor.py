@@ -9,14 +9,13 @@ children end: it passes signals on to them, and its own death closes their life 
 from __future__ import annotations
 
 import logging
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +25,7 @@ from hetero_framework import log, units
 from hetero_framework.cluster import oom_killer, pausing
 from hetero_framework.cluster.child import PROGRAM, Spawner, describe_end, end_processes
 from hetero_framework.cluster.restart_policy import MAX_DEATHS, RestartPolicy, is_crash
-from hetero_framework.cluster.stop_signals import stop_signals, stopped_by
+from hetero_framework.cluster.stop_signals import signals_passed_to, stopped_by
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
@@ -123,7 +122,7 @@ class _Supervisor:
         self._signals = 0
 
     def run(self) -> int:
-        with self._signals_noted():
+        with signals_passed_to(self._note_signal):
             try:
                 while (code := self._code()) is None:
                     for worker in self._workers:
@@ -148,24 +147,10 @@ class _Supervisor:
             return StoppedEarly.exit_code
         return max(known) if len(known) == len(self._workers) else None
 
-    @contextmanager
-    def _signals_noted(self) -> Iterator[None]:
-        """Within the block, pass signals on to the workers; a second one ends all at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def note(number: int, frame: object) -> None:
-            self._signals += 1
-            self._stop_reason = self._stop_reason or stopped_by(shown[number])
-
-        shown = stop_signals()
-        before: dict[int, Any] = {number: signal.signal(number, note) for number in shown}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _note_signal(self, name: str) -> None:
+        """Have signals passed on to the workers; a second one ends all at once."""
+        self._signals += 1
+        self._stop_reason = self._stop_reason or stopped_by(name)
 
     def _look_after(self, worker: SupervisedWorker) -> None:
         process = worker.process

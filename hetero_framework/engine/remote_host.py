@@ -115,14 +115,16 @@ class RemoteHost(Host):
         question = Message(m.Abort(self._info.step, self._info.attempt))
         if self._ask(question, m.Aborted, lambda body: True) is None:
             return False
-        # Everything that it was asked before has been answered by now.
+        self._forget_questions()  # all of them have been answered by now
+        return True
+
+    def _forget_questions(self) -> None:
         for message in self._answers.values():
             message.release()
         self._answers.clear()
         self._questions.clear()
         self._norms = None
         self._drop_gradients()
-        return True
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -168,12 +170,8 @@ class RemoteHost(Host):
         )
 
     def renew(self) -> None:
-        for message in self._answers.values():
-            message.release()
-        self._answers.clear()
-        self._questions.clear()
-        self._norms = self._kept = None
-        self._drop_gradients()
+        self._forget_questions()
+        self._kept = None
         self.forget_commit()
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
