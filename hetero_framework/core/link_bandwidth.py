@@ -104,8 +104,8 @@ class LinkBandwidth:
     def _ask(self, frame: Outgoing, asks_again_at: float) -> None:
         assert frame.lane is not None
         self._asked, self._asks_again_at = frame, asks_again_at
-        self._say(self._pings.new())
         self._say(m.AskTurn(frame.nbytes, packed(frame.lane)))
+        self._say(self._pings.new())
 
     def left_s(self) -> float:
         """Seconds until a frame that waits may go or has to ask again, whatever is heard. The lock

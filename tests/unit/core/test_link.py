@@ -920,15 +920,16 @@ def test_answers_that_nobody_asked_for_change_nothing(stack: ExitStack) -> None:
     a.link.ping()  # nothing to ask any more
 
 
-def test_peer_that_pings_and_does_not_read_is_answered_once_at_a_time(stack: ExitStack) -> None:
+@pytest.mark.parametrize("signal", [Heartbeat(ping=1.0), m.AskTurn(1 << 20, 2)])
+def test_peer_that_does_not_read_gets_few_answers(signal: m.Signal, stack: ExitStack) -> None:
     near, far = sockets(stack)
     b = end(stack, far, max_queue_bytes=1000)
     b.link.send(control(30_000_000))  # nobody reads it
     size = b.link._queue.nbytes
-    ping = framed(Message(Heartbeat(ping=1.0)))
-    near.sendall(ping * 200 + framed(control()))
+    question = framed(Message(signal))
+    near.sendall(question * 200 + framed(control()))
     b.take()
-    assert b.link.stats.bytes_in == 200 * len(ping) + len(framed(control()))
+    assert b.link.stats.bytes_in == 200 * len(question) + len(framed(control()))
     assert b.link._queue.nbytes < size + 16 * 80
 
 
