@@ -78,15 +78,15 @@ def estimate_fleet(
     # The plan in the file is not asked about: any of these may hold layers.
     fleet = config.with_changes(shard_plan=AUTO)
     check_devices(fleet, model, {id: _no_four_bit(known[id]) for id in ids})
-    kinds = {id: config.quantization(id) for id in ids}
-    examples = {kind: id for id, kind in kinds.items()}
-    works = {kind: model_work(fleet.held_by(id), model) for kind, id in examples.items()}
-    costs = {id: _cost(works[kinds[id]], known[id]) for id in ids}
+    works = config.per_quantization(ids, lambda id: model_work(fleet.held_by(id), model))
+    costs = {id: _cost(works[id], known[id]) for id in ids}
     memory = {id: known[id].usable_bytes for id in ids}
-    parts = {id: works[kinds[id]].memory for id in ids}
+    parts = {id: works[id].memory for id in ids}
     profile = profile_of(config, parts, costs, memory, _links(config, ids, rates))
-    about = _about(known, rates, works[kinds["local"]])
-    return Estimate(profile, {**about, "job": _job(config, model, kinds)})
+    about = _about(known, rates, works["local"])
+    return Estimate(
+        profile, {**about, "job": _job(config, model, {id: config.quantization(id) for id in ids})}
+    )
 
 
 def _no_four_bit(device: KnownDevice) -> str | None:

@@ -1,4 +1,4 @@
-"""The plan: which stage holds which layers, and who owns it."""
+"""The plan: the layers of each stage, and the process that owns it."""
 
 from __future__ import annotations
 

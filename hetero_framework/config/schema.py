@@ -11,10 +11,10 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -62,6 +62,7 @@ RESULT_DIRS = ("model", "adapter")
 """In place of shard_plan's entries: a run plans by itself."""
 COORDINATOR_PORT = 9998
 WORKER_PORT = 9999
+_T = TypeVar("_T")
 Kind = Literal["nf4", "int8"]
 """How bitsandbytes holds weights."""
 _DEVICE = re.compile(r"auto|cpu|(cuda|rocm|xpu|mps)(:\d+)?")
@@ -761,6 +762,16 @@ class Config(WholeFile):
         if own is None:
             return self.model.quantization if self.model is not None else None
         return own if own != "none" else None
+
+    def per_quantization(
+        self, owners: Collection[int | str], make: Callable[[int | str], _T]
+    ) -> dict[int | str, _T]:
+        """`make(owner)` for each of these processes, called once per kind of `quantization`."""
+        made: dict[Kind | None, _T] = {}
+        for owner in owners:
+            if (kind := self.quantization(owner)) not in made:
+                made[kind] = make(owner)
+        return {owner: made[self.quantization(owner)] for owner in owners}
 
     @property
     def kinds(self) -> Kind | dict[str, str] | None:

@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from hetero_framework.config.strict_json import json_type, repeated_keys
-from hetero_framework.data.arrow import plain_rows
 from hetero_framework.errors import DataError
 from hetero_framework.repository import PICKLED_SUFFIXES, mistaken_for
+
+if TYPE_CHECKING:
+    import pyarrow
 
 MAX_LINE_BYTES = 16 * 2**20
 
@@ -426,3 +428,36 @@ def check_unicode(text: str, where: str) -> str:
             "which is not text"
         ) from error
     return text
+
+
+def plain_rows(
+    table: pyarrow.Table | pyarrow.RecordBatch, schema: pyarrow.Schema
+) -> Iterator[dict[str, Any]]:
+    """The rows of a part of a table as JSON would have them; `schema` is that of the file, which
+    knows the features of `datasets`. A column of objects has one type for all rows, so that each
+    object has every key: nulls that fill it up are left out, as TRL's `remove_none_values` does.
+    Columns of JSON (the `Json` feature of `datasets`) hold texts, which are parsed."""
+    if b"huggingface" in (schema.metadata or {}):
+        from datasets import Features  # slow
+
+        schema = Features.from_arrow_schema(schema).arrow_schema
+    types = {field.name: field.type for field in schema}
+    for row in table.to_pylist():
+        yield {name: _plain(value, types.get(name)) for name, value in row.items()}
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    if value is None or kind is None:
+        return value
+    import pyarrow.types as types
+
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return json.loads(value) if isinstance(value, str) else value
+    if types.is_struct(kind) and isinstance(value, dict):
+        fields = {field.name: field.type for field in kind}
+        return {
+            key: _plain(item, fields.get(key)) for key, item in value.items() if item is not None
+        }
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_plain(item, kind.value_type) for item in value]
+    return value

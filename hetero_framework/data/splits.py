@@ -14,8 +14,14 @@ from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.data.arrow import plain_rows
-from hetero_framework.data.sources import Record, Source, data_files, open_source, read_file
+from hetero_framework.data.sources import (
+    Record,
+    Source,
+    data_files,
+    open_source,
+    plain_rows,
+    read_file,
+)
 from hetero_framework.errors import DataError
 
 _NAME = re.compile(r"[\w.-]+")

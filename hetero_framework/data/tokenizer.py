@@ -81,7 +81,7 @@ def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     repository.refuse_code(name, revision, _SETTINGS, DataError, _CODE_HINT)
     if Path(name).is_dir():
         _check_folder(Path(name))
-    from transformers import AutoTokenizer  # slow; who only looks for data needs none
+    from transformers import AutoTokenizer  # slow, and not needed to find data
 
     read = AutoTokenizer.from_pretrained
     try:

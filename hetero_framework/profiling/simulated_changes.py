@@ -155,7 +155,7 @@ def _direct(
         return
 
     def direct(b: Boundary) -> Boundary:
-        # How fast the new link is nobody knows: it is taken to be as fast as the two machines'
+        # The new link's speed is unknown: it is taken to be as fast as the two machines'
         # other links were at their best, and its path half as long, since it has half the legs.
         path = [plan.stages[b.after].process, plan.stages[b.after + 1].process]
         frames = [nics.frame_s(b.forward_bytes, path), nics.frame_s(b.backward_bytes, path[::-1])]
@@ -218,7 +218,7 @@ def _moved(counts: Sequence[int]) -> Iterator[list[int]]:
 def _with_layers(trace: Trace, plan: MeasuredPlan, counts: Sequence[int]) -> MeasuredPlan:
     """The plan with `counts[k]` layers on stage k, all layers of a stage alike.
 
-    The first and the last stage also hold embedding and head, whose share nobody measured: a
+    The first and the last stage also hold embedding and head, whose share was not measured: a
     layer added there is charged like one of the stage's mean, a layer taken away is credited
     with no more than a layer costs on a like device, or else on the quickest of the others.
     """

@@ -1,1 +1,1 @@
-"""Keys, certificates and pairing: who may take part in a cluster."""
+"""Keys, certificates and pairing."""

@@ -100,7 +100,7 @@ class Acceptor:
             self._strangers.pop(stream, None)
 
     def close(self) -> None:
-        """Send all strangers away; nobody comes in any more."""
+        """Disconnect all strangers and accept no more connections."""
         with self._lock:
             self._closed = True
             strangers = list(self._strangers.values())

@@ -2,26 +2,32 @@
 
 For `hetero export`, and for a run whose workers are gone when the result is gathered. A checkpoint
 has the weights of every stage; an adapter needs nothing else, and a whole model is read and written
-block by block (models/files/restore.py).
+block by block.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import torch
-
 from hetero_framework.config import Config, load_config
+from hetero_framework.core.devices import open_device
 from hetero_framework.data import load_tokenizer
 from hetero_framework.engine.stage import WEIGHTS
 from hetero_framework.errors import CheckpointError, HeteroError, PeerLostError
 from hetero_framework.log import event
-from hetero_framework.models.cut.shard import load_model_config
-from hetero_framework.models.files.export import OutputDirectory, base_generation
-from hetero_framework.models.files.restore import Read, finished_tensors
+from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+from hetero_framework.models.adapters.trainable import (
+    attach_adapter,
+    export_parts,
+    trainable_parameters,
+)
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.partition import ranges_between
+from hetero_framework.models.cut.shard import load_model_config, load_shard
+from hetero_framework.models.files.export import OutputDirectory, Tensors, base_generation
 from hetero_framework.models.files.stated import as_held
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointReader, CheckpointStore
@@ -43,7 +49,10 @@ def export_last_checkpoint(
         reader = checkpoints.last()
         if reader is None:
             raise lost
-        directory = _write(prepared, reader)
+        config, plan, directory = prepared.config, prepared.adapter_plan, prepared.config.result_dir
+        about = (prepared.model_config, prepared.generation, prepared.tokenizer)
+        output = OutputDirectory(directory, overwrite=True)
+        write_result(output, config, plan, *about, _tensors(reader, config, plan))
     except PeerLostError:
         raise
     except (HeteroError, OSError) as error:
@@ -57,26 +66,6 @@ def export_last_checkpoint(
     if reader.step < state.step:
         raise PeerLostError(f"{lost.message}; {said}", hint=lost.hint)
     return directory
-
-
-def trained_weights(reader: CheckpointReader) -> Read:
-    """Reads a checkpoint's weights by parameter name."""
-
-    def read(names: Iterable[str]) -> Mapping[str, torch.Tensor]:
-        found = reader.read([f"{WEIGHTS}/{name}" for name in names])
-        return {name.removeprefix(f"{WEIGHTS}/"): tensor for name, tensor in found}
-
-    return read
-
-
-def _write(prepared: Prepared, reader: CheckpointReader) -> Path:
-    config, plan = prepared.config, prepared.adapter_plan
-    assert config.model is not None
-    output = OutputDirectory(config.result_dir, overwrite=True)
-    tensors = finished_tensors(config.model, config.base_dir, plan, trained_weights(reader))
-    about = (prepared.model_config, prepared.generation, prepared.tokenizer)
-    write_result(output, config, plan, *about, tensors)
-    return config.result_dir
 
 
 def export_checkpoint(
@@ -104,9 +93,8 @@ def export_checkpoint(
         plan = plan_adapter(model_config, config.adapter, config.base_dir)
 
     generation = base_generation(config.model, config.base_dir, model_config)
-    tensors = finished_tensors(config.model, config.base_dir, plan, trained_weights(reader))
     about = (model_config, generation, load_tokenizer(config))
-    write_result(output, config, plan, *about, tensors)
+    write_result(output, config, plan, *about, _tensors(reader, config, plan))
     return reader
 
 
@@ -145,3 +133,32 @@ def _configuration(reader: CheckpointReader, file: Path | None) -> Config:
             hint="give the configuration of the run that wrote it, or none",
         )
     return config
+
+
+def _tensors(
+    reader: CheckpointReader, config: Config, plan: AdapterPlan | None
+) -> Iterator[Tensors]:
+    """The tensors of the finished artefact. Nothing of the base is read for an adapter that leaves
+    the embeddings alone, else block by block."""
+    assert config.model is not None
+    if plan is not None and not plan.embedding_tensors:
+        from hetero_framework.models.adapters.lora import tensors_of_plan
+
+        model_config = load_model_config(config.model, config.base_dir)
+        yield tensors_of_plan(model_config, plan, _weights(reader, plan.trainable))
+        return
+    settings = config.model.quantized(None)
+    count = introspect(load_model_config(settings, config.base_dir)).num_layers
+    for span in ranges_between(range(count + 1)):
+        shard = load_shard(settings, config.base_dir, span, open_device("cpu"), seed=0)
+        attach_adapter(shard, plan, seed=0)
+        trained = dict(trainable_parameters(shard))
+        for name, tensor in _weights(reader, trained).items():
+            trained[name].data = tensor
+        yield dict(export_parts(shard))
+
+
+def _weights(reader: CheckpointReader, names: Iterable[str]) -> Tensors:
+    """A checkpoint's weights by parameter name."""
+    read = reader.read([f"{WEIGHTS}/{name}" for name in names])
+    return {name.removeprefix(f"{WEIGHTS}/"): tensor for name, tensor in read}

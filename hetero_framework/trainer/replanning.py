@@ -183,11 +183,8 @@ class Replanning:
     def _part_bytes(self) -> dict[WorkerId, PartBytes]:
         """As each process holds the parts. It takes seconds for large models, so not before it is
         needed."""
-        config = self._prepared.resolved.given
-        kinds = {owner: config.quantization(owner) for owner in self.facts}
-        examples = {kind: owner for owner, kind in kinds.items()}
-        made = {kind: _part_bytes(self._prepared, owner) for kind, owner in examples.items()}
-        return {owner: made[kind] for owner, kind in kinds.items()}
+        given, prepared = self._prepared.resolved.given, self._prepared
+        return given.per_quantization(self.facts, lambda owner: _part_bytes(prepared, owner))
 
     def _change(
         self, entries: setup.Entries, reason: str, away: tuple[WorkerId, ...]

@@ -65,32 +65,15 @@ _LORA_FIELDS = frozenset(LoraConfig.__dataclass_fields__)
 
 # Settings that say where an adapter came from or how it starts, not what it is.
 _NOT_STRUCTURE = frozenset(
-    {
-        "task_type",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "auto_mapping",
-        "init_lora_weights",
-    }
+    ("task_type", "peft_version", "base_model_name_or_path", "revision")
+    + ("inference_mode", "auto_mapping", "init_lora_weights")
 )
 
 # LoraConfig settings that change more than the wrapped module or need data before training.
 _UNSUPPORTED_FIELDS = (
-    "layer_replication",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-    "megatron_config",
-    "arrow_config",
-    "eva_config",
-    "corda_config",
-    "lora_ga_config",
-    "velora_config",
-    "kasa_config",
-    "monteclora_config",
-    "use_bdlora",
-    "use_qalora",
+    *("layer_replication", "trainable_token_indices", "alora_invocation_tokens"),
+    *("megatron_config", "arrow_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("velora_config", "kasa_config", "monteclora_config", "use_bdlora", "use_qalora"),
     "ensure_weight_tying",
 )
 

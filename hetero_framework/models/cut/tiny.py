@@ -107,17 +107,15 @@ _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Rotary positions of three axes; published configurations say how many frequencies each has.
 _AXES = {"text_config": {"rope_parameters": {**_PLAIN_ROPE, "mrope_section": [16, 24, 24]}}}
 _LAST_AXIS = {"text_config": {"rope_parameters": {**_PLAIN_ROPE, "mrope_section": [22, 22, 20]}}}
-_HALF_AXES = {
-    "text_config": {
-        "rope_parameters": {
-            **_PLAIN_ROPE,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [8, 12, 12],
-        }
-    }
-}
+_HALF_ROPE = {**_PLAIN_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+_HALF_AXES = {"text_config": {"rope_parameters": _HALF_ROPE}}
 _EACH_KIND = {"rope_parameters": {"full_attention": _PLAIN_ROPE, "sliding_attention": _PLAIN_ROPE}}
 _PICTURE_TOKEN = {"vocabulary_map": {"<image>": 5}}
+_LAYERS = {"num_hidden_layers": TINY_LAYERS}
+_HEAD_DIM = {"head_dim": HEAD_DIM}
+_HYBRID = {**_LAYERS, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2}
+_SLIDING = ["sliding_attention", "full_attention"] * (TINY_LAYERS // 2)
+_SHARED_KV = {**_LAYERS, "num_kv_shared_layers": 2, "layer_types": _SLIDING}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "paddleocr_vl"), _AXES),
     "ernie4_5_vl_moe": _LAST_AXIS,
@@ -127,9 +125,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "nemotron": {"num_key_value_heads": 2},
-    "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
-    "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
-    "ministral": {"head_dim": HEAD_DIM},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), _HEAD_DIM),
     "cohere_compass_text": _EACH_KIND,
     "cohere_compass": {"text_config": {"model_type": "cohere_compass_text", **_EACH_KIND}},
     "step3p7": {"text_config": {"sliding_window": WINDOW}},
@@ -159,38 +155,19 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_layers": TINY_LAYERS,
         "attention_types": [[["global", "local"], TINY_LAYERS // 2]],
     },
-    "lfm2_moe": {
-        "num_hidden_layers": TINY_LAYERS,
-        "layer_types": ["conv", "full_attention"] * (TINY_LAYERS // 2),
-    },
+    "lfm2_moe": {**_LAYERS, "layer_types": ["conv", "full_attention"] * (TINY_LAYERS // 2)},
     # What it asks of its text's part.
     "gemma4_assistant": {
         "text_config": {
             "hidden_size_per_layer_input": 0,
             "vocab_size_per_layer_input": 0,
-            "num_hidden_layers": TINY_LAYERS,
             "num_kv_shared_layers": TINY_LAYERS,
+            **_LAYERS,
         }
     },
     # One layer with attention would share its transformer with no other.
-    "zamba": {
-        "num_hidden_layers": TINY_LAYERS,
-        "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
-    },
-    "zamba2": {
-        "num_hidden_layers": TINY_LAYERS,
-        "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
-    },
-    "gemma3n_text": {
-        "num_hidden_layers": TINY_LAYERS,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * (TINY_LAYERS // 2),
-    },
-    "gemma4_text": {
-        "num_hidden_layers": TINY_LAYERS,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * (TINY_LAYERS // 2),
-    },
+    **dict.fromkeys(("zamba", "zamba2"), _HYBRID),
+    **dict.fromkeys(("gemma3n_text", "gemma4_text"), _SHARED_KV),
     # Without these its layers of full attention have no indexer, and no layer has an embedding.
     "qwen4_exp_text": {
         "head_dim": HEAD_DIM,
@@ -203,12 +180,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
     # Multipliers that do nothing by default, as the published models have them.
-    "granite": _MULTIPLIERS,
-    "granite_swa": _MULTIPLIERS,
-    "granitemoe": _MULTIPLIERS,
-    "granitemoe_swa": _MULTIPLIERS,
-    "granitemoehybrid": _MULTIPLIERS,
-    "granitemoeshared": _MULTIPLIERS,
+    **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoe_swa"), _MULTIPLIERS),
+    **dict.fromkeys(("granitemoehybrid", "granitemoeshared"), _MULTIPLIERS),
     # Switches without which the causal model refuses to run.
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},

@@ -152,7 +152,7 @@ def _made_by(setting: Setting, maker: int) -> tuple[Form, ...]:
     if key not in _forms:
         incoming = bundle_at(setting, maker) if maker >= 0 else ()
         shard, mode = _pretended(setting, maker)
-        # Whoever asks while it watches what autograd keeps does not mean this run.
+        # A caller that records autograd's saved tensors does not mean this run.
         unseen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         half = torch.autocast("cpu", setting.autocast) if setting.autocast else nullcontext()
         with _quiet(), mode, torch.random.fork_rng(devices=[]), unseen, half:

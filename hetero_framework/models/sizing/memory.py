@@ -162,7 +162,16 @@ def estimate_memory(
     if max_in_flight is None:
         max_in_flight = config.training.max_in_flight or 2 * len(stages)
     most = config.training.gradient_accumulation_steps
-    shapes = _shapes_by_owner(config, model_config, plan)
+    model = config.model
+    shapes = config.per_quantization(
+        config.plan.owners,
+        lambda owner: Shapes(
+            model_config,
+            model.quantized(config.quantization(owner)),
+            plan,
+            quantizes=config.quantizes,
+        ),
+    )
     found = []
     differentiates = False
     for spec, held in zip(stages, in_flight or [max_in_flight] * len(stages), strict=True):
@@ -171,19 +180,6 @@ def estimate_memory(
         differentiates |= any(own.holds(name, ShardRange.of(spec)) for name in own.trainable)
         found.append(_stage_memory(spec, own, config, held, tokens, differentiates))
     return found
-
-
-def _shapes_by_owner(
-    config: Config, model: PretrainedConfig, plan: AdapterPlan | None
-) -> dict[int | str, Shapes]:
-    """The sizes with the weights as each process of the plan holds them."""
-    assert config.model is not None
-    kinds = {owner: config.quantization(owner) for owner in config.plan.owners}
-    made = {
-        kind: Shapes(model, config.model.quantized(kind), plan, quantizes=config.quantizes)
-        for kind in {*kinds.values()}
-    }
-    return {owner: made[kind] for owner, kind in kinds.items()}
 
 
 def memory_of_parts(
@@ -211,17 +207,13 @@ def recomputing(config: Config) -> Config:
 
 
 def parts_by_process(
-    config: Config, model_config: PretrainedConfig, owners: Iterable[int | str]
+    config: Config, model_config: PretrainedConfig, owners: Collection[int | str]
 ) -> dict[int | str, list[StageMemory]]:
     """`memory_of_parts` as each of these processes holds them."""
     layers = introspect(model_config).num_layers
-    kinds = {owner: config.quantization(owner) for owner in owners}
-    examples = {kind: owner for owner, kind in kinds.items()}
-    made = {
-        kind: memory_of_parts(config.held_by(owner), model_config, layers)
-        for kind, owner in examples.items()
-    }
-    return {owner: made[kind] for owner, kind in kinds.items()}
+    return config.per_quantization(
+        owners, lambda owner: memory_of_parts(config.held_by(owner), model_config, layers)
+    )
 
 
 def recompute_stages(

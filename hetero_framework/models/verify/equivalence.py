@@ -282,7 +282,7 @@ def _question(what: str, config: PretrainedConfig, ranges: Sequence[ShardRange])
 @functools.cache
 def _own_code() -> str:
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -33,33 +33,12 @@ from hetero_framework.models.verify.equivalence import (
 )
 from tests.samples import save_llama
 
+PASSING = """llama gemma3_text mixtral qwen3_next gpt_oss deepseek_v3 granite gpt2 opt bloom
+falcon_h1 roformer mamba deepseek_v4 gemma3n_text gemma4_text hy_v4 inkling2_text qwen4_exp_text
+xlm zaya"""
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "llama",
-        "gemma3_text",
-        "mixtral",
-        "qwen3_next",
-        "gpt_oss",
-        "deepseek_v3",
-        "granite",
-        "gpt2",
-        "opt",
-        "bloom",
-        "falcon_h1",
-        "roformer",
-        "mamba",
-        "deepseek_v4",
-        "gemma3n_text",
-        "gemma4_text",
-        "hy_v4",
-        "inkling2_text",
-        "qwen4_exp_text",
-        "xlm",
-        "zaya",
-    ],
-)
+
+@pytest.mark.parametrize("model_type", PASSING.split())
 def test_architecture_passes_to_the_bit(model_type: str) -> None:
     result = verify_model(model_type=model_type)
     assert (result.verdict, result.reason, result.half) == ("bit-equal", "", "")
@@ -493,3 +472,12 @@ def test_refusal_is_never_remembered(compared: list[Any], monkeypatch: pytest.Mo
     directory = cache_directory()
     assert directory is not None
     assert not directory.exists()
+
+
+def test_a_remembered_verdict_depends_on_all_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or b"")
+    equivalence._own_code.__wrapped__()
+    assert {"shard.py", "lora.py", "weights.py", "equivalence.py", "library.py"} <= {*read}
