@@ -99,7 +99,7 @@ def test_its_plan_can_be_written(model: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "which device worker 1 and worker box has is not known"),
+        ([], "the device of worker 1 and worker box is not known"),
         (["--device", "1=RTX 3099"], "--device 1=RTX 3099: 'RTX 3099' is not a known device"),
         (["--device", "7=RTX 3090"], "--device 7=RTX 3090 is not of the form ID=NAME"),
         (["--device", "RTX 3090"], "is not of the form ID=NAME"),

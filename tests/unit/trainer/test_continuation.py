@@ -194,10 +194,10 @@ def test_what_no_setting_says_is_said(
     tokenizer.save_pretrained(model)
     save_texts(evaluation, 3, seed=5)
     take_up(reader, config)
-    assert [line.partition(" at checkpoint 1")[0] for line in logged[:3]] == [
-        "the tokenizer differs from",
-        "the chat template differs from",
-        "the evaluation data differ from",
+    assert [line.partition(" of checkpoint 1")[0] for line in logged[:3]] == [
+        "the tokenizer differs from that",
+        "the chat template differs from that",
+        "the evaluation data differ from those",
     ]
     assert logged[3].startswith("checkpoint 1 was written with torch 1.0 (here ")
     assert len(logged) == 4
