@@ -26,7 +26,7 @@ from hetero_framework.cluster.loaded_pipeline import (
     planned,
 )
 from hetero_framework.cluster.local_workers import LocalWorkers
-from hetero_framework.cluster.membership import Event, State
+from hetero_framework.cluster.membership import Event, WorkerState
 from hetero_framework.cluster.recovery import Recovery
 from hetero_framework.cluster.roles import local_worker_ids, machine_of, threads_for
 from hetero_framework.cluster.worker_links import ShowAway, WorkerLinks
@@ -57,7 +57,7 @@ from hetero_framework.security.access import Access, access_of
 
 _log = logging.getLogger(__name__)
 _TELL_LOADING_S = 60.0
-_LOADED_BEFORE = (State.READY, State.LEAVING, State.LOST, State.JOINING)
+_LOADED_BEFORE = (WorkerState.READY, WorkerState.LEAVING, WorkerState.LOST, WorkerState.JOINING)
 """States of workers that load the stages of the next plan, whatever it gives them."""
 T = TypeVar("T")
 
@@ -221,7 +221,7 @@ class Cluster:
         self._current = self.recovery.pipeline = None
         self._config = self.recovery.config = config
         self._end_loading()
-        spare = planned(config, self.members.those(State.SPARE))
+        spare = planned(config, self.members.those(WorkerState.SPARE))
         for worker in [*self.members.those(*_LOADED_BEFORE), *spare]:
             self.recovery.on(worker, Event.PLANNED)
         expected = in_background(self._expected_weights, "fingerprint")
@@ -260,9 +260,9 @@ class Cluster:
         started: set[WorkerId] = set()
 
         def load() -> list[WorkerId]:
-            for worker in self.members.those(State.JOINING):
+            for worker in self.members.those(WorkerState.JOINING):
                 self.recovery.on(worker, Event.PLANNED)
-            loading = self.members.those(State.LOADING)
+            loading = self.members.those(WorkerState.LOADING)
             deadline = self._await_ready(loading)
             for worker in loading:
                 for entry in self._peers.ready[worker].stages:
@@ -297,7 +297,7 @@ class Cluster:
         before."""
 
         def load() -> list[WorkerId]:
-            loading = self.members.those(State.LOADING)
+            loading = self.members.those(WorkerState.LOADING)
             self._await_ready(loading)
             return loading
 

@@ -26,7 +26,7 @@ Pair = frozenset[WorkerId]
 
 
 @dataclass
-class _Link:
+class _DirectLink:
     """One pair's link. After each loss the pause before the next dial grows: a loss costs a
     step."""
 
@@ -50,7 +50,7 @@ class DirectLinks:
         self._workers = workers
         self._send = send
         self._receive = receive
-        self._links: dict[Pair, _Link] = {}
+        self._links: dict[Pair, _DirectLink] = {}
         self._answers: dict[tuple[WorkerId, WorkerId], str | None] = {}  # to the last orders
 
     @property
@@ -66,7 +66,7 @@ class DirectLinks:
     def drop(self, pair: Pair) -> None:
         """Stop using the link of this pair; `dial_again` has it opened again."""
         one, other = sorted(pair, key=str)
-        link = self._links.setdefault(pair, _Link())
+        link = self._links.setdefault(pair, _DirectLink())
         if not link.was_lost:
             link.was_lost, link.order = True, (other, one)
         link.is_open = link.is_back = False
@@ -81,7 +81,7 @@ class DirectLinks:
         # One link for a pair that meets twice: each end would close its own of two that cross.
         wanted = list({frozenset(pair): pair for pair in pairs}.values())
         for pair in map(frozenset, wanted):  # opened now, and not some time between steps
-            self._links[pair] = _Link(is_open=pair in self.open)
+            self._links[pair] = _DirectLink(is_open=pair in self.open)
         problems: dict[Pair, list[str]] = {}
         for ordered in (wanted, [(b, a) for a, b in wanted]):
             left = [pair for pair in ordered if frozenset(pair) not in self.open]
@@ -129,7 +129,7 @@ class DirectLinks:
             self._answers[dialler, entry.id] = entry.problem
             if entry.problem is not None:
                 continue
-            link = self._links.setdefault(frozenset((dialler, entry.id)), _Link())
+            link = self._links.setdefault(frozenset((dialler, entry.id)), _DirectLink())
             if not link.was_lost:
                 link.is_open = True
             else:

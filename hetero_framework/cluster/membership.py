@@ -24,7 +24,7 @@ MAX_RECOVERIES = 5
 """Maximum losses of the link of one worker within one step."""
 
 
-class State(Enum):
+class WorkerState(Enum):
     """State of a worker in the run."""
 
     ABSENT = "it has not been dialled yet"
@@ -63,8 +63,8 @@ class Action(Enum):
     AWAIT = "dial it while the run goes on; FRESH or BACK follows when it is there"
 
 
-_S, _E, _A = State, Event, Action
-_ROWS: dict[Event, dict[State, tuple[State, tuple[Action, ...]]]] = {
+_S, _E, _A = WorkerState, Event, Action
+_ROWS: dict[Event, dict[WorkerState, tuple[WorkerState, tuple[Action, ...]]]] = {
     # At the start of a run, for a worker that was let go, and for one that takes its place.
     _E.DIAL: dict.fromkeys(_S, (_S.JOINING, ())),
     _E.FRESH: {
@@ -153,7 +153,7 @@ class Membership:
     """The workers of a run, and how often their links broke since the last step was done."""
 
     def __init__(self, workers: Iterable[WorkerId]) -> None:
-        self._states = dict.fromkeys(workers, State.ABSENT)
+        self._states = dict.fromkeys(workers, WorkerState.ABSENT)
         self._losses: Counter[WorkerId] = Counter()
         self._absences: dict[WorkerId, Absence] = {}
 
@@ -167,21 +167,21 @@ class Membership:
         self._states[worker], actions = TABLE[self._states[worker], event]
         return actions
 
-    def state(self, worker: WorkerId) -> State:
+    def state(self, worker: WorkerId) -> WorkerState:
         return self._states[worker]
 
-    def those(self, *states: State) -> list[WorkerId]:
+    def those(self, *states: WorkerState) -> list[WorkerId]:
         """The workers in one of these states."""
         return [worker for worker, state in self._states.items() if state in states]
 
     @property
     def away(self) -> list[WorkerId]:
         """The workers that are not here."""
-        return self.those(State.ABSENT, State.LEFT)
+        return self.those(WorkerState.ABSENT, WorkerState.LEFT)
 
     def has_stages(self, worker: WorkerId) -> bool:
         """Whether its process holds stages of the plan in force."""
-        return self._states[worker] in (State.READY, State.LOST, State.LEAVING)
+        return self._states[worker] in (WorkerState.READY, WorkerState.LOST, WorkerState.LEAVING)
 
     def losses(self, worker: WorkerId) -> int:
         """Number of times that its link broke since `settled`."""

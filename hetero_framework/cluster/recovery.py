@@ -30,7 +30,7 @@ from hetero_framework import control
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster.loaded_pipeline import planned
 from hetero_framework.cluster.local_workers import LocalWorkers
-from hetero_framework.cluster.membership import MAX_RECOVERIES, Action, Event, State
+from hetero_framework.cluster.membership import MAX_RECOVERIES, Action, Event, WorkerState
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
@@ -122,7 +122,7 @@ class Recovery:
             except (StagesLost, WorkerLeaving) as trouble:
                 restore = partial(self._go_back, loop, trouble)
             except PeerLostError as lost:
-                if not planned(self.config, self.members.those(State.LEFT)):
+                if not planned(self.config, self.members.those(WorkerState.LEFT)):
                     raise
                 restore = loop.without(lost)
                 for worker in self.members.away:
@@ -165,7 +165,7 @@ class Recovery:
         """Let the workers go that leave, whose state is saved, and wait until they are back. A
         paused one is waited for without a limit. Raises PeerAwayError, PeerLostError,
         StopWanted."""
-        leavers = self.members.those(State.LEAVING)
+        leavers = self.members.those(WorkerState.LEAVING)
         for worker in leavers:
             self._links.let_go(worker, Message(m.Bye("what was here is saved")))
             self.members.on(worker, Event.DIAL)
@@ -260,7 +260,7 @@ class Recovery:
                 left = event("worker left", worker=trouble.worker, reason=trouble.message)
                 _log.info("", extra=left)
                 self.on(trouble.worker, Event.LEAVING, trouble.reason)
-                if self.members.those(State.LEAVING):
+                if self.members.those(WorkerState.LEAVING):
                     trouble.hint, trouble.is_noted = self._advice(trouble.worker), True
                     raise trouble
             case DirectLost():

@@ -328,13 +328,13 @@ class _Watcher:
 class _StreamEvent(_QueuedEvent):
     """`clock`: an earlier event and the host's time of it; None where events carry no time."""
 
-    def __init__(self, native: Any, clock: _Clock | None) -> None:
+    def __init__(self, native: Any, clock: _DeviceClock | None) -> None:
         super().__init__(native)
         self.clock = clock
 
 
 @dataclass(frozen=True)
-class _Clock:
+class _DeviceClock:
     """Ties the device's clock to the host's: `event` happened at `at_s` of time.perf_counter."""
 
     native: Any
@@ -361,7 +361,7 @@ class _StreamDevice(Device):
         super().__init__(index)
         self._lock = threading.Lock()
         self._streams: dict[str, Any] = {}
-        self._clock: _Clock | None = None
+        self._clock: _DeviceClock | None = None
         self._has_times = True
         self._watcher = _Watcher()
 
@@ -488,7 +488,7 @@ class _StreamDevice(Device):
                 self._streams[name] = self._namespace.Stream(device=self.torch_device)
             return self._streams[name]
 
-    def _device_clock(self) -> _Clock | None:
+    def _device_clock(self) -> _DeviceClock | None:
         """The tie between the clocks, renewed when it is old: they drift, and the difference of
         two events is a float32. None where events carry no time."""
         known = self._clock
@@ -501,7 +501,7 @@ class _StreamDevice(Device):
             self._has_times, self._clock = False, None
         return self._clock
 
-    def _read_clock(self) -> _Clock:
+    def _read_clock(self) -> _DeviceClock:
         """An event on a stream that has nothing else to do happens about when it is recorded. The
         best of a few tries, as other processes on the device can come in between."""
         stream = self._side_stream("clock")
@@ -513,7 +513,7 @@ class _StreamDevice(Device):
             native.synchronize()
             after = time.perf_counter()
             if after - before < best_width_s:
-                best, best_width_s = _Clock(native, (before + after) / 2), after - before
+                best, best_width_s = _DeviceClock(native, (before + after) / 2), after - before
             if best_width_s < _CLOCK_WIDTH_S:
                 break
         assert best is not None

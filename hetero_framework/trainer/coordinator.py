@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from hetero_framework import control, errors, log
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.cluster.local_workers import LocalWorkers
-from hetero_framework.cluster.membership import State
+from hetero_framework.cluster.membership import WorkerState
 from hetero_framework.config import Config, interval
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core import failpoints, timeouts
@@ -368,7 +368,7 @@ class Coordinator:
         for worker, fact in self._cluster.returned().items():
             if fact is not None:
                 self._replanning.facts[worker] = fact
-        spare = self._cluster.members.those(State.SPARE)
+        spare = self._cluster.members.those(WorkerState.SPARE)
         back = [worker for worker in spare if worker in self._replanning.lacking]
         if not back:
             return

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hetero_framework.cluster.membership import MAX_RECOVERIES, Action, Event, Membership, State
+from hetero_framework.cluster.membership import (
+    MAX_RECOVERIES,
+    Action,
+    Event,
+    Membership,
+    WorkerState,
+)
 
 WORKERS = (1, 2, "box")
 ANY = st.sampled_from(WORKERS)
@@ -50,7 +56,7 @@ class World(RuleBasedStateMachine):
     def first_run_begins(self, joined: bool) -> None:
         self.begin(joined)
 
-    def state(self, worker: int | str) -> State:
+    def state(self, worker: int | str) -> WorkerState:
         return self.members._states[worker]
 
     def happens(self, worker: int | str, event: Event) -> None:
@@ -103,7 +109,7 @@ class World(RuleBasedStateMachine):
     def plan_is_sent(self) -> None:
         """As soon as everybody is there."""
         if all(here.linked for here in self.world.values()):
-            for worker in self.members.those(State.JOINING):
+            for worker in self.members.those(WorkerState.JOINING):
                 self.happens(worker, Event.PLANNED)
 
     @precondition(going_on)
@@ -130,7 +136,7 @@ class World(RuleBasedStateMachine):
         here = self.world[worker]
         if here.leaving:
             here.linked = here.stages = here.told_to_load = here.leaving = False
-            if self.state(worker) is State.LEAVING:
+            if self.state(worker) is WorkerState.LEAVING:
                 self.happens(worker, Event.DIAL)
                 here.dialled = True
             else:
@@ -139,7 +145,7 @@ class World(RuleBasedStateMachine):
     @precondition(going_on)
     @rule()
     def step_is_done(self) -> None:
-        if len(self.members.those(State.READY)) == len(WORKERS):
+        if len(self.members.those(WorkerState.READY)) == len(WORKERS):
             self.members.settled()
 
     @precondition(lambda self: self.over)
@@ -153,7 +159,7 @@ class World(RuleBasedStateMachine):
             return
         for worker, here in self.world.items():
             state = self.state(worker)
-            assert state is not State.READY or (here.linked and here.stages), (worker, here)
-            assert state is not State.LOST or not here.linked, (worker, here)
+            assert state is not WorkerState.READY or (here.linked and here.stages), (worker, here)
+            assert state is not WorkerState.LOST or not here.linked, (worker, here)
             # Nobody is forgotten: there is a link, or somebody is opening one.
             assert here.linked or here.dialled, (worker, state, here)

@@ -15,7 +15,7 @@ from hetero_framework.cluster import cluster as cluster_module
 from hetero_framework.cluster import loaded_pipeline
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.cluster.loaded_pipeline import Boundaries, gradient_needs
-from hetero_framework.cluster.membership import Event, Membership, State
+from hetero_framework.cluster.membership import Event, Membership, WorkerState
 from hetero_framework.config import Config
 from hetero_framework.core.messages import (
     Body,
@@ -257,7 +257,7 @@ def test_worker_that_comes_back_is_told_of_the_commit_again(links: Links) -> Non
     links.back = lambda worker: True
     cluster.recovery.recover(LinkLost(1, "reset"))
     assert cluster.pipeline.repeated == [1]  # type: ignore[attr-defined]
-    assert cluster.members.state(1) is State.READY
+    assert cluster.members.state(1) is WorkerState.READY
     assert Commit.spec.name not in dict(links.sent).values()
 
 
@@ -276,7 +276,7 @@ def test_worker_without_its_stages_sends_the_run_back_and_is_asked_nothing_meanw
     cluster.recovery._rejoin()
     assert links.sent == [(1, "SETUP"), (1, "START")]
     assert cluster.pipeline.asked == [("forget commits", None), ("renew", 1)]  # type: ignore[attr-defined]
-    assert cluster.members.those(State.READY) == [1, 2]
+    assert cluster.members.those(WorkerState.READY) == [1, 2]
 
 
 @pytest.mark.usefixtures("one_plan")
@@ -295,7 +295,7 @@ def test_link_between_workers_that_breaks_while_one_loads_is_relayed_for(
     links.events = [DirectLost(2, 1, "silent"), ready(1)]
     cluster.recovery._rejoin()
     assert links.direct.open == set()
-    assert cluster.members.those(State.READY) == [1, 2]
+    assert cluster.members.those(WorkerState.READY) == [1, 2]
     assert any("lost the link between workers 1 and 2 (silent)" in line for line in logged)
 
 

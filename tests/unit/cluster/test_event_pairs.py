@@ -15,7 +15,7 @@ import pytest
 from hetero_framework.cluster import cluster as cluster_module
 from hetero_framework.cluster import loaded_pipeline
 from hetero_framework.cluster.cluster import Cluster
-from hetero_framework.cluster.membership import Membership, State
+from hetero_framework.cluster.membership import Membership, WorkerState
 from hetero_framework.config import Config
 from hetero_framework.core.messages import LoadedStage, Message, Parameter, Ready, Setup
 from hetero_framework.engine.hosts import DirectLost, HostEvent, LinkLost, StagesLost, WorkerLeaving
@@ -33,7 +33,7 @@ EVENTS = {
     "stays away": LinkLost(1, "reset"),
     "loses the other": DirectLost(1, 2, "reset"),
 }
-WITHOUT_LAYERS = (State.ABSENT, State.SPARE, State.LEFT)
+WITHOUT_LAYERS = (WorkerState.ABSENT, WorkerState.SPARE, WorkerState.LEFT)
 RECEIVED = 4
 """The event comes as the first, ..., fourth thing that is received after the start."""
 
@@ -41,13 +41,13 @@ RECEIVED = 4
 class World:
     """Links to two workers that do as they are told; `event` comes when so much was received."""
 
-    def __init__(self, event: str, after: int, states: dict[Any, State]) -> None:
+    def __init__(self, event: str, after: int, states: dict[Any, WorkerState]) -> None:
         self.workers = [1, 2]
         self.ready: dict[Any, Ready] = {}
         self.plan: dict[Any, int] = {w: n + 1 for n, w in enumerate(planned(states))}
         self.has_stages = {worker: state not in FRESH for worker, state in states.items()}
         self.is_linked = {worker: state in LINKED for worker, state in states.items()}
-        self.told = {worker for worker, state in states.items() if state is State.LOADING}
+        self.told = {worker for worker, state in states.items() if state is WorkerState.LOADING}
         self.direct = Direct()
         self.direct.open = {frozenset((1, 2))}
         self.members = Membership(self.workers)
@@ -111,11 +111,23 @@ class World:
     def route(self, stages: Any, expectation: Any) -> None: ...
 
 
-FRESH = (State.ABSENT, State.JOINING, State.LOADING, State.SPARE, State.LEFT)
-LINKED = (State.JOINING, State.LOADING, State.READY, State.SPARE, State.LEAVING)
+FRESH = (
+    WorkerState.ABSENT,
+    WorkerState.JOINING,
+    WorkerState.LOADING,
+    WorkerState.SPARE,
+    WorkerState.LEFT,
+)
+LINKED = (
+    WorkerState.JOINING,
+    WorkerState.LOADING,
+    WorkerState.READY,
+    WorkerState.SPARE,
+    WorkerState.LEAVING,
+)
 
 
-def planned(states: dict[Any, State]) -> list[Any]:
+def planned(states: dict[Any, WorkerState]) -> list[Any]:
     return [worker for worker, state in states.items() if state not in WITHOUT_LAYERS]
 
 
@@ -161,18 +173,18 @@ class Run(Coordinator):
 
     def steps(self) -> Any:
         members = self._cluster.members
-        for worker in members.those(State.LOST):
+        for worker in members.those(WorkerState.LOST):
             self._cluster.recovery.recover(LinkLost(worker, "reset"))
-        for worker in members.those(State.LEAVING):
+        for worker in members.those(WorkerState.LEAVING):
             raise WorkerLeaving(worker, "paused by its owner")
-        for worker in members.those(State.JOINING, State.LOADING):
+        for worker in members.those(WorkerState.JOINING, WorkerState.LOADING):
             raise StagesLost(worker, "its process is another one")
         for _ in range(RECEIVED + 1):
             self._cluster.retrying(lambda: self._world.receive(0))
         return "finished"
 
 
-def config(states: dict[Any, State]) -> Config:
+def config(states: dict[Any, WorkerState]) -> Config:
     owners = ["local", *planned(states)]
     return Config.from_dict(
         {
@@ -196,10 +208,10 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[World]:
     return worlds
 
 
-def begun(worlds: list[World], states: dict[Any, State], event: str, after: int) -> Run:
+def begun(worlds: list[World], states: dict[Any, WorkerState], event: str, after: int) -> Run:
     """A run that has its stages, then with the workers in these states."""
-    calm = dict.fromkeys((1, 2), State.JOINING)
-    calm.update({w: State.SPARE for w, state in states.items() if state in WITHOUT_LAYERS})
+    calm = dict.fromkeys((1, 2), WorkerState.JOINING)
+    calm.update({w: WorkerState.SPARE for w, state in states.items() if state in WITHOUT_LAYERS})
     worlds.append(World(event, 10**6, calm))
     made = config(states)
     cluster = Cluster(
@@ -214,7 +226,7 @@ def begun(worlds: list[World], states: dict[Any, State], event: str, after: int)
     cluster.pipeline._links = world  # type: ignore[assignment]
     cluster.members = cluster.recovery.members = world.members
     for worker, state in states.items():
-        if state is State.LEAVING:
+        if state is WorkerState.LEAVING:
             cluster.members.leaves(worker, "paused by its owner")
     return Run(cluster, world, made)
 
@@ -228,11 +240,11 @@ def how_it_ends(run: Run) -> PeerLostError | None:
     return None
 
 
-@pytest.mark.parametrize("other", State, ids=lambda state: state.name)
-@pytest.mark.parametrize("own", State, ids=lambda state: state.name)
+@pytest.mark.parametrize("other", WorkerState, ids=lambda state: state.name)
+@pytest.mark.parametrize("own", WorkerState, ids=lambda state: state.name)
 @pytest.mark.parametrize("event", EVENTS)
 def test_what_happens_to_one_while_another_is_busy_is_mended(
-    event: str, own: State, other: State, stubbed: list[World]
+    event: str, own: WorkerState, other: WorkerState, stubbed: list[World]
 ) -> None:
     for after in range(RECEIVED):
         states = {1: own, 2: other}
@@ -241,9 +253,11 @@ def test_what_happens_to_one_while_another_is_busy_is_mended(
         if (lost := how_it_ends(run)) is not None:
             assert event == "stays away", lost
             assert lost.message == "worker 1 does not come back"
-            assert members.state(1) is State.LEFT
+            assert members.state(1) is WorkerState.LEFT
             continue
         taking_part = planned(states)
-        assert all(members.state(worker) is State.READY for worker in taking_part), after
+        assert all(members.state(worker) is WorkerState.READY for worker in taking_part), after
         assert all(run._world.has_stages[worker] for worker in taking_part)
-        assert all(members.state(w) is not State.READY for w in {1, 2}.difference(taking_part))
+        assert all(
+            members.state(w) is not WorkerState.READY for w in {1, 2}.difference(taking_part)
+        )

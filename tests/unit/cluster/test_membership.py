@@ -10,7 +10,7 @@ from hetero_framework.cluster.membership import (
     Action,
     Event,
     Membership,
-    State,
+    WorkerState,
 )
 
 START = [Event.DIAL, Event.FRESH, Event.PLANNED, Event.LOADED]
@@ -32,7 +32,7 @@ def test_worker_is_dialled_set_up_and_started() -> None:
         (Action.SET_UP,),
         (),
     ]
-    assert members._states[1] is State.READY
+    assert members._states[1] is WorkerState.READY
 
 
 def test_link_that_blinks_costs_nothing_while_stages_load() -> None:
@@ -41,21 +41,21 @@ def test_link_that_blinks_costs_nothing_while_stages_load() -> None:
         members.on(1, event)
     assert members.on(1, Event.LINK_LOST) == (Action.DIAL,)
     assert members.on(1, Event.FRESH) == (Action.SET_UP,)
-    assert members._states[1] is State.LOADING
+    assert members._states[1] is WorkerState.LOADING
 
 
 def test_worker_that_comes_back_with_its_stages_goes_on() -> None:
     members = ready()
     assert members.on(1, Event.LINK_LOST) == (Action.DIAL,)
     assert members.on(1, Event.BACK) == (Action.REPEAT_COMMIT,)
-    assert members._states[1] is State.READY
+    assert members._states[1] is WorkerState.READY
 
 
 def test_worker_that_comes_back_in_a_new_process_joins_again() -> None:
     members = ready()
     members.on(1, Event.LINK_LOST)
     assert members.on(1, Event.FRESH) == (Action.REJOIN,)
-    assert members.those(State.JOINING) == [1]
+    assert members.those(WorkerState.JOINING) == [1]
     assert members.on(1, Event.PLANNED) == (Action.SET_UP,)
 
 
@@ -63,7 +63,7 @@ def test_worker_that_does_not_come_back_ends_the_run() -> None:
     members = ready()
     members.on(1, Event.LINK_LOST)
     assert members.on(1, Event.GONE) == (Action.GIVE_UP,)
-    assert members._states[1] is State.LEFT
+    assert members._states[1] is WorkerState.LEFT
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_worker_that_has_left_may_be_replaced(event: Event, action: Action) -> N
     assert members.on(1, event) == (action,)
     for event in START:
         members.on(1, event)
-    assert members._states[1] is State.READY
+    assert members._states[1] is WorkerState.READY
 
 
 def test_link_that_breaks_too_often_in_one_step_counts_as_gone() -> None:
@@ -101,10 +101,10 @@ def test_any_events_keep_to_the_table(events: list[tuple[int | str, Event]]) -> 
         assert (after, actions) == TABLE[state, Event.GONE if too_often else event]
         # Somebody is given up exactly when he is found to be gone; nobody comes back by himself
         # to do more than wait for layers.
-        assert (Action.GIVE_UP in actions) <= (after is State.LEFT)
-        waits = after in (State.LEFT, State.SPARE)
-        assert state is not State.LEFT or waits or event is Event.DIAL
-        assert Action.REJOIN not in actions or after is State.JOINING
+        assert (Action.GIVE_UP in actions) <= (after is WorkerState.LEFT)
+        waits = after in (WorkerState.LEFT, WorkerState.SPARE)
+        assert state is not WorkerState.LEFT or waits or event is Event.DIAL
+        assert Action.REJOIN not in actions or after is WorkerState.JOINING
 
 
 @given(EVENTS)
@@ -113,25 +113,25 @@ def test_stages_take_part_only_when_loaded_or_kept(events: list[tuple[int | str,
     for worker, event in events:
         state = members._states[worker]
         members.on(worker, event)
-        if members._states[worker] is State.READY and state is not State.READY:
+        if members._states[worker] is WorkerState.READY and state is not WorkerState.READY:
             assert (state, event) in (
-                (State.LOADING, Event.LOADED),
-                (State.LOST, Event.BACK),
+                (WorkerState.LOADING, Event.LOADED),
+                (WorkerState.LOST, Event.BACK),
             )
 
 
 def test_every_event_in_every_state_is_foreseen() -> None:
-    assert TABLE.keys() == {(state, event) for state in State for event in Event}
+    assert TABLE.keys() == {(state, event) for state in WorkerState for event in Event}
 
 
 def test_one_that_leaves_before_it_has_loaded_takes_nothing_with_it() -> None:
-    for state in (State.JOINING, State.LOADING):
+    for state in (WorkerState.JOINING, WorkerState.LOADING):
         assert TABLE[state, Event.LEAVING] == (state, ())
         assert TABLE[state, Event.LINK_LOST] == (state, (Action.DIAL,))
 
 
 def test_whoever_is_let_go_is_dialled_whatever_it_was() -> None:
-    assert {TABLE[state, Event.DIAL] for state in State} == {(State.JOINING, ())}
+    assert {TABLE[state, Event.DIAL] for state in WorkerState} == {(WorkerState.JOINING, ())}
 
 
 def test_a_worker_without_layers_is_lost_without_anybody_waiting_and_comes_back_as_it_was() -> None:
@@ -141,19 +141,19 @@ def test_a_worker_without_layers_is_lost_without_anybody_waiting_and_comes_back_
     assert members.on(1, Event.SPARED) == ()
     for lost in (Event.LINK_LOST, Event.LEAVING, Event.GONE):
         assert members.on(1, lost) == (Action.AWAIT,)
-        assert members.state(1) is State.LEFT
+        assert members.state(1) is WorkerState.LEFT
         assert members.on(1, Event.BACK) == ()
-        assert members.state(1) is State.SPARE
+        assert members.state(1) is WorkerState.SPARE
     assert members.on(1, Event.PLANNED) == (Action.SET_UP,)
 
 
 def test_every_state_but_the_first_survives_a_broken_link_or_says_that_it_is_over() -> None:
-    for state in State:
-        if state in (State.ABSENT, State.SPARE):
+    for state in WorkerState:
+        if state in (WorkerState.ABSENT, WorkerState.SPARE):
             continue
         _, actions = TABLE[state, Event.LINK_LOST]
         assert actions in ((Action.DIAL,), (Action.GIVE_UP,))
-        assert TABLE[state, Event.GONE] == (State.LEFT, (Action.GIVE_UP,))
+        assert TABLE[state, Event.GONE] == (WorkerState.LEFT, (Action.GIVE_UP,))
 
 
 def test_all_that_may_follow_a_dialling_is_foreseen() -> None:

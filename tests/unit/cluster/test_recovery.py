@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.cluster.membership import Event, State
+from hetero_framework.cluster.membership import Event, WorkerState
 from hetero_framework.cluster.recovery import Recovery
 from hetero_framework.engine.hosts import LinkLost, StagesLost, WorkerLeaving
 from hetero_framework.errors import PeerAwayError, PeerLostError
@@ -46,7 +46,7 @@ class Loop:
         return False
 
     def load(self) -> None:
-        for worker in self.recovery.members.those(State.JOINING):
+        for worker in self.recovery.members.those(WorkerState.JOINING):
             self.done.append(f"load {worker}")
             self.recovery.members.on(worker, Event.PLANNED)
             self.recovery.members.on(worker, Event.LOADED)
