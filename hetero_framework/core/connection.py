@@ -39,7 +39,7 @@ from hetero_framework.core.stream import Stream
 from hetero_framework.core.waiting import Waiting
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 
-_WELCOMES = (m.Welcome, m.PeerWelcome, m.IslandWelcome, m.Joined)
+_WELCOMES = (m.Welcome, m.PeerWelcome, m.IslandWelcome, m.LighthouseWelcome)
 _ANSWERS = (*_WELCOMES, m.Finished, m.Reject, m.Error, m.Bye)
 _ROLES = {m.Hello.spec.number: m.WORKER, m.PeerHello.spec.number: m.LISTENER}
 """Where a worker is connected to: its role by what is said first."""
@@ -47,10 +47,8 @@ _ROLES = {m.Hello.spec.number: m.WORKER, m.PeerHello.spec.number: m.LISTENER}
 
 def _opening(role: str) -> frozenset[int]:
     """The numbers of what may be said first to this role."""
-    greetings = (Phase.GREETING, Phase.PEER_GREETING, Phase.ISLAND_GREETING, Phase.JOINING)
-    return frozenset(
-        kind.spec.number for p in (Phase.OPEN, *greetings) for kind in legal(ROLES[role], p)
-    )
+    first = [p for p in Phase if p is Phase.OPEN or p.name.endswith("GREETING")]
+    return frozenset(kind.spec.number for phase in first for kind in legal(ROLES[role], phase))
 
 
 OPENING: dict[str | None, frozenset[int]] = {role: _opening(role) for role in ROLES}

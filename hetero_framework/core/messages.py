@@ -735,17 +735,17 @@ class Member:
 
 
 @_message(73, ISLAND)
-class Join(_Greeting):
+class LighthouseHello(_Greeting):
     """Island to lighthouse, first of a connection: who I am. The island counts as living as long as
-    the connection lives. Answered by JOINED or REJECT. Without `member` the island only looks
-    whether there is a lighthouse, which closes the connection after its answer."""
+    the connection lives. Answered by LIGHTHOUSE_WELCOME or REJECT. Without `member` the island only
+    asks whether there is a lighthouse, which closes the connection after its answer."""
 
     member: Member | None = None
 
 
 @_message(74, LIGHTHOUSE)
-class Joined(_Greeting):
-    """Lighthouse to island, accepts JOIN; `clock` is its time in seconds since 1970."""
+class LighthouseWelcome(_Greeting):
+    """Lighthouse to island, accepts LIGHTHOUSE_HELLO; `clock` is its time in seconds since 1970."""
 
     clock: float
 
@@ -753,7 +753,7 @@ class Joined(_Greeting):
 @_message(75, ISLAND)
 class NextView(Body):
     """Island to lighthouse: which islands take part from now on? Answered by MEMBERS when all
-    living islands have asked, and to be asked once at a time."""
+    living islands have asked; not sent again before that."""
 
 
 @_message(76, LIGHTHOUSE)

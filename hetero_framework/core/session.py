@@ -24,7 +24,7 @@ class Phase(Enum):
 
     OPEN = (
         "connected; HELLO comes first, CALL where a worker dials, PEER_HELLO between workers, "
-        "ISLAND_HELLO between islands, JOIN to a lighthouse"
+        "ISLAND_HELLO between islands, LIGHTHOUSE_HELLO to a lighthouse"
     )
     CALLED = "the worker has dialled; HELLO follows when the coordinator wants it"
     GREETING = "HELLO is sent; the worker answers"
@@ -40,8 +40,8 @@ class Phase(Enum):
     FLOWING = "two workers exchange tensors"
     ISLAND_GREETING = "ISLAND_HELLO is sent; the other island answers"
     TOGETHER = "two islands train one model"
-    JOINING = "JOIN is sent; the lighthouse answers"
-    JOINED = "the lighthouse knows the island"
+    LIGHTHOUSE_GREETING = "LIGHTHOUSE_HELLO is sent; the lighthouse answers"
+    AT_LIGHTHOUSE = "the lighthouse knows the island"
     ASKING = "the island waits for the next view"
     CLOSED = "REJECT or BYE was sent; nothing follows"
 
@@ -59,7 +59,7 @@ PEER_PHASES = (Phase.PEER_GREETING, Phase.FLOWING)
 """Of a link between two workers."""
 ISLAND_PHASES = (Phase.ISLAND_GREETING, Phase.TOGETHER)
 """Of a link between two islands."""
-LIGHTHOUSE_PHASES = (Phase.JOINING, Phase.JOINED, Phase.ASKING)
+LIGHTHOUSE_PHASES = (Phase.LIGHTHOUSE_GREETING, Phase.AT_LIGHTHOUSE, Phase.ASKING)
 """Of a link between an island and its lighthouse."""
 _APART = (*PEER_PHASES, *ISLAND_PHASES, *LIGHTHOUSE_PHASES)
 
@@ -71,7 +71,7 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
             m.Call: Phase.CALLED,
             m.PeerHello: Phase.PEER_GREETING,
             m.IslandHello: Phase.ISLAND_GREETING,
-            m.Join: Phase.JOINING,
+            m.LighthouseHello: Phase.LIGHTHOUSE_GREETING,
             m.Reject: Phase.CLOSED,
         },
         Phase.CALLED: {m.Hello: Phase.GREETING, m.Reject: Phase.CLOSED},
@@ -96,9 +96,12 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
         Phase.FLOWING: {},
         Phase.ISLAND_GREETING: {m.IslandWelcome: Phase.TOGETHER, m.Reject: Phase.CLOSED},
         Phase.TOGETHER: {},
-        Phase.JOINING: {m.Joined: Phase.JOINED, m.Reject: Phase.CLOSED},
-        Phase.JOINED: {m.NextView: Phase.ASKING},
-        Phase.ASKING: {m.Members: Phase.JOINED},
+        Phase.LIGHTHOUSE_GREETING: {
+            m.LighthouseWelcome: Phase.AT_LIGHTHOUSE,
+            m.Reject: Phase.CLOSED,
+        },
+        Phase.AT_LIGHTHOUSE: {m.NextView: Phase.ASKING},
+        Phase.ASKING: {m.Members: Phase.AT_LIGHTHOUSE},
         Phase.CLOSED: {},
     }
     stay: dict[Phase, tuple[type[Body], ...]] = {
@@ -112,7 +115,7 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
         Phase.ABORTING: (*_STEP_RESULTS, m.GradientNorms),
         Phase.FLOWING: (*_BOUNDARY, m.Control, *_TURNS),
         Phase.TOGETHER: (m.Share,),
-        Phase.JOINED: (m.Finished, m.FindFinished),
+        Phase.AT_LIGHTHOUSE: (m.Finished, m.FindFinished),
         Phase.ASKING: (m.Finished, m.FindFinished),
     }
     for phase, table in moves.items():

@@ -1,7 +1,6 @@
-"""The group of islands that train together: the members of a view, their positions, and one
-decision per step.
+"""The group of islands that train together: the members of a view, and their positions.
 
-Islands ask for a view together, open new links (`Circle`), and tell each other their positions. A
+Islands ask for a view, open new links (`IslandSession`), and send each other their positions. A
 member that is behind takes over the state of one that is not, its source. Two positions are equal
 when the same commits led there: `lineage` is a hash of all of them.
 """
@@ -32,17 +31,17 @@ from hetero_framework.errors import (
     ProtocolError,
 )
 from hetero_framework.islands.lighthouse_client import LighthouseClient
-from hetero_framework.islands.links import LEAVES, Circle, IslandLinks, MemberLost
+from hetero_framework.islands.links import LEAVES, IslandLinks, IslandSession, MemberLost
 from hetero_framework.islands.view import View
 from hetero_framework.log import event, one_line
 from hetero_framework.units import plural
 
 POSITIONS = 0
-"""The number of a circle's first exchange."""
+"""The number of a session's first exchange."""
 STATE = 1
 _MEET_S = 1.0
-"""Who has a view is there so quickly, unless it finishes a step first. After that a meeting is
-begun again by the next view, also where that has the same members."""
+"""Time in which a member that has a view comes to the meeting, unless it finishes a step first.
+After it the next view begins the meeting anew, also where that has the same members."""
 _ASK_S = 3600.0
 _RETRY_S = 1.0
 _log = logging.getLogger(__name__)
@@ -65,57 +64,57 @@ class Position:
     run: str = ""
 
     @property
-    def facts_said(self) -> str:
-        """The same here and where they have been sent."""
+    def facts_text(self) -> str:
+        """The facts as text, which is the same on all islands."""
         return json.dumps(self.facts, skipkeys=True, default=str)
 
     @property
     def facts_digest(self) -> str:
-        return hashlib.sha256(self.facts_said.encode()).hexdigest()
+        return hashlib.sha256(self.facts_text.encode()).hexdigest()
 
-    def as_said(self) -> dict[str, Any]:
+    def as_info(self) -> dict[str, Any]:
         """For `of`, on another island."""
-        said = {"step": self.step, "lineage": self.lineage, "trains": self.trains}
-        return said | {
+        info = {"step": self.step, "lineage": self.lineage, "trains": self.trains}
+        return info | {
             "done": self.is_done,
             "facts": dict(self.facts),
             "says": dict(self.says),
         }
 
     def after_commit(self, step: int, view: View) -> Position:
-        said = f"{self.lineage} {step} {view.key}"
-        lineage = hashlib.sha256(said.encode()).hexdigest()[:32]
+        text = f"{self.lineage} {step} {view.key}"
+        lineage = hashlib.sha256(text.encode()).hexdigest()[:32]
         return replace(self, step=step, lineage=lineage, trains=True)
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Position:
-        """What a member said. Raises ProtocolError."""
+        """The position that a member sent. Raises ProtocolError."""
         try:
             step, lineage = info["step"], info["lineage"]
             trains, is_done = info["trains"], info["done"]
             facts, says = dict(info["facts"]), dict(info["says"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"an island says no position: {error!r}") from error
+            raise ProtocolError(f"an island sends no position: {error!r}") from error
         typed = type(step) is int and isinstance(lineage, str)
         if not typed or type(trains) is not bool or type(is_done) is not bool:
-            raise ProtocolError("an island says no position")
+            raise ProtocolError("an island sends no position")
         return cls(step, lineage, trains, facts, says, is_done)
 
 
 def source_of(positions: Mapping[str, Position]) -> str:
-    """The member whose state all take over that are elsewhere: of those that have trained together,
-    if there are any, the one that is furthest; where some are equally far, one of the most that
-    agree, on what they train too, and of these the first by name."""
+    """The member whose state the others take over: of the members that have trained together, if
+    there are any, the furthest one. Of equally far ones the largest number that agree, also on
+    their facts, counts, and of these the first by name."""
     those = {name: p for name, p in positions.items() if p.trains} or dict(positions)
     furthest = max(p.step for p in those.values())
-    at = {n: (p.lineage, p.facts_said) for n, p in sorted(those.items()) if p.step == furthest}
+    at = {n: (p.lineage, p.facts_text) for n, p in sorted(those.items()) if p.step == furthest}
     agreeing = Counter(at.values())
     return max(at, key=lambda name: agreeing[at[name]])  # the first of equals
 
 
 def behind(positions: Mapping[str, Position], source: str) -> list[str]:
-    """Who has to take over the source's state: whoever is elsewhere, and whoever was just started,
-    so that all begin with the same bits."""
+    """The members that have to take over the source's state: those at another position, and those
+    that were just started, so that all begin with the same bits."""
     where = positions[source]
     return [
         name
@@ -130,10 +129,10 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A circle that has begun: who takes over whose state."""
+class SessionStart:
+    """A session that has begun, its source, and the members that take over the source's state."""
 
-    circle: Circle
+    session: IslandSession
     source: str
     behind: tuple[str, ...]
     positions: Mapping[str, Position]
@@ -141,7 +140,7 @@ class Joined:
 
 class Group:
     """This island's place among the others, from view to view. `check` is called while it waits;
-    what it raises ends the waiting. `wait_s`: how long fewer than `min_islands` wait for others."""
+    what it raises ends the waiting. `wait_s` is how long fewer than `min_islands` wait."""
 
     def __init__(
         self,
@@ -160,7 +159,7 @@ class Group:
         self._asking: Future[View] | None = None
         self._answered: View | None = None
         self._has_met = False  # whether the lighthouse has ever answered
-        self.circle: Circle | None = None
+        self.session: IslandSession | None = None
         self._waiting_since: float | None = None
 
     @property
@@ -169,25 +168,25 @@ class Group:
         return self._waiting_since is not None
 
     def stay(self) -> bool:
-        """Before a step: whether the members are as they were, as far as is known; nobody waits for
-        a lighthouse that is away. Asks for the next view, which comes while the step runs, so that
-        others can join."""
-        circle = self.circle
-        if circle is None:
+        """Before a step: whether the members are as they were, as far as is known. Does not wait
+        for a lighthouse that is away. Asks for the next view, which comes while the step runs, so
+        that others can join."""
+        session = self.session
+        if session is None:
             return False
         view = self._asked()
-        if view is not None and view.key != circle.view.key:
+        if view is not None and view.key != session.view.key:
             self._answered = view
             return False
         try:
-            circle.check()
+            session.check()
         except MemberLost:
             self._answered = view  # the others have not dropped it either
             return False
         self._ask()
         return True
 
-    def join(self, position: Position) -> Joined:
+    def join(self, position: Position) -> SessionStart:
         """With the members of the next view: new links, and everybody's position. Begins again
         while members come and go. Raises ConfigError where this island trains something else than
         the others, GroupFinished where they are done, PeerAwayError where too few came, and what
@@ -205,7 +204,7 @@ class Group:
                     _log.info("%s; looking who is there", lost, extra=lost.told)
                     continue
                 if self._may_begin(joined):
-                    self.circle = joined.circle
+                    self.session = joined.session
                     self._ask()  # as those have that waited for this meeting
                     members = ", ".join(view.names)
                     _log.info("islands: %s", members, extra=event("islands", members=members))
@@ -215,15 +214,15 @@ class Group:
         finally:
             self._waiting_since = None
 
-    def finish(self, circle: Circle, position: Position, step: int) -> None:
-        """The members have done all steps and need nothing of each other: word is left for those
-        that come later."""
+    def finish(self, session: IslandSession, position: Position, step: int) -> None:
+        """The members have done all steps and need nothing of each other: the lighthouse is told,
+        for islands that come later."""
         run, facts = position.run, position.facts_digest
-        self._lighthouse.note_finished(FinishedRun(run, facts, step, circle.members))
+        self._lighthouse.note_finished(FinishedRun(run, facts, step, session.members))
 
     def leave(self, reason: str) -> None:
-        """The present circle is over here; the others notice at once."""
-        self.circle = None
+        """The present session is over here; the others notice at once."""
+        self.session = None
         self._links.part(reason)
 
     def close(self, reason: str) -> None:
@@ -248,8 +247,7 @@ class Group:
         return asking.result()
 
     def _view(self) -> View:
-        """The next view, asked for until there is one. Raises what asking again does not help
-        against."""
+        """The next view, asked for until there is one. Raises errors that would only come again."""
         told = False
         while True:
             asking, self._asking = self._ask(), None
@@ -287,30 +285,30 @@ class Group:
             self._check()
             threading.Event().wait(min(left, timeouts.ANSWER_TICK_S))
 
-    def _met(self, view: View, position: Position) -> Joined:
+    def _met(self, view: View, position: Position) -> SessionStart:
         failpoints.hit("island-meet")
-        circle = self._links.meet(view, _ASK_S, self._newer_view(view))
-        circle.say(POSITIONS, "position", info=position.as_said())
-        positions = {circle.me: position}
-        for name in circle.others:
-            said = circle.hear(POSITIONS, "position", name, self._check).info
-            with circle.judging(name):
-                positions[name] = Position.of(said)
+        session = self._links.meet(view, _ASK_S, self._newer_view(view))
+        session.send(POSITIONS, "position", info=position.as_info())
+        positions = {session.me: position}
+        for name in session.others:
+            received = session.receive(POSITIONS, "position", name, self._check).info
+            with session.judging(name):
+                positions[name] = Position.of(received)
         source = source_of(positions)
         if other := differing(positions[source].facts, position.facts):
             self._refuse(source, other, positions)
-        return Joined(circle, source, tuple(behind(positions, source)), positions)
+        return SessionStart(session, source, tuple(behind(positions, source)), positions)
 
-    def _may_begin(self, joined: Joined) -> bool:
-        """Whether they are enough; what is done needs nobody, and is given to whoever lacks it."""
-        enough = len(joined.circle.members) >= self._min_islands
+    def _may_begin(self, joined: SessionStart) -> bool:
+        """Whether the members are enough; for a state that is done any number of them is."""
+        enough = len(joined.session.members) >= self._min_islands
         return enough or any(p.is_done for p in joined.positions.values())
 
     def _wait_for_more(self, view: View, seen: View | None, waited_s: float) -> None:
         have = plural(len(view.members), "island")
         if seen is None or len(seen.members) != len(view.members):
-            said = "waiting for other islands: %s here, %d are wanted"
-            _log.info(said, have, self._min_islands)
+            text = "waiting for other islands: %s here, %d are wanted"
+            _log.info(text, have, self._min_islands)
         if waited_s > self._wait_s:
             raise PeerAwayError(
                 f"of the {self._min_islands} islands that this run wants there were {have} for"
@@ -321,7 +319,7 @@ class Group:
         self._pause(_RETRY_S)
 
     def _check_unfinished(self, position: Position) -> None:
-        """Raise GroupFinished where the others have left with all that was to be trained."""
+        """Raise GroupFinished where the others have trained all steps and left."""
         since_s = time.monotonic() - self._opened
         found = self._lighthouse.find_finished(position.run, position.facts_digest, since_s)
         if found is None:

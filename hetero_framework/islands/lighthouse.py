@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,7 +31,6 @@ from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import HeteroError
 from hetero_framework.islands.quorums import Quorums
-from hetero_framework.islands.view import View
 from hetero_framework.security.acceptor import Acceptor
 from hetero_framework.security.access import Access
 
@@ -63,26 +63,21 @@ class _Island:
 
 class FinishedRuns:
     """The last groups that have finished. An island that was away comes back to none of them: alone
-    it would train once more what the others have trained. Thread-safe."""
+    it would train once more what the others have trained."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: dict[str, tuple[FinishedRun, float]] = {}  # by run, in the order of their ends
+        self._kept: deque[tuple[float, FinishedRun]] = deque(maxlen=_MAX_FINISHED)
 
     def keep(self, finished: FinishedRun) -> None:
-        with self._lock:
-            self._kept.setdefault(finished.run, (finished, time.monotonic()))
-            while len(self._kept) > _MAX_FINISHED:
-                del self._kept[next(iter(self._kept))]
+        if all(one.run != finished.run for _, one in list(self._kept)):
+            self._kept.append((time.monotonic(), finished))
 
     def find(self, run: str, facts: str, since_s: float) -> FinishedRun | None:
         """As `LighthouseClient.find_finished`."""
         earliest = time.monotonic() - since_s
-        with self._lock:
-            for finished, at in reversed(self._kept.values()):
-                is_it = finished.run == run if run else at >= earliest
-                if is_it and finished.facts == facts:
-                    return finished
+        for at, one in reversed(list(self._kept)):
+            if one.facts == facts and (one.run == run if run else at >= earliest):
+                return one
         return None
 
 
@@ -126,23 +121,18 @@ class Lighthouse:
     # -- links, in their reader threads ---------------------------------------------------------
 
     def _greet(self, stream: Stream, identity: Identity | None) -> None:
-        connection = Connection(
-            stream,
-            f"island at {stream.peer}",
-            m.LIGHTHOUSE,
-            self._received,
-            self._lost,
-            deadlines=timeouts.LIGHTHOUSE_LINK,
-        )
+        name, handlers = f"island at {stream.peer}", (self._received, self._lost)
+        deadlines = timeouts.LIGHTHOUSE_LINK
+        connection = Connection(stream, name, m.LIGHTHOUSE, *handlers, deadlines=deadlines)
         connection.identity = identity
         connection.start()
 
     def _received(self, connection: Connection, message: Message) -> None:
         match message.body:
-            case m.Join(member=None):
-                connection.send(Message(m.Joined(time.time())))
+            case m.LighthouseHello(member=None):
+                connection.send(Message(m.LighthouseWelcome(time.time())))
                 connection.link.end()
-            case m.Join(member=Member() as member):
+            case m.LighthouseHello(member=Member() as member):
                 self._acceptor.gone(connection.stream)
                 self._join(_Island(member, connection))
             case m.NextView() if (island := self._islands.get(connection)) is not None:
@@ -171,14 +161,15 @@ class Lighthouse:
             if other.id == island.id:
                 other.connection.link.end(0)  # its end has not been noticed here
             elif self._closed.is_set() or time.monotonic() >= until:
-                at = other.member.address
-                text = f"another living island is called {member.name}, at {at}"
+                text = f"another living island is called {member.name}, at {other.member.address}"
+                if other.member.name != member.name:
+                    text = f"there are {_MAX_ISLANDS} islands here"
                 hint = "give each island an island.name of its own, or end that one's run"
                 connection.refuse("busy", text, hint)
                 return
             self._closed.wait(timeouts.EXIT_TICK_S)
         connection.peer, connection.link.name = member.name, f"island {member.name}"
-        connection.send(Message(m.Joined(time.time())))
+        connection.send(Message(m.LighthouseWelcome(time.time())))
         _log.info("island %s is here, from %s", member.name, connection.stream.peer)
 
     def _added(self, island: _Island) -> _Island | None:
@@ -229,7 +220,7 @@ class Lighthouse:
                 return
             for island in here:
                 island.number = None
-        view = View.of(island.member for island in here)
+        members = Message(m.Members(tuple(island.member for island in here)))
         for island in here:
             with suppress(HeteroError):  # it is gone, as the others will notice
-                island.connection.send(Message(m.Members(view.members)))
+                island.connection.send(members)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from hetero_framework.config import host_and_port
@@ -35,7 +35,7 @@ _ANSWER_S = 5.0
 
 class LighthouseClient:
     """`member` at the lighthouse of `address`. It is there, and others wait for it, while it asks
-    for something and while `lively()` says so, which is called from a thread."""
+    for a view and while `lively()` says so, which is called from a thread."""
 
     def __init__(
         self,
@@ -43,16 +43,14 @@ class LighthouseClient:
         access: Access,
         member: Member,
         lively: Callable[[], bool],
-        *,
-        reach_s: float = REACH_S,
     ) -> None:
         self._address, self._access, self._member = address, access, member
-        self._lively, self._reach_s = lively, reach_s
+        self._lively = lively
         self._changed = threading.Condition()
         self._link: Connection | None = None
         self._asked: Connection | None = None  # the link on which the next view was asked for
         self._view: View | None = None  # that has come, and was not taken yet
-        self._callers = 0
+        self._asks = False
         self._lost_at = time.monotonic()
         self._trouble: NetworkError | None = None  # why there is no link
         self._closed = threading.Event()
@@ -69,8 +67,9 @@ class LighthouseClient:
         the others did not ask in time, and ConfigError when another living island has this one's
         name."""
         deadline = time.monotonic() + timeout_s
-        with self._calling():
-            while self._view is None:
+        self._asks = True
+        try:
+            while (view := self._view) is None:
                 self._check(deadline)
                 link = self._link
                 if link is not None and link is not self._asked:
@@ -78,10 +77,10 @@ class LighthouseClient:
                     with suppress(HeteroError):
                         link.send(Message(m.NextView()))
                 with self._changed:
-                    if self._view is None:
-                        self._changed.wait(timeouts.ANSWER_TICK_S)
-            view, self._view = self._view, None
-            return view
+                    self._changed.wait_for(lambda: self._view, timeouts.ANSWER_TICK_S)
+        finally:
+            self._asks, self._view = False, None
+        return view
 
     def note_finished(self, finished: FinishedRun) -> None:
         """Leave word of it for members that come when all others are gone. Raises nothing."""
@@ -99,22 +98,11 @@ class LighthouseClient:
 
     # -- questions ------------------------------------------------------------------------------
 
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        with self._changed:
-            self._callers += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._callers -= 1
-
     def _ask(self, question: m.Body) -> FinishedRun | None:
-        with self._calling(), suppress(HeteroError):
-            with self._changed:
-                self._changed.wait_for(lambda: self.in_reach or self._keeping.done(), _DIAL_S)
-                link = self._link
-            answer = None if link is None else link.ask(Message(question), _ANSWER_S, self._closed)
+        with self._changed:
+            link = self._changed.wait_for(lambda: self._link, _DIAL_S)
+        with suppress(HeteroError):
+            answer = link.ask(Message(question), _ANSWER_S, self._closed) if link else None
             if answer is not None and isinstance(answer.body, m.Finished):
                 return answer.body.run
         return None
@@ -125,11 +113,11 @@ class LighthouseClient:
             raise NetworkError(f"island {self._member.name} has left the others")
         if self._keeping.done():
             self._keeping.result()  # always raises
-        now = time.monotonic()
-        is_late = now - self._lost_at >= self._reach_s or now >= deadline
-        if not self.in_reach and (is_late or isinstance(self._trouble, IdentityError)):
+        is_late = (now := time.monotonic()) >= deadline
+        helps = not isinstance(self._trouble, IdentityError) and now - self._lost_at < REACH_S
+        if not self.in_reach and (is_late or not helps):
             raise self._trouble or _no_lighthouse(self._address, "no link to it came up")
-        if now >= deadline:
+        if is_late:
             self._leave("it waited in vain")
             raise PeerAwayError(
                 f"island {self._member.name} waited in vain: another living island did not come"
@@ -145,7 +133,7 @@ class LighthouseClient:
         does not help against."""
         try:
             while not self._closed.is_set():
-                if not self._lively() and not self._callers:
+                if not (self._asks or self._lively()):
                     self._leave("it stalls")
                 elif not self.in_reach:
                     self._join()
@@ -221,10 +209,10 @@ def _open(
     link = Connection(stream, who, m.ISLAND, received, lost, deadlines=deadlines)
     link.start()
     try:
-        answer = link.ask(Message(m.Join(member)), _ANSWER_S, stop)
+        answer = link.ask(Message(m.LighthouseHello(member)), _ANSWER_S, stop)
     except HeteroError as error:
         problem, answer = error.message, None
-    if answer is not None and isinstance(answer.body, m.Joined):
+    if answer is not None and isinstance(answer.body, m.LighthouseWelcome):
         return link, answer.body.clock
     link.close(drain_s=0)
     if answer is not None and isinstance(answer.body, m.Reject):

@@ -1,7 +1,7 @@
-"""Links between the coordinators of islands, and the messages of an exchange over them.
+"""Links between the coordinators of islands, and the exchanges of messages over them.
 
-All links of a `Circle` are new ones, so nothing of an earlier one can arrive in it. Of two members
-the one whose name comes later dials.
+All links of an `IslandSession` are new ones, so nothing of an earlier session can arrive in it. Of
+two members the one whose name comes later dials.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from hetero_framework.security.access import Access
 _log = logging.getLogger(__name__)
 Check = Callable[[], None]
 SAME_VERSION = "all must have the same version of hetero-framework"
-"""For an island whose words the others do not understand."""
+"""Hint for an island whose messages the others do not understand."""
 LEAVES = "leaves in order"
-"""So the reason begins that an island gives which will not be back by itself."""
+"""Beginning of the reason of an island that ends on purpose."""
 _AHEAD = 4
 """Exchanges that a member may be ahead of the last one that is over here: positions and state, in
 which not all take part, are two of them, and it may have heard a decision before we have."""
 
 
 class MemberLost(ReplicasChanged):
-    """An island of the circle is gone, or knows other members; the circle is over. `has_left`: it
-    has said that it leaves, in order."""
+    """An island of the session is gone, or knows other members; the session is over. `has_left`: it
+    announced that it leaves."""
 
     def __init__(self, name: str, reason: str) -> None:
         self.has_left = reason.startswith(LEAVES)
@@ -66,9 +66,9 @@ class MemberLost(ReplicasChanged):
 
 
 @dataclass
-class Said:
-    """What a member has said so far of one kind in one exchange, in memory of its own, and the
-    time.monotonic() at which the last of it came."""
+class Received:
+    """What has come from a member so far, of one kind in one exchange, in memory of its own, and
+    the time.monotonic() at which the last of it came."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
@@ -77,11 +77,11 @@ class Said:
     nbytes: int = 0
 
 
-class Circle:
+class IslandSession:
     """The members of one view, each with a link to this island. Safe to use from several threads.
 
-    Exchanges are numbered; what comes early waits. Every method raises MemberLost once a member is
-    gone, and ProtocolError once one says that what this island says is wrong.
+    Exchanges are numbered; messages of a later exchange wait. Every method raises MemberLost once a
+    member is gone, and ProtocolError once a member finds what this island sends wrong.
     """
 
     def __init__(self, me: str, view: View) -> None:
@@ -89,14 +89,14 @@ class Circle:
         self.view = view
         self.members = view.names
         self._links: dict[str, Connection] = {}
-        self._said: defaultdict[tuple[int, str, str], Said] = defaultdict(Said)
+        self._received: defaultdict[tuple[int, str, str], Received] = defaultdict(Received)
         self._changed = threading.Condition()
         self._lost: MemberLost | None = None
         self._gone: set[str] = set()
         self.wrong: ProtocolError | None = None
-        """Why a member does not take what this island says; also known once the circle is over."""
+        """Why a member refuses what this island sends; it stays when the session is over."""
         self.refused: dict[str, ProtocolError] = {}
-        """What members were told, or should have been, that they have said wrong."""
+        """By name, why members were refused."""
         self._done = -1
 
     @property
@@ -108,7 +108,7 @@ class Circle:
         """The member that counts votes."""
         return self.members[0]
 
-    def say(
+    def send(
         self,
         number: int,
         kind: ShareKind,
@@ -128,7 +128,7 @@ class Circle:
                     self.lose(name, error.message)
                     self.check()
 
-    def tell(
+    def try_send(
         self,
         name: str,
         number: int,
@@ -136,29 +136,29 @@ class Circle:
         tensors: Mapping[str, Tensor] | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> None:
-        """Send this to one member, whoever has left: what is decided holds, and each one that can
-        hear it shall. Raises nothing."""
+        """Send this to one member, also when others have left: a decision holds for each member
+        that it reaches. Raises nothing."""
         for message in _messages(number, kind, tensors, info, last=True):
             try:
                 self._links[name].send(message)
             except HeteroError as error:
                 self.lose(name, error.message)
 
-    def said(self, number: int, kind: ShareKind, name: str) -> Said:
-        """What this member has said until now."""
+    def received(self, number: int, kind: ShareKind, name: str) -> Received:
+        """What has come from this member until now."""
         self.check()
         with self._changed:
-            found = self._said.get((number, kind, name)) or Said()
-            return Said(dict(found.tensors), dict(found.info), found.is_whole)
+            found = self._received.get((number, kind, name)) or Received()
+            return Received(dict(found.tensors), dict(found.info), found.is_whole)
 
-    def hear(self, number: int, kind: ShareKind, name: str, check: Check) -> Said:
-        """All that this member says, once it is here; calls `check` while it waits. What was said
-        before a member left counts: the one who decides may be done with the run after that."""
+    def receive(self, number: int, kind: ShareKind, name: str, check: Check) -> Received:
+        """All that this member sends, once it is here; calls `check` while it waits. What came
+        before a member left counts: the leader may be done with the run after its decision."""
         deadline = time.monotonic() + timeouts.ISLAND_S
         while True:
             with self._changed:
-                if self._said[number, kind, name].is_whole:
-                    return self._said[number, kind, name]
+                if self._received[number, kind, name].is_whole:
+                    return self._received[number, kind, name]
                 self.check()
                 self._changed.wait(timeouts.ANSWER_TICK_S)
             if time.monotonic() > deadline:
@@ -167,8 +167,8 @@ class Circle:
 
     @contextmanager
     def judging(self, name: str) -> Iterator[None]:
-        """Whatever is a ProtocolError within is this member's: it is told, and ends; the others go
-        on without it. Raises MemberLost instead."""
+        """A ProtocolError within the block is this member's fault: it is told, and ends; the others
+        go on without it. Raises MemberLost instead."""
         try:
             yield
         except ProtocolError as wrong:
@@ -176,7 +176,7 @@ class Circle:
             self.check()
 
     def refuse(self, name: str, wrong: ProtocolError) -> None:
-        """This member is told what it has said wrong, and lost."""
+        """Tell this member what it has sent wrong, and count it as lost."""
         self.refused[name] = wrong
         with suppress(HeteroError):
             error = m.Error("ProtocolError", wrong.message, wrong.hint)
@@ -184,13 +184,13 @@ class Circle:
         self.lose(name, wrong.message)
 
     def part_together(self, number: int, check: Check) -> None:
-        """Return when all members have called this: then nobody needs anything of this island any
-        more. Who has called it may leave before others have."""
-        self.say(number, "vote")
+        """Return when all members have called this: then none needs anything of this island any
+        more. A member that has called it may leave before others have."""
+        self.send(number, "vote")
         deadline = time.monotonic() + timeouts.ISLAND_S
         while True:
             with self._changed:
-                left = [n for n in self.others if not self._said[number, "vote", n].is_whole]
+                left = [n for n in self.others if not self._received[number, "vote", n].is_whole]
                 if not left:
                     return
                 if self.wrong is not None or self._gone.intersection([self.me, *left]):
@@ -209,8 +209,8 @@ class Circle:
         """Exchanges up to this one are over."""
         with self._changed:
             self._done = max(self._done, number)
-            for key in [key for key in self._said if key[0] <= number]:
-                del self._said[key]
+            for key in [key for key in self._received if key[0] <= number]:
+                del self._received[key]
 
     @property
     def is_over(self) -> bool:
@@ -237,7 +237,7 @@ class Circle:
             self.lose(name, "its link broke")
 
     def gone(self, name: str, connection: Connection, reason: str) -> None:
-        """A link has ended. One that has not been added is the business of who opens it."""
+        """A link has ended. Where it was not added yet, the thread that opens it sees to that."""
         if self._links.get(name) is connection:
             self.lose(name, reason)
 
@@ -246,12 +246,12 @@ class Circle:
         return [name for name in self.others if name not in self._links]
 
     def take(self, name: str, message: Message) -> None:
-        """In a reader thread: a part of what a member says. Raises ProtocolError for an exchange
-        that nobody can be in yet."""
+        """In a reader thread: a part of what a member sends. Raises ProtocolError for an exchange
+        that no member can be in yet."""
         body = message.expect(m.Share)
         if body.number > self._done + _AHEAD:
             over = f"{self._done} is the last that is over"
-            raise ProtocolError(f"island {name} speaks of exchange {body.number}; {over}")
+            raise ProtocolError(f"island {name} sends exchange {body.number}; {over}")
         tensors = {
             key: from_wire(tensor).clone()
             for key, tensor in zip(body.names, message.tensors, strict=True)
@@ -261,11 +261,13 @@ class Circle:
         with self._changed:
             if body.number <= self._done:
                 return
-            found = self._said[body.number, body.kind, name]
+            found = self._received[body.number, body.kind, name]
             found.nbytes += nbytes
-            held = sum(said.nbytes for (_, _, who), said in self._said.items() if who == name)
+            held = sum(
+                received.nbytes for (_, _, who), received in self._received.items() if who == name
+            )
             if held > psutil.virtual_memory().total // 2:
-                raise ProtocolError(f"island {name} says more than half of this memory holds")
+                raise ProtocolError(f"island {name} sends more than half of this memory holds")
             found.tensors.update(tensors)
             found.info.update(body.info)
             found.is_whole = found.is_whole or body.last
@@ -273,7 +275,7 @@ class Circle:
             self._changed.notify_all()
 
     def accuse(self, name: str, error: m.Error) -> None:
-        """This member does not take what was said here."""
+        """This member refuses what was sent from here."""
         text = f"island {name} does not take what this island says: {error.message}"
         hint = error.hint or SAME_VERSION
         with self._changed:
@@ -302,7 +304,7 @@ def _messages(
     info: Mapping[str, Any] | None,
     last: bool,
 ) -> Iterator[Message]:
-    """What is said, in frames that are not too large."""
+    """The messages that carry this, in frames that are not too large."""
     for part in in_parts((name, tensor, {}) for name, tensor in (tensors or {}).items()):
         values = dict(info or {}) if part.last else {}
         body = m.Share(number, kind, last and part.last, tuple(part.tensors), values)
@@ -310,8 +312,8 @@ def _messages(
 
 
 class IslandLinks:
-    """This island's door and the links of its present circle. `process` is the id of this start of
-    it, `liveness_s` how long another one may be silent."""
+    """Accepts and dials the links of this island's present session. `process` is the id of this
+    start of the island, `liveness_s` how long another one may be silent."""
 
     def __init__(
         self,
@@ -329,76 +331,76 @@ class IslandLinks:
         self._max_frame_bytes, self._liveness_s = max_frame_bytes, liveness_s
         self._lock = threading.Lock()
         self._came: dict[tuple[str, str, str], Connection] = {}  # by name, process, view
-        self._circle: Circle | None = None
-        self._wrong: ProtocolError | None = None  # as a circle that is over has it
+        self._session: IslandSession | None = None
+        self._wrong: ProtocolError | None = None  # as a session that is over has it
         self._refused: dict[tuple[str, str], ProtocolError] = {}  # by name, process
-        self._of: dict[Connection, tuple[Circle, str]] = {}
+        self._of: dict[Connection, tuple[IslandSession, str]] = {}
         self._listener = Listener(host, port)
         self._acceptor = Acceptor(access, self._greet)
         self._running = in_background(lambda: self._acceptor.run(self._listener), "island door")
         shown = f"[{host}]" if ":" in host else host
         self.member = Member(name, process, f"{shown}:{self._listener.port}")
 
-    def meet(self, view: View, timeout_s: float, check: Check) -> Circle:
+    def meet(self, view: View, timeout_s: float, check: Check) -> IslandSession:
         """New links to all other members, which do the same. Raises MemberLost for one that cannot
-        be reached in time, knows other members, or has said something wrong in an earlier circle:
+        be reached in time, knows other members, or has said something wrong in an earlier session:
         it is told once more, since it may not have heard it. Raises ProtocolError where that is
         this island."""
         self.part("the members change")
         if self._wrong is not None:
             raise self._wrong
-        circle = Circle(self._name, view)
+        session = IslandSession(self._name, view)
         with self._lock:
-            self._circle = circle
+            self._session = session
             waiting = [key for key in self._came if key[2] == view.key]
             came = {key: self._came.pop(key) for key in waiting}
             strangers, self._came = list(self._came.values()), {}
         for (name, process, _), connection in came.items():
-            self._admit(circle, name, process, connection)
+            self._admit(session, name, process, connection)
         for connection in strangers:
             connection.close(drain_s=0)
         deadline = time.monotonic() + timeout_s
         stop = threading.Event()
         earlier = [member for member in view.members if member.name < self._name]
         dialled = [
-            in_background(partial(self._dial, circle, member, timeout_s, stop), "dial island")
+            in_background(partial(self._dial, session, member, timeout_s, stop), "dial island")
             for member in earlier
         ]
         try:
-            while lacking := circle.lacks():
-                circle.check()
+            while lacking := session.lacks():
+                session.check()
                 check()
                 for member, dialling in zip(earlier, dialled, strict=True):
                     if dialling.done() and (problem := dialling.result()) is not None:
                         raise MemberLost(member.name, problem)
                 if time.monotonic() > deadline:
                     raise MemberLost(lacking[0], f"no link to it came up in {timeout_s:.0f} s")
-                circle.wait_for_more(timeouts.ANSWER_TICK_S)
+                session.wait_for_more(timeouts.ANSWER_TICK_S)
         finally:
             stop.set()
         for member in view.members:
             if (wrong := self._refused.get((member.name, member.process))) is not None:
-                circle.refuse(member.name, wrong)
-                circle.check()
-        return circle
+                session.refuse(member.name, wrong)
+                session.check()
+        return session
 
     @property
     def lacking(self) -> list[str]:
-        """Members of the present circle to which there is no link."""
-        circle = self._circle
-        return circle.lacks() if circle is not None else []
+        """Members of the present session to which there is no link."""
+        session = self._session
+        return session.lacks() if session is not None else []
 
     def part(self, reason: str) -> None:
-        """End the present circle; the other members notice."""
+        """End the present session; the other members notice."""
         with self._lock:
-            circle, self._circle = self._circle, None
+            session, self._session = self._session, None
             self._of = {}
-        if circle is None:
+        if session is None:
             return
-        circle.close(reason)
-        self._wrong = self._wrong or circle.wrong
-        processes = {member.name: member.process for member in circle.view.members}
-        for name, wrong in circle.refused.items():
+        session.close(reason)
+        self._wrong = self._wrong or session.wrong
+        processes = {member.name: member.process for member in session.view.members}
+        for name, wrong in session.refused.items():
             self._refused[name, processes[name]] = wrong
 
     def close(self, reason: str) -> None:
@@ -414,7 +416,7 @@ class IslandLinks:
     # -- inside ---------------------------------------------------------------------------------
 
     def _dial(
-        self, circle: Circle, member: Member, timeout_s: float, stop: threading.Event
+        self, session: IslandSession, member: Member, timeout_s: float, stop: threading.Event
     ) -> str | None:
         """Why there is no link to this member; None when there is one."""
         who, deadline = f"island {member.name}", time.monotonic() + timeout_s
@@ -428,14 +430,14 @@ class IslandLinks:
             return error.message
         connection = self._begin(stream, who, m.NEWCOMER, None)
         hello = m.IslandHello(
-            self._name, self._process, member.name, circle.view.key, self._max_frame_bytes
+            self._name, self._process, member.name, session.view.key, self._max_frame_bytes
         )
         problem = "it did not answer"
-        self._belongs(circle, member.name, connection)  # what it says may follow its answer at once
+        self._belongs(session, member.name, connection)  # a message may follow its answer at once
         try:
             answer = connection.ask(Message(hello), deadline - time.monotonic(), stop)
             if answer is not None and isinstance(answer.body, m.IslandWelcome):
-                circle.add(member.name, connection)
+                session.add(member.name, connection)
                 return None
             if answer is not None and isinstance(answer.body, (m.Reject, m.Error)):
                 problem = answer.body.message
@@ -468,7 +470,7 @@ class IslandLinks:
         elif isinstance(message.body, m.Share):
             known = self._of.get(connection)
             if known is None:
-                message.release()  # of a circle that is over here
+                message.release()  # of a session that is over here
             else:
                 known[0].take(known[1], message)
         elif isinstance(message.body, (m.Bye, m.Error, m.Reject)):
@@ -492,36 +494,38 @@ class IslandLinks:
             connection.link.name = f"island {hello.name}"
             key = hello.name, hello.process, hello.view
             with self._lock:
-                circle = self._circle
-                is_now = circle is not None and circle.view.key == hello.view
-                is_now = is_now and hello.name in circle.lacks()  # type: ignore[union-attr]
+                session = self._session
+                is_now = session is not None and session.view.key == hello.view
+                is_now = is_now and hello.name in session.lacks()  # type: ignore[union-attr]
                 before = None if is_now else self._came.pop(key, None)
                 if not is_now:
                     self._came[key] = connection
             if before is not None:
                 before.close(drain_s=0)
             if is_now:
-                assert circle is not None
-                self._admit(circle, hello.name, hello.process, connection)
-            elif circle is not None and hello.name in circle.members:
-                circle.lose(hello.name, "it knows of other members")
+                assert session is not None
+                self._admit(session, hello.name, hello.process, connection)
+            elif session is not None and hello.name in session.members:
+                session.lose(hello.name, "it knows of other members")
 
-    def _admit(self, circle: Circle, name: str, process: str, connection: Connection) -> None:
-        """Welcome a member of the circle."""
-        if (name, process) not in {(one.name, one.process) for one in circle.view.members}:
+    def _admit(
+        self, session: IslandSession, name: str, process: str, connection: Connection
+    ) -> None:
+        """Welcome a member of the session."""
+        if (name, process) not in {(one.name, one.process) for one in session.view.members}:
             connection.refuse("stale", "the group has another process of this island")
             return
-        self._belongs(circle, name, connection)
+        self._belongs(session, name, connection)
         with suppress(HeteroError):  # its reader says that it is gone
             connection.send(Message(m.IslandWelcome()))
-        circle.add(name, connection)  # nothing is said to it before the welcome
+        session.add(name, connection)  # nothing is said to it before the welcome
 
-    def _belongs(self, circle: Circle, name: str, connection: Connection) -> None:
-        """What comes over this connection is said in this circle, unless that is over."""
+    def _belongs(self, session: IslandSession, name: str, connection: Connection) -> None:
+        """What comes over this connection belongs to this session, unless that is over."""
         connection.peer = name
         with self._lock:
-            if self._circle is circle:
-                self._of[connection] = circle, name
+            if self._session is session:
+                self._of[connection] = session, name
                 return
         connection.close(drain_s=0)
 
@@ -533,5 +537,5 @@ class IslandLinks:
             for key in [key for key, came in self._came.items() if came is connection]:
                 del self._came[key]
         if known is not None:
-            circle, name = known
-            circle.gone(name, connection, reason.message if reason is not None else "it left")
+            session, name = known
+            session.gone(name, connection, reason.message if reason is not None else "it left")

@@ -7,10 +7,10 @@ quorum can name one that waits for no answer: questions are numbered, and the ca
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,8 @@ core heartbeats were 0.12 s apart at most."""
 _HEARTBEAT_S = 2.0
 _JOIN_TIMEOUT_S = 7 * 24 * 3600.0
 """How long living replicas that do not ask are waited for; an island that stalls leaves."""
+_FAILED = (RuntimeError, TimeoutError)
+"""Raised by torchft's calls when time is up, and when the server is ending."""
 
 
 class Quorums:
@@ -45,14 +47,14 @@ class Quorums:
     def beat(self, id: str) -> None:
         """Count this replica as living for another FORGET_S."""
         if (client := self._client) is not None:
-            with _failing():
+            with suppress(*_FAILED):
                 client.heartbeat(id, timedelta(seconds=_HEARTBEAT_S))
 
     def ask(self, id: str, number: int, timeout_s: float) -> dict[str, int] | None:
         """The next quorum with this replica: each member and the number of its question; None when
         not all have asked in time. Blocks; for one thread of each replica at a time."""
         if (client := self._client) is not None:
-            with _failing():
+            with suppress(*_FAILED):
                 quorum = client.quorum(
                     id,
                     timedelta(seconds=timeout_s),
@@ -69,11 +71,6 @@ class Quorums:
     def close(self) -> None:
         self._client = None  # a connection ends with its client, in torchft
         self._server.shutdown()
-
-
-def _failing() -> contextlib.suppress:
-    """torchft's calls raise these when time is up, and when the server is ending."""
-    return contextlib.suppress(RuntimeError, TimeoutError)
 
 
 def import_torchft() -> Any:

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 def apportion(count: int, shares: Mapping[str, float], least: int = 0) -> dict[str, int]:
     """`count` things dealt in proportion to `shares` (each > 0), by largest remainder, in the order
-    of the names; of equal remainders the first name's is larger. Nobody gets less than `least`.
+    of the names; of equal remainders the first name's is larger. None is less than `least`.
 
     Fractions, not floating point: every island must come to the same numbers.
     """

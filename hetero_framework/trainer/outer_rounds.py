@@ -34,10 +34,10 @@ from hetero_framework.islands.forecast import short_run
 from hetero_framework.islands.fragments import Synchronisation
 from hetero_framework.islands.group import STATE
 from hetero_framework.islands.ledger import Ledger, Steps, count_steps, first_steps
-from hetero_framework.islands.links import SAME_VERSION, Circle
+from hetero_framework.islands.links import SAME_VERSION, IslandSession
 from hetero_framework.islands.outer import OuterFragment, weighted_mean
 from hetero_framework.islands.shares import round_steps
-from hetero_framework.islands.waiting import for_others
+from hetero_framework.islands.wait_times import for_others
 from hetero_framework.trainer.replica_group import CountItems, StepPart
 from hetero_framework.trainer.summed_steps import SummedSteps, seconds_in, seconds_of_all
 from hetero_framework.trainer.train_state import TrainState
@@ -95,7 +95,7 @@ class _Sending:
     change: dict[str, Tensor]
     tokens: int
     mean: Future[dict[str, Tensor]] | None = None
-    circle: Circle | None = None
+    session: IslandSession | None = None
 
 
 class OuterRounds(SummedSteps):
@@ -111,14 +111,14 @@ class OuterRounds(SummedSteps):
         self._round: Round | None = None
         self._own: Steps = ()
         self._plan: tuple[Synchronisation, ...] = ()
-        self._syncs = self._syncs_before = 0  # in all, and when the circle began
+        self._syncs = self._syncs_before = 0  # in all, and when the session began
         self._items, self._sums_gradients = 0, False
         self._hinted = False
         self._sending: _Sending | None = None
         self._label_tokens = [0] * self._island.fragments
         self._busy_s, self._counted = 0.0, 0
         self._step_began = time.monotonic()
-        self._said: dict[str, Any] = {}
+        self._figures: dict[str, Any] = {}
         self._checkpoints.beside = self._beside
 
     # -- a step ---------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class OuterRounds(SummedSteps):
             state = super().ready(state)
             if self._is_warming(state):
                 return state
-        if self._circle is None:
+        if self._session is None:
             state = self._joined(state)
         if not self._outer:
             self._begin_with(state)
@@ -198,7 +198,7 @@ class OuterRounds(SummedSteps):
             skipped += step - before.step
         state = replace(state, step=step, committed_steps=step - skipped)
         state = replace(state, group=self._remembered())
-        self._said["data_step"] = _nth(self._own, round_.done - 1)
+        self._figures["data_step"] = _nth(self._own, round_.done - 1)
         return self._synchronised(state)
 
     def metrics(self) -> Mapping[str, Any]:
@@ -207,7 +207,7 @@ class OuterRounds(SummedSteps):
         said = super().metrics()["island"]
         for key in ("samples", "sample_ids", "waited_s", "for_others_s"):
             del said[key]
-        own, self._said = self._said, {}
+        own, self._figures = self._figures, {}
         return {"island": {**said, **own, "committed": self._ledger.count}}
 
     def went_back(self, state: TrainState) -> None:
@@ -223,7 +223,7 @@ class OuterRounds(SummedSteps):
 
     def _deal(self, state: TrainState) -> TrainState:
         """A new round: all members deal the same steps."""
-        circle, island = self._present, self._island
+        session, island = self._present, self._island
         counts = round_steps(
             island.sync_steps,
             self._shares.of,
@@ -233,7 +233,7 @@ class OuterRounds(SummedSteps):
         base, total = self._ledger.count, self._prepared.data.total_steps
         dealt = self._ledger.deal(counts, total)
         last = base + sum(map(count_steps, dealt.values())) == total
-        self._enter(Round(base, dealt, last), circle.me)
+        self._enter(Round(base, dealt, last), session.me)
         return replace(state, group=self._remembered())
 
     def _enter(self, round_: Round | None, me: str) -> None:
@@ -271,34 +271,34 @@ class OuterRounds(SummedSteps):
                     hint="lower training.learning_rate, or go back to a checkpoint: --resume STEP",
                 )
         self._sending = _Sending(sync, change, self._label_tokens[sync.fragment])
-        if sync.applied_after > sync.sent_after and self._circle is not None:
+        if sync.applied_after > sync.sent_after and self._session is not None:
             self._begin(self._sending)
 
     def _begin(self, sending: _Sending) -> None:
         """In the background, while steps go on."""
-        circle, number = self._present, self._exchange
+        session, number = self._present, self._exchange
         failpoints.hit("island-changes")
-        sending.circle = circle
+        sending.session = session
         sending.mean = in_background(
-            lambda: self._mean(circle, number, sending), "outer synchronisation"
+            lambda: self._mean(session, number, sending), "outer synchronisation"
         )
 
-    def _mean(self, circle: Circle, number: int, sending: _Sending) -> dict[str, Tensor]:
+    def _mean(self, session: IslandSession, number: int, sending: _Sending) -> dict[str, Tensor]:
         """The mean change over all islands. Raises MemberLost and ProtocolError."""
         kind = self._island.compression
         packed = self._compression.pack(sending.change)
-        self._said["packed_bytes"] = packed_bytes(packed)
+        self._figures["packed_bytes"] = packed_bytes(packed)
         tensors = {f"{k}/{name}": t for name, ts in packed.items() for k, t in enumerate(ts)}
-        circle.say(number, "changes", tensors, {"tokens": sending.tokens})
+        session.send(number, "changes", tensors, {"tokens": sending.tokens})
         parts: list[tuple[int, Mapping[str, Tensor]]] = []
-        for name in circle.members:
-            if name == circle.me:
+        for name in session.members:
+            if name == session.me:
                 weight, theirs = sending.tokens, packed
             else:
-                said = circle.hear(number, "changes", name, _nothing)
-                with circle.judging(name):
-                    weight, theirs = _weight(said.info, name), _unnumbered(said.tensors)
-            with circle.judging(name):
+                received = session.receive(number, "changes", name, _nothing)
+                with session.judging(name):
+                    weight, theirs = _weight(received.info, name), _unnumbered(received.tensors)
+            with session.judging(name):
                 parts.append((weight, unpack(theirs, sending.change, kind)))
         if not any(weight for weight, _ in parts):
             parts = [(1, part) for _, part in parts]
@@ -315,7 +315,7 @@ class OuterRounds(SummedSteps):
         try:
             if not self._stays(state):
                 raise ReplicasChanged("the members change")
-            if sending.mean is None or sending.circle is not self._circle:
+            if sending.mean is None or sending.session is not self._session:
                 self._begin(sending)
             assert sending.mean is not None
             while not wait_for([sending.mean], timeouts.ANSWER_TICK_S):
@@ -334,7 +334,7 @@ class OuterRounds(SummedSteps):
     def _agreed(self, after: OuterFragment, began: float) -> dict[str, Steps]:
         """The steps of each island that are committed now, once all say that they have the same
         weights; this one has taken no step since `began`. Raises MemberLost."""
-        circle, number, round_ = self._present, self._exchange, self._round
+        session, number, round_ = self._present, self._exchange, self._round
         assert round_ is not None
         done = first_steps(_after(self._own, round_.committed), round_.done - round_.committed)
         vote = {
@@ -343,14 +343,14 @@ class OuterRounds(SummedSteps):
             "seconds": self._busy_s / self._counted if self._counted else 0.0,
             "idle_s": time.monotonic() - began,
         }
-        if circle.me == circle.leader:
-            votes, idle_since = {circle.me: vote}, {circle.me: began}
-            for name in circle.others:
-                said = circle.hear(number, "vote", name, self._heed_in_step)
-                votes[name] = said.info
-                with circle.judging(name):
-                    idle_since[name] = said.came - seconds_in(said.info, "idle_s", name)
-            _refuse_other_weights(circle, {name: v.get("hash") for name, v in votes.items()})
+        if session.me == session.leader:
+            votes, idle_since = {session.me: vote}, {session.me: began}
+            for name in session.others:
+                received = session.receive(number, "vote", name, self._heed_in_step)
+                votes[name] = received.info
+                with session.judging(name):
+                    idle_since[name] = received.came - seconds_in(received.info, "idle_s", name)
+            _refuse_other_weights(session, {name: v.get("hash") for name, v in votes.items()})
             decision: dict[str, Any] = {
                 "hash": vote["hash"],
                 "steps": {name: v.get("steps", []) for name, v in votes.items()},
@@ -358,19 +358,19 @@ class OuterRounds(SummedSteps):
                 "for_others": for_others(idle_since),
             }
             failpoints.hit("island-decision")
-            for name in circle.others:
-                circle.tell(name, number, "decision", info=decision)
+            for name in session.others:
+                session.try_send(name, number, "decision", info=decision)
                 failpoints.hit("island-told")
         else:
             failpoints.hit("island-vote")
-            circle.say(number, "vote", info=vote, to=[circle.leader])
-            decision = circle.hear(number, "decision", circle.leader, self._heed_in_step).info
-        with circle.judging(circle.leader):
+            session.send(number, "vote", info=vote, to=[session.leader])
+            decision = session.receive(number, "decision", session.leader, self._heed_in_step).info
+        with session.judging(session.leader):
             if decision.get("hash") != vote["hash"]:
-                raise ProtocolError(f"island {circle.leader} has other weights: {decision!r:.200}")
-            steps, self._seconds = _decided(decision, self._ledger, circle)
-            self._others_s = seconds_of_all(decision, "for_others", circle)[circle.me]
-        self._said["hash"] = vote["hash"]
+                raise ProtocolError(f"island {session.leader} has other weights: {decision!r:.200}")
+            steps, self._seconds = _decided(decision, self._ledger, session)
+            self._others_s = seconds_of_all(decision, "for_others", session)[session.me]
+        self._figures["hash"] = vote["hash"]
         return steps
 
     def _commit(
@@ -380,23 +380,23 @@ class OuterRounds(SummedSteps):
         steps: Mapping[str, Steps],
         state: TrainState,
     ) -> TrainState:
-        circle, round_, fragment = self._present, self._round, sending.at.fragment
+        session, round_, fragment = self._present, self._round, sending.at.fragment
         assert round_ is not None
-        counted: list[tuple[int, int]] = self._said.setdefault("counted", [])
+        counted: list[tuple[int, int]] = self._figures.setdefault("counted", [])
         for parts in steps.values():
             self._ledger = self._ledger.commit(parts)
             counted += parts
-        order, ids = self._prepared.data.order, self._said.setdefault("sample_ids", {})
+        order, ids = self._prepared.data.order, self._figures.setdefault("sample_ids", {})
         for number in (k for parts in steps.values() for part in parts for k in range(*part)):
             ids[number] = [int(k) for batch in order.step_indices(number) for k in batch]
         self._before = list(self._outer)
         self._outer[fragment] = after
         self._compression.committed()
         self._label_tokens[fragment] -= sending.tokens
-        circle.forget(self._exchange)
+        session.forget(self._exchange)
         self._syncs += 1
         self._sending = None
-        self._position = self._position.after_commit(self._syncs, circle.view)
+        self._position = self._position.after_commit(self._syncs, session.view)
         round_ = replace(round_, synced=round_.synced + 1, committed=round_.done)
         ends = round_.synced == len(self._plan)
         # To its end also where an island left: what it was dealt is dealt again.
@@ -410,7 +410,7 @@ class OuterRounds(SummedSteps):
         state = replace(state, group=self._remembered())
         self._checkpoints.begin(state)
         waits = {"waited_s": self._waited_s, "for_others_s": self._others_s}
-        self._said |= {"synchronised": fragment} | {k: round(s, 4) for k, s in waits.items()}
+        self._figures |= {"synchronised": fragment} | {k: round(s, 4) for k, s in waits.items()}
         _log.debug("fragment %d is synchronised", fragment)
         return state
 
@@ -519,17 +519,17 @@ class OuterRounds(SummedSteps):
         super()._gather(without_weights)
         take(StatePart(self._beside()))
 
-    def _adopted(self, state: TrainState, circle: Circle) -> TrainState:
+    def _adopted(self, state: TrainState, session: IslandSession) -> TrainState:
         """An island that takes over another one's state has no steps before the next round."""
         group = {**state.group, "label_tokens": [0] * self._island.fragments}
         if kept := group.get("round"):
             round_ = Round.load_state_dict(kept)
-            idle = {name: steps for name, steps in round_.dealt.items() if name != circle.me}
+            idle = {name: steps for name, steps in round_.dealt.items() if name != session.me}
             group["round"] = replace(round_, dealt=idle, done=0, committed=0).state_dict()
         return replace(state, group=group)
 
-    def _take_over(self, circle: Circle, source: str) -> TrainState:
-        state = super()._take_over(circle, source)
+    def _take_over(self, session: IslandSession, source: str) -> TrainState:
+        state = super()._take_over(session, source)
         self._sending = None
         self._compression = Compression(self._island.compression)
         self._recall(state)
@@ -568,10 +568,10 @@ def _after(steps: Steps, count: int) -> Steps:
     return tuple(found)
 
 
-def _refuse_other_weights(circle: Circle, hashes: Mapping[str, Any]) -> None:
+def _refuse_other_weights(session: IslandSession, hashes: Mapping[str, Any]) -> None:
     """For the leader: whoever has not come to what most have, of equally many to the leader's, is
     told. Raises MemberLost then, or ProtocolError where that is the leader itself."""
-    counts, own = Counter(map(str, hashes.values())), str(hashes[circle.me])
+    counts, own = Counter(map(str, hashes.values())), str(hashes[session.me])
     right = max(counts, key=lambda found: (counts[found], found == own))
     wrong = ProtocolError(
         "it has come to other weights than the others",
@@ -580,12 +580,12 @@ def _refuse_other_weights(circle: Circle, hashes: Mapping[str, Any]) -> None:
     if own != right:
         raise wrong
     for name in [name for name, found in hashes.items() if str(found) != right]:
-        circle.refuse(name, wrong)
-    circle.check()
+        session.refuse(name, wrong)
+    session.check()
 
 
 def _decided(
-    decision: Mapping[str, Any], ledger: Ledger, circle: Circle
+    decision: Mapping[str, Any], ledger: Ledger, session: IslandSession
 ) -> tuple[dict[str, Steps], dict[str, float]]:
     """The steps that are committed and the seconds that a step takes, by island. Raises
     ProtocolError."""
@@ -595,7 +595,7 @@ def _decided(
         for parts in steps.values():
             ledger = ledger.commit(parts)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ProtocolError(f"island {circle.leader} sends no decision: {error!r}") from error
+        raise ProtocolError(f"island {session.leader} sends no decision: {error!r}") from error
     return steps, seconds
 
 

@@ -24,12 +24,12 @@ from hetero_framework.data import TrainData, token_count
 from hetero_framework.engine.hosts import ReplicasChanged, StopWanted
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.errors import GroupFinished, PeerAwayError, ProtocolError
+from hetero_framework.islands.allreduce import SummedGradients
 from hetero_framework.islands.balance import Shares, given_shares
-from hetero_framework.islands.group import STATE, Group, Joined, Position
+from hetero_framework.islands.group import STATE, Group, Position, SessionStart
 from hetero_framework.islands.ledger import order_facts, split_step
-from hetero_framework.islands.links import Circle, MemberLost, Said
-from hetero_framework.islands.sums import SummedGradients
-from hetero_framework.islands.waiting import for_others
+from hetero_framework.islands.links import IslandSession, MemberLost, Received
+from hetero_framework.islands.wait_times import for_others
 from hetero_framework.log import event
 from hetero_framework.trainer.continuation import identity
 from hetero_framework.trainer.replica_group import CountItems, ReplicaGroup, StepPart
@@ -70,12 +70,12 @@ class SummedSteps(ReplicaGroup):
         self._checkpoints = checkpoints
         self._stop = stop
         self._group: Group | None = None
-        self._circle: Circle | None = None
+        self._session: IslandSession | None = None
         self._position = Position()
         self._shares = Shares()
         self._number = STATE
         self._sums: _Timed | None = None
-        self._under_way: int | None = None  # the step that has begun in the present circle
+        self._under_way: int | None = None  # the step that has begun in the present session
         self._samples: Mapping[str, int] = {}
         self._sample_ids: Mapping[str, list[int]] = {}
         self._tokens = 0
@@ -95,10 +95,10 @@ class SummedSteps(ReplicaGroup):
     @property
     def saves(self) -> bool:  # type: ignore[override]
         """One of them writes the group's checkpoints."""
-        return self._circle is None or self._circle.me == self._circle.leader
+        return self._session is None or self._session.me == self._session.leader
 
     def ready(self, state: TrainState) -> TrainState:
-        if self._circle is not None and (self._repeats(state) or self._stays(state)):
+        if self._session is not None and (self._repeats(state) or self._stays(state)):
             return state
         return self._joined(state)
 
@@ -142,7 +142,7 @@ class SummedSteps(ReplicaGroup):
 
     def _joined(self, state: TrainState) -> TrainState:
         """Among whoever is there now, and where they are."""
-        self._circle = None
+        self._session = None
         self._position = self._stand(state)
         while True:
             with self._keeping(state):
@@ -153,7 +153,7 @@ class SummedSteps(ReplicaGroup):
             except MemberLost as lost:
                 _log.info("%s; looking who is there", lost, extra=lost.told)
                 continue
-            self._circle, self._number, self._under_way = joined.circle, STATE, None
+            self._session, self._number, self._under_way = joined.session, STATE, None
             self._bytes = (0, 0)
             self._note_progress()
             return state
@@ -164,7 +164,7 @@ class SummedSteps(ReplicaGroup):
         return self._under_way == state.step and not self._present.is_over
 
     def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
-        circle = self._present
+        session = self._present
         parts = split_step(data.order, state.step, self._shares.of)
         whole = data.step_batches(state.step)
         self._sample_ids = {
@@ -172,16 +172,16 @@ class SummedSteps(ReplicaGroup):
         }
         self._samples = {name: len(ids) for name, ids in self._sample_ids.items()}
         self._tokens = sum(map(token_count, whole))
-        before = sum(n for name, n in self._samples.items() if name < circle.me)
+        before = sum(n for name, n in self._samples.items() if name < session.me)
         rows = data.order.training.per_device_train_batch_size
         if not self._repeats(state):
             self._number += 1
-            self._sums, self._under_way = _Timed(circle, self._number), state.step
+            self._sums, self._under_way = _Timed(session, self._number), state.step
             self._began_at = time.monotonic()
         assert self._sums is not None
         return StepPart(
             state.step,
-            [data.micro_batch(indices) for indices in parts[circle.me]],
+            [data.micro_batch(indices) for indices in parts[session.me]],
             count_items(whole),
             self._sums,
             first_micro_batch=-(-before // rows),
@@ -193,22 +193,22 @@ class SummedSteps(ReplicaGroup):
 
     def decide(self, finite: bool, norm: Tensor) -> tuple[bool, Tensor]:
         """The leader counts the votes: all have the sums, or nobody changes a weight."""
-        circle, number = self._present, self._number
+        session, number = self._present, self._number
         assert self._sums is not None
         vote = {
             "finite": finite,
-            "seconds": self._sums.seconds_per(self._samples[circle.me]),
+            "seconds": self._sums.seconds_per(self._samples[session.me]),
             "idle_s": self._sums.since_end_s,
         }
-        if circle.me == circle.leader:
-            votes, seconds = {circle.me: vote}, {circle.me: vote["seconds"]}
-            idle_since = {circle.me: time.monotonic() - vote["idle_s"]}
-            for name in circle.others:
-                said = circle.hear(number, "vote", name, self._heed_in_step)
-                votes[name] = said.info
-                with circle.judging(name):
-                    seconds[name] = seconds_in(said.info, "seconds", name)
-                    idle_since[name] = said.came - seconds_in(said.info, "idle_s", name)
+        if session.me == session.leader:
+            votes, seconds = {session.me: vote}, {session.me: vote["seconds"]}
+            idle_since = {session.me: time.monotonic() - vote["idle_s"]}
+            for name in session.others:
+                received = session.receive(number, "vote", name, self._heed_in_step)
+                votes[name] = received.info
+                with session.judging(name):
+                    seconds[name] = seconds_in(received.info, "seconds", name)
+                    idle_since[name] = received.came - seconds_in(received.info, "idle_s", name)
             decision: dict[str, Any] = {
                 "commit": all(v.get("finite") is True for v in votes.values()),
                 "seconds": seconds,
@@ -216,27 +216,27 @@ class SummedSteps(ReplicaGroup):
             }
             norm = norm.detach().to("cpu", torch.float32).clone()
             failpoints.hit("island-decision")
-            for name in circle.others:
-                circle.tell(name, number, "decision", {"norm": norm}, decision)
+            for name in session.others:
+                session.try_send(name, number, "decision", {"norm": norm}, decision)
                 failpoints.hit("island-told")
         else:
             failpoints.hit("island-vote")
-            circle.say(number, "vote", info=vote, to=[circle.leader])
-            said = circle.hear(number, "decision", circle.leader, self._heed_in_step)
-            with circle.judging(circle.leader):
-                decision, norm = _decision(said, circle)
+            session.send(number, "vote", info=vote, to=[session.leader])
+            received = session.receive(number, "decision", session.leader, self._heed_in_step)
+            with session.judging(session.leader):
+                decision, norm = _decision(received, session)
         self._seconds = decision["seconds"]
-        self._others_s = decision["for_others"][circle.me]
+        self._others_s = decision["for_others"][session.me]
         self._waited_s = max(0.0, self._sums.since_end_s - self._others_s)
         return decision["commit"], norm
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:
-        circle = self._present
-        circle.forget(self._number)
+        session = self._present
+        session.forget(self._number)
         self._under_way = None
         self._step_s.append(time.monotonic() - self._began_at)
         self._note_progress()
-        self._position = self._position.after_commit(self._done(state), circle.view)
+        self._position = self._position.after_commit(self._done(state), session.view)
         if self._island.share == "auto":
             order = self._prepared.data.order
             self._retune(self._shares.tuned(self._seconds, order.samples_per_step, state.step))
@@ -262,7 +262,7 @@ class SummedSteps(ReplicaGroup):
         """The others go on without; this island takes over their state when it is ready."""
         if self._count(state) == self._position.step:
             return
-        self._circle = None
+        self._session = None
         self._position = Position()
         self._open.leave("it went back to an earlier step")
 
@@ -271,17 +271,17 @@ class SummedSteps(ReplicaGroup):
         have missed the last decision, or have come just now."""
         while True:
             try:
-                if self._circle is None or not self._stays(state):
+                if self._session is None or not self._stays(state):
                     state = self._joined(state)
-                circle = self._present
-                circle.part_together(self._exchange, self._heed_in_step)
+                session = self._present
+                session.part_together(self._exchange, self._heed_in_step)
             except ReplicasChanged as changed:
                 _log.info("%s; looking who is there", changed, extra=changed.told)
-                self._circle = None
+                self._session = None
             except GroupFinished:  # and this island as well
                 return state
             else:
-                self._open.finish(circle, self._stand(state), state.step)
+                self._open.finish(session, self._stand(state), state.step)
                 return state
 
     @property
@@ -291,29 +291,29 @@ class SummedSteps(ReplicaGroup):
 
     def close(self, reason: str) -> None:
         if self._group is not None:
-            group, self._group, self._circle = self._group, None, None
+            group, self._group, self._session = self._group, None, None
             group.close(reason)
 
     # -- among the others -----------------------------------------------------------------------
 
-    def _settled(self, joined: Joined, state: TrainState) -> TrainState:
+    def _settled(self, joined: SessionStart, state: TrainState) -> TrainState:
         """All members are where their source is."""
-        circle = joined.circle
-        if circle.me == joined.source:
+        session = joined.session
+        if session.me == joined.source:
             state = self._as_source(joined, state)
-        elif circle.me in joined.behind:
-            state = self._take_over(circle, joined.source)
+        elif session.me in joined.behind:
+            state = self._take_over(session, joined.source)
         group = state.group
         self._position = replace(self._stand(state), trains=True)
         settings = {}
         for name, position in joined.positions.items():
-            with circle.judging(name):
+            with session.judging(name):
                 settings[name] = _share(position, name)
         numbers = given_shares(settings)
         kept = _shares_in(group)
-        if not self._shares.of and circle.me not in joined.behind:
-            self._compare_members(kept.of, circle.members, state.step)
-        self._shares = (Shares(numbers) if numbers else kept).for_members(circle.members)
+        if not self._shares.of and session.me not in joined.behind:
+            self._compare_members(kept.of, session.members, state.step)
+        self._shares = (Shares(numbers) if numbers else kept).for_members(session.members)
         return replace(state, group={**group, **self._remembered()})
 
     def _compare_members(self, were: Collection[str], are: Collection[str], step: int) -> None:
@@ -324,8 +324,8 @@ class SummedSteps(ReplicaGroup):
             names = ", ".join(sorted(were)), ", ".join(sorted(are))
             _log.warning(said, step, plural(len(were), "island"), names[0], go, names[1])
 
-    def _as_source(self, joined: Joined, state: TrainState) -> TrainState:
-        circle, to = joined.circle, joined.behind
+    def _as_source(self, joined: SessionStart, state: TrainState) -> TrainState:
+        session, to = joined.session, joined.behind
         if not state.group.get("lineage"):
             begun = {"lineage": secrets.token_hex(16), "run": secrets.token_hex(16)}
             state = replace(state, group={**state.group, **begun})
@@ -336,11 +336,11 @@ class SummedSteps(ReplicaGroup):
         def send(part: StatePart) -> None:
             failpoints.hit("island-state")
             tensors = {name: t.detach().cpu().clone() for name, t in part.tensors.items()}
-            circle.say(STATE, "state", tensors, part.values, last=False, to=to)
+            session.send(STATE, "state", tensors, part.values, last=False, to=to)
             self._note_progress()
 
         self._gather(send)
-        circle.say(STATE, "state", info={"position": state.state_dict()}, to=to)
+        session.send(STATE, "state", info={"position": state.state_dict()}, to=to)
         seconds, names = time.monotonic() - began, ", ".join(to)
         given = event("state given", islands=names, step=state.step, seconds=round(seconds, 3))
         _log.info("gave the state after step %d to %s", state.step, names, extra=given)
@@ -350,23 +350,23 @@ class SummedSteps(ReplicaGroup):
         """All that another island needs to stand where this one does."""
         self._checkpoints.gather(take)
 
-    def _take_over(self, circle: Circle, source: str) -> TrainState:
+    def _take_over(self, session: IslandSession, source: str) -> TrainState:
         began = time.monotonic()
-        said = circle.hear(STATE, "state", source, self._heed_while_healing)
-        values = dict(said.info)
+        received = session.receive(STATE, "state", source, self._heed_while_healing)
+        values = dict(received.info)
         try:
             state = TrainState.load_state_dict(values.pop("position"))
             _, _ = state.group["lineage"], _shares_in(state.group)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"island {source} sends no state: {error!r}") from error
-        state = self._adopted(state, circle)
-        self._checkpoints.take_over(self._loaded(said.tensors), values, state)
+        state = self._adopted(state, session)
+        self._checkpoints.take_over(self._loaded(received.tensors), values, state)
         seconds = time.monotonic() - began
         taken = event("state taken", island=source, step=state.step, seconds=round(seconds, 3))
         _log.info("took over the state of %s after step %d", source, state.step, extra=taken)
         return state
 
-    def _adopted(self, state: TrainState, circle: Circle) -> TrainState:
+    def _adopted(self, state: TrainState, session: IslandSession) -> TrainState:
         """Another island's state, as stages here hold it."""
         return state
 
@@ -408,10 +408,10 @@ class SummedSteps(ReplicaGroup):
         return self._group
 
     @property
-    def _present(self) -> Circle:
-        if self._circle is None:
+    def _present(self) -> IslandSession:
+        if self._session is None:
             raise ReplicasChanged("this island is not among the others")
-        return self._circle
+        return self._session
 
     # -- waiting --------------------------------------------------------------------------------
 
@@ -429,8 +429,8 @@ class SummedSteps(ReplicaGroup):
         still_s = min(time.monotonic() - self._moved_at, self._cluster.idle_s)
         if still_s <= patience:
             return True
-        if group.circle is not None:
-            group.circle.close("it stalls")
+        if group.session is not None:
+            group.session.close("it stalls")
         return False
 
     def heed_stop(self) -> None:
@@ -455,8 +455,8 @@ class SummedSteps(ReplicaGroup):
 class _Timed(SummedGradients):
     """Knows when this island's own gradients were all there."""
 
-    def __init__(self, circle: Circle, number: int) -> None:
-        super().__init__(circle, number)
+    def __init__(self, session: IslandSession, number: int) -> None:
+        super().__init__(session, number)
         self._began = time.monotonic()
         self._ended_at: float | None = None
 
@@ -480,26 +480,26 @@ def _shares_in(group: Mapping[str, Any]) -> Shares:
     return Shares.load_state_dict(group["shares"]) if group.get("shares") else Shares()
 
 
-def _decision(said: Said, circle: Circle) -> tuple[dict[str, Any], Tensor]:
+def _decision(received: Received, session: IslandSession) -> tuple[dict[str, Any], Tensor]:
     """The leader's, with the seconds of all, and its norm. Raises ProtocolError."""
-    norm, commit = said.tensors.get("norm"), said.info.get("commit")
+    norm, commit = received.tensors.get("norm"), received.info.get("commit")
     if norm is None or norm.dim() or not isinstance(commit, bool):
-        raise ProtocolError(f"island {circle.leader} sends no decision")
-    found = {key: seconds_of_all(said.info, key, circle) for key in ("seconds", "for_others")}
+        raise ProtocolError(f"island {session.leader} sends no decision")
+    found = {key: seconds_of_all(received.info, key, session) for key in ("seconds", "for_others")}
     return {"commit": commit, **found}, norm
 
 
-def seconds_of_all(info: Mapping[str, Any], key: str, circle: Circle) -> dict[str, float]:
+def seconds_of_all(info: Mapping[str, Any], key: str, session: IslandSession) -> dict[str, float]:
     """The leader's entry for each member. Raises ProtocolError."""
     of_each = info.get(key)
-    if not isinstance(of_each, dict) or of_each.keys() != set(circle.members):
-        raise ProtocolError(f"island {circle.leader} sends no decision")
+    if not isinstance(of_each, dict) or of_each.keys() != set(session.members):
+        raise ProtocolError(f"island {session.leader} sends no decision")
     return {name: seconds_in(of_each, name, name) for name in of_each}
 
 
-def seconds_in(said: Mapping[str, Any], key: str, name: str) -> float:
+def seconds_in(info: Mapping[str, Any], key: str, name: str) -> float:
     """Of island `name`. Raises ProtocolError."""
-    seconds = said.get(key)
+    seconds = info.get(key)
     if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
         raise ProtocolError(f"island {name} has been measured at {seconds!r}")
     return seconds

@@ -21,10 +21,10 @@ from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage_api import GradientPart, StatePart
 from hetero_framework.errors import ConfigError, PeerAwayError, ProtocolError
 from hetero_framework.islands import lighthouse
+from hetero_framework.islands.allreduce import SummedGradients
 from hetero_framework.islands.group import STATE
 from hetero_framework.islands.lighthouse_client import LighthouseClient
 from hetero_framework.islands.outer import OuterFragment
-from hetero_framework.islands.sums import SummedGradients
 from hetero_framework.trainer import islands
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.outer_rounds import OuterRounds
@@ -206,7 +206,7 @@ def test_who_says_something_wrong_is_told_and_the_others_go_on(
     right = SummedGradients.give
 
     def give(self: SummedGradients, found: GradientPart) -> None:
-        if self._circle.me == "b" and self._number == STATE + 2:
+        if self._session.me == "b" and self._number == STATE + 2:
             tensors = {name: t.flatten()[:1] for name, t in found.part.tensors.items()}
             found = replace(found, part=StatePart(tensors, last=found.part.last))
         right(self, found)

@@ -1008,7 +1008,7 @@ class SlowLine(PlainStream):
         return super().write(deque([next(view for view in buffers if view)[: 1 << 16]]))
 
 
-class Meeting:
+class SessionStart:
     """Two pairs of links, the senders or the receivers of one process; when their frames moved."""
 
     def __init__(self, stack: ExitStack, *, senders_share: bool) -> None:
@@ -1068,7 +1068,7 @@ def test_large_frames_that_meet_go_one_after_the_other(
     senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)  # however busy the machine is
-    meeting = Meeting(stack, senders_share=senders_share)
+    meeting = SessionStart(stack, senders_share=senders_share)
     meeting.learn()
     meeting.send([0, 1], 3)
     longest = max(ended - began for _, began, ended in meeting.spans)
@@ -1082,7 +1082,7 @@ def test_large_frames_go_in_the_planned_order(
     senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)
-    meeting = Meeting(stack, senders_share=senders_share)
+    meeting = SessionStart(stack, senders_share=senders_share)
     meeting.learn()
     planned = [1, 1, 0, 1, 0, 0]
     meeting.plan(planned, order_timeout_s=5.0)
@@ -1095,7 +1095,7 @@ def test_a_frame_that_does_not_come_is_not_waited_for_long(
     senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)
-    meeting = Meeting(stack, senders_share=senders_share)
+    meeting = SessionStart(stack, senders_share=senders_share)
     meeting.learn()
     meeting.plan([1, 0, 0], order_timeout_s=0.5)
     began = time.monotonic()
@@ -1137,7 +1137,7 @@ def test_a_frame_that_stalls_holds_up_others_for_a_while_only(
 ) -> None:
     monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)
     monkeypatch.setattr(timeouts, "TURN_S", 1.0)
-    meeting = Meeting(stack, senders_share=True)
+    meeting = SessionStart(stack, senders_share=True)
     meeting.learn()
     (stalling, _), (sender, receiver) = meeting.ends
     line = stalling.link._stream

@@ -23,7 +23,7 @@ from hetero_framework.errors import (
     ProtocolError,
 )
 from hetero_framework.islands import group as module
-from hetero_framework.islands.group import Group, Joined, Position, behind, source_of
+from hetero_framework.islands.group import Group, Position, SessionStart, behind, source_of
 from hetero_framework.islands.lighthouse import FinishedRuns
 from hetero_framework.islands.lighthouse_client import LighthouseClient
 from hetero_framework.islands.links import IslandLinks
@@ -74,7 +74,7 @@ def at(
 def test_source_and_those_behind(positions: dict[str, Position], source: str, others: str) -> None:
     assert source_of(positions) == source
     assert behind(positions, source) == list(others)
-    said = {name: Position.of(position.as_said()) for name, position in positions.items()}
+    said = {name: Position.of(position.as_info()) for name, position in positions.items()}
     assert source_of(said) == source  # the others come to the same from what they hear
     assert source_of(dict(reversed(positions.items()))) == source
 
@@ -97,11 +97,11 @@ def test_positions_agree_after_the_same_commits_alone() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_position_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError, match="says no position"):
-        Position.of({**at(0).as_said(), **change})
-    missing = at(0).as_said()
+    with pytest.raises(ProtocolError, match="sends no position"):
+        Position.of({**at(0).as_info(), **change})
+    missing = at(0).as_info()
     del missing[next(iter(change))]
-    with pytest.raises(ProtocolError, match="says no position"):
+    with pytest.raises(ProtocolError, match="sends no position"):
         Position.of(missing)
 
 
@@ -170,7 +170,7 @@ class Island:
         )
         self.group = Group(self.answers, self.links, min_islands, check, wait_s)
 
-    def joins(self, position: Position) -> Future[Joined]:
+    def joins(self, position: Position) -> Future[SessionStart]:
         return in_background(lambda: self.group.join(position), "joining")
 
 
@@ -198,7 +198,7 @@ def view_of(*islands: Island) -> View:
     return View.of([one.links.member for one in islands])
 
 
-def joined(positions: dict[Island, Position], views: int = 1) -> list[Joined]:
+def joined(positions: dict[Island, Position], views: int = 1) -> list[SessionStart]:
     """These, of so many views in turn: the first is met, the next answer `stay`."""
     view = view_of(*positions)
     for one in positions:
@@ -210,7 +210,7 @@ def joined(positions: dict[Island, Position], views: int = 1) -> list[Joined]:
 def test_all_members_come_to_the_same_source(start: Open) -> None:
     islands = {start("a"): at(0), start("b"): at(3, "x", trains=True), start("c"): at(3, "y")}
     for found in joined(islands):
-        assert found.circle.members == ("a", "b", "c")
+        assert found.session.members == ("a", "b", "c")
         assert (found.source, found.behind) == ("b", ("a", "c"))
 
 
@@ -223,7 +223,7 @@ def test_fewer_than_min_islands_wait_and_say_so(start: Open, logged: list[str]) 
     for one in (a, b):
         one.answers.put(view_of(a, b))
     b.joins(at(0)).result(WAIT_S)
-    assert waiting.result(WAIT_S).circle.members == ("a", "b")
+    assert waiting.result(WAIT_S).session.members == ("a", "b")
     assert not a.group.waits
     assert sum("1 island here, 2 are wanted" in line for line in logged) == 1
 
@@ -245,7 +245,7 @@ def test_the_odd_one_is_told_what_differs_and_the_others_go_on(start: Open) -> N
         one.answers.put(view_of(b, c))
     assert not b.group.stay()
     asked = [one.joins(at(0)) for one in (b, c)]
-    assert [found.result(WAIT_S).circle.members for found in asked] == [("b", "c")] * 2
+    assert [found.result(WAIT_S).session.members for found in asked] == [("b", "c")] * 2
 
 
 def test_a_newcomer_of_another_kind_does_not_change_those_that_train(start: Open) -> None:
@@ -274,7 +274,7 @@ def test_joining_waits_for_a_lighthouse_that_has_gone_away(start: Open, logged: 
     a.joins(at(0)).result(WAIT_S)
     a.group.leave("it joins again")
     a.answers.put(NetworkError("no lighthouse"), NetworkError("no lighthouse"), view_of(a))
-    assert a.joins(at(0)).result(WAIT_S).circle.members == ("a",)
+    assert a.joins(at(0)).result(WAIT_S).session.members == ("a",)
     assert sum("asking again until it answers" in line for line in logged) == 1
 
 
@@ -345,7 +345,7 @@ def test_a_meeting_to_which_not_all_come_ends_with_the_next_view(
         one.answers.until_asked(2)
         assert not waiting.done()
         one.answers.put(view_of(one))
-        assert waiting.result(WAIT_S).circle.members == (here,)
+        assert waiting.result(WAIT_S).session.members == (here,)
 
 
 def test_who_finishes_a_step_first_is_waited_for(start: Open) -> None:
@@ -367,12 +367,12 @@ def test_an_answer_that_came_before_a_member_was_lost_is_used(start: Open) -> No
     first = joined({a: at(0), b: at(0)}, views=2)
     assert a.group.stay()
     assert b.group.stay()
-    first[1].circle.close("")
+    first[1].session.close("")
     for one in (a, b):
         one.answers.put(view_of(a, b))
     assert not b.group.stay()
     asked = [one.joins(at(0)) for one in (a, b)]
-    assert [found.result(WAIT_S).circle.members for found in asked] == [("a", "b")] * 2
+    assert [found.result(WAIT_S).session.members for found in asked] == [("a", "b")] * 2
 
 
 def test_check_ends_the_waiting_for_others(start: Open) -> None:
@@ -395,7 +395,7 @@ def test_check_ends_the_waiting_for_others(start: Open) -> None:
 
 
 class Unsaid(Position):
-    def as_said(self) -> dict[str, Any]:
+    def as_info(self) -> dict[str, Any]:
         return {}
 
 
@@ -406,15 +406,15 @@ def test_who_says_no_position_is_told_and_ends_and_the_others_go_on(start: Open)
     asked = [one.joins(at(0)) for one in (a, c)]
 
     def come() -> None:
-        circle = b.joins(Unsaid(facts=FACTS)).result(WAIT_S).circle
-        circle.hear(1, "state", "a", lambda: None)  # where it has heard the others before
+        session = b.joins(Unsaid(facts=FACTS)).result(WAIT_S).session
+        session.receive(1, "state", "a", lambda: None)  # where it has heard the others before
 
     with pytest.raises(ProtocolError, match=r"does not take what this island says: .*no position"):
         come()
     b.group.close("it ends")
     for one in (a, c):
         one.answers.put(view_of(a, c))
-    assert [found.result(WAIT_S).circle.members for found in asked] == [("a", "c")] * 2
+    assert [found.result(WAIT_S).session.members for found in asked] == [("a", "c")] * 2
 
 
 # -- the end
@@ -429,7 +429,7 @@ def test_who_comes_when_the_others_have_finished_is_told(start: Open) -> None:
         one.answers.runs = a.answers.runs
     early = start("e")
     early.answers.runs = a.answers.runs
-    a.group.finish(found.circle, done, 9)
+    a.group.finish(found.session, done, 9)
     for one, position in ((b, at(4, "y", run="1")), (c, at(0))):
         one.answers.put(view_of(one))
         with pytest.raises(GroupFinished, match="after step 9, without island") as error:

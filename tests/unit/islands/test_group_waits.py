@@ -78,8 +78,8 @@ def test_a_run_that_cannot_begin_ends_with_why(error: HeteroError) -> None:
 @pytest.mark.parametrize("error", [NetworkError("it is gone"), PeerAwayError("they are late")])
 def test_lighthouse_that_has_answered_is_asked_again(error: HeteroError, logged: list[str]) -> None:
     with group_with(None, error, None) as group:
-        assert group.join(Position()).circle.me == "a"
-        assert group.join(Position()).circle.me == "a"
+        assert group.join(Position()).session.me == "a"
+        assert group.join(Position()).session.me == "a"
     assert any("asking again until it answers" in line for line in logged)
 
 

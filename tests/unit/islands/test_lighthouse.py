@@ -12,7 +12,6 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,10 +54,9 @@ class Islands:
         process: str = "1",
         lively: Callable[[], bool] = lambda: True,
         access: Access = LOOPBACK_ONLY,
-        **more: Any,
     ) -> LighthouseClient:
         member = Member(name, process, f"{name}.invalid:1")
-        client = LighthouseClient(("127.0.0.1", self.port), access, member, lively, **more)
+        client = LighthouseClient(("127.0.0.1", self.port), access, member, lively)
         self._stack.callback(client.close)
         return client
 
@@ -274,7 +272,7 @@ def test_an_island_that_was_started_again_waits_for_its_dead_link(
     monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", replace(quick, heartbeat_s=WAIT_S))
     dead = opened.dial()  # the end of which is not noticed by a broken link
     monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", replace(quick, heartbeat_s=0.4))
-    assert dead.ask(Message(m.Join(Member("a", "1", "x:1"))), WAIT_S) is not None
+    assert dead.ask(Message(m.LighthouseHello(Member("a", "1", "x:1"))), WAIT_S) is not None
     began = time.monotonic()
     assert opened.start("a", "2").next_view(WAIT_S).members[0].process == "2"
     assert time.monotonic() - began < 6.0
@@ -291,7 +289,7 @@ def test_an_island_that_was_started_again_waits_for_its_dead_link(
 def test_what_is_no_island_is_refused(
     opened: Islands, name: str, address: str, problem: str
 ) -> None:
-    answer = opened.dial().ask(Message(m.Join(Member(name, "1", address))), WAIT_S)
+    answer = opened.dial().ask(Message(m.LighthouseHello(Member(name, "1", address))), WAIT_S)
     assert answer is not None
     assert problem in answer.expect(m.Reject).message
     assert not opened.here()
@@ -303,7 +301,7 @@ def test_there_is_room_for_so_many_islands(
     monkeypatch.setattr(module, "_MAX_ISLANDS", 2)
     monkeypatch.setattr(module, "NAMESAKE_S", 0.1)
     meet(opened.start("a"), opened.start("b"))
-    with pytest.raises(ConfigError, match="does not want this island"):
+    with pytest.raises(ConfigError, match="does not want this island: there are 2 islands here"):
         opened.start("c").next_view(WAIT_S)
 
 
@@ -311,7 +309,7 @@ def test_a_message_out_of_order_ends_that_link_alone(opened: Islands) -> None:
     a = opened.start("a")
     for messages in (
         [m.NextView()],
-        [m.Join(Member("b", "1", "x:1")), m.NextView(), m.NextView()],
+        [m.LighthouseHello(Member("b", "1", "x:1")), m.NextView(), m.NextView()],
     ):
         link = opened.dial()
         for body in messages:
@@ -363,7 +361,7 @@ def test_islands_with_wrong_keys_are_told_at_once(keyed_islands: Islands, tmp_pa
         with pytest.raises(IdentityError, match=problem):
             keyed_islands.start(str(island.process), access=island).next_view(WAIT_S)
     with pytest.raises(NetworkError):
-        keyed_islands.start("plain", reach_s=0.5).next_view(WAIT_S)
+        keyed_islands.start("plain").next_view(0.5)
     assert not keyed_islands.here()
 
 
@@ -387,15 +385,16 @@ def test_who_comes_and_goes_is_said(opened: Islands, logged: list[str]) -> None:
 # -- a lighthouse that is not there
 
 
-def nowhere(**more: Any) -> LighthouseClient:
+def nowhere(lively: Callable[[], bool] = lambda: True) -> LighthouseClient:
     with closing(Listener("127.0.0.1", 0)) as listener:
         address = ("127.0.0.1", listener.port)
     member = Member("a", "1", "a.invalid:1")
-    return LighthouseClient(address, LOOPBACK_ONLY, member, **{"lively": lambda: True, **more})
+    return LighthouseClient(address, LOOPBACK_ONLY, member, lively)
 
 
-def test_lighthouse_that_is_not_there_is_said() -> None:
-    with closing(nowhere(reach_s=3.0)) as island:
+def test_lighthouse_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lighthouse_client, "REACH_S", 3.0)
+    with closing(nowhere()) as island:
         with pytest.raises(NetworkError, match="cannot reach the lighthouse at ") as found:
             island.next_view(WAIT_S)
         assert "hetero lighthouse" in str(found.value.hint)
@@ -439,7 +438,7 @@ def test_a_finished_run_is_found_by_other_islands(
     opened: Islands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lighthouse_client, "_DIAL_S", WAIT_S)
-    a, b = opened.start("a"), opened.start("b", lively=lambda: False)
+    a, b = opened.start("a"), opened.start("b")
     assert b.find_finished("run 1", "facts", 0.0) is None
     a.note_finished(DONE)
     assert b.find_finished("run 1", "facts", 0.0) == DONE

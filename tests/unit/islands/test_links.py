@@ -1,4 +1,4 @@
-"""Links of islands over real sockets of the loopback: who is let in, and what a circle hears."""
+"""Links of islands over real sockets of the loopback: who is let in, and what a session hears."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hetero_framework.core.messages import Member, Message
 from hetero_framework.core.tensors import to_wire
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import HeteroError, ProtocolError
-from hetero_framework.islands.links import LEAVES, Circle, IslandLinks, MemberLost
+from hetero_framework.islands.links import LEAVES, IslandLinks, IslandSession, MemberLost
 from hetero_framework.islands.view import View
 from hetero_framework.security.access import LOOPBACK_ONLY
 
@@ -68,82 +68,82 @@ def view_of(*links: IslandLinks) -> View:
     return View.of([one.member for one in links])
 
 
-def meeting(links: IslandLinks, view: View, timeout_s: float = WAIT_S) -> Future[Circle]:
+def meeting(links: IslandLinks, view: View, timeout_s: float = WAIT_S) -> Future[IslandSession]:
     return in_background(lambda: links.meet(view, timeout_s, nothing), "meeting")
 
 
-def together(*links: IslandLinks) -> list[Circle]:
+def together(*links: IslandLinks) -> list[IslandSession]:
     view = view_of(*links)
     return [found.result(WAIT_S) for found in [meeting(one, view) for one in links]]
 
 
-def hear(circle: Circle, name: str, kind: Any = "vote", number: int = 2) -> Any:
-    return circle.hear(number, kind, name, nothing)
+def receive(session: IslandSession, name: str, kind: Any = "vote", number: int = 2) -> Any:
+    return session.receive(number, kind, name, nothing)
 
 
-def lost(circle: Circle) -> MemberLost:
-    """Once the circle is over."""
+def lost(session: IslandSession) -> MemberLost:
+    """Once the session is over."""
     with pytest.raises(MemberLost) as found:
-        circle.hear(99, "vote", circle.others[0], nothing)
+        session.receive(99, "vote", session.others[0], nothing)
     return found.value
 
 
 def test_everybody_hears_what_everybody_says(coast: Coast) -> None:
-    circles = together(*map(coast.open, "bca"))
-    assert {circle.leader for circle in circles} == {"a"}
-    for circle in circles:
-        circle.say(2, "gradients", {circle.me: torch.arange(3)}, {"from": circle.me})
-    for circle in circles:
-        for name in circle.others:
-            said = hear(circle, name, "gradients")
+    sessions = together(*map(coast.open, "bca"))
+    assert {session.leader for session in sessions} == {"a"}
+    for session in sessions:
+        session.send(2, "gradients", {session.me: torch.arange(3)}, {"from": session.me})
+    for session in sessions:
+        for name in session.others:
+            said = receive(session, name, "gradients")
             assert torch.equal(said.tensors[name], torch.arange(3))
             assert said.info == {"from": name}
 
 
 def test_what_is_said_to_some_is_heard_by_them_alone(coast: Coast) -> None:
     a, b, c = together(*map(coast.open, "abc"))
-    a.say(2, "vote", info={"n": 1}, to=["c"])
-    assert hear(c, "a").info == {"n": 1}
-    a.say(3, "vote")
-    hear(b, "a", number=3)  # what came before it over the same link is here, too
-    assert not b.said(2, "vote", "a").is_whole
+    a.send(2, "vote", info={"n": 1}, to=["c"])
+    assert receive(c, "a").info == {"n": 1}
+    a.send(3, "vote")
+    receive(b, "a", number=3)  # what came before it over the same link is here, too
+    assert not b.received(2, "vote", "a").is_whole
 
 
 def test_parts_of_one_exchange_add_up_and_early_ones_wait(coast: Coast) -> None:
     a, b = together(*map(coast.open, "ab"))
-    a.say(3, "losses", {"x": torch.ones(1)})
-    a.say(2, "gradients", {"x": torch.ones(2)}, last=False)
-    a.say(2, "gradients", {"y": torch.ones(3)}, {"n": 1})
-    said = hear(b, "a", "gradients")
+    a.send(3, "losses", {"x": torch.ones(1)})
+    a.send(2, "gradients", {"x": torch.ones(2)}, last=False)
+    a.send(2, "gradients", {"y": torch.ones(3)}, {"n": 1})
+    said = receive(b, "a", "gradients")
     assert {name: t.numel() for name, t in said.tensors.items()} == {"x": 2, "y": 3}
     b.forget(2)
-    assert hear(b, "a", "losses", 3).tensors["x"].numel() == 1
+    assert receive(b, "a", "losses", 3).tensors["x"].numel() == 1
 
 
 def test_an_exchange_that_nobody_can_be_in_yet_ends_the_circle(coast: Coast) -> None:
     """Else a member could fill the memory of the others with exchanges to come."""
     a, b = together(*map(coast.open, "ab"))
-    a.say(4, "losses", {"x": torch.ones(1)})
+    a.send(4, "losses", {"x": torch.ones(1)})
     with pytest.raises(MemberLost, match="island a"):
-        hear(b, "a", "losses", 4)
-    assert not b._said[4, "losses", "a"].tensors
+        receive(b, "a", "losses", 4)
+    assert not b._received[4, "losses", "a"].tensors
 
 
 def test_what_comes_late_is_dropped(coast: Coast) -> None:
     a, b = together(*map(coast.open, "ab"))
     b.forget(2)
-    a.say(2, "gradients", {"x": torch.ones(1)})
-    a.say(3, "vote")
-    hear(b, "a", number=3)
-    assert not b.said(2, "gradients", "a").is_whole
-    assert not any(number <= 2 for number, _, _ in b._said)
+    a.send(2, "gradients", {"x": torch.ones(1)})
+    a.send(3, "vote")
+    receive(b, "a", number=3)
+    assert not b.received(2, "gradients", "a").is_whole
+    assert not any(number <= 2 for number, _, _ in b._received)
 
 
 def test_large_tensors_come_in_parts_and_whole(coast: Coast) -> None:
     a, b = together(*map(coast.open, "ab"))
     large = {f"t{k}": torch.full((1 << 22,), float(k)) for k in range(5)}  # 16 MiB each
-    a.say(2, "state", large, {"position": 3})
-    said = hear(b, "a", "state")
+    a.send(2, "state", large, {"position": 3})
+    said = receive(b, "a", "state")
     assert said.info == {"position": 3}
     assert all(torch.equal(said.tensors[name], tensor) for name, tensor in large.items())
 
@@ -154,11 +154,11 @@ def test_who_is_gone_is_lost_to_all_at_once(coast: Coast) -> None:
     waiting = [in_background(lambda one=one: lost(one), "waiting") for one in (a, c)]
     links[1].part("it goes")
     assert [found.result(WAIT_S).name for found in waiting] == ["b", "b"]
-    for circle in (a, b, c):
+    for session in (a, b, c):
         for tried in (
-            lambda circle=circle: circle.say(3, "vote"),
-            lambda circle=circle: circle.said(3, "vote", circle.others[0]),
-            circle.check,
+            lambda session=session: session.send(3, "vote"),
+            lambda session=session: session.received(3, "vote", session.others[0]),
+            session.check,
         ):
             with pytest.raises(MemberLost):
                 tried()
@@ -183,12 +183,12 @@ def test_what_was_said_before_a_member_left_counts(coast: Coast) -> None:
     """The leader decides on the last step, and its run is over."""
     links = coast.open("a"), coast.open("b")
     a, b = together(*links)
-    a.say(2, "decision", info={"commit": True})
+    a.send(2, "decision", info={"commit": True})
     links[0].part("its training is done")
     lost(b)
-    assert hear(b, "a", "decision").info == {"commit": True}
+    assert receive(b, "a", "decision").info == {"commit": True}
     with pytest.raises(MemberLost):
-        hear(b, "a", "decision", 3)
+        receive(b, "a", "decision", 3)
 
 
 def test_a_decision_reaches_each_one_that_is_there(coast: Coast) -> None:
@@ -196,10 +196,10 @@ def test_a_decision_reaches_each_one_that_is_there(coast: Coast) -> None:
     b.close("it is gone")
     lost(a)
     for name in ("b", "c"):
-        a.tell(name, 2, "decision", info={"commit": True})
+        a.try_send(name, 2, "decision", info={"commit": True})
     while True:  # until it is here; that b has left is known before
         with suppress(MemberLost):
-            assert hear(c, "a", "decision").info == {"commit": True}
+            assert receive(c, "a", "decision").info == {"commit": True}
             break
         c.wait_for_more(0.01)
 
@@ -214,17 +214,17 @@ def test_who_is_refused_learns_why_and_the_others_lose_it(coast: Coast) -> None:
     with pytest.raises(MemberLost, match="island b: island b says 3"):
         judge()
     with pytest.raises(ProtocolError) as error:
-        hear(b, "a")
+        receive(b, "a")
     assert error.value.message == ("island a does not take what this island says: island b says 3")
     assert error.value.hint == "use one version"
     b.close("it ends")
     assert lost(c).name == "b"
 
 
-def heard_wrong(circle: Circle) -> None:
+def heard_wrong(session: IslandSession) -> None:
     """Once this island has been told."""
-    while circle.wrong is None:
-        circle.wait_for_more(0.01)
+    while session.wrong is None:
+        session.wait_for_more(0.01)
 
 
 def test_who_is_refused_after_its_circle_has_ended_learns_it_at_the_next_meeting(
@@ -250,7 +250,7 @@ def test_who_has_not_heard_that_it_is_refused_is_told_at_the_next_meeting(coast:
     told = meeting(links[0], view_of(*links))
 
     def meet_and_hear() -> None:
-        hear(links[1].meet(view_of(*links), WAIT_S, nothing), "a")
+        receive(links[1].meet(view_of(*links), WAIT_S, nothing), "a")
 
     with pytest.raises(ProtocolError, match=r"island a does not take .*: island b says 3"):
         meet_and_hear()
@@ -272,7 +272,7 @@ def test_nobody_leaves_before_all_have_come_to_the_end(coast: Coast) -> None:
 
 def test_who_is_lost_at_the_end_before_it_came_there_is_missed(coast: Coast) -> None:
     a, b, c = together(*map(coast.open, "abc"))
-    b.say(2, "vote")
+    b.send(2, "vote")
     parting = in_background(lambda: a.part_together(2, nothing), "end")
     assert not wait_for([parting], 0.2)
     b.close("it is done")
@@ -296,7 +296,7 @@ def test_check_ends_the_waiting(coast: Coast) -> None:
 
     a, _ = together(*map(coast.open, "ab"))
     with pytest.raises(Enough):
-        a.hear(2, "vote", "b", enough)
+        a.receive(2, "vote", "b", enough)
     with pytest.raises(Enough):
         coast.open("c").meet(View.of([Member("c", "1", "x"), *a.view.members]), WAIT_S, enough)
 
@@ -304,12 +304,12 @@ def test_check_ends_the_waiting(coast: Coast) -> None:
 def test_the_same_members_meet_again_over_new_links(coast: Coast) -> None:
     links = list(map(coast.open, "abc"))
     old = together(*links)
-    old[0].say(2, "vote", info={"of": "the old circle"})
+    old[0].send(2, "vote", info={"of": "the old session"})
     new = together(*links)
-    assert all(circle.is_over for circle in old)
-    new[1].say(2, "vote")
-    hear(new[2], "b")
-    assert not new[2].said(2, "vote", "a").is_whole
+    assert all(session.is_over for session in old)
+    new[1].send(2, "vote")
+    receive(new[2], "b")
+    assert not new[2].received(2, "vote", "a").is_whole
 
 
 def test_who_comes_before_the_view_is_known_waits_and_is_welcome(coast: Coast) -> None:
@@ -317,20 +317,20 @@ def test_who_comes_before_the_view_is_known_waits_and_is_welcome(coast: Coast) -
     view = view_of(a, b)
     early = meeting(b, view)
     assert not wait_for([early], 0.3)
-    circle = a.meet(view, WAIT_S, nothing)
-    early.result(WAIT_S).say(2, "vote")
-    hear(circle, "b")
+    session = a.meet(view, WAIT_S, nothing)
+    early.result(WAIT_S).send(2, "vote")
+    receive(session, "b")
 
 
 def test_nothing_is_said_before_the_welcome(coast: Coast) -> None:
     """A member says its position as soon as it has all links; thirty times, as this is a race."""
     a, b = coast.open("a"), coast.open("b")
     for _ in range(30):
-        circles = together(a, b)
-        for circle in circles:
-            circle.say(0, "position", info={"step": 1})
-        for circle in circles:
-            hear(circle, circle.others[0], "position", 0)
+        sessions = together(a, b)
+        for session in sessions:
+            session.send(0, "position", info={"step": 1})
+        for session in sessions:
+            receive(session, session.others[0], "position", 0)
 
 
 def test_another_view_ends_the_meeting(coast: Coast) -> None:
@@ -340,8 +340,8 @@ def test_another_view_ends_the_meeting(coast: Coast) -> None:
     other = meeting(b, view_of(a, b))
     with pytest.raises(MemberLost, match="it knows of other members"):
         waiting.result(WAIT_S)
-    circle = a.meet(view_of(a, b), WAIT_S, nothing)
-    assert circle.members == other.result(WAIT_S).members == ("a", "b")
+    session = a.meet(view_of(a, b), WAIT_S, nothing)
+    assert session.members == other.result(WAIT_S).members == ("a", "b")
 
 
 def test_another_process_of_an_island_is_refused(coast: Coast) -> None:
@@ -404,7 +404,7 @@ class Stranger:
         self.connection.close(0)
 
 
-def admitted(a: IslandLinks, name: str = "b") -> tuple[Stranger, Future[Circle]]:
+def admitted(a: IslandLinks, name: str = "b") -> tuple[Stranger, Future[IslandSession]]:
     """Somebody who has been welcomed by `a` as island `name`."""
     view = View.of([a.member, Member(name, "1", "127.0.0.1:1")])
     waiting = meeting(a, view)
@@ -466,5 +466,5 @@ def test_a_share_right_behind_the_greeting_is_heard_or_ends_that_link_alone(coas
             connection.link.send(raw_share())
     with suppress(MemberLost):
         a.meet(view, 0.5, nothing)
-    circle, _ = together(a, b)
-    circle.check()
+    session, _ = together(a, b)
+    session.check()

@@ -13,7 +13,7 @@ from hetero_framework.islands.links import MemberLost
 from hetero_framework.trainer.outer_rounds import _decided, _refuse_other_weights
 
 
-class Circle:
+class IslandSession:
     """As the one who counts votes sees it."""
 
     def __init__(self, me: str = "a") -> None:
@@ -29,12 +29,12 @@ class Circle:
 
 
 def refuse(hashes: Mapping[str, Any], me: str = "a") -> list[str]:
-    circle = Circle(me)
+    session = IslandSession(me)
     try:
-        _refuse_other_weights(circle, hashes)  # type: ignore[arg-type]
+        _refuse_other_weights(session, hashes)  # type: ignore[arg-type]
     except MemberLost:
-        assert circle.refused
-    return circle.refused
+        assert session.refused
+    return session.refused
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ RIGHT: dict[str, Any] = {"steps": {"a": [[4, 6]], "b": []}, "seconds": {"a": 1, 
 
 
 def test_a_decision_says_which_steps_count() -> None:
-    steps, seconds = _decided(RIGHT, Ledger(((0, 4),)), Circle())  # type: ignore[arg-type]
+    steps, seconds = _decided(RIGHT, Ledger(((0, 4),)), IslandSession())  # type: ignore[arg-type]
     assert steps == {"a": ((4, 6),), "b": ()}
     assert seconds == {"a": 1.0, "b": 0.5}
 
@@ -76,4 +76,4 @@ def test_a_decision_says_which_steps_count() -> None:
 )  # fmt: skip
 def test_what_is_no_decision_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="island a sends no decision"):
-        _decided({**RIGHT, **change}, Ledger(((0, 4),)), Circle())  # type: ignore[arg-type]
+        _decided({**RIGHT, **change}, Ledger(((0, 4),)), IslandSession())  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The gradients of one step, summed over all islands: the same bits on each, under any plan.
 
-Every island sends all of its own to every other, and adds what it has in the order of the names, in
-float32 or wider; nothing depends on what arrived first.
+Every island sends its gradients to every other one, and adds all of them in the order of the names,
+in float32 or wider. The order of arrival does not matter.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from hetero_framework.core import failpoints
 from hetero_framework.engine.stage_api import GradientPart, Tensors
 from hetero_framework.errors import ProtocolError
-from hetero_framework.islands.links import SAME_VERSION, Check, Circle
+from hetero_framework.islands.links import SAME_VERSION, Check, IslandSession
 
 
 class SummedGradients:
-    """A `GradientSum` of exchange `number` of a circle. Raises MemberLost, also for a member whose
+    """A `GradientSum` of exchange `number` of a session. Raises MemberLost, also for a member whose
     gradients have another shape than here. A step that is begun again gives the same once more, of
     which nothing is sent twice."""
 
-    def __init__(self, circle: Circle, number: int) -> None:
-        self._circle = circle
+    def __init__(self, session: IslandSession, number: int) -> None:
+        self._session = session
         self._number = number
         self._own: Tensors = {}
         self._ended = False
@@ -38,21 +38,21 @@ class SummedGradients:
         self._own.update(new)
         failpoints.hit("island-gradients")
         if new:
-            self._circle.say(self._number, "gradients", new, last=False)
+            self._session.send(self._number, "gradients", new, last=False)
 
     def end(self) -> None:
         if not self._ended:
             self._ended = True
-            self._circle.say(self._number, "gradients")
+            self._session.send(self._number, "gradients")
 
     def sums(self, names: Sequence[str]) -> Tensors | None:
         parts: list[tuple[str, Tensors, bool]] = []
-        for member in self._circle.members:
-            if member == self._circle.me:
+        for member in self._session.members:
+            if member == self._session.me:
                 parts.append((member, self._own, True))
             else:
-                said = self._circle.said(self._number, "gradients", member)
-                parts.append((member, said.tensors, said.is_whole))
+                received = self._session.received(self._number, "gradients", member)
+                parts.append((member, received.tensors, received.is_whole))
         found: Tensors = {}
         for name in names:
             if not all(whole or name in tensors for _, tensors, whole in parts):
@@ -65,26 +65,26 @@ class SummedGradients:
     def losses(self, own: Sequence[float], check: Check) -> list[float]:
         """Those of all islands' micro-batches."""
         values = torch.tensor(list(own), dtype=torch.float64)
-        self._circle.say(self._number, "losses", {"losses": values})
+        self._session.send(self._number, "losses", {"losses": values})
         found = list(own)
-        for name in self._circle.others:
-            said = self._circle.hear(self._number, "losses", name, check).tensors
-            with self._circle.judging(name):
-                if said.keys() != {"losses"} or said["losses"].dtype != torch.float64:
+        for name in self._session.others:
+            received = self._session.receive(self._number, "losses", name, check).tensors
+            with self._session.judging(name):
+                if received.keys() != {"losses"} or received["losses"].dtype != torch.float64:
                     raise ProtocolError(f"island {name} sends no losses")
-            found += said["losses"].flatten().tolist()
+            found += received["losses"].flatten().tolist()
         return found
 
     def _sum(self, name: str, shares: Sequence[tuple[str, Tensor]]) -> Tensor:
-        """In the order of the members. What most have is right, of equally many the first by name:
-        so all blame the same. Raises ProtocolError where that is this island."""
+        """In the order of the members. The shape that most have is right, of equally many the
+        first by name, so all blame the same member. Raises ProtocolError for this island."""
         kinds = {member: (tensor.shape, tensor.dtype) for member, tensor in shares}
         [(right, _)] = Counter(kinds.values()).most_common(1)
         for member in [member for member, kind in kinds.items() if kind != right]:
             wrong = f"island {member} sends a gradient of {name} of another shape or type"
-            if member == self._circle.me:
+            if member == self._session.me:
                 raise ProtocolError(f"{wrong} than the others", hint=SAME_VERSION)
-            with self._circle.judging(member):
+            with self._session.judging(member):
                 raise ProtocolError(wrong)
         (_, first), *rest = shares
         total = first if not rest else first.to(_wide(first))

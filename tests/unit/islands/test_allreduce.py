@@ -11,29 +11,29 @@ from torch import Tensor
 
 from hetero_framework.engine.stage_api import GradientPart, StatePart, Tensors
 from hetero_framework.errors import ProtocolError
-from hetero_framework.islands.links import MemberLost, Said
-from hetero_framework.islands.sums import SummedGradients
+from hetero_framework.islands.allreduce import SummedGradients
+from hetero_framework.islands.links import MemberLost, Received
 
 NUMBER = 5
 
 
 class Beach:
-    """What all islands of a circle have said, in place of links."""
+    """What all islands of a session have said, in place of links."""
 
     def __init__(self, members: str) -> None:
         self.members = tuple(members)
-        self.said: dict[tuple[str, str], Said] = {}
+        self.said: dict[tuple[str, str], Received] = {}
         self.sent = 0
 
 
 class Side:
-    """One island's circle on it."""
+    """One island's session on it."""
 
     def __init__(self, beach: Beach, me: str) -> None:
         self._beach, self.me, self.members = beach, me, beach.members
         self.others = tuple(name for name in self.members if name != me)
 
-    def say(
+    def send(
         self,
         number: int,
         kind: str,
@@ -42,16 +42,16 @@ class Side:
         last: bool = True,
     ) -> None:
         assert number == NUMBER
-        found = self._beach.said.setdefault((self.me, kind), Said())
+        found = self._beach.said.setdefault((self.me, kind), Received())
         found.tensors.update(tensors or {})
         found.is_whole = last
         self._beach.sent += len(tensors or {})
 
-    def said(self, number: int, kind: str, name: str) -> Said:
-        return self._beach.said.get((name, kind), Said())
+    def received(self, number: int, kind: str, name: str) -> Received:
+        return self._beach.said.get((name, kind), Received())
 
-    def hear(self, number: int, kind: str, name: str, check: object) -> Said:
-        return self.said(number, kind, name)
+    def receive(self, number: int, kind: str, name: str, check: object) -> Received:
+        return self.received(number, kind, name)
 
     @contextmanager
     def judging(self, name: str) -> Iterator[None]:
@@ -180,7 +180,7 @@ def test_losses_are_those_of_all_islands() -> None:
     beach, islands = sums_on("ab")
     for name, own in (("a", [0.5]), ("b", [0.25, 1 / 3])):
         values = torch.tensor(own, dtype=torch.float64)
-        Side(beach, name).say(NUMBER, "losses", {"losses": values})
+        Side(beach, name).send(NUMBER, "losses", {"losses": values})
     assert sorted(islands["b"].losses([0.25, 1 / 3], lambda: None)) == [0.25, 1 / 3, 0.5]
 
 
@@ -189,6 +189,6 @@ def test_losses_are_those_of_all_islands() -> None:
 )
 def test_what_are_no_losses_is_refused(said: Tensors) -> None:
     beach, islands = sums_on("ab")
-    Side(beach, "b").say(NUMBER, "losses", said)
+    Side(beach, "b").send(NUMBER, "losses", said)
     with pytest.raises(MemberLost, match="island b sends no losses"):
         islands["a"].losses([1.0], lambda: None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero_framework.islands.waiting import for_others
+from hetero_framework.islands.wait_times import for_others
 
 
 def test_all_wait_for_the_last_one_and_that_one_for_nobody() -> None:
