@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +116,12 @@ def test_no_modules_import_each_other() -> None:
     arrows = {name: set(imports(tree)) & trees.keys() for name, tree in trees.items()}
     assert circles(arrows) == set()
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {frozenset("bc")}
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    nodes = [node for file in MODULES for node in ast.walk(parsed(file))]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def of_planner(file: Path) -> set[str]:
