@@ -26,7 +26,7 @@ class Incoming:
         self.handshake_deadline: float | None = time.monotonic() + handshake_s
         self._handshake_s = handshake_s
         self._stream = stream
-        self._name = name
+        self.name = name
         self._silence_s = silence_s
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))  # received but not read yet
         self._ahead_from = self._ahead_to = 0
@@ -69,16 +69,16 @@ class Incoming:
                 return 0
             if count == 0:
                 where = "" if at_start else " in the middle of a message"
-                raise PeerLostError(f"{self._name} closed the connection{where}")
+                raise PeerLostError(f"{self.name} closed the connection{where}")
             if self.handshake_deadline is not None and now > self.handshake_deadline:
                 raise PeerLostError(
-                    f"{self._name} did not complete the handshake in {self._handshake_s:g} s"
+                    f"{self.name} did not complete the handshake in {self._handshake_s:g} s"
                 )
             if count is not None:
                 return count
             if now - since > self._silence_s:
                 self._stream.abandon()
                 raise PeerSilentError(
-                    f"{self._name} has been silent for {now - since:.0f} s",
+                    f"{self.name} has been silent for {now - since:.0f} s",
                     hint="check that the machine is awake and its network is connected",
                 )

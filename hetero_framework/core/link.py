@@ -104,7 +104,6 @@ class Link:
         bandwidth: BandwidthScheduler | None = None,
         stats: LinkStats | None = None,
     ) -> None:
-        self.name = name
         self.max_frame_bytes = max_frame_bytes
         self.max_header_bytes = frames.MAX_LONG_HEADER_BYTES
         self.stats = stats or LinkStats()
@@ -158,6 +157,15 @@ class Link:
             raise NetworkError(f"{self.name}: no thread for the link: {error}") from error
 
     # ---- for the owner
+
+    @property
+    def name(self) -> str:
+        """What errors call the peer."""
+        return self._incoming.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._incoming.name = name
 
     @property
     def clock(self) -> Clock:

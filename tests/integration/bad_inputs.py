@@ -437,11 +437,11 @@ ROWS = [
     ),
     row(
         "83-pickle",
-        r"model\.safetensors is no .*pickled data",
+        r"model\.safetensors is not .*pickled data",
         **weights(lambda b: b"\x80\x04" + b),
     ),
     row(
-        "83-zip", r"model\.safetensors is no .*zip archive", **weights(lambda b: b"PK\x03\x04" + b)
+        "83-zip", r"model\.safetensors is not .*zip archive", **weights(lambda b: b"PK\x03\x04" + b)
     ),
     row(
         "84",

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from hetero_framework.cluster.direct_links import DirectLinks
 from hetero_framework.cluster.worker import serve
-from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import messages as m
 from hetero_framework.core.frames import WireTensor
@@ -129,7 +129,7 @@ def test_an_unreachable_worker_is_relayed_to_with_auto_and_refused_with_direct(
     """The coordinator reaches worker 2 at its port; to worker 1 it names one where nobody is."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = closed.getsockname()[1]
-    real = WorkerLinks._order_dials
+    real = DirectLinks._order
 
     def elsewhere(self, pairs, timeout_s):
         kept, self._workers = (
@@ -144,7 +144,7 @@ def test_an_unreachable_worker_is_relayed_to_with_auto_and_refused_with_direct(
         finally:
             self._workers = kept
 
-    monkeypatch.setattr(WorkerLinks, "_order_dials", elsewhere)
+    monkeypatch.setattr(DirectLinks, "_order", elsewhere)
     notes = run("auto", [2, 4])
     (line,) = [line for line in notes.lines if "go through the coordinator" in line]
     assert "worker 1 cannot reach worker 2" in line

@@ -660,6 +660,13 @@ def test_close_drains_and_ends_both_sides(stack: ExitStack) -> None:
     a.link.close()
 
 
+def test_a_link_is_called_in_errors_what_its_peer_says_it_is(stack: ExitStack) -> None:
+    near, far = pair(stack)
+    far.link.name = "worker 2"  # as its greeting tells
+    near.link.close()
+    assert str(far.reason()) == "worker 2 closed the connection"
+
+
 def test_link_closes_the_socket_that_it_was_given(stack: ExitStack) -> None:
     near, far = sockets(stack)
     a, b = end(stack, near), end(stack, far)
