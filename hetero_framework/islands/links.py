@@ -224,7 +224,7 @@ class IslandSession:
 
     def bytes_moved(self) -> tuple[int, int]:
         """Bytes that have come in and gone out over the links."""
-        links = [link.link.stats for link in self._links.values()]
+        links = [link.link.stats for link in list(self._links.values())]
         return sum(s.bytes_in for s in links), sum(s.bytes_out for s in links)
 
     # -- from the links -------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class IslandSession:
     def close(self, reason: str) -> None:
         """Leave: the others notice at once."""
         self.lose(self.me, reason)
-        for link in self._links.values():
+        for link in list(self._links.values()):
             with suppress(HeteroError):
                 link.send(Message(m.Bye(reason)))
             link.close(drain_s=timeouts.DRAIN_S if reason else 0)

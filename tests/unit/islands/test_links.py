@@ -468,3 +468,19 @@ def test_a_share_right_behind_the_greeting_is_heard_or_ends_that_link_alone(coas
         a.meet(view, 0.5, nothing)
     session, _ = together(a, b)
     session.check()
+
+
+def test_a_link_that_comes_up_while_a_session_ends_is_no_error(
+    coast: Coast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = together(*map(coast.open, "ab"))
+    link = a._links["b"]
+    send = link.send
+
+    def sends(message: Message) -> None:
+        a.add("c", link)  # by the thread that dials
+        send(message)
+
+    monkeypatch.setattr(link, "send", sends)
+    a.close("it ends")
+    assert lost(b).name == "a"
