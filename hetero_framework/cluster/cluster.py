@@ -56,7 +56,6 @@ from hetero_framework.repository import resolve_model_path
 from hetero_framework.security.access import Access, access_of
 
 _log = logging.getLogger(__name__)
-_TELL_LOADING_S = 60.0
 _LOADED_BEFORE = (WorkerState.READY, WorkerState.LEAVING, WorkerState.LOST, WorkerState.JOINING)
 """States of workers that load the stages of the next plan, whatever it gives them."""
 T = TypeVar("T")
@@ -331,7 +330,7 @@ class Cluster:
                     hint="look at its screen or log: a download may hang; "
                     "training.load_timeout_s sets this limit",
                 )
-            elif now - told > _TELL_LOADING_S:
+            elif now - told > timeouts.TELL_LOADING_S:
                 told = now
                 _log.info("still loading: worker %s", ", ".join(waiting))
         return deadline

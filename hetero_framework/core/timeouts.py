@@ -80,6 +80,9 @@ KEYS_S = 20.0
 FILE_BUSY_S = 5.0
 """Windows: how long another program may hold a file open that is to be renamed."""
 
+TELL_LOADING_S = 60.0
+"""How often a run names the workers that still load."""
+
 ISLAND_S = 3600.0
 """Deadline for another island where all of a group wait for each other. An island that stalls
 leaves by itself long before."""

@@ -74,7 +74,7 @@ def test_what_is_left_at_the_end_is_dealt_in_proportion() -> None:
 def test_a_step_is_not_committed_twice() -> None:
     with pytest.raises(ValueError, match="step 3 was committed before"):
         Ledger(((0, 5),)).commit([(3, 6)])
-    with pytest.raises(ValueError, match="no range"):
+    with pytest.raises(ValueError, match="not a range of steps"):
         Ledger().commit([(3, 3)])
 
 
