@@ -106,7 +106,7 @@ def test_token_is_read_as_it_is_printed() -> None:
 
 @pytest.mark.parametrize("text", ["", "HT1-a-b", "HT1", "HT2" + "-aa" * 2, "é", "HT1-\n-\n"])
 def test_other_texts_are_no_token(text: str) -> None:
-    with pytest.raises(IdentityError, match="no token"):
+    with pytest.raises(IdentityError, match="not a token"):
         Token.parse(text)
 
 
