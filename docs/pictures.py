@@ -123,7 +123,7 @@ def _read(terminal: int) -> str:
 
 
 def screen(written: str) -> str:
-    """What a terminal shows of `written`: text, colours, and rich's ways to draw a table anew."""
+    """The screen of a terminal after `written`: text with colours, and tables that rich redraws."""
     rows, row = [""], 0
     for part in re.split(r"(\x1b\[[?\d;]*[A-Za-z]|\r|\n)", written):
         if part == "\n":

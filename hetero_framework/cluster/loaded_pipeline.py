@@ -60,7 +60,7 @@ class _CoordinatorSink:
 
 
 class LoadedStages:
-    """What the stages of a plan reported when they were loaded, checked as one model."""
+    """The reports of a plan's loaded stages, checked as those of one model."""
 
     def __init__(self, config: Config, expected: Future[fingerprint.Fingerprint | None]) -> None:
         """`expected` is the fingerprint of the model's files on this machine."""

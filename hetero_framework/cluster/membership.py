@@ -52,7 +52,7 @@ class Event(Enum):
 
 
 class Action(Enum):
-    """What the coordinator does about it."""
+    """The coordinator's answer to an event."""
 
     DIAL = "open its link again; FRESH, BACK or GONE follows"
     SET_UP = "send it the plan"

@@ -201,7 +201,11 @@ class Lighthouse:
         """Until the island has a view, or has left."""
         self._closed.wait(self._since + SETTLE_S - time.monotonic())
         while (asked := self._renewed(island, asked)) is not None:
-            self._answer(self._quorums.ask(island.id, asked, _ASK_S) or {})
+            quorum = self._quorums.ask(island.id, asked, _ASK_S)
+            if quorum is not None:
+                self._answer(quorum)
+            elif self._closed.wait(_BEAT_S):  # a broken torchft fails at once
+                return
 
     def _renewed(self, island: _Island, number: int | None) -> int | None:
         """The number of the question that takes the place of this one; None when that has been

@@ -1,4 +1,4 @@
-"""What a machine remembers of a measurement, and what makes it measure anew."""
+"""A machine remembers its measurements, and measures anew when something changed."""
 
 from __future__ import annotations
 

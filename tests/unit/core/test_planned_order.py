@@ -38,7 +38,7 @@ def test_order_says_where_the_next_one_of_a_lane_stands() -> None:
 
 
 def test_order_counts_by_micro_batch() -> None:
-    """What is told twice, or only of a later one, is right."""
+    """Frames that are reported twice, or out of order, leave the order right."""
     order = PlannedOrder([A, A, B, A])
     order.went(A, 1)
     order.went(A, 0)
