@@ -237,7 +237,6 @@ class Cluster:
         self._current = LoadedPipeline(
             config,
             self._peers,
-            self.members,
             loaded,
             local,
             self.device,

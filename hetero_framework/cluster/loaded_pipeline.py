@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hetero_framework.cluster.membership import Membership
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device
@@ -117,7 +116,6 @@ class LoadedPipeline:
         self,
         config: Config,
         links: WorkerLinks,
-        members: Membership,
         loaded: LoadedStages,
         local: Sequence[StageInterface],
         device: Device,
@@ -171,7 +169,7 @@ class LoadedPipeline:
             step_timeout_s=config.training.step_timeout_s,
             trained=trained,
             ties=ties,
-            has_stages=members.has_stages,
+            has_stages=links.members.has_stages,
         )
 
     @property

@@ -453,7 +453,7 @@ class SummedSteps(ReplicaGroup):
 
 
 class _Timed(SummedGradients):
-    """Knows when this island's own gradients were all there."""
+    """Records when local gradients were complete."""
 
     def __init__(self, session: IslandSession, number: int) -> None:
         super().__init__(session, number)
