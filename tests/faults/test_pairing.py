@@ -75,7 +75,7 @@ def ended(process: subprocess.Popen[str], deadline: float) -> tuple[int, str]:
 def test_the_commands_are_those_of_the_readme() -> None:
     text = README.read_text(encoding="utf-8")
     for command in (
-        "hetero invite 1 --config cluster.json",
+        "hetero invite 1 2 --config cluster.json",
         "hetero join 192.168.1.10:9998 HT1-... --config cluster.json",
         "hetero train --config cluster.json",
         "--worker laptop:-",
