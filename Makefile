@@ -6,6 +6,7 @@
 # make faults  what breaks, with its figures
 # make long    all other tests that take longer, and where torchft is more of those of islands
 # make islands real islands with torchft's lighthouse: kills at every point (Linux x86-64)
+# make emulated  the CUDA code on an emulated device (Linux, a C++ compiler)
 # make bench   the benchmarks, 10 minutes; results under benchmarks/results
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 endif
 STAMP := $(VENV)/.hetero-setup
 
-.PHONY: setup demo demo-islands test lint lines faults long islands bench clean
+.PHONY: setup demo demo-islands test lint lines faults long islands emulated bench clean
 
 setup: $(STAMP)
 
@@ -65,6 +66,9 @@ long: setup
 
 islands: $(ISLANDS)
 	$(BIN)/python -m pytest -m "islands and not long" $(PYTEST_ARGS)
+
+emulated: setup
+	$(BIN)/python -m pytest -m "emulated or not emulated" tests/unit/test_emulated_device.py $(PYTEST_ARGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks.suite

@@ -1,0 +1,218 @@
+"""Mistakes of stream order, planted one at a time in the package, and programs that see them.
+
+    python -m tests.emulated_device.mutations       # in a process with the emulated device
+
+Prints one JSON object for each mistake and seed: its name, and how many tensors were wrong. The
+name "none" is the package as it is. A seed is a new `Device`, whose streams are delayed otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu_checks import mixed_up
+from hetero_framework.config import WireConfig
+from hetero_framework.core import devices
+from hetero_framework.core.devices import Device, HostTensor
+from hetero_framework.core.messages import Forward, Message
+from hetero_framework.core.tensors import from_wire
+from hetero_framework.engine import boundary_io
+from hetero_framework.engine.expectation import Expectation
+
+SEEDS = (0, 1, 2)
+_ROUNDS = 12
+_ELEMENTS = 4096
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` in the source of `module` becomes `new`."""
+
+    name: str
+    module: types.ModuleType
+    old: str
+    new: str
+
+
+MUTATIONS = (
+    Mutation(
+        "a copy out does not wait for the computing",
+        devices,
+        "            stream.wait_event(event.native)\n",
+        "",
+    ),
+    Mutation(
+        "a copy out is read before it is complete",
+        devices,
+        "is not needed.\n        copied.synchronize()\n",
+        "is not needed.\n",
+    ),
+    Mutation(
+        "a buffer is given back before it is read",
+        devices,
+        "                copies.append((host, release))\n",
+        "                release()\n                copies.append((host, _nothing))\n",
+    ),
+    Mutation(
+        "the allocator is not told who uses an arrival",
+        devices,
+        "            tensor.record_stream(computing)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "an arrival is handed on before it is there",
+        devices,
+        "        copied.synchronize()\n        return there\n",
+        "        return there\n",
+    ),
+    Mutation(
+        "an arrival is copied into memory that queued work still uses",
+        devices,
+        "there = [tensor.to(self.torch_device, non_blocking=True) for tensor in tensors]\n",
+        "there = []\n"
+        "            for tensor in tensors:\n"
+        "                with self._namespace.stream(computing):\n"
+        "                    there.append(torch.empty_like(tensor, device=self.torch_device))\n"
+        "                there[-1].copy_(tensor, non_blocking=True)\n",
+    ),
+    Mutation(
+        "an event is recorded on another stream",
+        devices,
+        "native.record(self._namespace.current_stream(self.torch_device))",
+        'native.record(self._side_stream("out"))',
+    ),
+    Mutation(
+        "an event is recorded before the last operation",
+        devices,
+        "        tensor = tensor.detach().contiguous()\n"
+        "        event = self._device.record_event(tensor)\n",
+        "        event = self._device.record_event(tensor)\n"
+        "        tensor = tensor.detach().contiguous()\n",
+    ),
+    Mutation(
+        "the host reads a tensor without waiting",
+        devices,
+        'return tensor.detach().to("cpu")',
+        'return tensor.detach().to("cpu", non_blocking=True)',
+    ),
+    Mutation(
+        "a tensor is sent before it is encoded",
+        boundary_io,
+        "            parts = _encoded(tensors, codecs) if here else list(tensors)\n"
+        "            later = [None] * len(parts) if here else codecs\n"
+        "            event = self._device.record_event(*parts)\n",
+        "            event = self._device.record_event(*tensors)\n"
+        "            parts = _encoded(tensors, codecs) if here else list(tensors)\n"
+        "            later = [None] * len(parts) if here else codecs\n",
+    ),
+)
+
+
+def arrivals_and_results(device: Device) -> int:
+    """One thread receives, one computes, one sends."""
+    return mixed_up(device, 4 * _ROUNDS, _ELEMENTS, width=64)
+
+
+def kept_copies(device: Device) -> int:
+    """Several copies out, each valid until it is given back."""
+    pool, wrong = device.buffers(), 0
+    for step in range(_ROUNDS):
+        copies: list[tuple[int, HostTensor]] = []
+        for k in range(4):
+            tensor = torch.full((_ELEMENTS,), float(k), device=device.torch_device) + step
+            event = device.record_event(tensor)
+            copies.append((k, device.copy_out(tensor, event, pool)))
+        for k, (host, release) in copies:
+            wrong += not torch.equal(host, torch.full_like(host, float(k + step)))
+            release()
+    return wrong
+
+
+def host_copies(device: Device) -> int:
+    """Tensors whose layout has to be changed, in memory that is kept, and plain ones."""
+    kept, wrong = devices.HostCopy(device), 0
+    for step in range(_ROUNDS):
+        rows = torch.arange(64.0) + step
+        tensor = (torch.arange(64.0, device=device.torch_device) + step).expand(32, 64).t()
+        wrong += not torch.equal(kept.of(tensor), rows.expand(32, 64).t())
+        wrong += not torch.equal(device.to_host(tensor * 2.0), rows.expand(32, 64).t() * 2.0)
+    return wrong
+
+
+class _Posts:
+    """The sink of what leaves a process: keeps copies of the parts."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[torch.Tensor]] = []
+
+    def post(self, message: Message, release: Callable[[], None] = lambda: None) -> None:
+        self.parts.append([from_wire(tensor).clone() for tensor in message.tensors])
+        release()
+
+    def failed(self, error: Exception) -> None:
+        raise error
+
+
+def encoded_tensors(device: Device) -> int:
+    """Hidden states that an int8 codec writes on the device, against those that it writes here."""
+    sink = _Posts()
+    sender = boundary_io.BoundaryIO(
+        device,
+        WireConfig(activations="int8"),
+        sink,  # type: ignore[arg-type]
+        Expectation([]),
+        loss_is_awaited=False,
+        flush_timeout_s=30.0,
+    )
+    draw, hidden = torch.Generator().manual_seed(0), []
+    for k in range(_ROUNDS):
+        hidden.append(torch.randn(4, _ELEMENTS // 4, generator=draw))
+        sender.send(Forward(1, 1, k, 1), (hidden[k].to(device.torch_device),))
+    sender.flush()
+    sender.close()
+    codec = boundary_io.CODECS["int8"]
+    pairs = zip(sink.parts, map(codec.encode, hidden), strict=True)
+    return sum(not all(map(torch.equal, found, right)) for found, right in pairs)
+
+
+PROGRAMS = (arrivals_and_results, kept_copies, host_copies, encoded_tensors)
+
+
+def wrong_tensors() -> int:
+    """What all programs saw on a new `Device`, whose streams have delays of their own."""
+    device = devices.open_device(sys.argv[1] if len(sys.argv) > 1 else "auto")
+    return sum(program(device) for program in PROGRAMS)
+
+
+def planted(mutation: Mutation) -> Iterator[tuple[int, int]]:
+    """Each seed, with the tensors that were wrong while the mistake was there."""
+    source = Path(str(mutation.module.__file__)).read_text(encoding="utf-8")
+    if source.count(mutation.old) != 1:
+        raise RuntimeError(f"the place of the mistake has changed: {mutation.name}")
+    before = dict(vars(mutation.module))
+    text = source.replace(mutation.old, mutation.new)
+    try:
+        exec(compile(text, str(mutation.module.__file__), "exec"), vars(mutation.module))
+        for seed in SEEDS:
+            yield seed, wrong_tensors()
+    finally:
+        vars(mutation.module).update(before)
+
+
+def main() -> None:
+    for seed in SEEDS:
+        print(json.dumps({"name": "none", "seed": seed, "wrong": wrong_tensors()}), flush=True)
+    for mutation in MUTATIONS:
+        for seed, wrong in planted(mutation):
+            print(json.dumps({"name": mutation.name, "seed": seed, "wrong": wrong}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
