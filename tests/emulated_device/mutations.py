@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import torch
@@ -197,13 +199,15 @@ def planted(mutation: Mutation) -> Iterator[tuple[int, int]]:
     if source.count(mutation.old) != 1:
         raise RuntimeError(f"the place of the mistake has changed: {mutation.name}")
     before = dict(vars(mutation.module))
-    text = source.replace(mutation.old, mutation.new)
-    try:
-        exec(compile(text, str(mutation.module.__file__), "exec"), vars(mutation.module))
-        for seed in SEEDS:
-            yield seed, wrong_tensors()
-    finally:
-        vars(mutation.module).update(before)
+    with tempfile.TemporaryDirectory() as folder:
+        changed = Path(folder) / "changed.py"
+        changed.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
+        SourceFileLoader(mutation.module.__name__, str(changed)).exec_module(mutation.module)
+        try:
+            for seed in SEEDS:
+                yield seed, wrong_tensors()
+        finally:
+            vars(mutation.module).update(before)
 
 
 def main() -> None:
