@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from hetero_framework.cluster.direct_links import DirectLinks
 from hetero_framework.cluster.worker import serve
-from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.engine.loading import load_stages
@@ -127,16 +127,17 @@ def test_ctrl_c_while_the_plan_changes_keeps_the_state_and_the_same_command_goes
 def test_a_direct_link_that_does_not_come_about_under_another_plan_ends_no_run(
     llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, asked = WorkerLinks.connect_workers, 0
+    real, asked = DirectLinks.connect, 0
 
-    def connect_workers(self: WorkerLinks, pairs: Any, timeout_s: float) -> Any:
+    def connect(self: DirectLinks, pairs: Any, timeout_s: float) -> Any:
         nonlocal asked
         asked += 1
         if asked == 1:
             return real(self, pairs, timeout_s)
+        self._links.clear()
         return {frozenset(pair): "its machine lets nobody in any more" for pair in pairs}
 
-    monkeypatch.setattr(WorkerLinks, "connect_workers", connect_workers)
+    monkeypatch.setattr(DirectLinks, "connect", connect)
     train(make(llama, texts, tmp_path / "run", THREE, adapter=LORA, links="direct"))
     train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=LORA))
     assert asked > 1
