@@ -52,7 +52,7 @@ DATA_SHARE = 1448 / 1514
 _BURST_S = 8 * 256 * 1024 / 1e9
 # the least bytes, however slow it is: the kernel splits a segment that is larger than the burst in
 # software, and with 64 KiB a port of 250 Mbit/s carried half of its rate
-# (docs/maintainers/decisions.md).
+# (docs/maintainers/experiments/wire.md).
 _LEAST_BURST_BYTES = 128 * 1024
 _QUEUE_BYTES = 1024 * 1024
 # What Linux, macOS and Windows have by default, whatever this machine is set to.
