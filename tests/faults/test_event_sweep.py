@@ -28,14 +28,14 @@ def swept(at: Path, pairs: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
-def test_a_few_pairs_come_to_the_same(tmp_path: Path) -> None:
+def test_a_few_event_pairs_end_with_the_undisturbed_result(tmp_path: Path) -> None:
     swept(tmp_path, FEW)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("state", STATES)
-def test_whatever_happens_to_one_while_another_is_busy_comes_to_the_same(
+def test_every_event_pair_ends_with_the_undisturbed_result(
     state: str, tmp_path: Path, figure: Any
 ) -> None:
     found = swept(tmp_path, [f"{state}/{event}" for event in EVENTS])

@@ -132,7 +132,7 @@ def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
 
 
 @NAMES
-def test_others_go_on_while_islands_are_away(
+def test_the_remaining_islands_go_on_while_others_are_away(
     folder: Path, tmp_path: Path, server: Lighthouse, names: str
 ) -> None:
     """All but the last die, at once, in the middle of a round, and come back when rounds were made
@@ -182,7 +182,7 @@ def test_islands_join_late_and_leave_in_order_and_return(
     assert_same_result(raws)
 
 
-def test_a_worker_that_dies_in_a_round_is_its_islands_business(
+def test_a_worker_lost_in_a_round_is_recovered_within_its_island(
     folder: Path, tmp_path: Path, server: Lighthouse
 ) -> None:
     raws = raws_of(folder, tmp_path, server.port, "ab", 120, LORA, **STREAMING)

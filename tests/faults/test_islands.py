@@ -213,7 +213,7 @@ NAMES = pytest.mark.parametrize("names", [pytest.param("ab", marks=pytest.mark.l
 
 
 @NAMES
-def test_others_go_on_while_islands_are_away(
+def test_the_remaining_islands_go_on_while_others_are_away(
     folder: Path,
     tmp_path: Path,
     server: Lighthouse,
@@ -285,7 +285,7 @@ def test_a_frozen_island_holds_the_others_up_for_a_while_only(
     assert members(islands)[40] == "abc"
 
 
-def test_who_comes_when_the_others_have_finished_says_so_and_trains_nothing(
+def test_an_island_that_returns_after_the_end_trains_nothing(
     folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
 ) -> None:
     """Though one island is enough to train."""
@@ -306,7 +306,7 @@ def test_who_comes_when_the_others_have_finished_says_so_and_trains_nothing(
     run.check(islands, alone(12), "a")
 
 
-def test_who_misses_the_last_decision_has_the_others_result(
+def test_an_island_that_misses_the_last_decision_gets_the_result(
     folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
 ) -> None:
     """The one that decides tells one and dies; that one is done, and gives its state to the other
@@ -329,7 +329,7 @@ def last(islands: Islands, name: str) -> str:
     return islands.of[name].said[-1]
 
 
-def test_too_few_islands_keep_what_there_is_and_go_on_another_time(
+def test_too_few_islands_save_their_state_and_continue_later(
     folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
 ) -> None:
     run = Run(folder, tmp_path, server.port, "ab", 10, min_islands=2, wait_s=2.0)
@@ -350,7 +350,7 @@ def test_too_few_islands_keep_what_there_is_and_go_on_another_time(
     run.check(islands, alone(10), "a", "b")
 
 
-def test_a_second_living_island_of_one_name_is_told_and_the_others_go_on(
+def test_a_second_living_island_of_one_name_is_refused(
     folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
 ) -> None:
     run = Run(folder, tmp_path, server.port, "abc", 30)
@@ -443,7 +443,7 @@ def test_a_lighthouse_that_is_started_again_costs_no_step(
     assert members(islands)[40] == "ab"
 
 
-def test_a_worker_that_dies_is_its_islands_business(
+def test_a_lost_worker_is_recovered_within_its_island(
     folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
 ) -> None:
     run = Run(folder, tmp_path, server.port, "ab", 40)

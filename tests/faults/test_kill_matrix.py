@@ -26,7 +26,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_whose_processes_are_killed_comes_to_the_same(
+def test_a_run_whose_processes_are_killed_has_the_undisturbed_result(
     case: str, tmp_path: Path, figure: Any
 ) -> None:
     command = [sys.executable, "-m", "tests.faults.kill_matrix", case, str(tmp_path)]

@@ -28,7 +28,7 @@ def measured(program: str, *arguments: object) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_32_workers_give_what_one_process_gives(tmp_path: Path, figure) -> None:
+def test_32_workers_equal_one_process(tmp_path: Path, figure) -> None:
     found = measured("many_workers", 32, 20, tmp_path)
     grown, seconds = found["grown_bytes"] / (1 << 20), found["seconds"]
     equal = "bit-equal" if found["equal"] else "NOT equal"

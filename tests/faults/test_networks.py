@@ -65,7 +65,7 @@ def losses(output: Path) -> list[str]:
     return [e["what"] for e in events(output) if "lost" in e["what"]]
 
 
-def test_f10_a_pulled_cable_is_noticed_at_both_ends_and_costs_nothing_when_it_is_back(
+def test_f10_a_pulled_cable_is_noticed_at_both_ends_and_recovered(
     cluster: Cluster, whole: Path, figure
 ) -> None:
     """Without a word from the network: neither end is told."""
@@ -83,7 +83,7 @@ def test_f10_a_pulled_cable_is_noticed_at_both_ends_and_costs_nothing_when_it_is
 
 
 @pytest.mark.parametrize("way", ["to the worker", "from the worker"])
-def test_f12_a_lost_direction_is_as_good_as_both(
+def test_f12_one_lost_direction_is_noticed_and_recovered(
     way: str, cluster: Cluster, whole: Path, figure
 ) -> None:
     ends = (0, 1) if way == "to the worker" else (1, 0)
@@ -157,7 +157,7 @@ def test_f16_a_process_that_stands_still_for_5_s_is_waited_for(
     assert_exact(run.output, whole)
 
 
-def test_a_network_that_begins_to_drop_large_packets_costs_time_and_is_told(
+def test_a_network_that_drops_large_packets_costs_time_and_is_reported(
     cluster: Cluster, whole: Path
 ) -> None:
     """Links break and come about again; after the second loss they have small packets."""
@@ -170,9 +170,7 @@ def test_a_network_that_begins_to_drop_large_packets_costs_time_and_is_told(
 
 
 @pytest.mark.parametrize("machine", [0, 1])
-def test_a_network_that_drops_large_packets_is_told_as_that_by_doctor(
-    machine: int, cluster: Cluster
-) -> None:
+def test_doctor_reports_a_network_that_drops_large_packets(machine: int, cluster: Cluster) -> None:
     cluster.drop_large(machine)
     found = [one for one in cluster.diagnosed() if one["check"] == "link"]
     assert "drops large packets without telling" in found[0]["what"]

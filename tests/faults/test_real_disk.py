@@ -135,7 +135,7 @@ def test_f24_a_disk_that_stays_full_ends_the_run_with_all_work_saved(on_disk, di
     assert_is_the_undisturbed_run(config)
 
 
-def test_f24_a_disk_that_becomes_read_only_leaves_what_is_there(on_disk, disk: Path) -> None:
+def test_f24_a_disk_that_becomes_read_only_keeps_its_checkpoints(on_disk, disk: Path) -> None:
     config = on_disk(save_total_limit=2)
     before: dict[str, str] = {}
 

@@ -212,7 +212,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("case", CONFIG)
-def test_wrong_setting_is_named_with_what_to_do(case, run, directory) -> None:
+def test_a_wrong_setting_is_named_with_advice(case, run, directory) -> None:
     changes, messages = CONFIG[case]
     run(changes).expect(2, *messages)
     assert not (directory / "run" / "metrics.jsonl").exists()

@@ -194,7 +194,7 @@ def test_102_a_screen_of_one_column(
 @pytest.mark.parametrize(
     ("name", "version"), [("torch", "2.9.1"), ("transformers", "4.57.0"), ("Python", "3.9.7")]
 )
-def test_110_what_is_too_old_is_named_with_what_is_needed(
+def test_110_an_old_package_is_named_with_the_needed_version(
     name: str,
     version: str,
     valid: str,

@@ -641,7 +641,7 @@ def test_workers_that_the_command_line_starts_are_not_used_by_another_run(make, 
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, log)
 
 
-def test_a_link_that_blinks_while_stages_load_is_mended(make, proxies, whole, tmp_path) -> None:
+def test_a_short_loss_of_a_link_during_loading_is_recovered(make, proxies, whole, tmp_path) -> None:
     proxies[1].cuts.append(FrameCut("up", m.Setup, "after"))
     proxies[2].cuts.append(FrameCut("down", m.Ready, "middle"))
     train(make("cut", [2, 4], proxies), progress=Notes())
@@ -693,7 +693,7 @@ def test_killing_the_coordinator_leaves_no_worker_of_its_own_and_frees_the_other
     assert_equal_runs(tmp_path / "run", whole("lora"))
 
 
-def test_ctrl_c_in_the_terminal_releases_everybody(make, tmp_path) -> None:
+def test_ctrl_c_in_the_terminal_releases_all_workers(make, tmp_path) -> None:
     """The signal goes to the whole group, as a terminal sends it."""
     config = with_own_worker(make("run", [3], training={"max_steps": 5000}))
     file = tmp_path / "config.json"

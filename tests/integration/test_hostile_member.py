@@ -266,7 +266,7 @@ def nothing(member: Member) -> None:
         (slow, 4, "worker 1 has not loaded its stages in 30 s"),
     ],
 )
-def test_one_that_does_not_go_on_is_given_up_in_time(
+def test_a_worker_that_does_not_go_on_is_given_up_in_time(
     behave: Callable[[Member], None], ends: int, said: str, member: Member
 ) -> None:
     began = time.monotonic()
@@ -364,7 +364,7 @@ def a_loss(message: Message) -> list[Message]:
         (a_loss, "worker 1: LOSS of stage 2 came from one that does not hold it"),
     ],
 )
-def test_what_is_not_a_workers_to_say_ends_the_run_with_its_name(
+def test_a_forbidden_message_of_a_worker_ends_the_run_with_its_name(
     change: Change, said: str, run_saying: Any
 ) -> None:
     with pytest.raises(ProtocolError, match=said) as caught:
@@ -381,7 +381,9 @@ def of_other_attempts(message: Message) -> list[Message]:
     return [*(copied(message, attempt=a) for a in attempts), copied(message, step=99), message]
 
 
-def test_words_of_other_attempts_and_steps_change_nothing(run_saying: Any, tmp_path: Path) -> None:
+def test_messages_of_other_attempts_and_steps_change_nothing(
+    run_saying: Any, tmp_path: Path
+) -> None:
     run_saying.whole()
     run_saying(of_other_attempts)
     assert read_metrics(tmp_path / "cut") == read_metrics(tmp_path / "whole")
@@ -409,7 +411,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     over.set()
 
 
-def test_one_that_stops_reading_in_a_step_is_connected_again(
+def test_a_worker_that_stops_reading_in_a_step_is_reconnected(
     deaf: Callable[[int], None], run_saying: Any, tmp_path: Path
 ) -> None:
     run_saying.whole()
@@ -420,7 +422,7 @@ def test_one_that_stops_reading_in_a_step_is_connected_again(
 
 
 @pytest.mark.long
-def test_one_that_stops_reading_each_time_ends_the_run(
+def test_a_worker_that_stops_reading_each_time_ends_the_run(
     deaf: Callable[[int], None], run_saying: Any
 ) -> None:
     deaf(100)

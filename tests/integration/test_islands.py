@@ -187,7 +187,7 @@ def test_islands_sum_a_weight_of_several_stages_place_by_place(
     assert_same(weights(tmp_path / "one" / "a"), weights(tmp_path / "cut" / "a"))
 
 
-def test_an_island_by_itself_trains_as_without_islands(
+def test_a_single_island_trains_as_without_islands(
     pool: Pool, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     own = {**settings, "adapter": {**LORA, "lora_dropout": 0.1}}
@@ -200,7 +200,7 @@ def test_an_island_by_itself_trains_as_without_islands(
 
 
 @pytest.mark.islands
-def test_who_says_something_wrong_is_told_and_the_others_go_on(
+def test_an_invalid_island_is_told_why_and_the_others_go_on(
     pool: Pool, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = SummedGradients.give
@@ -248,7 +248,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.islands
 @pytest.mark.parametrize("key", DIFFERENT)
-def test_an_island_that_would_train_something_else_is_told_what(
+def test_an_island_with_other_settings_is_told_which(
     pool: Pool, settings: dict[str, Any], tmp_path: Path, quorums: StandIn, key: str
 ) -> None:
     """It ends, and the other one, which must not train alone, when it has waited. Where the same
@@ -287,7 +287,7 @@ def test_an_island_that_would_train_something_else_is_told_what(
 # -- rounds ---------------------------------------------------------------------------------------
 
 
-def test_an_island_by_itself_that_averages_trains_as_without_islands(
+def test_a_single_island_that_averages_trains_as_without_islands(
     pool: Pool, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """LocalSGD of one island, and DiLoCo at outer rate 1 without momentum."""
@@ -369,7 +369,7 @@ def test_rounds_do_not_depend_on_the_islands_plans(
 
 
 @pytest.mark.islands
-def test_who_comes_to_other_weights_is_told_and_its_steps_are_dealt_again(
+def test_an_island_with_other_weights_ends_and_its_steps_are_reassigned(
     pool: Pool,
     settings: dict[str, Any],
     tmp_path: Path,

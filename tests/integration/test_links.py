@@ -102,7 +102,7 @@ def test_direct_links_carry_the_tensors_and_change_nothing(run, tmp_path, plan) 
 
 
 @pytest.mark.long
-def test_link_of_a_pair_that_meets_twice_holds(run, tmp_path) -> None:
+def test_a_pair_with_two_boundaries_keeps_its_link(run, tmp_path) -> None:
     """Workers that dialled each other at once closed each other's link in most runs."""
     plan = [{"id": owner, "start": start, "end": start + 1} for start, owner in enumerate("l1212l")]
     for entry in plan:
@@ -285,7 +285,7 @@ def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
     assert_equal(tmp_path / "cut", tmp_path / "calm")
 
 
-def test_strangers_at_a_workers_port_are_no_peers(run, pool, tmp_path) -> None:
+def test_unknown_connections_at_a_workers_port_are_refused_as_peers(run, pool, tmp_path) -> None:
     """Before every step: other runs, other workers, frames without a greeting."""
     address = ("127.0.0.1", pool.machines["workers"][1]["port"])
     hello = m.PeerHello("stranger", 2, from_id=1, max_frame_bytes=1 << 40)

@@ -34,9 +34,7 @@ def refused(port: int, worker_id: str) -> bytes:
         return sock.recv(1 << 16)
 
 
-def test_events_tell_what_happened_in_a_run(
-    pool: Pool, llama: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_events_record_a_run(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> None:
     worker = pool.machines["workers"][0]
     data = {"train": str(texts), "eval": str(texts), "max_length": 64}
     training = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_steps": 4}
@@ -96,7 +94,7 @@ def test_a_strangers_words_are_short_and_harmless_in_a_workers_log(pool: Pool) -
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a closed pipe is another error there")
-def test_a_worker_outlives_its_log(pool: Pool, tmp_path: Path) -> None:
+def test_a_worker_goes_on_after_its_log_is_closed(pool: Pool, tmp_path: Path) -> None:
     """As with `hetero worker 2>&1 | head -1`."""
     (port,) = free_ports(1)
     raw = pool.config(tmp_path, [3])

@@ -177,7 +177,7 @@ def test_no_process_of_a_run_unpickles_anything(tmp_path: Path) -> None:
     assert len(list(seen.iterdir())) >= 5  # two processes in each run, and the export
 
 
-def test_the_hook_would_notice(tmp_path: Path) -> None:
+def test_the_hook_notices_unpickling(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     (tmp_path / "sitecustomize.py").write_text(HOOK.format(trace=str(trace), seen=f"{tmp_path}/"))
     code = "import copyreg, _pickle; _pickle.loads(b'ccollections\\nOrderedDict\\n.')"

@@ -79,7 +79,7 @@ def test_blocks_without_a_norm_in_front_equal_one_process_in_autocast(
         assert_same(weights(tmp_path / name), weights(tmp_path / "whole"))
 
 
-def test_a_head_of_its_own_under_tied_ends_agrees_with_trainer(losses, texts, tmp_path) -> None:
+def test_a_stored_head_under_tied_embeddings_agrees_with_trainer(losses, texts, tmp_path) -> None:
     """transformers keeps it, though config.json says that it is the embedding."""
     model = save_llama(tmp_path / "tied", tie_word_embeddings=True)
     tensors = load_file(model / "model.safetensors")

@@ -131,7 +131,7 @@ def test_merged_adapter_is_the_trained_model(losses, llama, texts, tmp_path) -> 
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
-def test_continued_adapter_is_where_it_ended(model_type, losses, texts, tmp_path) -> None:
+def test_a_continued_adapter_starts_where_it_ended(model_type, losses, texts, tmp_path) -> None:
     model = {"name_or_path": str(save_tiny(tmp_path / "model", model_type))}
     data = {"train": str(texts), "eval": str(texts), "max_length": 64}
     adapter = {**LORA, "lora_dropout": 0.0}

@@ -154,9 +154,7 @@ def test_layers_below_the_adapter_get_no_gradient_and_change_nothing(losses) -> 
     assert losses([1, 5], "within", adapter=adapter) == whole
 
 
-def test_without_padding_equals_one_process_to_the_bit_and_padded_rows_nearly(
-    losses, texts, tmp_path
-) -> None:
+def test_padding_free_equals_one_process_and_nearly_padded_rows(losses, texts, tmp_path) -> None:
     def run(cuts: list[int], name: str, **data: bool) -> list[tuple]:
         files = {"train": str(texts), "eval": str(texts), "max_length": 64}
         return losses(

@@ -88,7 +88,7 @@ def cut_at(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "adapter", [LORA, pytest.param(None, marks=pytest.mark.long)], ids=["lora", "full"]
 )
-def test_another_cut_in_the_midst_changes_no_bit(
+def test_changes_of_plan_change_no_bit(
     adapter: Any, llama: Path, texts: Path, tmp_path: Path
 ) -> None:
     train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=adapter))

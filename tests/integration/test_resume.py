@@ -102,7 +102,7 @@ def test_checkpoint_needs_no_worker_disk(pool, llama, texts, tmp_path) -> None:
     assert files == {"manifest.json", *(f"stage-{k}.0.safetensors" for k in range(3))}
 
 
-def test_bytes_of_a_step_are_its_own(pool, llama, texts, tmp_path) -> None:
+def test_bytes_of_a_step_exclude_resume_and_checkpoints(pool, llama, texts, tmp_path) -> None:
     """Neither the state that a resume loads nor a checkpoint before the step is counted in it."""
 
     def bytes_of(name: str) -> list[int]:

@@ -99,9 +99,7 @@ def test_snapshot_is_the_state_of_its_step_in_every_process(pool, llama, tmp_pat
     )
 
 
-def test_a_snapshot_whose_taker_fails_is_forgotten_and_the_next_one_is_whole(
-    pool, llama, tmp_path
-) -> None:
+def test_a_snapshot_is_dropped_if_its_receiver_fails(pool, llama, tmp_path) -> None:
     """As where the disk is full: steps go on, and nothing goes to who has failed any more."""
     with cluster_of(pool, llama, tmp_path / "run") as cluster:
         take_step(cluster, 0)

@@ -145,7 +145,7 @@ def test_byte_that_is_changed_on_its_way_costs_a_step_and_changes_nothing(
     assert "DECRYPTION_FAILED_OR_BAD_RECORD_MAC" in cluster.logs[0].read_text()
 
 
-def test_nothing_of_what_a_plain_run_sends_can_be_read_over_tls(
+def test_tls_hides_every_byte_of_a_plain_run(
     cluster: Cluster, pool: Pool, undisturbed: list[tuple]
 ) -> None:
     """Both runs send the same tensors: no 16 bytes of the plain one, tokens, activations, gradients
@@ -283,7 +283,7 @@ def self_signed(folder: Path, keys: KeyDirectory) -> Path:
     return file
 
 
-def test_who_was_not_invited_gets_nothing_and_disturbs_nothing(
+def test_unauthenticated_connections_get_nothing_and_disturb_nothing(
     cluster: Cluster, undisturbed: list[tuple], tmp_path: Path
 ) -> None:
     notes = Strangers(cluster, tmp_path)

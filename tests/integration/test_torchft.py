@@ -185,7 +185,7 @@ def farthest(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> 
     return found
 
 
-def test_rounds_come_to_what_torchft_comes_to(
+def test_rounds_equal_torchft(
     run: Callable[..., Kept], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     sections = {name: {**SECTION, **changed} for name, changed in CASES.items()}

@@ -52,7 +52,7 @@ def test_every_check_that_is_named_exists() -> None:
     assert list(gpu.all_checks()) == list(gpu.CHECKS)
 
 
-def test_verdict_wants_the_last_bit_where_one_process_repeats_itself() -> None:
+def test_the_verdict_requires_equal_bits_on_repeatable_devices() -> None:
     near = replace(WHOLE, steps=[(2.0, 1.0), (1.5 + 1e-9, 0.9)])
     other_weights = replace(WHOLE, weights={"w": torch.full((3,), 1.25)})
     runs = {"uncut": WHOLE, "again": WHOLE, "cut_2": WHOLE, "cut_4": WHOLE}

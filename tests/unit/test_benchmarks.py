@@ -84,7 +84,7 @@ def test_the_same_work_cut_into_more_stages() -> None:
     assert devices_for(PEERS["torch-interleaved"], cut) == [0, 1, 0, 1]
 
 
-def test_the_bound_of_a_case_knows_who_relays() -> None:
+def test_the_bound_of_a_case_counts_relays() -> None:
     network = Network("x", "x", (), (), None, bytes_s=1e6, delay_s=0.2)  # type: ignore[arg-type]
     load = Load.of(3, 4, [0.1], [0.1], 1000)
     relayed = load.profile(network, relayed=True).edges
@@ -183,7 +183,7 @@ def test_no_port_splits_the_segments_that_the_kernel_sends(rate_bit_s: float) ->
 
 
 @needs_root
-def test_bare_sockets_show_what_a_shaped_network_carries() -> None:
+def test_bare_sockets_measure_a_shaped_network() -> None:
     with open_network("100mbit", 3) as shaped:
         share = carried(shaped, flows_of("direct", 3))
     assert share is not None
@@ -191,7 +191,7 @@ def test_bare_sockets_show_what_a_shaped_network_carries() -> None:
 
 
 @needs_linux
-def test_a_paced_network_takes_its_time() -> None:
+def test_a_paced_network_takes_the_expected_time() -> None:
     with open_network("100mbit", 2, namespaces=False) as paced:
         figures = measure(paced, 2_000_000, rounds=3)
     assert "paced on its own" in paced.how
@@ -259,7 +259,7 @@ def test_no_namespace_is_left_behind() -> None:
 
 
 @needs_root
-def test_the_loopback_counts_only_what_the_benchmark_sends() -> None:
+def test_the_loopback_counts_only_bytes_of_the_benchmark() -> None:
     with open_network("loopback", 2) as quiet:
         before = quiet.counters.read()
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -295,7 +295,7 @@ def test_memory_is_read_from_the_process() -> None:
     assert watch.between(0, 0) == []
 
 
-def test_a_goal_that_is_missed_is_said() -> None:
+def test_a_missed_goal_is_reported() -> None:
     case = Case("x", "", (Goal("hetero-relay", "ratio", most=1.03), Goal("serial", "ratio")))
     figures = {
         **{"engine": "hetero-relay", "step_s": 1.2, "step_s_min": 1.1, "step_s_max": 1.3},
@@ -311,7 +311,7 @@ def test_a_goal_that_is_missed_is_said() -> None:
     assert part.met({"cpu_ms": {"sender": 1}}) is None
 
 
-def test_a_network_that_does_not_carry_its_rate_does_not_count() -> None:
+def test_a_network_that_does_not_carry_its_rate_is_not_judged() -> None:
     assert obstacle({"network": {"carried": {"direct": 0.99}}}) is None
     assert obstacle({"network": {"carried": {}}}) is None
     assert "0.61" in str(obstacle({"network": {"carried": {"relay": 0.99, "direct": 0.61}}}))
@@ -328,7 +328,7 @@ def test_every_case_of_the_suite_is_a_valid_command_line() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-def test_the_suite_leaves_out_what_it_has_no_time_for() -> None:
+def test_the_suite_skips_cases_without_time_left() -> None:
     results = run_suite(CASES[:2], 0.0, None)
     assert [result["skipped"] for result in results] == ["no time left"] * 2
 
@@ -368,7 +368,7 @@ def test_stolen_time_is_a_share_of_all_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert environment.Stolen().share() == 0.2  # 2 of 10 seconds; a guest's are the user's, too
 
 
-def test_where_nobody_counts_stolen_time_its_share_is_not_known(
+def test_the_share_of_stolen_time_is_unknown_where_it_is_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = namedtuple("times", ["user", "idle"])

@@ -18,7 +18,7 @@ def test_the_cases_are_those_that_were_asked_for() -> None:
         assert word in names
 
 
-def test_estimates_of_a_llama_are_what_its_stages_take() -> None:
+def test_estimates_of_a_llama_match_the_memory_of_its_stages() -> None:
     cuts = (("local", 0, 1), (1, 1, 2), ("local", 2, 3))
     row = run(Case("tiny", model=TINY, tokens=24, cuts=cuts))
     assert [stage["process"] for stage in row["processes"]] == ["local", 1]

@@ -34,7 +34,7 @@ def test_random_fleets_are_the_same_for_the_same_seed() -> None:
     assert len(star.links) == 6
 
 
-def test_all_layouts_are_all() -> None:
+def test_all_layouts_are_enumerated() -> None:
     """Subsets of two workers in each order, all cuts, the head alone or not, both ways."""
     slow = fleet_of(device("local"), device(1), device(2), layers=3)
     fleet = Fleet(slow)
@@ -45,7 +45,7 @@ def test_all_layouts_are_all() -> None:
     assert len(found) == 1 + 2 * 4 + 2 * per_order
 
 
-def test_the_best_of_all_is_the_least_of_all() -> None:
+def test_best_of_all_is_the_least_step_of_all_layouts() -> None:
     fleet = Fleet(fleet_of(device("local"), device(1, layer_forward_s=0.004), speed=3e7))
     steps = [
         found.seconds
@@ -79,7 +79,7 @@ def test_published_measurements_are_predicted() -> None:
     assert found["worst_error"] <= 0.030
 
 
-def test_numbers_are_fitted_back() -> None:
+def test_fitting_recovers_the_numbers() -> None:
     rows = [
         {
             "micro_batches": m,
@@ -106,7 +106,7 @@ def test_the_plan_beats_simple_rules() -> None:
 
 
 @pytest.mark.long
-def test_large_says_how_long_it_takes() -> None:
+def test_large_reports_planning_times() -> None:
     found = large(1, layers=8, devices=3, micro_batches=(8,))
     assert len(found["rows"]) == 6
     assert found["seconds_most"] > 0

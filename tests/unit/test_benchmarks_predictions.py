@@ -36,7 +36,7 @@ def test_a_nic_is_shared_where_two_edges_meet() -> None:
     assert shared(Profile.of([0.0] * 2, [0.0] * 2, edges=[edge]), 4, 2.0) == 0.0
 
 
-def test_errors_are_counted_without_their_sign() -> None:
+def test_errors_are_counted_by_absolute_value() -> None:
     assert errors([-0.06, 0.02, -0.01]) == {
         "cases": 3, "within_5_percent": 2, "median": 0.02, "most": 0.06,
     }  # fmt: skip

@@ -12,7 +12,7 @@ NAMES = ["coordinator", "worker 1", "worker 2"]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_schedule_follows_from_the_seed_and_spares_nobody(seed: int) -> None:
+def test_the_schedule_follows_from_the_seed_and_covers_all(seed: int) -> None:
     plan = schedule(NAMES, 12, 5, seed)
     assert plan == schedule(NAMES, 12, 5, seed)
     assert len(plan) == 5
@@ -25,7 +25,7 @@ def test_schedules_of_other_seeds_differ() -> None:
 
 
 @pytest.mark.parametrize(("same", "said"), [(True, "the same, byte for byte"), (False, "NOT THE")])
-def test_verdict_is_said(same: bool, said: str) -> None:
+def test_the_verdict_is_printed(same: bool, said: str) -> None:
     verdict = Verdict(same, 20, 1, 2, 10.0, 31.4, seed=7)
     shown = text(vars(verdict))
     assert f"20 steps, 1 kill, the command given 2 times: the results are {said}" in shown

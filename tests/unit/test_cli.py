@@ -440,7 +440,7 @@ def test_timeline_explains_and_draws_a_run(
     assert f"drawn: step 3 in {tmp_path / 'timeline.png'}" in captured.out
 
 
-def test_timeline_without_matplotlib_explains_and_says_what_is_missing(
+def test_timeline_without_matplotlib_names_the_missing_package(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -453,7 +453,7 @@ def test_timeline_without_matplotlib_explains_and_says_what_is_missing(
     assert cli.main(["timeline", str(tmp_path), "--output", str(tmp_path / "a.svg")]) == 2
 
 
-def test_timeline_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timeline_reports_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["timeline", str(tmp_path)]) == 2
     assert "there is no timeline" in capsys.readouterr().err
     steps = {"devices": [0], "micro_batches": 1, "forward_s": [1], "backward_s": [1]}
@@ -565,7 +565,7 @@ def test_text_of_a_file_does_not_steer_the_terminal(
     assert len(shown) < 1200
 
 
-def test_home_is_found_where_a_shell_leaves_it(
+def test_a_tilde_that_the_shell_leaves_is_expanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_file: Path
 ) -> None:
     """No shell replaces the ~ of --output=~/x."""

@@ -28,7 +28,7 @@ def ask(name: str, data: object, number: int = 7) -> Message:
     return over_the_wire(reply)
 
 
-def test_request_gets_what_the_handler_returns_for_its_data() -> None:
+def test_a_request_gets_the_return_value_of_its_handler() -> None:
     control.on("double")(lambda data: {"twice": data * 2, "raw": b"\x00"})
     reply = ask("double", 21, number=3)
     assert reply.body.answers == 3
@@ -60,7 +60,7 @@ def test_bytes_travel_beside_question_and_answer() -> None:
     assert [bytes(tensor.data) for tensor in reply.tensors] == [b"\x00\xff"]
 
 
-def test_words_in_the_answer_to_a_question_of_the_framework_fake_no_line() -> None:
+def test_answers_to_the_framework_are_escaped() -> None:
     said = {"versions\n": ["2.13\nhetero: error: fake", 1, None, {"a": "\x1b[2J\u2028"}]}
     shown = {"versions\\n": ["2.13\\nhetero: error: fake", 1, None, {"a": "\\x1b[2J\\u2028"}]}
     for name, expected in (("hetero.test", shown), ("of_the_user", said)):
@@ -68,7 +68,7 @@ def test_words_in_the_answer_to_a_question_of_the_framework_fake_no_line() -> No
         assert control.result(ask(name, None)) == expected
 
 
-def test_unknown_name_is_told_to_the_one_who_asked() -> None:
+def test_an_unknown_name_raises_where_it_was_asked_for() -> None:
     with pytest.raises(UserError, match="nobody: no handler for 'nobody' is registered"):
         control.result(ask("nobody", None))
 
@@ -81,7 +81,7 @@ def test_unknown_name_is_told_to_the_one_who_asked() -> None:
         (OSError(5), "OS"),
     ],
 )
-def test_handler_that_raises_is_told_to_the_one_who_asked(raised: Exception, text: str) -> None:
+def test_a_failing_handler_raises_where_it_was_asked_for(raised: Exception, text: str) -> None:
     @control.on("temperature")
     def fails(data: object) -> None:
         raise raised
@@ -90,7 +90,7 @@ def test_handler_that_raises_is_told_to_the_one_who_asked(raised: Exception, tex
         control.result(ask("temperature", None))
 
 
-def test_answer_that_cannot_travel_is_told_to_the_one_who_asked() -> None:
+def test_an_answer_that_cannot_travel_raises_where_it_was_asked_for() -> None:
     control.on("objects")(lambda data: object())
     with pytest.raises(UserError, match="object cannot travel"):
         control.result(ask("objects", None))

@@ -104,7 +104,7 @@ def test_cheap_command_runs(
     assert main(words) == 0
 
 
-def test_init_of_the_three_machines_writes_what_check_accepts(
+def test_init_of_the_three_machines_passes_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (words,) = [w for page, w in HETERO if page.name == "README.md" and w[0] == "init" and w[1:]]
@@ -199,7 +199,7 @@ def test_readme_counts_the_architectures_that_the_table_counts() -> None:
     assert f"{counted[1]} of the {counted[2]} in transformers" in readme
 
 
-def test_performance_page_shows_what_check_computes() -> None:
+def test_the_performance_page_shows_figures_of_check() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (\d+)% \| (\d+)% \| (\d+)% \|$", page, re.MULTILINE)
     assert len(rows) == 4

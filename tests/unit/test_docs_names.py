@@ -281,7 +281,7 @@ def _message(span: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_exists(page: Path) -> None:
+def test_names_in_a_page_exist(page: Path) -> None:
     assert [span for span in spans(page) if not is_known(span, page)] == []
 
 
@@ -298,7 +298,7 @@ LONGER = (
 
 
 @pytest.mark.parametrize("span", [*INVENTED.split(), *LONGER])
-def test_what_does_not_exist_is_noticed(span: str) -> None:
+def test_a_name_that_does_not_exist_is_noticed(span: str) -> None:
     assert not is_known(span, ROOT / "README.md")
 
 

@@ -84,7 +84,7 @@ def test_without_faults_everything_passes_in_both_directions(proxy, pair) -> Non
     assert (proxy.up.seen, proxy.down.seen) == (len(BYTES), len(BYTES) + 10)
 
 
-def test_pieces_are_late_and_small(proxy, pair) -> None:
+def test_pieces_are_delayed_and_small(proxy, pair) -> None:
     proxy.up.delay_s, proxy.up.slice_bytes = 0.01, 8
     near, far = pair()
     began = time.monotonic()
@@ -93,7 +93,7 @@ def test_pieces_are_late_and_small(proxy, pair) -> None:
     assert time.monotonic() - began >= 10 * 0.01
 
 
-def test_a_rate_bounds_what_passes_in_a_second(proxy, pair) -> None:
+def test_a_rate_bounds_the_bytes_per_second(proxy, pair) -> None:
     proxy.up.rate = 20_000
     near, far = pair()
     began = time.monotonic()
@@ -104,7 +104,7 @@ def test_a_rate_bounds_what_passes_in_a_second(proxy, pair) -> None:
 
 @pytest.mark.parametrize("kind", ["cut_after", "reset_after"])
 @pytest.mark.parametrize("after", [0, 1, 1000])
-def test_a_connection_ends_after_so_many_bytes(kind, after, proxy, pair) -> None:
+def test_a_connection_ends_after_the_given_bytes(kind, after, proxy, pair) -> None:
     setattr(proxy.up, kind, after)
     near, far = pair()
     near.sendall(BYTES)
@@ -137,7 +137,7 @@ def test_one_bit_is_flipped(proxy, pair) -> None:
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_a_black_hole_of_one_direction_keeps_the_bytes_until_it_ends(way, proxy, pair) -> None:
+def test_a_black_hole_of_one_direction_holds_bytes_until_it_ends(way, proxy, pair) -> None:
     near, far = pair()
     source, sink = (near, far) if way == "up" else (far, near)
     source.sendall(b"a")
@@ -159,7 +159,7 @@ def test_a_black_hole_hides_the_end_of_a_connection(proxy, pair) -> None:
 
 
 @pytest.mark.parametrize("where", ["before", "middle", "after"])
-def test_a_frame_is_cut_where_it_was_said(where, proxy, pair) -> None:
+def test_a_frame_is_cut_at_the_given_place(where, proxy, pair) -> None:
     first, second = framed(Message(m.Heartbeat())), framed(Message(m.Bye("enough")))
     proxy.cuts.append(FrameCut("up", m.Bye, where))
     near, far = pair()

@@ -162,7 +162,7 @@ def test_the_version_comes_from_its_own_module(file: Path) -> None:
     assert "hetero_framework.__version__" not in used | set(imports(tree))
 
 
-def test_an_import_that_points_up_is_noticed() -> None:
+def test_an_upward_import_is_noticed() -> None:
     up = ast.parse("def f():\n    from hetero_framework.engine import stage")
     assert wrong_imports(PACKAGE / "models" / "shard.py", up) == ["engine"]
     sideways = ast.parse("from hetero_framework import planner")
@@ -269,6 +269,6 @@ def broad(tree: ast.AST) -> int:
     return sum(name in ("", "Exception", "BaseException") for name in names)
 
 
-def test_whatever_is_raised_is_caught_only_in_outermost_loops() -> None:
+def test_all_exceptions_are_caught_only_in_outermost_loops() -> None:
     found = {str(f.relative_to(PACKAGE).as_posix()): broad(parsed(f)) for f in MODULES}
     assert {file: count for file, count in found.items() if count} == BROAD

@@ -31,7 +31,7 @@ def read(path: Path) -> list[dict]:
         ("größer 模型 🙂", "größer 模型 🙂"),
     ],
 )
-def test_one_line_escapes_what_steers_a_terminal(text: str, shown: str) -> None:
+def test_one_line_escapes_control_characters(text: str, shown: str) -> None:
     assert log.one_line(text) == shown
 
 
@@ -80,7 +80,7 @@ def test_suppressed_lines_are_counted_at_the_end() -> None:
         ("ERROR", ["error: d"]),
     ],
 )
-def test_levels_hide_what_is_below_them_but_no_event(
+def test_levels_hide_lower_lines_but_no_event(
     tmp_path: Path, level: str, shown: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / log.EVENTS_FILE
@@ -215,7 +215,7 @@ def test_two_processes_append_whole_lines(tmp_path: Path) -> None:
     assert sorted(lines) == ["a" * 900] * 300 + ["b" * 900] * 300
 
 
-def test_a_handler_of_the_application_hears_what_a_run_says() -> None:
+def test_a_handler_of_the_application_gets_the_lines_of_a_run() -> None:
     heard: list[str] = []
     own = log.Lines(lambda level, text: heard.append(text))
     package = logging.getLogger("hetero_framework")

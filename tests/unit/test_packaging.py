@@ -44,7 +44,7 @@ def test_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> None:
     assert "hetero_framework/py.typed" in files
 
 
-def test_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_has_its_metadata(wheel: zipfile.ZipFile) -> None:
     name = next(name for name in wheel.namelist() if name.endswith("/METADATA"))
     said = email.message_from_bytes(wheel.read(name))
     assert said["Version"] == __version__

@@ -60,20 +60,20 @@ def test_settings_that_load_code_are_refused_with_file_and_place(
     assert caught.value.hint == "take another"
 
 
-def test_nesting_does_not_hide_it(tmp_path: Path) -> None:
+def test_deep_nesting_does_not_hide_a_code_key(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text('{"a":' * 400 + '{"auto_map": "x"}' + "}" * 400)
     with pytest.raises(ModelError, match="auto_map"):
         check(tmp_path)
 
 
-def test_a_git_lfs_pointer_is_called_one(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(ModelError, match=r"config\.json is a Git LFS pointer(.|\n)*git lfs pull"):
         check(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 99999, "\xff", "null"])
-def test_settings_that_are_none_are_named(text: str, tmp_path: Path) -> None:
+def test_invalid_settings_files_are_named(text: str, tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelError, match=r"config\.json"):
         check(tmp_path)

@@ -12,7 +12,7 @@ def test_size_has_three_digits_and_a_binary_unit() -> None:
     ]  # fmt: skip
 
 
-def test_count_is_shortened() -> None:
+def test_large_counts_are_abbreviated() -> None:
     shown = [units.count(n) for n in (7, 999, 1500, 2_000_000, 12_600_000, 8.03e9)]
     assert shown == ["7", "999", "1.50 K", "2.00 M", "12.6 M", "8.03 B"]
 

@@ -86,7 +86,7 @@ def test_a_sentence_of_a_page_names_its_subject(page: Path) -> None:
 @pytest.mark.parametrize(
     "file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE))
 )
-def test_a_module_says_what_it_is(file: Path) -> None:
+def test_a_module_docstring_begins_with_its_subject(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert [line for line in text.splitlines() if READ_TWICE.search(line)] == []
     first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]

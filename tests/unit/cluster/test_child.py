@@ -17,7 +17,7 @@ def test_exit_codes_and_signals_have_words() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
-def test_after_sigkill_the_kernel_is_asked() -> None:
+def test_a_sigkill_is_looked_up_in_the_kernels_log() -> None:
     assert describe_end(7, -signal.SIGTERM, 3) == "signal SIGTERM"
     assert describe_end(7, 1, 3) == "exit code 1"
     assert describe_end(7, -signal.SIGKILL, None).startswith("signal SIGKILL (")

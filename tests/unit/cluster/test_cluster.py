@@ -199,7 +199,7 @@ def test_workers_are_set_up_and_started_once_all_are_ready(links: Links) -> None
     assert cluster.loaded is made
 
 
-def test_f20_another_torch_is_said(
+def test_f20_another_torch_version_is_reported(
     links: Links, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_module.LocalWorkers, "start", lambda self: None)
@@ -214,7 +214,7 @@ def test_f20_another_torch_is_said(
 
 
 @pytest.mark.usefixtures("one_plan")
-def test_link_that_blinks_while_stages_load_is_mended(links: Links) -> None:
+def test_a_short_loss_of_a_link_during_loading_is_recovered(links: Links) -> None:
     cluster = started(links)
     links.events = [ready(1), LinkLost(1, "reset"), ready(2), ready(1)]
     cluster.assemble(config())
@@ -262,9 +262,7 @@ def test_worker_that_comes_back_is_told_of_the_commit_again(links: Links) -> Non
 
 
 @pytest.mark.usefixtures("one_plan")
-def test_worker_without_its_stages_sends_the_run_back_and_is_asked_nothing_meanwhile(
-    links: Links,
-) -> None:
+def test_a_worker_without_its_stages_makes_the_run_go_back(links: Links) -> None:
     cluster = started(links)
     links.events = [ready(1), ready(2)]
     cluster.assemble(config())
@@ -331,7 +329,7 @@ class Killer:
 
 @pytest.mark.usefixtures("one_plan")
 @pytest.mark.parametrize("hanging", [{1}, {2}, {1, 2}])
-def test_workers_that_answer_nothing_are_ended_where_they_are(
+def test_hanging_workers_are_killed_here_and_told_to_quit_elsewhere(
     hanging: set[int], links: Links, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = started(links)
@@ -360,7 +358,7 @@ def test_workers_hear_how_a_run_was_stopped_and_not_how_to_resume_it() -> None:
     assert cluster_module._goodbye(stopped) == Bye("the run ended: stopped by SIGTERM after step 3")
 
 
-def test_link_of_a_pair_is_said_once(
+def test_the_link_of_a_pair_is_reported_once(
     links: Links, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("tests.unit.cluster.test_cluster.PLAN", ["local", 1, 2, 1, 2])
@@ -419,7 +417,7 @@ def test_step_whose_memory_ran_out_is_done_again_once(
     assert fates == [None]
 
 
-def test_boundaries_know_what_a_direct_link_may_serve() -> None:
+def test_boundaries_know_where_a_direct_link_is_possible() -> None:
     boundaries = Boundaries(config())
     between = [(a.index, b.index) for a, b in boundaries.between_workers]
     assert between == [(1, 2), (4, 5)]
@@ -443,7 +441,7 @@ def test_input_needs_a_gradient_where_something_before_is_trained() -> None:
 
 
 @pytest.mark.usefixtures("one_plan")
-def test_what_goes_wrong_in_the_tuning_is_raised_by_the_next_step(links: Links) -> None:
+def test_an_error_in_the_tuning_thread_is_raised_by_the_next_step(links: Links) -> None:
     def broken() -> None:
         raise ZeroDivisionError("a bug")
 

@@ -243,7 +243,7 @@ def how_it_ends(run: Run) -> PeerLostError | None:
 @pytest.mark.parametrize("other", WorkerState, ids=lambda state: state.name)
 @pytest.mark.parametrize("own", WorkerState, ids=lambda state: state.name)
 @pytest.mark.parametrize("event", EVENTS)
-def test_what_happens_to_one_while_another_is_busy_is_mended(
+def test_an_event_of_one_worker_while_another_is_busy_is_recovered(
     event: str, own: WorkerState, other: WorkerState, stubbed: list[World]
 ) -> None:
     for after in range(RECEIVED):

@@ -121,7 +121,9 @@ def test_only_the_process_that_has_the_link_may_call_again(
     assert found.result(WAIT_S) is True
 
 
-def test_worker_that_nobody_expects_is_told_so(call: Callable[[Body], Caller]) -> None:
+def test_an_unexpected_worker_is_refused_with_the_expected_ids(
+    call: Callable[[Body], Caller],
+) -> None:
     refused = call(m.Call(7, "p")).hears(m.Reject)
     assert isinstance(refused, m.Reject)
     assert refused.message == "no worker 7 is expected to dial (these are: 1, 2)"
@@ -143,7 +145,7 @@ def test_worker_of_another_version_is_told_so(call: Callable[[Body], Caller]) ->
     ],
     ids=lambda said: said.spec.name,
 )
-def test_whoever_begins_with_anything_else_is_hung_up_on(
+def test_a_connection_that_begins_with_another_message_is_closed(
     said: Body, call: Callable[[Body], Caller]
 ) -> None:
     assert call(said).ends() is not None
@@ -175,13 +177,13 @@ def test_name_that_only_the_coordinator_takes_for_itself_is_no_place_to_dial(
         links.listen()
 
 
-def test_after_the_run_nobody_listens(links: WorkerLinks) -> None:
+def test_the_port_is_closed_after_the_run(links: WorkerLinks) -> None:
     links.close(Message(m.Bye("over")), 1.0)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", links._config.coordinator.port), WAIT_S)
 
 
-def test_half_a_call_does_not_keep_the_port_from_others(
+def test_an_incomplete_call_does_not_block_the_port(
     links: WorkerLinks, call: Callable[[Body], Caller]
 ) -> None:
     port = links._config.coordinator.port

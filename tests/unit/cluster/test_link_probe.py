@@ -63,7 +63,7 @@ def test_round_trip_and_both_directions_are_told_apart(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize(("shared", "times"), [(False, 1.0), (True, 2.0)])
-def test_directions_that_share_a_medium_are_told_from_a_cable(
+def test_a_shared_medium_is_distinguished_from_a_cable(
     shared: bool, times: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wire = Wire(delay_s=0.01, up=10 * MB, down=10 * MB, shared=shared)
@@ -73,7 +73,7 @@ def test_directions_that_share_a_medium_are_told_from_a_cable(
     assert found.up_bytes_per_s == pytest.approx(10 * MB)
 
 
-def test_first_message_of_a_kind_does_not_count(wire: Wire) -> None:
+def test_the_first_message_of_a_kind_is_not_measured(wire: Wire) -> None:
     wire.jitter = iter([1.5])
     assert link_probe.measure(wire.ask, MB).round_trip_s == pytest.approx(0.02)
 

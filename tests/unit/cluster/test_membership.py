@@ -91,7 +91,7 @@ def test_link_that_breaks_too_often_in_one_step_counts_as_gone() -> None:
 
 
 @given(EVENTS)
-def test_any_events_keep_to_the_table(events: list[tuple[int | str, Event]]) -> None:
+def test_membership_follows_its_table_for_any_events(events: list[tuple[int | str, Event]]) -> None:
     members = Membership([1, "box"])
     for worker, event in events:
         state = members._states[worker]
@@ -120,21 +120,21 @@ def test_stages_take_part_only_when_loaded_or_kept(events: list[tuple[int | str,
             )
 
 
-def test_every_event_in_every_state_is_foreseen() -> None:
+def test_every_event_in_every_state_is_in_the_table() -> None:
     assert TABLE.keys() == {(state, event) for state in WorkerState for event in Event}
 
 
-def test_one_that_leaves_before_it_has_loaded_takes_nothing_with_it() -> None:
+def test_a_worker_that_leaves_before_loading_changes_nothing() -> None:
     for state in (WorkerState.JOINING, WorkerState.LOADING):
         assert TABLE[state, Event.LEAVING] == (state, ())
         assert TABLE[state, Event.LINK_LOST] == (state, (Action.DIAL,))
 
 
-def test_whoever_is_let_go_is_dialled_whatever_it_was() -> None:
+def test_every_state_goes_to_joining_when_dialled() -> None:
     assert {TABLE[state, Event.DIAL] for state in WorkerState} == {(WorkerState.JOINING, ())}
 
 
-def test_a_worker_without_layers_is_lost_without_anybody_waiting_and_comes_back_as_it_was() -> None:
+def test_the_loss_of_a_worker_without_layers_holds_up_no_step() -> None:
     members = Membership([1])
     for event in START[:3]:
         members.on(1, event)
@@ -147,7 +147,7 @@ def test_a_worker_without_layers_is_lost_without_anybody_waiting_and_comes_back_
     assert members.on(1, Event.PLANNED) == (Action.SET_UP,)
 
 
-def test_every_state_but_the_first_survives_a_broken_link_or_says_that_it_is_over() -> None:
+def test_a_broken_link_is_redialled_or_given_up_in_every_state() -> None:
     for state in WorkerState:
         if state in (WorkerState.ABSENT, WorkerState.SPARE):
             continue
@@ -156,7 +156,7 @@ def test_every_state_but_the_first_survives_a_broken_link_or_says_that_it_is_ove
         assert TABLE[state, Event.GONE] == (WorkerState.LEFT, (Action.GIVE_UP,))
 
 
-def test_all_that_may_follow_a_dialling_is_foreseen() -> None:
+def test_every_event_after_a_dial_is_in_the_table() -> None:
     for (state, _), (after, actions) in TABLE.items():
         if Action.DIAL in actions:
             assert {(after, e) for e in (Event.FRESH, Event.BACK, Event.GONE)} <= TABLE.keys(), (

@@ -46,7 +46,7 @@ def check(asked: Config, own: Config) -> None:
         (None, None, None),
     ],
 )
-def test_what_the_own_file_names_is_permitted(
+def test_models_named_in_the_workers_own_file_are_permitted(
     asked: str | None, own: str | None, models: list[str] | None, tmp_path: Path
 ) -> None:
     check(config(tmp_path / "coordinator's", asked), config(tmp_path / "own [1]", own, models))
@@ -67,7 +67,7 @@ def test_what_the_own_file_names_is_permitted(
         ("{0}", "A", None),
     ],
 )
-def test_anything_else_is_refused_and_both_are_named(
+def test_other_models_are_refused_with_the_permitted_ones(
     asked: str, own: str | None, models: list[str] | None, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -134,7 +134,7 @@ def test_the_tiny_model_of_a_measurement_is_permitted_and_no_larger_one(tmp_path
         ("m/../link", None, ["m*"], None),
     ],
 )
-def test_what_is_compared_is_what_is_opened(
+def test_the_path_that_is_checked_is_the_one_that_is_opened(
     asked: str, own: str | None, models: list[str] | None, opened: str | None, tmp_path: Path
 ) -> None:
     job = tmp_path / "job"

@@ -170,7 +170,7 @@ def link_up(one: Machine, other: Machine, name: int | str = "box") -> None:
 # ---- meeting
 
 
-def test_dial_that_hangs_is_answered_for_in_time(
+def test_a_hanging_dial_is_reported_in_time(
     pair: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a name server that does not answer has it."""
@@ -232,7 +232,7 @@ def test_several_are_dialled_at_once_and_each_has_its_answer(
     assert "nothing listens on that port" in results[2].problem
 
 
-def test_dialling_nobody_is_answered(machine: Callable[..., Machine]) -> None:
+def test_an_empty_list_to_dial_is_answered(machine: Callable[..., Machine]) -> None:
     assert machine(1).dial() == ()
 
 
@@ -267,7 +267,7 @@ def test_other_version_is_refused(pair: tuple[Machine, Machine], monkeypatch: An
     assert "version 99" in entry.problem
 
 
-def test_one_that_does_not_listen_is_told(pair: tuple[Machine, Machine]) -> None:
+def test_a_peer_that_does_not_listen_is_reported(pair: tuple[Machine, Machine]) -> None:
     one, other = pair
     [port] = free_ports(1)
     [entry] = one.dial(other.entry("box", port), timeout_s=0.3)
@@ -275,13 +275,13 @@ def test_one_that_does_not_listen_is_told(pair: tuple[Machine, Machine]) -> None
     assert "nothing listens on that port" in entry.problem
 
 
-def test_one_that_does_not_answer_is_told(pair: tuple[Machine, Machine]) -> None:
+def test_a_peer_that_does_not_answer_is_reported(pair: tuple[Machine, Machine]) -> None:
     one, other = pair
     other.answers_hello = False
     assert one.dial(other.entry("box"), timeout_s=0.3) == (PeerResult("box", "it did not answer"),)
 
 
-def test_one_that_hangs_up_is_told_at_once(pair: tuple[Machine, Machine]) -> None:
+def test_a_peer_that_hangs_up_is_reported_at_once(pair: tuple[Machine, Machine]) -> None:
     one, other = pair
     other.answers_hello = False
     one.links.dial((other.entry("box"),), WAIT_S, LARGEST)
@@ -293,9 +293,7 @@ def test_one_that_hangs_up_is_told_at_once(pair: tuple[Machine, Machine]) -> Non
     assert time.monotonic() - began < WAIT_S / 2
 
 
-def test_one_that_cannot_reach_the_other_may_be_reached_by_it(
-    pair: tuple[Machine, Machine],
-) -> None:
+def test_a_pair_is_linked_if_either_side_reaches_the_other(pair: tuple[Machine, Machine]) -> None:
     one, other = pair
     other.stop_listening()
     [entry] = one.dial(other.entry("box"), timeout_s=0.3)
@@ -452,7 +450,7 @@ def test_question_to_one_without_a_link_is_refused(machine: Callable[..., Machin
         machine(1).links.ask(2, control.request(1, "double", 1), WAIT_S)
 
 
-def test_peer_that_does_not_answer_is_told_and_its_late_answer_is_nobodys(
+def test_a_silent_peer_is_reported_and_its_late_answer_dropped(
     pair: tuple[Machine, Machine], slow: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = pair

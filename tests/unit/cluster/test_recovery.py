@@ -82,7 +82,7 @@ class Pipeline(FakePipeline):
         self._loop.done.append("forget commits")
 
 
-def test_a_worker_that_died_is_fenced_before_it_loads_and_all_go_back_after_that() -> None:
+def test_a_dead_worker_loads_after_the_abort_and_before_the_rewind() -> None:
     loop = Loop(LinkLost(1, "reset"))
     assert loop.recovery.run(loop) == "finished"
     assert loop.done == ["step", "forget commits", "abort", "load 1", "rewind"]

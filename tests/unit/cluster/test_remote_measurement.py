@@ -52,7 +52,7 @@ def ask(
     return remote_measurement.model_costs(config, loaded, Device(), anew=anew)
 
 
-def test_what_was_measured_is_remembered(measured: Counting) -> None:
+def test_measured_costs_are_cached(measured: Counting) -> None:
     assert not ask().was_known
     again = ask()
     assert again.was_known
@@ -62,7 +62,7 @@ def test_what_was_measured_is_remembered(measured: Counting) -> None:
     assert measured.times == 2
 
 
-def test_settings_that_cost_nothing_are_put_aside(measured: Counting) -> None:
+def test_settings_without_effect_on_costs_are_ignored(measured: Counting) -> None:
     ask()
     assert ask(training={"learning_rate": 0.1, "gradient_accumulation_steps": 4}).was_known
 
@@ -77,7 +77,9 @@ def test_settings_that_cost_nothing_are_put_aside(measured: Counting) -> None:
         {"model": {**LLAMA, "num_hidden_layers": 3}},
     ],
 )
-def test_what_a_cost_depends_on_is_measured(changed: dict[str, Any], measured: Counting) -> None:
+def test_costs_are_measured_anew_when_their_settings_change(
+    changed: dict[str, Any], measured: Counting
+) -> None:
     ask()
     assert not ask(**changed).was_known
 

@@ -24,7 +24,7 @@ def test_five_deaths_within_ten_minutes_are_too_many(between_s: float) -> None:
     assert found[4] is None
 
 
-def test_one_more_after_too_many_is_still_too_many() -> None:
+def test_further_deaths_after_too_many_are_too_many() -> None:
     assert pauses(*([1.0] * 7))[4:] == [None] * 3
 
 

@@ -100,7 +100,7 @@ def test_role_given_on_the_command_line_wins() -> None:
     assert decide_role(LOOPBACK, role="worker", identity=there) == Role(False, (1, 2))
 
 
-def test_machine_that_nothing_names_is_who_its_key_says() -> None:
+def test_a_machine_without_an_entry_has_the_role_of_its_key() -> None:
     elsewhere = machine("x", "10.0.0.9")
     assert decide_role(THREE, identity=elsewhere, keys=["2"]) == Role(False, (2,))
     assert decide_role(THREE, identity=machine("x", "10.0.0.2"), keys=["2"]) == Role(False, (1,))
@@ -117,7 +117,7 @@ def test_coordinators_own_workers_are_found_by_its_address() -> None:
     assert local_worker_ids(config, behind) == (1,)
 
 
-def test_machine_without_a_role_is_told_both_sides() -> None:
+def test_a_machine_without_a_role_is_shown_its_name_and_the_entries() -> None:
     with pytest.raises(ConfigError) as caught:
         decide_role(THREE, identity=machine("stranger", "10.7.7.7"))
     text = str(caught.value)
@@ -167,7 +167,7 @@ def test_a_worker_without_an_entry_takes_no_part() -> None:
         decide_role(config, worker_id=2, identity=machine("x"))
 
 
-def test_a_machine_that_the_plan_leaves_out_is_told_so() -> None:
+def test_a_machine_that_the_plan_leaves_out_gets_a_message() -> None:
     raw = THREE.to_dict()
     raw["shard_plan"].pop()
     with pytest.raises(ConfigError, match="worker 2 has no entry in shard_plan"):

@@ -74,11 +74,11 @@ def told(steps: str, release_s: float = 60.0) -> tuple[int, str]:
         ("now parent SIGTERM SIGHUP", "[('paused', False), ('paused', False), ('paused', True)]"),
     ],
 )
-def test_an_order_is_told_once_and_a_second_signal_means_at_once(steps: str, heard: str) -> None:
+def test_an_order_is_passed_once_and_a_second_signal_is_immediate(steps: str, heard: str) -> None:
     assert told(steps) == (0, heard)
 
 
-def test_a_process_that_does_not_come_to_its_end_is_ended() -> None:
+def test_a_process_that_does_not_end_is_ended() -> None:
     assert told("hang SIGTERM", release_s=0.1) == (75, "")
 
 

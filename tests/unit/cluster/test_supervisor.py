@@ -199,11 +199,8 @@ def test_lines_of_a_single_worker_need_no_name(
     assert capfd.readouterr().err == "hello from 1 with keep True\n"
 
 
-def test_what_a_worker_left_behind_is_not_waited_for(
-    config: Config,
-    program: Any,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_processes_left_behind_by_a_worker_are_not_waited_for(
+    config: Config, program: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeouts, "STOP_S", 0.1)
     before = set(threading.enumerate())
@@ -363,7 +360,7 @@ def test_a_paused_worker_is_gone_until_it_is_resumed(
         assert all(file.stat().st_mode & 0o077 == 0 for file in (cache / "workers").iterdir())
 
 
-def test_a_worker_that_does_not_let_go_is_ended(
+def test_a_worker_that_does_not_pause_is_ended(
     serve: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeouts, "RELEASE_S", 0.2)

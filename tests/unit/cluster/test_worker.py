@@ -428,7 +428,7 @@ def test_coordinator_that_does_not_come_back_in_time_loses_its_stages(serve: Any
     assert served.dial("second").expect(Welcome).run_id is None
 
 
-def test_worker_without_keep_ends_when_nobody_takes_the_run_up_again(
+def test_a_worker_without_keep_ends_when_no_coordinator_returns(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeouts, "COORDINATOR_S", 0.3)
@@ -580,7 +580,7 @@ def test_worker_that_the_plan_leaves_out_says_so_and_ends(
     assert any("no layers for it: it is too slow" in line for line in served.said)
 
 
-def test_failure_to_take_a_message_in_is_told_as_it_is(
+def test_out_of_memory_in_a_reader_is_reported_as_such(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that runs out in a reader thread is no broken link."""
@@ -667,7 +667,7 @@ def test_no_more_strangers_than_a_few_are_let_in(serve: Any) -> None:
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOBUFS, errno.EHOSTUNREACH])
 @pytest.mark.parametrize("refusal", [NetworkError("no thread for the link"), MemoryError()])
-def test_worker_goes_on_accepting_after_what_the_system_refuses(
+def test_a_worker_goes_on_accepting_after_a_failed_accept(
     code: int, refusal: Exception, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No descriptors, then no thread or memory for a connection, then all again."""
@@ -743,9 +743,7 @@ def test_worker_that_is_told_to_end_says_so_and_still_answers(serve: Any) -> Non
     assert isinstance(served.error, StoppedEarly)
 
 
-def test_worker_that_is_told_to_end_where_nothing_can_be_raised_ends_all_the_same(
-    serve: Any,
-) -> None:
+def test_a_worker_ends_even_where_the_signal_cannot_raise(serve: Any) -> None:
     served = serve(keep=True)
     with pytest.raises(BaseException, match="SIGTERM"):
         # In another thread than the loop, which so hears as little of it as from a finalizer.
@@ -790,7 +788,7 @@ def test_own_name_that_means_loopback_is_refused_where_the_coordinator_is_elsewh
 
 
 @pytest.mark.parametrize("phase", [Phase.CLOSED, Phase.READY])
-def test_a_goodbye_that_comes_while_a_worker_reports_is_no_mistake_of_its_own(phase: Phase) -> None:
+def test_a_report_that_crosses_a_goodbye_is_no_protocol_error(phase: Phase) -> None:
     def send(message: Message, done: object) -> None:
         raise ProtocolError("out of order")
 
@@ -816,7 +814,7 @@ def test_worker_looks_again_when_a_task_has_waited_enough_for_anothers_turn() ->
 @pytest.mark.parametrize(
     ("other", "said"), [(1, "is served on this machine already"), (2, "in use")]
 )
-def test_a_port_at_which_the_same_worker_serves_is_said(other: int, said: str) -> None:
+def test_a_port_in_use_by_the_same_worker_is_reported(other: int, said: str) -> None:
     """Started by hand, where the coordinator has started it, too; else it is just a taken port."""
     port = free_ports(1)[0]
     code = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))"

@@ -45,7 +45,7 @@ def links(**training: Any) -> WorkerLinks:
     return WorkerLinks(config, "run", 1 << 20)
 
 
-def test_a_worker_that_was_started_here_is_not_said_to_be_absent(
+def test_a_worker_started_here_is_not_reported_as_absent(
     monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     monkeypatch.setattr(timeouts, "QUIET_S", 0.0)
@@ -187,7 +187,7 @@ def reached(run_id: str | None, closed: bool = False) -> worker_links._Reached:
     return worker_links._Reached(*parts)  # type: ignore[arg-type]
 
 
-def test_awaited_worker_is_here_only_when_its_link_still_stands(
+def test_an_awaited_worker_counts_only_while_its_link_is_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is heard of it before; one that is gone again by then is dialled again."""
@@ -231,7 +231,7 @@ def test_f8_worker_that_dies_in_its_first_greeting_is_dialled_again(
     assert dialled > 1
 
 
-def test_a_paused_worker_is_waited_for_without_end_and_it_is_said_for_how_long(
+def test_a_paused_worker_is_waited_for_and_the_time_is_shown(
     monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     """Also where it was not let go in order: it had no stages yet, or another one left as well."""
@@ -295,7 +295,7 @@ def test_memory_that_ran_out_in_a_reader_is_raised_as_that() -> None:
         made.receive(0)
 
 
-def test_what_a_worker_did_wrong_is_raised_as_that() -> None:
+def test_a_workers_protocol_error_is_raised_as_such() -> None:
     """It would do it again."""
     fault = ProtocolError("STATE out of order")
     made, wire = links(), SimpleNamespace(peer=1, name="worker 1", fault=fault)
@@ -304,7 +304,7 @@ def test_what_a_worker_did_wrong_is_raised_as_that() -> None:
         made.receive(0)
 
 
-def test_attempt_that_failed_at_a_worker_is_raised_while_it_is_the_present_one() -> None:
+def test_only_a_failure_of_the_present_attempt_is_raised() -> None:
     made, link = links(), object()
     made._wires[1] = link  # type: ignore[assignment]
     made.expect(4, 8)
@@ -323,7 +323,7 @@ def connected(other: int, problem: str | None = None) -> Connected:
     return Connected((PeerResult(other, problem),))
 
 
-def test_no_memory_for_what_arrives_is_not_the_links_failure() -> None:
+def test_out_of_memory_on_arrival_is_no_failure_of_the_link() -> None:
     """Raised in the reader thread it would close the link, and be taken for the network's fault."""
     made = links()
     error = ResourceError("stage 0, BACKWARD of micro-batch 3: out of memory")
@@ -340,7 +340,7 @@ def test_no_memory_for_what_arrives_is_not_the_links_failure() -> None:
 @pytest.mark.parametrize(
     ("liveness_s", "answer_s"), [(3.0, 5.0), (30.0, 0.5)], ids=["its link", "its answer"]
 )
-def test_who_accepts_and_says_nothing_is_deaf_whichever_wait_ends_first(
+def test_a_worker_that_accepts_but_never_answers_counts_as_deaf(
     liveness_s: float, answer_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that stands still still accepts: only its end helps, and another one."""

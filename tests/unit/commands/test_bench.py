@@ -57,7 +57,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_it_prints_what_plan_prints(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prints_the_output_of_plan(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluate = ("--evaluate", str(file), "--config", str(file))
     bench = shown(capsys, "bench", "--config", str(file))
     assert bench == shown(capsys, "plan", "--measure", *evaluate)

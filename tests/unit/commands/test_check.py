@@ -47,7 +47,9 @@ def raw(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_check_says_who_holds_what_and_what_it_needs(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_check_reports_layers_and_memory_of_each_process(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
     found = check(Config.from_dict(raw, tmp_path))
     coordinator, worker = found["processes"]
     assert [stage["index"] for stage in coordinator["stages"]] == [0, 2]
@@ -96,7 +98,7 @@ def test_absent_data_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
         ('{"text": ""}\n', {}, "none of the 1 examples has a token to learn from"),
     ],
 )
-def test_what_train_would_refuse_in_the_data_is_refused(
+def test_check_refuses_data_that_train_would_refuse(
     raw: dict[str, Any], tmp_path: Path, rows: str, changes: dict, message: str, shard_plan: str
 ) -> None:
     (tmp_path / "train.jsonl").write_text(rows, encoding="utf-8")
@@ -107,7 +109,7 @@ def test_what_train_would_refuse_in_the_data_is_refused(
         check(Config.from_dict(raw, tmp_path))
 
 
-def test_what_train_would_refuse_with_the_model_is_refused(
+def test_check_refuses_data_that_do_not_fit_model_or_batch(
     raw: dict[str, Any], tmp_path: Path
 ) -> None:
     raw["model"]["from_config"] = {**LLAMA, "vocab_size": 20}
@@ -121,7 +123,7 @@ def test_what_train_would_refuse_with_the_model_is_refused(
         check(Config.from_dict(raw, tmp_path))
 
 
-def test_of_large_data_the_first_examples_are_looked_at(
+def test_large_data_are_checked_by_their_first_examples(
     raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hetero_framework.commands.check_report.MOST_EXAMPLES", 3)
@@ -178,7 +180,7 @@ def test_show_has_the_tokens_and_the_labels_of_a_run(
     assert second["left_out"] == [f"{whole - 64} of {whole} tokens (data.max_length)"]
 
 
-def test_show_marks_what_the_loss_covers(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_marks_the_text_in_the_loss(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--config", str(chat), "--show", "1"]) == 0
     shown = capsys.readouterr().out.partition("The loss covers what is between ⟦ and ⟧;")[2]
     assert "\x1b" not in shown
@@ -192,7 +194,7 @@ def test_show_marks_what_the_loss_covers(chat: Path, capsys: pytest.CaptureFixtu
     ]
 
 
-def test_a_terminal_shows_it_in_colour_and_no_brackets() -> None:
+def test_show_uses_colour_instead_of_brackets_on_a_terminal() -> None:
     example = {"where": "a:1", "tokens": 3, "trained": 1, "left_out": ["thinking"]}
     example["pieces"] = [("one", False), (" two\n", True), ("three", False)]
 
@@ -304,7 +306,9 @@ def test_quantised_weights_on_a_device_without_4_bits_are_refused_by_name(
         check(Config.from_dict(raw, tmp_path))
 
 
-def test_what_checkpointing_would_save_is_said(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_check_reports_the_memory_that_checkpointing_saves(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
     raw["training"] |= {"gradient_checkpointing": True, "per_device_train_batch_size": 4}
     always = check(Config.from_dict(raw, tmp_path))["processes"]
     raw["training"]["gradient_checkpointing"] = False
@@ -331,7 +335,7 @@ def test_plan_that_is_left_to_the_run_is_explained(raw: dict[str, Any], tmp_path
 
 
 @pytest.mark.parametrize("words", [["train"], ["plan", "--measure"], ["plan", "--dry-run"]])
-def test_without_a_model_there_is_nothing_to_plan_for(
+def test_an_automatic_plan_without_a_model_is_refused(
     words: list[str], raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "c.json"

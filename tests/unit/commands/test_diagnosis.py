@@ -77,7 +77,7 @@ def listening(answer: bytes = b"") -> Iterator[int]:
             thread.join()
 
 
-def test_nothing_is_wrong(tmp_path: Path) -> None:
+def test_a_working_configuration_has_no_findings(tmp_path: Path) -> None:
     made = asked(view(tmp_path))
     assert [found(check, made) for check in diagnosis.CHECKS] == [[]] * len(diagnosis.CHECKS)
 
@@ -91,7 +91,7 @@ def test_machine_without_a_role(tmp_path: Path) -> None:
     assert "names this machine" in found(diagnosis.role, made)[0]
 
 
-def test_name_that_nobody_knows(tmp_path: Path) -> None:
+def test_an_unknown_host_name_is_reported(tmp_path: Path) -> None:
     (line,) = found(diagnosis.names, view(tmp_path, worker={"ip": "far.invalid"}))
     assert line.startswith("the name 'far.invalid' of worker 1 is not known here")
 
@@ -139,7 +139,9 @@ def test_port_of_a_worker_here_that_another_program_has(tmp_path: Path) -> None:
 # -- reaching the others --------------------------------------------------------------------------
 
 
-def test_port_that_nobody_listens_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_without_a_listener_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(diagnosis, "_DIAL_S", 0.5)
     for made in (view(tmp_path), view(tmp_path, Role(False, ()))):
         (line,) = found(diagnosis.reach, made)

@@ -65,7 +65,7 @@ def test_a_model_and_names_of_devices_are_enough(capsys: pytest.CaptureFixture[s
     assert sorted(path.name for path in Path().iterdir()) == ["fleet.json", "model"]
 
 
-def test_the_configuration_says_who_takes_part(
+def test_the_configuration_lists_the_devices(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configured(model)
@@ -78,7 +78,9 @@ def test_the_configuration_says_who_takes_part(
     assert [device["id"] for device in found["estimate"]["devices"]] == ["local", 1]
 
 
-def test_it_is_labelled_as_an_estimate(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_is_labelled_as_an_estimate(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "--dry-run", "--model", str(model), "--device", "local=RTX 4090"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("An ESTIMATE from config.json and makers' figures")
@@ -86,7 +88,7 @@ def test_it_is_labelled_as_an_estimate(model: Path, capsys: pytest.CaptureFixtur
     assert "assumed: gpu: 45% of the arithmetic" in said
 
 
-def test_its_plan_can_be_written(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_estimated_plan_can_be_written(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configured(model)
     named = ["--device", "local=RTX 3090", "--device", "1=RTX 3090", "--exclude", "box"]
     found = estimated(capsys, *named, "--pin", "1=6:8", "--write")
@@ -159,7 +161,7 @@ def test_length_of_the_samples_can_be_set_without_naming_data(
     assert steps[1] > steps[0]
 
 
-def test_the_job_is_said_with_tokens_per_second_and_hours(
+def test_the_job_is_reported_with_tokens_per_second_and_hours(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--model", str(model), "--device", "local=RTX 4090", "--device", "1=RTX 3060"]

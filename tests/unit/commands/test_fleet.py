@@ -27,7 +27,7 @@ def test_machines_are_measured_at_once_and_processes_of_one_in_turn() -> None:
     assert list(turns(config)) == [["local", "a", "d"], ["c", "b"]]
 
 
-def test_a_link_counts_as_fast_as_it_is_while_both_directions_are_used() -> None:
+def test_a_link_has_the_speed_measured_with_both_directions_in_use() -> None:
     there, back = directions("local", 1, LinkSpeed(0.01, 1e8, 4e7, both_ways=2.0))
     assert there == {"from": "local", "to": 1, "bytes_per_s": 5e7, "latency_s": 0.005}
     assert back == {"from": 1, "to": "local", "bytes_per_s": 2e7, "latency_s": 0.005}
@@ -43,6 +43,6 @@ def test_a_link_counts_as_fast_as_it_is_while_both_directions_are_used() -> None
         (PeerLostError("worker 1 is gone"), "worker 1 is gone"),
     ],
 )
-def test_a_loss_names_what_is_gone(lost: Any, message: str) -> None:
+def test_the_loss_of_a_worker_is_named(lost: Any, message: str) -> None:
     cluster: Any = SimpleNamespace(why=lambda lost: "ended with exit code 1")
     assert fleet._loss(cluster, lost) == message

@@ -265,7 +265,7 @@ def test_wizard_does_not_replace_a_file_unasked(tmp_path: Path) -> None:
     assert load_config(output).model is not None
 
 
-def test_wizard_whose_input_ends_says_what_to_do(tmp_path: Path) -> None:
+def test_a_wizard_without_further_input_names_the_option(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--non-interactive"):
         run_wizard(Answers(), tmp_path / "c.json", ask=replies(), say=lambda text: None)
     assert list(tmp_path.iterdir()) == []

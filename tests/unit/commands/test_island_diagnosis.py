@@ -38,7 +38,7 @@ def problems(tmp_path: Path, lighthouse: str, **coordinator: Any) -> list[str]:
     return [f"{what} -> {fix}" for what, fix in island_diagnosis.problems(config, None, 10.0)]
 
 
-def test_nothing_is_wrong_with_a_lighthouse_that_is_there(tmp_path: Path, lighthouse: int) -> None:
+def test_a_working_lighthouse_has_no_findings(tmp_path: Path, lighthouse: int) -> None:
     assert problems(tmp_path, f"127.0.0.1:{lighthouse}") == []
 
 
@@ -47,25 +47,25 @@ def test_a_run_without_islands_has_no_problem_with_them(tmp_path: Path) -> None:
     assert list(island_diagnosis.problems(alone, None, 10.0)) == []
 
 
-def test_a_lighthouse_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_an_unreachable_lighthouse_is_reported(tmp_path: Path) -> None:
     [port] = free_ports(1)
     [found] = problems(tmp_path, f"127.0.0.1:{port}")
     assert f"cannot reach the lighthouse at 127.0.0.1:{port}" in found
 
 
-def test_a_program_that_is_no_lighthouse_is_said(tmp_path: Path) -> None:
+def test_another_program_in_place_of_a_lighthouse_is_reported(tmp_path: Path) -> None:
     with listening(b"HTTP/1.1 400 Bad Request\r\n") as port:
         [found] = problems(tmp_path, f"127.0.0.1:{port}")
     assert f"no lighthouse answers at 127.0.0.1:{port}" in found
 
 
-def test_missing_keys_and_an_address_that_nobody_else_reaches_are_said(tmp_path: Path) -> None:
+def test_missing_keys_and_an_unreachable_own_address_are_reported(tmp_path: Path) -> None:
     address, keys = problems(tmp_path, "10.9.8.7:29510")
     assert "other islands are to reach this one at 127.0.0.1" in address
     assert "hetero invite" in keys
 
 
-def test_a_clock_that_is_off_is_said(
+def test_a_wrong_clock_is_reported(
     tmp_path: Path, lighthouse: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(island_diagnosis, "clock_at", lambda *_: time.time() + 3600)
@@ -74,7 +74,7 @@ def test_a_clock_that_is_off_is_said(
     assert "ahead of this one's" in found
 
 
-def test_doctor_asks_it_among_the_rest(tmp_path: Path) -> None:
+def test_doctor_includes_the_check_of_islands(tmp_path: Path) -> None:
     [port] = free_ports(1)
     found = diagnosis.diagnose(config_at(tmp_path, f"127.0.0.1:{port}"))
     assert any(one["check"] == "islands" for one in found["findings"])

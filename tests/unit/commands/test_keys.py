@@ -118,7 +118,7 @@ def test_worker_that_is_not_in_the_file_cannot_be_invited(tmp_path: Path) -> Non
     assert not keys.path.exists()
 
 
-def test_address_without_a_port_and_half_a_token_are_said(tmp_path: Path) -> None:
+def test_an_address_without_port_and_half_a_token_are_refused(tmp_path: Path) -> None:
     keys = KeyDirectory(tmp_path / "keys")
     token = f"HT1-{'a' * 52}-{'a' * 26}"
     with pytest.raises(UserError, match="has no port"):
@@ -293,7 +293,7 @@ def test_keys_of_islands_are_exported_listed_revoked_and_rotated(
         (["--island", "lighthouse"], "names the lighthouse"),
     ],
 )
-def test_invitation_of_nobody_is_refused(
+def test_an_invitation_without_a_valid_recipient_is_refused(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "none" / "c.json"

@@ -68,7 +68,7 @@ def test_line_says_where_it_is_and_how_islands_get_in(tmp_path: Path, started: l
     assert started == [2, 0, 2, 0]  # all was closed, also the port
 
 
-def test_others_reach_it_with_keys_alone(
+def test_a_lighthouse_that_others_reach_needs_keys(
     tmp_path: Path, started: list[int], logged: list[str]
 ) -> None:
     bind = f"0.0.0.0:{free_ports(1)[0]}"
@@ -81,7 +81,7 @@ def test_others_reach_it_with_keys_alone(
     assert "NO ENCRYPTION" in logged[0]
 
 
-def test_address_and_port_that_it_cannot_have_are_said(tmp_path: Path, started: list[int]) -> None:
+def test_an_address_that_cannot_be_bound_is_refused(tmp_path: Path, started: list[int]) -> None:
     keys = KeyDirectory(tmp_path, ISLANDS)
     with pytest.raises(UserError, match=r"--bind: .* has no port"):
         command.serve("127.0.0.1", 1, keys, KeyOptions())
@@ -127,9 +127,7 @@ def island(name: str, folder: Path, port: int) -> LighthouseClient:
     return LighthouseClient(("127.0.0.1", port), access, member, lambda: True)
 
 
-def test_islands_meet_at_it_and_nothing_else_of_it_is_open(
-    process: Process, tmp_path: Path
-) -> None:
+def test_a_lighthouse_opens_one_port_to_others(process: Process, tmp_path: Path) -> None:
     started, port = process.started, process.port
     assert f"0.0.0.0:{port}" in process.line
     listening = [
@@ -150,7 +148,7 @@ def test_islands_meet_at_it_and_nothing_else_of_it_is_open(
 
 
 @pytest.mark.long
-def test_islands_meet_again_after_it_was_killed_and_started_again(
+def test_islands_meet_again_after_a_restart_of_the_lighthouse(
     process: Process, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:

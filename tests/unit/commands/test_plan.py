@@ -65,7 +65,7 @@ def test_plan_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "micro-batches under way" in said
 
 
-def test_wishes_are_read(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_plan_are_read(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(
         capsys, "--profile", fleet, "--pin", "1=6:8", "--exclude", "box",
         "--margin", "1=2.5GiB", "--margin", "local=1GB", "--allow", "codec,micro-batch",
@@ -156,7 +156,7 @@ def test_written_plan_leaves_the_rest_as_it_was(tmp_path: Path) -> None:
     assert {**raw, "shard_plan": SETTINGS["shard_plan"]} == SETTINGS
 
 
-def test_what_a_plan_needs_besides_is_written_too(tmp_path: Path) -> None:
+def test_other_settings_that_a_plan_needs_are_written_too(tmp_path: Path) -> None:
     int8 = {"activations": "int8", "gradients": "int8"}
     raw = written(tmp_path, changes={"wire": int8, "micro_batches": 8})
     assert raw["wire"] == int8
@@ -214,7 +214,7 @@ def test_options_that_exclude_each_other_end_with_2(
         ([(0, 2), (5, 6), (8, 8)], "layers 0-1, layer 5, head"),
     ],
 )
-def test_what_a_process_holds_in_words(ranges: list[tuple[int, int]], text: str) -> None:
+def test_layers_of_a_process_as_text(ranges: list[tuple[int, int]], text: str) -> None:
     assert held_text(ranges) == text
 
 

@@ -62,12 +62,12 @@ def test_a_configuration_without_fault_passes(make: Make) -> None:
         ("training", {"output_dir": "texts.jsonl/a"}, "training.output_dir: .*texts.jsonl is a"),
     ],
 )
-def test_each_fault_is_told(make: Make, section: str, changed: Any, said: str) -> None:
+def test_each_fault_is_reported(make: Make, section: str, changed: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         preflight(make(**{section: changed}), writes=True)
 
 
-def test_all_faults_are_told_at_once(make: Make) -> None:
+def test_all_faults_are_reported_at_once(make: Make) -> None:
     config = make(
         data={"train": "none.jsonl"}, training={"optim": "adamm"}, model={"tokenizer": "./x"}
     )
@@ -78,7 +78,7 @@ def test_all_faults_are_told_at_once(make: Make) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_of_others_is_told(make: Make, tmp_path: Path) -> None:
+def test_a_directory_of_another_user_is_reported(make: Make, tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     with pytest.raises(ConfigError, match="cannot be written by this user"):
         preflight(make(training={"output_dir": "closed/run"}), writes=True)
@@ -112,7 +112,7 @@ def _written(config: PretrainedConfig) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "command", ["train", "check", "bench", "verify", "plan --measure", "plan --dry-run"]
 )
-def test_commands_tell_it_without_torch(make: Make, tmp_path: Path, command: str) -> None:
+def test_preflight_runs_without_torch(make: Make, tmp_path: Path, command: str) -> None:
     file = tmp_path / "c.json"
     file.write_text(json.dumps(make(model={"name_or_path": "./none"}).to_dict()))
     program = (

@@ -16,7 +16,7 @@ from hetero_framework.config.host_names import (
     "host",
     ["10.0.0.1", "::1", "fe80::1", "box", "box-2.lan", "box_2", "a.b.", "x" * 63, "3com.example"],
 )
-def test_addresses_and_names_are_taken_as_they_are(host: str) -> None:
+def test_valid_hosts_are_accepted_unchanged(host: str) -> None:
     assert checked_host(host) == host
 
 
@@ -39,7 +39,7 @@ def test_addresses_and_names_are_taken_as_they_are(host: str) -> None:
         ("x" * 64, "1 to 63 letters"),
     ],
 )
-def test_what_is_no_address_is_refused_with_what_to_change(host: str, said: str) -> None:
+def test_an_invalid_host_is_refused_with_advice(host: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         checked_host(host)
 
@@ -86,6 +86,6 @@ def test_ipv6_has_brackets_before_a_port() -> None:
         ("my box:80", "between its dots"),
     ],
 )
-def test_what_is_no_address_with_a_port_is_refused(address: str, said: str) -> None:
+def test_an_invalid_address_with_port_is_refused(address: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         split_address(address)

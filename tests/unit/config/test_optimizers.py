@@ -18,7 +18,7 @@ def test_names_are_those_of_the_installed_transformers() -> None:
     assert set(names("trainer_utils.py", "SchedulerType")) == {one.value for one in SchedulerType}
 
 
-def test_check_optimizer_names_what_exists() -> None:
+def test_check_optimizer_lists_the_existing_ones() -> None:
     with pytest.raises(ConfigError, match="'adam' is not an optimizer") as caught:
         check_optimizer(TrainingConfig(optim="adam"))
     assert caught.value.hint is not None
@@ -39,6 +39,6 @@ def test_check_optimizer_knows_the_schedules_before_anything_loads() -> None:
 @pytest.mark.parametrize(
     "optim", ["galore_adamw", "lomo", "adalomo", "apollo_adamw", "schedule_free_adamw", "grokadamw"]
 )
-def test_check_optimizer_refuses_what_needs_the_whole_model(optim: str) -> None:
+def test_check_optimizer_refuses_those_that_need_the_whole_model(optim: str) -> None:
     with pytest.raises(ConfigError, match="cannot train a model in shards"):
         check_optimizer(TrainingConfig(optim=optim))

@@ -337,7 +337,7 @@ def test_a_worker_without_an_entry_takes_no_part_and_is_noted() -> None:
     assert "worker 2 has no entry in shard_plan and takes no part" in config.warnings()
 
 
-def test_a_plan_says_who_holds_what() -> None:
+def test_a_plan_lists_owners_and_contents_of_stages() -> None:
     plan = Config.from_dict(changed("shard_plan[2].id", 1)).plan
     assert plan.owners == ("local", 1)
     assert [stage.index for stage in plan.of(1)] == [1, 2]
@@ -412,7 +412,7 @@ SECTIONS = {
 }
 
 
-def test_a_text_where_a_section_belongs_is_told_what_to_write() -> None:
+def test_a_text_in_place_of_a_section_is_refused_with_advice() -> None:
     sections = {n for n, p in json_schema()["properties"].items() if "$ref" in str(p)}
     assert sections == {*SECTIONS, "workers", "shard_plan"}
     for section, texts in SECTIONS.items():
@@ -443,7 +443,7 @@ def test_a_text_where_a_section_belongs_is_told_what_to_write() -> None:
         ("training.report_to", ["tensorboard", "wandb"], "metrics.jsonl"),
     ],
 )
-def test_a_value_of_another_tool_is_told_what_to_write(path: str, value: Any, advice: str) -> None:
+def test_a_value_of_another_tool_is_refused_with_advice(path: str, value: Any, advice: str) -> None:
     raw = copy.deepcopy(FULL)
     section, _, key = path.partition(".")
     if key:
@@ -493,7 +493,7 @@ def defaults() -> Iterator[tuple[str, str, Any]]:
                 yield section, field.name, default
 
 
-def test_the_libraries_defaults_of_what_is_not_supported_pass_with_a_line() -> None:
+def test_library_defaults_of_unsupported_settings_pass_with_a_line() -> None:
     found = list(defaults())
     assert len(found) > 100
     for section, key, default in found:
@@ -651,7 +651,7 @@ def test_require_names_the_missing_sections() -> None:
         Config.from_dict(SEED).require("model", "data")
 
 
-def test_warnings_name_what_is_probably_not_meant() -> None:
+def test_warnings_name_settings_that_are_probably_mistakes() -> None:
     config = Config.from_dict(changed("data.eval", "e.jsonl"))
     assert any("data.eval is given but never used" in text for text in config.warnings())
     assert any("gradient_accumulation_steps" in text for text in config.warnings())
@@ -764,7 +764,7 @@ def test_unknown_name_is_told_its_name_here_or_that_there_is_none(path: str, exp
 
 
 @pytest.mark.parametrize("section", Config.model_fields)
-def test_what_a_setting_is_called_here_exists(section: str) -> None:
+def test_every_alias_leads_to_an_existing_setting(section: str) -> None:
     for here in (*aliases.settings()["called"], *aliases.settings()["called_of_machines"]):
         place, _, name = re.split(r"[ ,]", here)[0].partition(".")
         if place == section and name:
@@ -840,7 +840,7 @@ def test_compiling_with_cuda_graphs_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [0, 1, -3])
-def test_too_few_tokens_in_a_piece_say_what_may_stand_there(value: int) -> None:
+def test_a_too_small_loss_chunk_is_refused_with_valid_values(value: int) -> None:
     assert 'must be at least 2, "auto" or null' in message(
         changed("training.loss_chunk_tokens", value)
     )

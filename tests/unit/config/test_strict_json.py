@@ -20,7 +20,7 @@ def parsed(content: str | bytes) -> dict[str, Any]:
     return parse_json_object(content, name="config.json")
 
 
-def test_an_object_is_what_it_says() -> None:
+def test_a_valid_object_is_parsed() -> None:
     value = {"a": [1, 2.5, None, True], "b": {"c": "\u00e4", "d": {}}}
     content = '{"a": [1, 2.5, null, true], "b": {"c": "\u00e4", "d": {}}}'
     assert parsed(content) == value
@@ -69,7 +69,7 @@ def test_broken_line_is_shown_with_a_marker() -> None:
     assert lines[2].index("^") == lines[1].index("x")
 
 
-def test_lines_of_a_key_are_those_of_its_own_path() -> None:
+def test_the_lines_of_a_duplicate_key_are_those_of_its_path() -> None:
     """Keys of the same name elsewhere, and texts that look like keys, do not count."""
     with pytest.raises(ConfigError) as caught:
         parsed("""{
@@ -84,7 +84,7 @@ def test_lines_of_a_key_are_those_of_its_own_path() -> None:
     )
 
 
-def test_all_faults_are_said() -> None:
+def test_every_fault_is_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         parsed('{"a": [' + "NaN, " * 29 + "NaN]}")
     lines = str(caught.value).splitlines()
@@ -101,7 +101,7 @@ def test_a_long_line_is_shown_around_the_fault() -> None:
     assert shown[marker.index("^")] == "y"
 
 
-def test_yaml_is_known_by_its_name_too(tmp_path: Path) -> None:
+def test_yaml_is_recognised_by_its_file_name(tmp_path: Path) -> None:
     (file := tmp_path / "fleet.yml").write_text("- 1\n")
     with pytest.raises(ConfigError, match="this looks like YAML"):
         read_json_object(file)
@@ -135,7 +135,7 @@ def test_types_have_their_json_names(value: Any, name: str) -> None:
     assert json_type(value) == name
 
 
-def test_a_path_says_where_something_is() -> None:
+def test_join_path_names_keys_and_indices() -> None:
     assert join_path("", "workers") == "workers"
     assert join_path("workers", 0) == "workers[0]"
     assert join_path("workers[0]", "port") == "workers[0].port"

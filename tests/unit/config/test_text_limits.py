@@ -25,7 +25,7 @@ from hetero_framework.config.text_limits import text_problems
         ("org/name-1.5", None),
     ],
 )
-def test_what_a_shell_replaces_is_refused_in_paths(path: str, said: str | None) -> None:
+def test_shell_expansions_are_refused_in_paths(path: str, said: str | None) -> None:
     places: list[dict[str, Any]] = [
         {"model": {"name_or_path": path}},
         {"model": {"tokenizer": path}},
@@ -41,7 +41,7 @@ def test_what_a_shell_replaces_is_refused_in_paths(path: str, said: str | None) 
         assert said is None or said in found[0]
 
 
-def test_other_texts_may_have_it() -> None:
+def test_other_texts_may_contain_shell_characters() -> None:
     assert not list(
         text_problems({"data": {"dataset_text_field": "$x"}, "training": {"optim": " "}})
     )

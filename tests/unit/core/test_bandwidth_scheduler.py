@@ -50,13 +50,13 @@ def test_frames_of_an_unknown_interface_go_at_once() -> None:
     assert all(link.begin(LARGE) for link in wire.links)
 
 
-def test_what_a_frame_takes_is_learned() -> None:
+def test_the_rate_of_the_interface_is_learned() -> None:
     wire = Wire(reserves=True)
     wire.learn()
     assert wire.links[1].lasts_s(50_000_000) == pytest.approx(0.5)
 
 
-def test_who_went_longest_ago_goes_first_and_has_its_turn() -> None:
+def test_the_link_that_went_longest_ago_gets_the_next_turn() -> None:
     wire = Wire(reserves=True)
     wire.learn()
     first, second, third = wire.links
@@ -72,7 +72,7 @@ def test_who_went_longest_ago_goes_first_and_has_its_turn() -> None:
     assert wire.told == [0, 2]
 
 
-def test_without_reserves_all_are_told_and_the_first_to_begin_goes() -> None:
+def test_without_reservations_the_first_link_to_begin_goes() -> None:
     wire = Wire(reserves=False)
     wire.learn()
     first, second, third = wire.links
@@ -86,7 +86,7 @@ def test_without_reserves_all_are_told_and_the_first_to_begin_goes() -> None:
     assert first.awaits_room()
 
 
-def test_the_next_one_goes_a_little_before_the_end() -> None:
+def test_the_next_frame_goes_shortly_before_the_last_one_ends() -> None:
     wire = Wire(reserves=True)
     wire.learn()
     first, second, _ = wire.links
@@ -98,7 +98,7 @@ def test_the_next_one_goes_a_little_before_the_end() -> None:
     assert wire.told == [1]
 
 
-def test_a_frame_that_does_not_come_waits_no_longer() -> None:
+def test_a_frame_that_is_given_up_loses_its_turn() -> None:
     wire = Wire(reserves=True)
     wire.learn()
     first, second, third = wire.links
@@ -112,7 +112,7 @@ def test_a_frame_that_does_not_come_waits_no_longer() -> None:
     assert wire.told == [2]
 
 
-def test_who_is_alone_is_told_when_that_changes() -> None:
+def test_a_link_is_told_when_it_is_no_longer_alone() -> None:
     wire = Wire(reserves=True)
     first, second, third = wire.links
     assert first.begin(LARGE)
@@ -131,7 +131,7 @@ def test_who_is_alone_is_told_when_that_changes() -> None:
     assert wire.changed == [0, 1]
 
 
-def test_a_frame_says_how_fast_it_passed_and_whether_alone() -> None:
+def test_a_frame_records_its_rate_and_whether_it_was_alone() -> None:
     wire = Wire(reserves=True, links=2)
     first, second = wire.links
     assert first.begin(LARGE)
@@ -149,7 +149,7 @@ def test_a_frame_says_how_fast_it_passed_and_whether_alone() -> None:
     assert first.rate == pytest.approx(0.7 * wire.rate)
 
 
-def test_who_was_slow_in_a_full_interface_may_be_quick_alone() -> None:
+def test_a_link_slow_in_a_full_interface_may_be_quick_alone() -> None:
     """And who is slow in one that is not full leaves room."""
     wire = Wire(reserves=True, links=2)
     first, second = wire.links
@@ -164,7 +164,7 @@ def test_who_was_slow_in_a_full_interface_may_be_quick_alone() -> None:
     assert not second.begin(LARGE)
 
 
-def test_a_link_to_a_slow_peer_leaves_room() -> None:
+def test_a_link_to_a_slow_peer_leaves_room_for_another() -> None:
     wire = Wire(reserves=True)
     slow, quick, other = wire.links
     wire.learn()
@@ -178,7 +178,7 @@ def test_a_link_to_a_slow_peer_leaves_room() -> None:
     assert wire.told == []
 
 
-def test_frames_that_shared_the_interface_fill_it_each() -> None:
+def test_frames_that_shared_the_interface_count_as_filling_it() -> None:
     wire = Wire(reserves=True, links=2)
     first, second = wire.links
     for _ in range(8):
@@ -219,7 +219,7 @@ def test_a_faster_interface_than_was_known_is_found() -> None:
 F1, F2, B0 = (FORWARD, 1), (FORWARD, 2), (BACKWARD, 0)
 
 
-def test_of_those_that_wait_the_planned_one_goes_first() -> None:
+def test_the_planned_link_of_those_that_wait_goes_first() -> None:
     wire = Wire(reserves=True)
     wire.learn()
     wire.direction.plan(7, [F1, B0, F2], order_timeout_s=9.0)
@@ -249,7 +249,7 @@ def test_a_frame_waits_for_another_ones_turn_for_the_timeout_only(reserves: bool
     assert second.begin(LARGE, F2)  # F1 was waited for
 
 
-def test_who_insists_waits_for_room_alone() -> None:
+def test_a_link_that_insists_waits_only_for_room() -> None:
     wire = Wire(reserves=True)
     wire.learn()
     wire.direction.plan(7, [F1, B0, F2], order_timeout_s=9.0)
@@ -278,7 +278,7 @@ def test_frames_of_an_attempt_count_that_came_before_its_plan() -> None:
     assert not first.begin(LARGE, F2)
 
 
-def test_a_new_plan_lets_those_go_that_waited_for_the_old_ones_turn() -> None:
+def test_a_new_plan_releases_frames_that_wait_by_the_old_one() -> None:
     wire = Wire(reserves=True)
     wire.learn()
     wire.direction.plan(7, [F1, B0], order_timeout_s=9.0)

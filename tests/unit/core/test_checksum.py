@@ -13,7 +13,7 @@ class Fixed:
         return self._found
 
 
-def test_it_is_xxh3_of_all_bytes_big_endian() -> None:
+def test_the_checksum_is_xxh3_of_all_bytes_big_endian() -> None:
     """The value of the empty input is in the specification of XXH3."""
     assert digest(Hasher(b"")) == (0x2D06800538D394C2).to_bytes(CHECKSUM_BYTES, "big")
     parts = Hasher(b"one ")

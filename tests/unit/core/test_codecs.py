@@ -101,7 +101,7 @@ def test_none_keeps_the_bits(sent: torch.Tensor) -> None:
 
 @given(tensors(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_what_is_not_finite_never_becomes_finite(sent: torch.Tensor, data: st.DataObject) -> None:
+def test_non_finite_values_never_become_finite(sent: torch.Tensor, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, sent.numel() - 1))
     sent[place] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
     for codec, dtype in PAIRS:
@@ -168,7 +168,7 @@ def test_a_scale_has_a_finite_reciprocal(magnitude: float) -> None:
     assert scales.tolist() == [torch.finfo(torch.float32).tiny]
 
 
-def test_blocks_do_not_know_each_other() -> None:
+def test_blocks_are_coded_independently() -> None:
     tensor = values(5, BLOCK)
     tensor[1] *= 1e6
     tensor[3] *= 1e-6
@@ -205,7 +205,7 @@ def test_the_tensor_that_is_sent_is_left_alone(codec: Codec, dtype: torch.dtype)
     assert bits(received) == bits(travel(codec, sent.detach().transpose(0, 1).contiguous()))
 
 
-def test_what_a_codec_cannot_do_is_refused_with_the_way_out() -> None:
+def test_a_dtype_that_a_codec_lacks_is_refused_with_advice() -> None:
     with pytest.raises(ConfigError, match=r"bf16: float16 .* use none or int8"):
         BF16.encode(torch.zeros(3, dtype=torch.float16))
     with pytest.raises(ConfigError, match=r"int8: int64 .* use none"):

@@ -61,7 +61,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
         thread.join(WAIT_S)
 
 
-def test_ask_gets_the_answer_and_nobody_else_does(sides: tuple[Side, Side]) -> None:
+def test_the_answer_goes_to_ask_alone(sides: tuple[Side, Side]) -> None:
     near, far = sides
     far.answer = lambda message: far.send(WELCOME)
     answer = near.connection.ask(Message(HELLO), WAIT_S)
@@ -86,14 +86,16 @@ SIGNALS = (m.AskTurn(1_000_000, 2), m.Turn(True, True), m.ArrivalRate(1e9, False
 
 
 @pytest.mark.parametrize("body", [INPUTS, WELCOME, m.Bye("x"), m.Control("x"), *SIGNALS])
-def test_message_of_a_stranger_reaches_nobody(body: Body, sides: tuple[Side, Side]) -> None:
+def test_a_message_before_the_greeting_reaches_no_handler(
+    body: Body, sides: tuple[Side, Side]
+) -> None:
     near, far = sides
     near.connection.link.send(Message(body))
     assert "came before a greeting" in str(far.end())
     assert far.heard.empty()
 
 
-def test_second_greeting_reaches_nobody(sides: tuple[Side, Side]) -> None:
+def test_a_second_greeting_reaches_no_handler(sides: tuple[Side, Side]) -> None:
     near, far = sides
     near.send(HELLO)
     near.connection.link.send(Message(HELLO))
@@ -119,7 +121,7 @@ def test_line_that_crosses_our_goodbye_is_no_fault_of_the_peer(sides: tuple[Side
     assert near.heard.empty()
 
 
-def test_peer_that_was_accepted_hears_what_it_did_wrong(sides: tuple[Side, Side]) -> None:
+def test_an_accepted_peer_is_sent_its_error(sides: tuple[Side, Side]) -> None:
     near, far = sides
     far.connection.peer = COORDINATOR
     near.send(HELLO)
@@ -145,7 +147,7 @@ def test_other_version_is_refused_with_both_numbers(
     assert far.heard.empty()
 
 
-def test_whoever_is_dialled_cannot_begin_with_tensors() -> None:
+def test_the_dialled_side_cannot_begin_with_tensors() -> None:
     """Else what listens at a worker's port would have a coordinator take a gigabyte."""
     with ExitStack() as stack:
         near, far = over_tcp()

@@ -71,7 +71,7 @@ def test_tensors_go_to_the_device_and_back(device: Device) -> None:
 
 
 @every_device
-def test_copies_beside_computing_carry_what_was_marked(device: Device) -> None:
+def test_copies_beside_computing_are_not_mixed_up(device: Device) -> None:
     """One thread computes, one sends, one receives, as in a run: nothing is mixed up."""
     pool = device.buffers()
     rounds, size = 40, 1 << 14
@@ -257,14 +257,16 @@ def test_rocm_is_named_rocm_and_answers_to_cuda(machine: Callable[..., None]) ->
     assert open_device("rocm").name == "rocm:0"
 
 
-def test_kind_alone_is_its_first_device(machine: Callable[..., None]) -> None:
+def test_a_kind_without_a_number_means_its_first_device(machine: Callable[..., None]) -> None:
     machine(cuda=2, xpu=1)
     assert open_device("cuda").torch_device == torch.device("cuda", 0)
     assert open_device("xpu").torch_device == torch.device("xpu", 0)
     assert open_device("cpu").torch_device == torch.device("cpu")
 
 
-def test_absent_device_lists_what_exists(machine: Callable[..., None]) -> None:
+def test_the_error_for_an_absent_device_lists_the_present_ones(
+    machine: Callable[..., None],
+) -> None:
     machine(cuda=1)
     with pytest.raises(DeviceError, match=r"no device 'cuda:3'\n.*cuda:0 \(GPU 0\), cpu"):
         open_device("cuda:3")
@@ -276,7 +278,7 @@ def test_absent_device_lists_what_exists(machine: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:-1", "", "CPU"])
-def test_bad_device_name_says_what_to_use(name: str) -> None:
+def test_the_error_for_a_bad_device_name_lists_valid_ones(name: str) -> None:
     with pytest.raises(DeviceError, match=r"has no device .*\n.*auto or one of: .*cpu"):
         open_device(name)
 
@@ -339,7 +341,7 @@ def test_mps_bfloat16_needs_macos_14(
     assert (device.memory().total, device.memory().free) == (1000, 600)
 
 
-def test_xpu_without_free_memory_report_uses_what_torch_holds(
+def test_an_xpu_without_a_memory_report_uses_torchs_figures(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(xpu=1)
@@ -746,7 +748,7 @@ def test_a_copy_that_is_made_every_step_keeps_its_memory(
     assert len(allocated) == 1
 
 
-def test_a_copy_of_what_the_cpu_has_is_no_copy() -> None:
+def test_cpu_tensors_are_not_copied() -> None:
     tensor = torch.ones(5)
     assert devices.HostCopy(Device()).of(tensor).data_ptr() == tensor.data_ptr()
 
@@ -779,7 +781,7 @@ def test_empty_cache_waits_for_the_collection_of_another_thread() -> None:
         gc.enable()
 
 
-def test_empty_cache_frees_what_only_the_collector_can() -> None:
+def test_empty_cache_runs_the_garbage_collector() -> None:
     class Model:
         pass
 

@@ -22,7 +22,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_port_in_use_is_said_with_the_address() -> None:
+def test_the_error_for_a_port_in_use_names_the_address() -> None:
     with (
         closing(Listener("127.0.0.1", 0)) as first,
         pytest.raises(
@@ -102,7 +102,7 @@ def test_connect_waits_for_a_listener_that_starts_later(stack: ExitStack) -> Non
     assert "nothing listens" in retries[0][2]
 
 
-def test_connect_that_is_refused_says_who_where_how_long_and_what_to_check() -> None:
+def test_a_refused_connect_names_peer_address_time_and_advice() -> None:
     with closing(Listener("127.0.0.1", 0)) as probe:
         port = probe.port
     with pytest.raises(NetworkError) as caught:

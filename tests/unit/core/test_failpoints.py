@@ -47,7 +47,7 @@ def at_step() -> Callable[[int | None], None]:
     log.set_step(None)
 
 
-def test_without_the_variable_nothing_is_on() -> None:
+def test_without_the_variable_no_failpoint_is_on() -> None:
     with failpoints.armed("coordinator"):
         assert not failpoints.is_on()
         failpoints.hit("forward")
@@ -89,7 +89,7 @@ def test_several_points_of_one_place_fire_one_after_the_other(arm) -> None:
         assert [fires("forward") for _ in range(3)] == [False, True, False]
 
 
-def test_with_a_directory_it_fires_in_one_process_only(arm, tmp_path) -> None:
+def test_with_a_directory_a_failpoint_fires_in_one_process_only(arm, tmp_path) -> None:
     for _ in range(2):  # the second time as a process that is started again
         with arm("worker-1/forward@0:raise,backward:raise", once=tmp_path):
             fired = fires("forward"), fires("backward")
@@ -119,7 +119,7 @@ def test_every_shape_of_out_of_memory_is_known_as_such(shape, arm) -> None:
     assert "memory ran out" in as_hetero_error(caught.value).message
 
 
-def test_slow_stretches_what_was_done_since_the_point_before(arm) -> None:
+def test_slow_stretches_the_time_since_the_previous_failpoint(arm) -> None:
     with arm("forward-done@*:slow:3"):
         failpoints.hit("forward")
         began = time.perf_counter()
@@ -143,7 +143,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_cannot_be_read_is_refused(text, arm) -> None:
+def test_a_malformed_failpoint_is_refused(text, arm) -> None:
     with pytest.raises(ConfigError, match=re.escape(WRONG[text])), arm(f"load:raise,{text}"):
         pass
 
@@ -166,7 +166,7 @@ def test_kill_and_exit_end_the_process() -> None:
     assert [ended_with(a) for a in ("kill", "exit:3", "exit", "sleep:0")] == [killed, 3, 1, 7]
 
 
-def test_the_page_has_every_point_with_its_place() -> None:
+def test_the_page_lists_every_failpoint_with_its_place() -> None:
     page = (ROOT / "docs" / "maintainers" / "fault_injection.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \|$", page, re.MULTILINE))
     assert rows == failpoints.POINTS

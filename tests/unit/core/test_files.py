@@ -79,7 +79,7 @@ def test_replaced_directory_is_the_new_one_and_the_old_is_gone(tmp_path: Path) -
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux exchanges names")
-def test_on_linux_there_is_no_moment_without_a_directory(
+def test_replacing_on_linux_leaves_no_moment_without_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = folder(tmp_path / "x", "old")
@@ -95,7 +95,7 @@ def test_on_linux_there_is_no_moment_without_a_directory(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux exchanges names")
-def test_an_exchange_that_the_disk_refuses_changes_nothing(tmp_path: Path) -> None:
+def test_a_failed_exchange_of_directories_changes_nothing(tmp_path: Path) -> None:
     target = folder(tmp_path / "x", "old")
     with pytest.raises(OSError, match="No such file"):
         replace_directory(tmp_path / "new", target, tmp_path / "x.old")
@@ -121,7 +121,7 @@ def test_replacement_that_fails_puts_the_old_back_and_keeps_the_new(
     assert (new / "file").read_text() == "new"
 
 
-def test_put_back_renames_only_what_has_lost_its_place(tmp_path: Path) -> None:
+def test_put_back_renames_only_where_the_place_is_empty(tmp_path: Path) -> None:
     old = folder(tmp_path / "x.old", "old")
     assert put_back(tmp_path / "x", old)
     folder(old, "left over")

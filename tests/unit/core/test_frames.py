@@ -230,7 +230,7 @@ def test_prefix_that_is_wrong_is_named(data: bytes, text: str) -> None:
         parse_prefix(data, HANDSHAKE_MAX_FRAME_BYTES)
 
 
-def test_first_byte_alone_tells_garbage() -> None:
+def test_the_first_byte_alone_identifies_garbage() -> None:
     check_start(b"\x00")
     with pytest.raises(ProtocolError, match="not a hetero peer"):
         check_start(b"G")
@@ -345,7 +345,7 @@ def test_ones_that_need_more_memory_than_a_frame_may_have_are_refused() -> None:
         m.read_header(sent[:12], sent[12 : 12 + header_bytes], 0, HANDSHAKE_MAX_FRAME_BYTES)
 
 
-def test_what_may_not_come_first_is_refused_before_its_fields_are_looked_at() -> None:
+def test_an_illegal_first_message_is_refused_before_its_fields_are_read() -> None:
     sent = raw_frame({"t": 50, "m": {"name": 1}, "x": []})
     with pytest.raises(ProtocolError, match="CONTROL came before a greeting"):
         m.read_header(sent[:12], sent[12:], 0, opening={m.Hello.spec.number})
@@ -609,7 +609,7 @@ def test_message_out_of_order_is_refused(before: str, message: str, role: str) -
     assert session.phase is phase
 
 
-def test_what_was_sent_before_our_goodbye_was_read_is_legal_and_not_handled() -> None:
+def test_messages_that_cross_our_goodbye_are_legal_and_ignored() -> None:
     """A line of the log of a worker that is let go, say: it is no fault of the worker."""
     session = walk(UP + "STEP BYE")[0]
     for name in ("LOG", "GRADIENT_NORMS", "LOG", "COMMITTED"):

@@ -54,7 +54,7 @@ def test_a_worker_is_no_island_and_keeps_nothing() -> None:
         (ISLANDS, "hetero invite --island NAME on the lighthouse's machine"),
     ],
 )
-def test_who_invites_is_said(kind: ClusterKind, invite: str) -> None:
+def test_each_kind_of_identity_has_its_invite_command(kind: ClusterKind, invite: str) -> None:
     assert kind.invite == invite
 
 
@@ -75,6 +75,6 @@ def test_who_invites_is_said(kind: ClusterKind, invite: str) -> None:
         f"HETERO://{CLUSTER}/worker/1",
     ],
 )
-def test_other_names_are_no_identity(uri: str) -> None:
+def test_other_names_are_refused_as_an_identity(uri: str) -> None:
     with pytest.raises(ValueError, match="names no process"):
         Identity.parse(uri)

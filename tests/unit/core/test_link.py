@@ -398,7 +398,7 @@ def test_routed_frames_are_counted_and_told(relay: Relay) -> None:
     assert relay.into.link.stats.bytes_in == relay.out.link.stats.bytes_out == len(frame)
 
 
-def test_what_is_not_routed_is_received_whole(relay: Relay) -> None:
+def test_a_frame_without_a_route_is_received_whole(relay: Relay) -> None:
     relay.to = lambda message: relay.out.link if message.body.data == 2 else None
     for number in range(4):
         relay.source_socket.sendall(framed(control(10_000, number)))
@@ -440,7 +440,7 @@ def test_source_that_dies_in_a_frame_leaves_the_other_link_usable(count: int, re
     assert receive_exactly(relay.target_socket, len(after)) == after
 
 
-def test_made_up_bytes_come_after_the_news_that_they_are(relay: Relay) -> None:
+def test_padding_bytes_come_after_the_report_of_the_loss(relay: Relay) -> None:
     """Else a receiver's answer to them could be taken for true."""
     frame = framed(control(300_000, 1))
     told, go = threading.Event(), threading.Event()
@@ -660,7 +660,7 @@ def test_close_drains_and_ends_both_sides(stack: ExitStack) -> None:
     a.link.close()
 
 
-def test_a_link_is_called_in_errors_what_its_peer_says_it_is(stack: ExitStack) -> None:
+def test_errors_call_a_link_by_the_name_from_its_greeting(stack: ExitStack) -> None:
     near, far = pair(stack)
     far.link.name = "worker 2"  # as its greeting tells
     near.link.close()
@@ -720,7 +720,7 @@ def test_end_without_drain_does_not_wait_for_a_peer_that_does_not_read(
     assert given_back.is_set()
 
 
-def test_bug_in_the_handler_is_the_reason_with_its_cause(stack: ExitStack) -> None:
+def test_a_bug_in_the_handler_ends_the_link_with_its_cause(stack: ExitStack) -> None:
     a, b = pair(stack)
     bug = KeyError("stage")
 
@@ -866,7 +866,7 @@ def test_f32_both_ends_send_100_mb_at_once(stack: ExitStack) -> None:
         assert all(message.tensors[0].data == tensor.data for message in side.take(4))
 
 
-def test_silence_is_noticed_before_it_has_lasted_too_long(stack: ExitStack) -> None:
+def test_silence_is_noticed_within_the_liveness_timeout(stack: ExitStack) -> None:
     """Not at the first look after that."""
     a, b, proxy = proxied(stack, heartbeat_s=60.0, liveness_s=1.2)
     a.link.send(control())
@@ -916,7 +916,7 @@ def test_pings_measure_the_round_trip_and_the_offset_of_the_clocks(
     assert b.link.clock == Clock(None, None)
 
 
-def test_answers_that_nobody_asked_for_change_nothing(stack: ExitStack) -> None:
+def test_pongs_without_a_ping_change_nothing(stack: ExitStack) -> None:
     a, b = pair(stack)
     for fields in ({"pong": 1.0, "at": 2.0}, {"pong": float("nan"), "at": 2.0}, {"pong": 1.0}, {}):
         a.link.send(Message(Heartbeat(**fields)))
@@ -1098,7 +1098,7 @@ def test_large_frames_go_in_the_planned_order(
 
 
 @pytest.mark.parametrize("senders_share", [False, True])
-def test_a_frame_that_does_not_come_is_not_waited_for_long(
+def test_a_missing_frame_is_waited_for_up_to_the_timeout(
     senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)
@@ -1113,7 +1113,7 @@ def test_a_frame_that_does_not_come_is_not_waited_for_long(
     assert time.monotonic() - began < timeouts.TURN_S
 
 
-def test_a_frame_is_asked_for_that_arrives_slowly_though_it_is_written_at_once(
+def test_a_frame_that_arrives_slowly_asks_for_a_turn(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the receiver has said of an earlier one, which shared its network."""
@@ -1163,7 +1163,7 @@ def test_a_frame_that_stalls_holds_up_others_for_a_while_only(
     assert not stalling.link.idle
 
 
-def test_what_is_ahead_of_a_slow_network_stays_small(stack: ExitStack) -> None:
+def test_little_is_queued_in_front_of_a_slow_network(stack: ExitStack) -> None:
     sender, receiver, proxy = proxied(stack)
     receiver.link.send(control())  # as the greeting
     sender.take()

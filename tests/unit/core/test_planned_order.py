@@ -24,7 +24,7 @@ def test_a_lane_travels_as_a_number(kind: str, stage: int) -> None:
     assert unpacked(packed((kind, stage))) == (kind, stage)
 
 
-def test_order_says_where_the_next_one_of_a_lane_stands() -> None:
+def test_the_order_gives_the_place_of_a_lanes_next_one() -> None:
     order = PlannedOrder([A, B, A, A])
     assert (order.place(A), order.place(B), order.place(C)) == (0, 1, math.inf)
     order.went(A, 0)
@@ -57,7 +57,7 @@ def left(timeout: OrderTimeout, order: PlannedOrder, *lanes: Lane) -> list[float
     return [timeout.left_s(order, lane) for lane in lanes]
 
 
-def test_whose_turn_it_is_need_not_wait_and_others_wait_once_for_it() -> None:
+def test_the_next_lane_goes_at_once_and_others_wait_for_it_once() -> None:
     clock = Clock()
     timeout, order = OrderTimeout(2.0, clock), PlannedOrder([A, B, A, C])
     assert left(timeout, order, A, B) == [0, 2]
@@ -71,7 +71,7 @@ def test_whose_turn_it_is_need_not_wait_and_others_wait_once_for_it() -> None:
     assert left(timeout, order, A, C) == [0, 2]  # the next A has not
 
 
-def test_the_wait_begins_when_who_waits_is_idle() -> None:
+def test_the_wait_begins_when_the_device_is_idle() -> None:
     clock = Clock()
     timeout, order = OrderTimeout(4.0, clock), PlannedOrder([A, B])
     assert timeout.left_s(order, B, idle=False) == 0.5
@@ -81,6 +81,6 @@ def test_the_wait_begins_when_who_waits_is_idle() -> None:
 
 
 @pytest.mark.parametrize("order", [PlannedOrder(), PlannedOrder([B])])
-def test_without_timeout_or_order_nobody_waits(order: PlannedOrder) -> None:
+def test_without_timeout_or_order_there_is_no_wait(order: PlannedOrder) -> None:
     assert OrderTimeout(0.0).left_s(order, A) == 0
     assert OrderTimeout(9.0).left_s(PlannedOrder(), A) == 0

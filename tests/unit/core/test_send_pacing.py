@@ -26,12 +26,12 @@ class Writer:
         return self.now - began
 
 
-def test_nothing_is_held_back_as_long_as_nothing_is_known() -> None:
+def test_frames_are_not_paced_before_a_rate_is_known() -> None:
     assert Writer().frame() == 0.0
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
-def test_a_rate_that_cannot_be_is_not_believed(rate: float) -> None:
+def test_an_impossible_rate_is_ignored(rate: float) -> None:
     writer = Writer()
     writer.pace.heard(rate, alone=True)
     assert writer.frame() == 0.0
@@ -53,7 +53,7 @@ def test_the_next_frame_begins_when_the_last_one_is_nearly_there() -> None:
     assert writer.now - began == pytest.approx(5.0, abs=0.01)
 
 
-def test_what_takes_no_time_is_not_held_back() -> None:
+def test_short_frames_are_not_paced() -> None:
     writer = Writer()
     writer.pace.heard(FRAME / 0.009, alone=True)
     assert writer.frame() == 0.0
@@ -70,7 +70,7 @@ def test_the_fastest_of_the_last_frames_counts() -> None:
     assert writer.frame() == pytest.approx(0.9 / 1.05, abs=0.003)
 
 
-def test_a_late_writer_makes_up_for_little() -> None:
+def test_a_late_writer_catches_up_little() -> None:
     writer = Writer()
     writer.pace.heard(1e6, alone=True)
     writer.pace.wrote(PIECE, FRAME, is_last=False)
@@ -87,7 +87,7 @@ def test_no_pause_is_longer_than_a_second() -> None:
     assert writer.pace.pause_s() <= 1.0
 
 
-def test_a_share_sets_no_pace_but_says_how_long_a_frame_takes() -> None:
+def test_a_shared_rate_sets_no_pace_but_an_expected_duration() -> None:
     pace = SendPacing()
     assert pace.lasts_s(1_000_000) == 0.0
     pace.heard(5e6, alone=False)

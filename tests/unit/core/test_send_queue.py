@@ -57,7 +57,7 @@ def test_relayed_frame_that_is_given_up_is_void() -> None:
 
 
 @pytest.mark.parametrize("reserve", [0, 1, 3, 5, 7, 8, 100])
-def test_reserve_stays_until_everything_is_here(reserve: int) -> None:
+def test_the_reserve_is_held_back_until_the_frame_is_complete(reserve: int) -> None:
     frame = relayed(5)
     frame.feed(memoryview(b"12"))
     frame.feed(memoryview(b"3"))
@@ -91,7 +91,7 @@ def large(*, begun_with: int = 0) -> Outgoing:
     return frame
 
 
-def test_what_is_taken_ends_at_a_mark() -> None:
+def test_a_segment_ends_at_a_mark() -> None:
     frame = large()
     sizes = []
     while segment := frame.take(room=1 << 30):

@@ -54,7 +54,7 @@ def refused_by_server(made: ssl.SSLContext, peer: Peer) -> BaseException | None:
         return error
 
 
-def test_both_sides_know_each_other(context: Any) -> None:
+def test_both_sides_of_a_handshake_know_each_other(context: Any) -> None:
     near, far = socket.socketpair()
     seen: list[Any] = []
 
@@ -78,7 +78,7 @@ def test_both_sides_know_each_other(context: Any) -> None:
     accepted.close()
 
 
-def test_who_is_not_admitted_is_told_why(context: Any) -> None:
+def test_a_refused_peer_is_told_why(context: Any) -> None:
     near, far = socket.socketpair()
     found = accepting(near, context(1, server=True), lambda *_: "it is Tuesday")
     with pytest.raises(IdentityError, match="worker 1 refused this machine: it is Tuesday"):
@@ -87,7 +87,7 @@ def test_who_is_not_admitted_is_told_why(context: Any) -> None:
         found.result(WAIT_S)
 
 
-def test_dialler_sends_nothing_to_who_is_not_who_it_should_be(context: Any) -> None:
+def test_the_dialler_sends_nothing_to_a_peer_of_another_identity(context: Any) -> None:
     near, far = socket.socketpair()
     notes: list[Any] = []
     found = accepting(near, context(1, server=True), lambda c, note: notes.append(note))
@@ -166,14 +166,14 @@ def test_stranger_is_refused_with_the_reason(kind: str, tmp_path: Path, context:
     assert reason in str(error)
 
 
-def test_who_says_nothing_is_not_waited_for(context: Any, monkeypatch: Any) -> None:
+def test_a_silent_peer_times_out(context: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(timeouts, "STRANGER_S", 0.0)
     error = refused_by_server(context(1, server=True), lambda sock: None)
     assert isinstance(error, TimeoutError)
 
 
 @pytest.mark.parametrize("kind", ["text", "TLS 1.2", "no answer"])
-def test_dialler_says_what_it_met(kind: str, context: Any) -> None:
+def test_the_dialler_reports_the_kind_of_peer(kind: str, context: Any) -> None:
     near, far = socket.socketpair()
     near.settimeout(WAIT_S)
 
@@ -247,7 +247,7 @@ def test_last_byte_counts_as_written_when_all_that_was_encrypted_is_sent(context
     reader.close()
 
 
-def test_nothing_readable_is_sent(context: Any) -> None:
+def test_tls_sends_no_readable_bytes(context: Any) -> None:
     writer, reader, _, near = pair_of_streams(context)
     secret = b"the quick brown fox jumps over it"
     writer.write(deque([memoryview(secret)]))

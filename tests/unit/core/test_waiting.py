@@ -58,7 +58,7 @@ def test_a_header_that_would_take_many_times_its_size_is_not_built(name: str) ->
         tracemalloc.stop()
 
 
-def test_as_many_values_as_a_header_may_have_are_built() -> None:
+def test_a_header_with_the_most_values_is_built() -> None:
     count = frames.MAX_ELEMENTS - 100
     found = decode(control_with(array(b"\x80", count)))
     assert found.body == Control("x", [{}] * count)
@@ -80,7 +80,7 @@ def test_memory_of_fields_is_not_guessed_too_low(data: object) -> None:
     assert taken < 1.3 * frames.field_bytes(header) + 4096
 
 
-def test_what_waits_is_bounded_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_messages_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "MOST_MESSAGES", 3)
     link, first = Waiting(), received(Loss(1, 2, 3, 0.5))
     link.came(first)
@@ -93,7 +93,7 @@ def test_what_waits_is_bounded_by_messages(monkeypatch: pytest.MonkeyPatch) -> N
     assert link.messages == 3
 
 
-def test_what_waits_is_bounded_by_the_memory_of_fields() -> None:
+def test_waiting_messages_are_bounded_by_the_memory_of_fields() -> None:
     link = Waiting()
     large = received(Control("x", [{}] * 500_000))
     link.came(large)
@@ -104,7 +104,7 @@ def test_what_waits_is_bounded_by_the_memory_of_fields() -> None:
     assert (link.messages, link.tensor_bytes) == (1, 0)
 
 
-def test_what_waits_is_bounded_by_tensors() -> None:
+def test_waiting_messages_are_bounded_by_tensor_bytes() -> None:
     def message() -> Message:
         tensor = frames.WireTensor("uint8", (100,), memoryview(bytes(100)))
         return decode(b"".join(encode(Message(Control("x"), (tensor,)))))

@@ -194,7 +194,7 @@ def test_an_unknown_role_is_named_or_refused():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_template_is_said_to_lose_what_it_writes(name):
+def test_no_template_causes_a_false_alarm(name):
     for messages in (CHAT, [*CHAT, *CHAT], [turn("user", " a "), turn("assistant", "\n\nb \n")]):
         read = Read({"messages": messages}, name, assistant_only_loss=False)
         if name.startswith(("idefics3", "llava_next", "smolvlm")):  # content in parts alone
@@ -229,7 +229,7 @@ def test_a_template_that_looks_into_the_texts_is_checked_by_the_texts():
         formatter([Record("f:7", {"messages": [CHAT[0], turn("assistant", "lost"), *CHAT]})])
 
 
-def test_thinking_of_earlier_turns_is_said_to_be_left_out():
+def test_left_out_thinking_of_earlier_turns_is_reported():
     thought = [turn("user", "a"), turn("assistant", "<think>\nhm\n</think>\n\nb")]
     for earlier in (thought, [turn("user", "a"), turn("assistant", "b", reasoning_content="hm")]):
         messages = [*earlier, *CHAT]
@@ -262,7 +262,7 @@ def test_thinking_of_earlier_turns_is_said_to_be_left_out():
         ),
     ],
 )  # fmt: skip
-def test_what_the_template_does_not_use_is_named_with_its_first_place(fields, name, remark):
+def test_fields_that_the_template_ignores_are_named_with_their_place(fields, name, remark):
     read = Read(fields, name, assistant_only_loss=False)
     arguments = {"tools": fields["tools"]} if "tools" in fields else {}
     assert read.text == rendered(fields["messages"], name, **arguments)
@@ -407,7 +407,7 @@ def test_content_in_parts_is_its_text(name):
         (turn("assistant", "b", reasoning_content="a\ud800"), "half of a surrogate pair"),
     ],
 )
-def test_a_message_that_is_none_is_refused_where_it_stands(message, said):
+def test_an_invalid_message_is_refused_with_its_index(message, said):
     text = refusal({"messages": [CHAT[0], message, CHAT[1]]}, "qwen2_5")
     assert said in text
     assert text.startswith("f:7: messages[1]")
@@ -475,7 +475,7 @@ def test_fields_that_are_not_used_are_named_with_an_example(tmp_path):
     assert "train: fields that are not used: id ('abc'), score ('0.5')" in data.report
 
 
-def test_what_is_left_out_is_shown_with_its_example(tmp_path):
+def test_left_out_fields_are_shown_with_their_example(tmp_path):
     rows = [{"messages": CHAT, "id": 1}, {"messages": CHAT, "tools": TOOLS}, {"messages": CHAT}]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     config = make_config(tmp_path, {"train": "rows.jsonl"})

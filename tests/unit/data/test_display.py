@@ -26,7 +26,7 @@ def test_display_is_on_a_terminal_only_and_gone_at_the_end(
     assert ("tokenising data.train: " in stream.getvalue()) == shown
 
 
-def test_display_of_what_is_done_at_once_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_work_has_no_display(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
     with display("tokenising data.train") as show:

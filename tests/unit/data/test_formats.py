@@ -303,13 +303,13 @@ def test_formatter_option_that_cannot_apply_is_an_error(name, option, rows):
         formatter_of(name, tiny_tokenizer(), **{option: True})([Record("f:1", rows[0])])
 
 
-def test_formatter_no_chat_template_says_what_to_do():
+def test_formatter_without_chat_template_gives_advice():
     with pytest.raises(DataError, match="no chat template") as caught:
         formatter_of("messages", tiny_tokenizer())([Record("f:1", CONVERSATIONS[0])])
     assert "data.chat_template_path" in str(caught.value)
 
 
-def test_formatter_no_eos_token_says_what_to_do():
+def test_formatter_without_eos_token_gives_advice():
     tokenizer = tiny_tokenizer(eos_token=None)
     with pytest.raises(DataError, match=r"no end-of-sequence token") as caught:
         formatter_of("text", tokenizer)([Record("f:1", TEXT[0])])

@@ -148,7 +148,7 @@ FIRST = [assistant("hello"), user("a"), assistant("b")]
         ("gemma4", ["hello<turn|>\n", "b<turn|>\n"]),
     ],
 )
-def test_of_a_first_message_of_the_assistant_only_what_it_says_is_trained(template, expected):
+def test_a_first_message_of_the_assistant_trains_its_text_alone(template, expected):
     assert texts_of(read(template), FIRST) == expected
 
 
@@ -230,7 +230,7 @@ def test_a_message_of_weight_0_is_not_trained(template):
     assert covered == plain.split("three<|im_end|>\n")
 
 
-def test_where_all_weights_are_0_nothing_is_trained_and_the_example_is_left_out(tmp_path):
+def test_an_example_with_all_weights_0_is_left_out(tmp_path):
     rows = [{"messages": [user("a"), assistant("b", weight=0)]}, {"messages": MULTI}]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     data = load_data(make_config(tmp_path, {"train": "rows.jsonl"}), tiny_tokenizer(CHATML))
@@ -250,7 +250,7 @@ def test_where_all_weights_are_0_nothing_is_trained_and_the_example_is_left_out(
          {"text beside tool calls": 1}),
     ],
 )  # fmt: skip
-def test_what_the_template_leaves_out_is_counted(name, messages, arguments, count):
+def test_content_left_out_by_the_template_is_counted(name, messages, arguments, count):
     notes = Remarks()
     renderer = ChatRenderer(tiny_tokenizer(read(name)), notes=notes)
     renderer.ids_and_mask(Conversation(messages, "f:1", arguments))
@@ -261,7 +261,7 @@ def test_what_the_template_leaves_out_is_counted(name, messages, arguments, coun
     ]
 
 
-def test_the_report_says_what_the_template_leaves_out(tmp_path):
+def test_the_report_names_content_left_out_by_the_template(tmp_path):
     rows = [{"messages": CASES["thinking"][0]}, {"messages": MULTI}]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     tokenizer = tiny_tokenizer(read("nemotron_3_nano"))

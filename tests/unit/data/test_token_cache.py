@@ -60,7 +60,9 @@ def test_second_load_tokenises_nothing_and_is_equal_to_the_bit(
     assert cached in second.report
 
 
-def test_anything_that_the_tokens_depend_on_makes_them_anew(tmp_path: Path, tokens: Path) -> None:
+def test_a_change_of_anything_the_tokens_depend_on_renews_them(
+    tmp_path: Path, tokens: Path
+) -> None:
     load(tmp_path)
     for changed in (
         {"rows": ROWS[1:]},
@@ -106,7 +108,9 @@ def test_several_writers_leave_one_whole_entry(tokens: Path) -> None:
     assert entries(tokens) == [entry.path]
 
 
-def test_what_is_not_kept(tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_that_are_not_cached(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dated = CHATML_MARKED + "{{ strftime_now('%d') }}"
     load(tmp_path, CHAT, tiny_tokenizer(dated), max_length=None)
     load(tmp_path, tokenizer=ByT5Tokenizer(), add_eos=False)

@@ -273,7 +273,7 @@ def broken_folder(folder: Path, kind: str) -> None:
         ("other json", r"cannot load a tokenizer from"),
     ],
 )
-def test_load_tokenizer_unusable_says_what_to_set(tmp_path, monkeypatch, kind, message):
+def test_load_tokenizer_unusable_names_the_setting(tmp_path, monkeypatch, kind, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     broken_folder(tmp_path / "model", kind)
     with pytest.raises(DataError, match=message) as caught:
@@ -303,7 +303,7 @@ def test_choose_pad_token_falls_back_and_says_so(tokens, missing, token, sentenc
     assert sentence in said
 
 
-def test_choose_pad_token_nothing_to_choose_says_what_to_set():
+def test_choose_pad_token_without_a_choice_names_the_setting():
     with pytest.raises(DataError, match="no token to pad with") as caught:
         choose_pad_token(tiny_tokenizer(eos_token=None))
     assert "data.pad_token" in str(caught.value)
@@ -373,7 +373,7 @@ def test_configurations_of_the_page_are_valid():
         DataConfig.model_validate(json.loads(block))
 
 
-def test_row_without_padding_on_the_page_is_what_training_sees():
+def test_the_row_without_padding_on_the_page_is_that_of_training():
     builder = ExamplesBuilder()
     builder.add([8, 9], [True, True])
     builder.add([5, 6, 7], [True, True, True])

@@ -199,7 +199,7 @@ def test_unpack_leaves_other_messages_alone(device: Device) -> None:
         ({"codec": "bf16"}, "1 tensors expected, got 2"),
     ],
 )
-def test_unpack_refuses_what_no_codec_made(change: dict[str, Any], text: str) -> None:
+def test_unpack_refuses_malformed_coded_tensors(change: dict[str, Any], text: str) -> None:
     sent = hidden()
     coded = replace(Coded("int8", tuple(sent.shape), "float32"), **change)
     message = boundary_message(Forward, INFO, 1, 0, *CODECS["int8"].encode(sent), coded=coded)
@@ -417,7 +417,9 @@ def test_boundary_io_sends_a_bundle_in_one_message(opened: Any, device: Device, 
         ([SideForm(True)], "a gradient for a tensor of torch.int64"),
     ],
 )
-def test_a_bundle_that_is_not_what_it_says_is_refused(forms: list[SideForm], text: str) -> None:
+def test_a_bundle_that_contradicts_its_description_is_refused(
+    forms: list[SideForm], text: str
+) -> None:
     body = Forward(3, 1, 1, 0, sides=tuple(forms) or None)
     message = Message(body, [to_wire(hidden()), to_wire(torch.arange(3))])
     with pytest.raises(ProtocolError, match=text):
@@ -427,7 +429,7 @@ def test_a_bundle_that_is_not_what_it_says_is_refused(forms: list[SideForm], tex
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["none", "bf16", "int8"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.spec.name)
-def test_boundary_io_sends_what_the_codec_makes_of_it(
+def test_boundary_io_sends_encoded_tensors(
     opened: Any, device: Device, kind: type[Body], name: str, dtype: torch.dtype
 ) -> None:
     # The other direction has another codec.
@@ -498,7 +500,7 @@ def test_boundary_io_gives_copies_back_when_they_are_written_and_only_then(opene
     assert device.given_back == 4
 
 
-def test_boundary_io_keeps_losses_in_order_with_what_was_handed_over_before(opened: Any) -> None:
+def test_boundary_io_sends_losses_after_earlier_tensors(opened: Any) -> None:
     """The loss of a micro-batch is sent after the tensors before it, and `flush` (ahead of
     GRADIENT_NORMS) waits for all of it."""
     device = QueuedDevice()
@@ -523,7 +525,7 @@ def test_boundary_io_that_does_not_await_losses_passes_them_on_as_they_are(opene
     assert device.events == []
 
 
-def test_boundary_io_tells_what_went_wrong_while_sending(opened: Any) -> None:
+def test_boundary_io_reports_errors_of_sending(opened: Any) -> None:
     """A frame that is too large, say, shows in the sender thread; the next one still goes."""
     device = QueuedDevice(at_once=True)
     io, wire = opened(device)
@@ -537,7 +539,7 @@ def test_boundary_io_tells_what_went_wrong_while_sending(opened: Any) -> None:
     assert wire.left == [("FORWARD", 2, 1)]
 
 
-def test_what_cannot_be_coded_for_lack_of_memory_names_its_attempt(
+def test_out_of_memory_while_encoding_names_its_attempt(
     opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def encode(*args: object) -> None:

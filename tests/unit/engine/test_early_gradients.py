@@ -50,9 +50,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     return Model()
 
 
-def test_those_of_the_last_layers_are_given_before_the_first_one_is_differentiated(
-    model: Model,
-) -> None:
+def test_last_layers_gradients_are_given_before_the_first_layers_backward(model: Model) -> None:
     model.early.begin(model)
     model.backward()
     assert model.happened == ["first layer"]  # more is to come
@@ -67,7 +65,7 @@ def test_those_of_the_last_layers_are_given_before_the_first_one_is_differentiat
     assert len(model.happened) == 6
 
 
-def test_small_ones_are_given_together_and_what_fills_no_part_is_left(
+def test_small_gradients_are_given_together_in_full_parts_only(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early_gradients, "EARLY_PART_BYTES", 2 * 4 * 4 * 4)
@@ -80,7 +78,7 @@ def test_small_ones_are_given_together_and_what_fills_no_part_is_left(
     assert model.happened == [["2", "1"], "first layer"] * 2
 
 
-def test_they_wait_for_room_and_are_given_together_then(model: Model) -> None:
+def test_gradients_wait_for_room_and_are_given_together(model: Model) -> None:
     model.room = False
     found = model.layers[0].weight.register_hook(lambda gradient: setattr(model, "room", True))
     model.early.begin(model)
@@ -95,7 +93,7 @@ def test_they_wait_for_room_and_are_given_together_then(model: Model) -> None:
     assert model.early.given == set()  # they are left for the stage's end
 
 
-def test_what_is_late_is_not_given(model: Model) -> None:
+def test_late_gradients_are_not_given_early(model: Model) -> None:
     model.early.begin(model)
     with model.early.last_backward(late=["2"]):
         model.backward()
@@ -103,7 +101,7 @@ def test_what_is_late_is_not_given(model: Model) -> None:
     assert model.given.keys() == {"0", "1"}
 
 
-def test_a_gradient_that_grows_after_it_was_given_ends_the_step(model: Model) -> None:
+def test_a_gradient_that_changes_after_it_was_given_ends_the_step(model: Model) -> None:
     model.early.begin(model)
     with model.early.last_backward():
         model.backward()
@@ -111,7 +109,7 @@ def test_a_gradient_that_grows_after_it_was_given_ends_the_step(model: Model) ->
         model.backward()  # of an earlier micro-batch
 
 
-def test_nobody_has_to_take_them(model: Model) -> None:
+def test_early_gradients_are_optional(model: Model) -> None:
     model.early.begin(None)
     with model.early.last_backward():
         model.backward()

@@ -328,7 +328,7 @@ def planned(order_timeout_s: float, *lanes: tuple[str, int]) -> StepSchedule:
     return StepSchedule((8,) * 4, tasks=lanes, order_timeout_s=order_timeout_s)
 
 
-def test_order_of_the_step_decides_among_what_is_ready() -> None:
+def test_the_planned_order_decides_among_ready_tasks() -> None:
     """Of two stages the deeper one first, and then forward before backward."""
     stages = [FakeStage(0, first=True), FakeStage(2)]
     executor, _ = make_executor(stages)
@@ -350,7 +350,7 @@ def test_order_of_the_step_decides_among_what_is_ready() -> None:
         assert [verb for verb, _ in order] == verbs
 
 
-def test_whose_turn_it_is_is_waited_for_as_long_as_the_schedule_says() -> None:
+def test_a_task_out_of_turn_waits_as_long_as_the_schedule_says() -> None:
     stages = [FakeStage(0, first=True), FakeStage(2)]
     executor, _ = make_executor(stages)
     buffers = Buffers()
@@ -387,7 +387,7 @@ def test_a_busy_device_is_not_idle_while_others_wait_for_a_turn() -> None:
     assert executor.waits_s > 7.0
 
 
-def test_tasks_that_a_stage_does_not_have_are_not_waited_for() -> None:
+def test_planned_tasks_that_a_stage_lacks_are_not_waited_for() -> None:
     """The last stage does both as one; a stage in front of what is trained has no backwards."""
     frozen, last = FakeStage(0, first=True), FakeStage(2, last=True)
     frozen.differentiates = False
@@ -563,7 +563,7 @@ def test_begin_starts_over_with_micro_batch_zero() -> None:
         (lambda e, a: e.put_gradient(1, 1, a), "BACKWARD of micro-batch 1 .* before its forward"),
     ],
 )
-def test_what_a_correct_peer_would_not_send_is_refused_and_changes_nothing(
+def test_an_impossible_arrival_is_refused_and_changes_nothing(
     wrong: Callable[[Executor, Arrival], None], text: str
 ) -> None:
     """Micro-batch 0 has been through, 1 waits for its forward."""

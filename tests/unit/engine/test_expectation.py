@@ -63,7 +63,7 @@ def frame(
     return message.body, message.shapes, message.payload_bytes
 
 
-def test_what_is_awaited_is_let_in_once() -> None:
+def test_an_awaited_tensor_is_accepted_once() -> None:
     awaited = made()
     awaited.inputs(1, 1, 0, {"input_ids": (2, 7), "labels": (2, 7)})
     awaited.check(*frame(Forward, HIDDEN))
@@ -94,13 +94,13 @@ def test_size_of_the_micro_batch_decides_where_its_inputs_have_come() -> None:
         ({"attempt": 2, "stage": 2}, "not held here"),
     ],
 )
-def test_what_no_stage_here_waits_for_is_refused(change: dict[str, int], text: str) -> None:
+def test_a_tensor_that_no_stage_awaits_is_refused(change: dict[str, int], text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
         made().check(*frame(Forward, HIDDEN, **change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("attempt", [0, 1, 2])
-def test_no_frame_exceeds_what_crosses_a_boundary_whatever_its_attempt(attempt: int) -> None:
+def test_a_frame_larger_than_any_boundary_is_refused(attempt: int) -> None:
     large = torch.zeros(2, 8, 4)
     text = f"FORWARD of micro-batch 0 for stage 1 has {large.nbytes} bytes; at most {MOST} cross"
     with pytest.raises(ProtocolError, match=f"^{text}"):
@@ -123,7 +123,7 @@ def test_bytes_once_decoded_count_too() -> None:
         made().check(*frame(Forward, *parts, coded=Coded("int8", (1, 8, 4), "float32")))
 
 
-def test_gradients_have_the_form_of_what_was_sent_and_come_after_it() -> None:
+def test_gradients_match_the_sent_tensors_and_come_after_them() -> None:
     awaited = made()
     side = torch.zeros(2, 3, requires_grad=True)
     with pytest.raises(ProtocolError, match=r"^BACKWARD of .* stage 1 came before its forward"):
@@ -141,7 +141,7 @@ def test_gradients_have_the_form_of_what_was_sent_and_come_after_it() -> None:
     awaited.check(*frame(Backward, HIDDEN[:, :6], side.detach(), k=1, sides=forms))
 
 
-def test_steps_to_come_may_send_little_and_then_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_later_steps_wait_beyond_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     awaited = made(attempt=1)
     for k in range(expectation._MOST_EARLY):
         awaited.check(*frame(Forward, HIDDEN, attempt=2, k=k))
@@ -167,7 +167,9 @@ def test_steps_to_come_may_send_little_and_then_wait(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("ends", ["closed", "too late"])
-def test_who_waits_for_a_step_in_vain_is_let_go(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_is_refused_when_its_step_does_not_begin(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     awaited = made()
     for k in range(expectation._MOST_EARLY):
         awaited.check(*frame(Forward, HIDDEN, attempt=2, k=k))

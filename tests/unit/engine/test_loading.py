@@ -62,7 +62,7 @@ def test_a_type_that_the_device_lacks_is_refused_before_loading(
         check_types(chosen, Old(emulates=False))
 
 
-def test_a_type_that_is_emulated_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_emulated_dtype_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     check_types(config(bf16=True), Old(emulates=True))
     assert "training.bf16 is emulated on Old GPU" in caplog.text
 
@@ -73,7 +73,7 @@ def test_types_that_the_device_has_pass(chosen: Config) -> None:
 
 
 @pytest.mark.parametrize("adapter", [None, {"r": 2}], ids=["full", "lora"])
-def test_what_stages_held_is_freed_when_they_are_taken_apart(
+def test_memory_of_stages_is_freed_when_they_are_taken_apart(
     adapter: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     """Also while somebody holds the stages: an assembly goes when the collector comes by."""

@@ -10,7 +10,7 @@ from hetero_framework.engine.loss_scale import LossScale
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_follows_torchs_grad_scaler(seed: int) -> None:
+def test_the_loss_scale_follows_torchs_grad_scaler(seed: int) -> None:
     draw = random.Random(seed)
     scaler = torch.amp.GradScaler("cpu")
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -31,7 +31,7 @@ def test_it_follows_torchs_grad_scaler(seed: int) -> None:
     assert len(seen) > 2
 
 
-def test_it_stays_one_without_fp16() -> None:
+def test_the_loss_scale_stays_1_without_fp16() -> None:
     scale = LossScale.for_training(fp16=False)
     for finite in (True, False, True):
         scale = scale.after(finite)
@@ -39,7 +39,7 @@ def test_it_stays_one_without_fp16() -> None:
     assert not scale.active
 
 
-def test_it_does_not_switch_itself_off() -> None:
+def test_the_loss_scale_does_not_switch_itself_off() -> None:
     scale = LossScale(4.0)
     for _ in range(5):
         scale = scale.after(finite=False)
@@ -55,7 +55,7 @@ def test_it_does_not_switch_itself_off() -> None:
         (2.0, [1.0], False),  # nothing is left to halve
     ],
 )
-def test_what_the_scale_alone_can_be_blamed_for(
+def test_overflows_that_the_loss_scale_explains(
     value: float, losses: list[float], explained: bool
 ) -> None:
     assert LossScale(value).explains(losses) == explained

@@ -53,7 +53,7 @@ def travelled(message: Message) -> Message:
 
 
 @given(SCHEDULES, st.booleans())
-def test_step_tells_how_it_is_run(schedule: StepSchedule, train: bool) -> None:
+def test_a_step_message_carries_info_and_schedule(schedule: StepSchedule, train: bool) -> None:
     info = StepInfo(7, 2, train, micro_batches=4, num_items=10, loss_scale=0.5)
     message = travelled(messages.step_message(info, schedule))
     assert messages.step_info(message.expect(Step)) == info
@@ -145,7 +145,7 @@ def test_gradient_norms_bring_bad_micro_batches_and_figures() -> None:
 
 
 @pytest.mark.parametrize("names", [(), ("embed",), ("a", "b")])
-def test_commit_carries_the_weights_that_something_there_is_tied_to(names: tuple[str, ...]) -> None:
+def test_commit_carries_the_weights_that_the_worker_has_ties_to(names: tuple[str, ...]) -> None:
     weights = {name: torch.full((2,), float(k)) for k, name in enumerate(names)}
     message = travelled(messages.commit_message(Commit(3, 1, 1e-3, 0.25), weights))
     assert message.body == Commit(3, 1, 1e-3, 0.25, names)

@@ -247,7 +247,7 @@ def test_run_of_an_evaluation_ends_with_the_losses() -> None:
     assert not any(call[0] == "backward" for call in stage.calls)
 
 
-def test_stage_is_sent_only_what_it_needs() -> None:
+def test_a_stage_is_sent_only_the_inputs_it_needs() -> None:
     pipeline, worker, _ = make()
     step(pipeline, INFO)
     assert [message.body.names for message in worker.kinds(Inputs)] == [("labels",)] * 4
@@ -381,7 +381,7 @@ def test_drain_commits_waits_for_the_last_commit_and_not_for_an_older_one() -> N
     pipeline.drain_commits()
 
 
-def test_a_snapshot_that_lasts_for_several_steps_is_asked_for_as_it_was_begun() -> None:
+def test_a_long_snapshot_is_requested_as_of_its_first_step() -> None:
     pipeline, worker, _ = make()
     step(pipeline, INFO)
     pipeline.commit(1e-3, 0.5, no_recovery)
@@ -421,7 +421,7 @@ def test_messages_of_an_attempt_that_is_over_are_dropped() -> None:
     assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
 
 
-def test_abort_forgets_what_was_reported() -> None:
+def test_abort_drops_earlier_reports() -> None:
     pipeline, worker, stage = make(step_timeout_s=-1.0)
     pipeline.begin(INFO, SCHEDULE)
     pipeline.run(BATCHES)
@@ -434,7 +434,7 @@ def test_abort_forgets_what_was_reported() -> None:
         pipeline.report_gradients()
 
 
-def test_run_in_which_nothing_moves_says_what_is_open() -> None:
+def test_a_stalled_run_names_the_open_micro_batches() -> None:
     pipeline, worker, _ = make(step_timeout_s=-1.0)
     worker.answers = False
     pipeline.begin(INFO, SCHEDULE)

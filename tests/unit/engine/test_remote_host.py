@@ -116,7 +116,7 @@ def test_snapshot_is_announced_until_the_worker_is_known_to_keep_it() -> None:
 
 
 @pytest.mark.parametrize("targets", [({}, {}), ({"head": "a"}, {}), ({"x": "b"}, {"y": "b"})])
-def test_commit_carries_the_weights_that_its_stages_have_targets_of(targets: Any) -> None:
+def test_commit_carries_the_weights_tied_to_its_stages(targets: Any) -> None:
     host, links = made(targets=targets)
     new = {"a": torch.ones(2), "b": torch.ones(2)}
     assert host.commit(Commit(2, 5, 1e-3, 1.0), new) == {}
@@ -146,7 +146,7 @@ def test_answer_to_another_request_is_dropped() -> None:
     assert host.answer(question) is not None
 
 
-def test_goodbye_is_a_lost_link() -> None:
+def test_a_goodbye_counts_as_a_lost_link() -> None:
     host, _ = made()
     with pytest.raises(LinkLost, match="worker 7: it is over"):
         host.receive(Message(Bye("it is over")), None)

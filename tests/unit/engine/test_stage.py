@@ -516,9 +516,7 @@ def test_abort_leaves_weights_and_forgets_gradients(stage: Open, whole: Whole) -
 
 
 @pytest.mark.parametrize("forget", ["abort", "begin"])
-def test_abort_and_begin_each_forget_what_was_added(
-    checkpoint: Path, whole: Whole, forget: str
-) -> None:
+def test_abort_and_begin_each_clear_gradients(checkpoint: Path, whole: Whole, forget: str) -> None:
     with local_stage(make_config(checkpoint, MIDDLE)) as tested:
         tested.begin(info())
         run_middle(tested, whole)
@@ -608,7 +606,7 @@ def test_export_names_tensors_as_the_checkpoint_does(stage: Open, checkpoint: Pa
     ],
     ids=["unknown", "absent", "shape"],
 )
-def test_load_state_refuses_what_does_not_fit(
+def test_load_state_refuses_tensors_that_do_not_fit(
     checkpoint: Path, change: Callable[[Tensors], Tensors], text: str
 ) -> None:
     with local_stage(make_config(checkpoint, MIDDLE)) as tested:
@@ -940,7 +938,9 @@ def test_sums_take_the_place_of_the_gradients(checkpoint: Path, whole: Whole) ->
         assert torch.equal(tested.report_gradients().norms, alone * 2)
 
 
-def test_what_no_replica_has_a_gradient_of_stays_without(checkpoint: Path, whole: Whole) -> None:
+def test_a_parameter_without_gradient_in_any_replica_has_none(
+    checkpoint: Path, whole: Whole
+) -> None:
     with local_stage(make_config(checkpoint, MIDDLE)) as tested:
         tested.begin(info(summed=True))
         run_middle(tested, whole)
@@ -956,7 +956,7 @@ def test_what_no_replica_has_a_gradient_of_stays_without(checkpoint: Path, whole
         assert torch.equal(parameter, before)
 
 
-def test_what_another_replica_alone_has_is_taken(checkpoint: Path) -> None:
+def test_a_gradient_that_only_another_replica_has_is_taken(checkpoint: Path) -> None:
     """An island without samples of the step has no gradient at all."""
     with local_stage(make_config(checkpoint, MIDDLE)) as tested:
         tested.begin(info(summed=True))
@@ -1035,7 +1035,7 @@ def test_gradients_that_are_given_early_are_those_of_the_step(
 
 @pytest.mark.parametrize("kind", ["gradients", "weights"])
 @pytest.mark.parametrize("change", [lambda n, t: {f"{n}x": t}, lambda n, t: {n: t[:1]}])
-def test_what_has_no_place_among_the_parameters_is_refused(
+def test_state_of_an_unknown_parameter_is_refused(
     checkpoint: Path, kind: str, change: Callable[[str, Any], Tensors]
 ) -> None:
     with local_stage(make_config(checkpoint, MIDDLE)) as tested:

@@ -121,7 +121,7 @@ def test_sums_that_nothing_waits_for_are_refused(host: StageHost) -> None:
         host.load_state(1, "gradients", 0, part)
 
 
-def test_norms_wait_for_the_sums_of_what_is_tied_to_a_weight_here(host: StageHost) -> None:
+def test_norms_wait_for_the_sums_of_tied_weights(host: StageHost) -> None:
     [stage] = host.stages
     stage.awaits_sums = True  # type: ignore[attr-defined]
     part = StatePart({"w": torch.ones(1)}, last=True)

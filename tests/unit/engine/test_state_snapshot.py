@@ -25,9 +25,7 @@ def change(live: list[torch.Tensor]) -> None:
         tensor.add_(100.0)
 
 
-def test_parts_are_copies_of_what_was_there_when_they_were_read_or_kept(
-    live: list[torch.Tensor],
-) -> None:
+def test_parts_are_copies_made_when_they_were_read_or_kept(live: list[torch.Tensor]) -> None:
     snapshot = snapshot_of(live)
     first = snapshot.part(0)
     snapshot.keep()

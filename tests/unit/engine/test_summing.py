@@ -104,7 +104,7 @@ def test_sums_of_a_stage_come_once_the_last_stage_first() -> None:
     assert not case.summing.load()
 
 
-def test_a_stage_that_is_ready_does_not_wait_for_one_behind_it() -> None:
+def test_sums_of_a_ready_stage_do_not_wait_for_a_later_stage() -> None:
     case = Case({0: ["a"], 1: ["b"]}, "a")
     case.give(part(0, "a"), part(1, "b"))
     assert case.load_all() == [(0, ["a"])]
@@ -130,7 +130,7 @@ def test_sums_are_taken_over_when_the_host_says_so(monkeypatch: pytest.MonkeyPat
     assert case.summing.is_done
 
 
-def test_a_stage_that_has_not_given_all_of_its_own_is_not_asked_for() -> None:
+def test_sums_are_requested_after_all_gradients_of_a_stage() -> None:
     case = Case({0: ["a", "b"]}, "a", "b")
     case.summing.take(part(0, "a", last=False))
     case.give(part(0, last=False))
@@ -142,7 +142,7 @@ def test_a_stage_that_has_not_given_all_of_its_own_is_not_asked_for() -> None:
 
 
 @pytest.mark.parametrize("ended", [ReplicasChanged("b is gone"), ProtocolError("not so")])
-def test_what_ends_the_step_in_the_middle_of_a_task_is_raised_after_it(ended: Exception) -> None:
+def test_an_error_within_a_task_is_raised_after_the_task(ended: Exception) -> None:
     case = Case({0: ["a", "b"]})
     case.group.fails = ended
     case.summing.take(part(0, "a", last=False))
@@ -151,13 +151,13 @@ def test_what_ends_the_step_in_the_middle_of_a_task_is_raised_after_it(ended: Ex
         case.summing.give()
 
 
-def test_a_tied_head_is_summed_though_it_is_not_trained_by_its_stage() -> None:
+def test_a_tied_head_is_summed_at_a_stage_that_does_not_train_it() -> None:
     case = Case({0: ["embed"], 1: []}, "embed", "head")
     case.give(part(0, "embed"), part(1, "head"))
     assert case.load_all()[0] == (1, ["head"])
 
 
-def test_what_has_no_gradient_here_is_asked_for_all_the_same() -> None:
+def test_parameters_without_gradient_here_are_requested_too() -> None:
     """Another replica may have one."""
     case = Case({0: ["a", "b"]}, "a", "b")
     case.give(part(0, "b"))

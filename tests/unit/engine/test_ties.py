@@ -15,7 +15,7 @@ def one(value: float) -> torch.Tensor:
     return torch.tensor([value])
 
 
-def test_stages_know_what_they_hold_and_who_follows() -> None:
+def test_ties_know_holders_sources_and_followers() -> None:
     ties = Ties(TARGETS, TRAINED)
     assert list(ties.targets) == [1, 2, 3]
     assert ties.holders == [1, 0]
@@ -25,7 +25,7 @@ def test_stages_know_what_they_hold_and_who_follows() -> None:
     assert Ties({0: {}, 1: {}}, {0: ["a"], 1: []}).holders == []
 
 
-def test_gradients_are_added_from_the_last_place_on_whoever_is_done_first() -> None:
+def test_gradients_are_added_from_the_last_place_in_any_arrival_order() -> None:
     """In float32 the other orders give other sums."""
     for order in ([1, 2, 3], [3, 2, 1]):
         tied = TiedGradients(Ties(TARGETS, TRAINED))
@@ -38,7 +38,7 @@ def test_gradients_are_added_from_the_last_place_on_whoever_is_done_first() -> N
         assert tied.sums(1) == {"b": one(5.0)}
 
 
-def test_what_has_no_gradient_is_left_out_and_what_is_not_tied_is_not_kept() -> None:
+def test_weights_without_gradient_and_untied_ones_are_left_out() -> None:
     tied = TiedGradients(Ties(TARGETS, TRAINED))
     tied.take(1, {"b": one(7.0)}, last=False)
     tied.take(1, {"a2": one(2.0)}, last=True)
@@ -48,7 +48,7 @@ def test_what_has_no_gradient_is_left_out_and_what_is_not_tied_is_not_kept() -> 
     assert (tied.sums(0), tied.sums(1)) == ({"a": one(2.0)}, {})
 
 
-def test_what_was_taken_is_not_in_the_memory_of_the_message() -> None:
+def test_gradients_are_copied_out_of_the_message() -> None:
     tied, gradient = TiedGradients(Ties(TARGETS, TRAINED)), one(2.0)
     tied.take(3, {"a3": gradient}, last=True)
     gradient.zero_()

@@ -81,7 +81,7 @@ def of(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("order", ["abc", "cba", "bca"])
-def test_the_order_is_that_of_the_names_whoever_gives_first(order: str) -> None:
+def test_gradients_are_added_by_name_in_any_arrival_order(order: str) -> None:
     """In float32 1e8 + 1 - 1e8 is 0, and 1e8 - 1e8 + 1 is 1."""
     _, islands = sums_on("abc")
     values = {"a": 1e8, "b": 1.0, "c": -1e8}
@@ -111,7 +111,7 @@ def test_double_precision_stays_double() -> None:
     assert found["x"].tolist() == [2 + 2e-12] * 2
 
 
-def test_an_island_by_itself_has_its_own_bits() -> None:
+def test_a_single_island_keeps_its_own_bits() -> None:
     _, islands = sums_on("a")
     own = torch.randn(5).to(torch.bfloat16)
     give_all(islands, {"a": {"x": own}})
@@ -120,7 +120,7 @@ def test_an_island_by_itself_has_its_own_bits() -> None:
     assert torch.equal(found["x"], own)
 
 
-def test_what_some_have_is_summed_over_them_and_what_nobody_has_is_left_out() -> None:
+def test_gradients_are_summed_over_the_islands_that_have_them() -> None:
     _, islands = sums_on("abc")
     give_all(islands, {"a": {"x": of(1)}, "b": {"x": of(2), "y": of(3)}, "c": {}})
     for island in islands.values():
@@ -129,7 +129,7 @@ def test_what_some_have_is_summed_over_them_and_what_nobody_has_is_left_out() ->
         assert {name: t.tolist() for name, t in found.items()} == {"x": [3, 3], "y": [3, 3]}
 
 
-def test_there_are_no_sums_before_all_have_given_theirs() -> None:
+def test_sums_wait_for_the_gradients_of_all_islands() -> None:
     _, islands = sums_on("ab")
     islands["a"].give(part({"x": of(1), "y": of(1)}))
     assert islands["a"].sums(["x"]) is None
@@ -144,7 +144,7 @@ def test_there_are_no_sums_before_all_have_given_theirs() -> None:
     assert found["y"].tolist() == [1, 1]
 
 
-def test_what_is_given_twice_is_sent_once_and_the_first_counts() -> None:
+def test_a_gradient_given_twice_is_sent_once_and_the_first_counts() -> None:
     beach, islands = sums_on("ab")
     first = of(1)
     islands["a"].give(part({"x": first}))
@@ -162,7 +162,7 @@ def test_what_is_given_twice_is_sent_once_and_the_first_counts() -> None:
 
 @pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2, dtype=torch.float16)])
 @pytest.mark.parametrize("members", ["cab", "bc", "abcd"])
-def test_whose_gradient_has_another_form_than_most_is_blamed_by_all(
+def test_the_island_with_another_gradient_shape_is_blamed_by_all(
     other: Tensor, members: str
 ) -> None:
     """Of two it is the second by name. Also by one that has none itself."""
@@ -187,7 +187,7 @@ def test_losses_are_those_of_all_islands() -> None:
 @pytest.mark.parametrize(
     "said", [{}, {"losses": torch.ones(1)}, {"x": torch.ones(1, dtype=torch.float64)}]
 )
-def test_what_are_no_losses_is_refused(said: Tensors) -> None:
+def test_invalid_losses_are_refused(said: Tensors) -> None:
     beach, islands = sums_on("ab")
     Side(beach, "b").send(NUMBER, "losses", said)
     with pytest.raises(MemberLost, match="island b sends no losses"):

@@ -25,7 +25,7 @@ def test_numbers_count_as_they_are_and_auto_is_for_all_or_none() -> None:
         given_shares({"c": 1, "a": "auto", "b": 2})
 
 
-def test_speeds_of_two_to_one_are_worth_half_as_much_again() -> None:
+def test_shares_by_speeds_of_two_to_one_gain_a_half() -> None:
     tuned = EQUAL.tuned(TWO_TO_ONE, count=96, done=STEPS)
     assert apportion(96, tuned.of) == {"fast": 64, "slow": 32}
     assert tuned.taken_at == STEPS
@@ -48,14 +48,14 @@ def test_shares_stay_for_a_while_and_unless_others_gain_enough() -> None:
     assert changes == 0
 
 
-def test_a_gain_that_whole_samples_do_not_give_is_none() -> None:
+def test_a_gain_lost_by_rounding_to_samples_does_not_count() -> None:
     """Of three samples the fast one gets two anyway."""
     shares = Shares({"fast": 6.0, "slow": 4.0})
     assert shares.tuned({"fast": 1.0, "slow": 1.6}, count=3, done=STEPS) is shares
     assert shares.tuned({"fast": 1.0, "slow": 7.0}, count=3, done=STEPS) is not shares
 
 
-def test_who_joins_is_average_until_measured_and_who_leaves_takes_nothing_along() -> None:
+def test_new_members_count_as_average_until_measured() -> None:
     shares = Shares({"a": 3.0, "b": 1.0}, taken_at=40)
     assert shares.for_members(["c", "a", "b"]) == Shares({"a": 3.0, "b": 1.0, "c": 2.0}, 40)
     assert shares.for_members(["b"]) == Shares({"b": 1.0}, 40)

@@ -43,7 +43,7 @@ def test_uncompressed_changes_arrive_as_they_are() -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 @given(scales=st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=20))
-def test_all_that_was_meant_is_sent_but_for_a_quantum(kind: Kind, scales: list[float]) -> None:
+def test_all_changes_are_sent_up_to_one_quantum(kind: Kind, scales: list[float]) -> None:
     way = Compression(kind)
     meant, sent = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
     for seed, scale in enumerate(scales):
@@ -57,7 +57,7 @@ def test_all_that_was_meant_is_sent_but_for_a_quantum(kind: Kind, scales: list[f
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_what_is_too_small_to_be_sent_is_sent_in_the_end(kind: Kind) -> None:
+def test_error_feedback_sends_small_changes_in_the_end(kind: Kind) -> None:
     small = torch.tensor([1.0, 0.003])
     way, alone = Compression(kind), torch.zeros(2)
     total = torch.zeros(2)
@@ -70,7 +70,7 @@ def test_what_is_too_small_to_be_sent_is_sent_in_the_end(kind: Kind) -> None:
         assert alone[1] == 0.0  # without what was fed back
 
 
-def test_what_was_not_committed_was_not_sent() -> None:
+def test_error_feedback_changes_only_on_commit() -> None:
     way, change = Compression("int8"), changes(0)
     first = way.pack(change)
     assert way.lost == {}
@@ -105,7 +105,7 @@ def deflated(numbers: bytes) -> Tensor:
     return torch.frombuffer(bytearray(coder.compress(numbers) + coder.flush()), dtype=torch.uint8)
 
 
-def test_what_another_island_sends_is_read_with_care() -> None:
+def test_malformed_parts_of_another_island_are_refused() -> None:
     change = {"w": torch.ones(4)}
     good = Compression("int8").pack(change)["w"]
     bomb = deflated(b"\0" * 50_000_000)

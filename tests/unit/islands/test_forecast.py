@@ -9,7 +9,7 @@ def island(**settings: object) -> IslandConfig:
     return IslandConfig.model_validate({**named, **settings})
 
 
-def test_what_an_island_sends_is_said_before_it_does() -> None:
+def test_traffic_of_an_island_is_forecast() -> None:
     [every_step] = island_lines(island(), 1 << 20)
     assert "sums its gradients: 4.00 MiB to each other island" in every_step
     sends, keeps = island_lines(island(sync_steps=100, compression="int8"), 1 << 20)
@@ -18,7 +18,7 @@ def test_what_an_island_sends_is_said_before_it_does() -> None:
     assert "keeps 8.00 MiB" in keeps
 
 
-def test_a_run_too_short_for_averages_is_told_so() -> None:
+def test_a_run_too_short_for_averages_gets_a_warning() -> None:
     rounds = island(sync_steps=20)
     assert short_run(rounds, 4000, 2) is None
     assert "399 steps are 9 rounds of 2 islands" in (short_run(rounds, 399, 2) or "")

@@ -71,7 +71,9 @@ def at(
         ({"a": at(0, data="other"), "b": at(0), "c": at(0)}, "b", "ac"),
     ],
 )  # fmt: skip
-def test_source_and_those_behind(positions: dict[str, Position], source: str, others: str) -> None:
+def test_source_and_members_behind_follow_from_positions(
+    positions: dict[str, Position], source: str, others: str
+) -> None:
     assert source_of(positions) == source
     assert behind(positions, source) == list(others)
     said = {name: Position.of(position.as_info()) for name, position in positions.items()}
@@ -96,7 +98,7 @@ def test_positions_agree_after_the_same_commits_alone() -> None:
         {"facts": 3}, {"says": "auto"}, {"facts": [1]},
     ],
 )  # fmt: skip
-def test_what_is_no_position_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_position_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="sends no position"):
         Position.of({**at(0).as_info(), **change})
     missing = at(0).as_info()
@@ -207,7 +209,7 @@ def joined(positions: dict[Island, Position], views: int = 1) -> list[SessionSta
     return [found.result(WAIT_S) for found in asked]
 
 
-def test_all_members_come_to_the_same_source(start: Open) -> None:
+def test_all_members_choose_the_same_source(start: Open) -> None:
     islands = {start("a"): at(0), start("b"): at(3, "x", trains=True), start("c"): at(3, "y")}
     for found in joined(islands):
         assert found.session.members == ("a", "b", "c")
@@ -228,7 +230,7 @@ def test_fewer_than_min_islands_wait_and_say_so(start: Open, logged: list[str]) 
     assert sum("1 island here, 2 are wanted" in line for line in logged) == 1
 
 
-def test_the_odd_one_is_told_what_differs_and_the_others_go_on(start: Open) -> None:
+def test_a_differing_island_is_told_the_setting_and_the_others_go_on(start: Open) -> None:
     a, b, c = start("a"), start("b"), start("c")
     for one in (a, b, c):
         one.answers.put(view_of(a, b, c))
@@ -248,7 +250,7 @@ def test_the_odd_one_is_told_what_differs_and_the_others_go_on(start: Open) -> N
     assert [found.result(WAIT_S).session.members for found in asked] == [("b", "c")] * 2
 
 
-def test_a_newcomer_of_another_kind_does_not_change_those_that_train(start: Open) -> None:
+def test_a_newcomer_with_other_settings_does_not_stop_the_group(start: Open) -> None:
     a, b = start("a"), start("b")
     for one in (a, b):
         one.answers.put(view_of(a, b))
@@ -292,7 +294,7 @@ def test_another_error_of_the_lighthouse_ends_the_run(start: Open) -> None:
         a.joins(at(0)).result(WAIT_S)
 
 
-def test_who_is_new_is_let_in_before_the_next_step(start: Open) -> None:
+def test_a_newcomer_joins_before_the_next_step(start: Open) -> None:
     a, b, c = start("a"), start("b"), start("c")
     joined({a: at(0), b: at(0)}, views=2)
     assert a.group.stay()
@@ -320,7 +322,7 @@ def test_members_that_are_not_answered_go_on_without_waiting(start: Open) -> Non
     assert not a.group.stay()
 
 
-def test_all_that_have_joined_ask_for_the_next_view(start: Open) -> None:
+def test_all_members_that_have_joined_ask_for_the_next_view(start: Open) -> None:
     """Who waited for the others has asked already, and would lag behind them from step to step."""
     a, b = start("a"), start("b")
     for one in (a, b):
@@ -348,7 +350,7 @@ def test_a_meeting_to_which_not_all_come_ends_with_the_next_view(
         assert waiting.result(WAIT_S).session.members == (here,)
 
 
-def test_who_finishes_a_step_first_is_waited_for(start: Open) -> None:
+def test_a_newcomer_waits_until_the_others_finish_their_step(start: Open) -> None:
     a, b = start("a"), start("b")
     for one in (a, b):
         one.answers.put(view_of(a, b))
@@ -361,7 +363,7 @@ def test_who_finishes_a_step_first_is_waited_for(start: Open) -> None:
     b.answers.until_asked(3)
 
 
-def test_an_answer_that_came_before_a_member_was_lost_is_used(start: Open) -> None:
+def test_a_view_that_came_before_a_member_was_lost_is_used(start: Open) -> None:
     """Else who dropped it and who did not would wait for each other."""
     a, b = start("a"), start("b")
     first = joined({a: at(0), b: at(0)}, views=2)
@@ -399,7 +401,7 @@ class Unsaid(Position):
         return {}
 
 
-def test_who_says_no_position_is_told_and_ends_and_the_others_go_on(start: Open) -> None:
+def test_an_island_without_a_position_ends_and_the_others_go_on(start: Open) -> None:
     a, b, c = start("a"), start("b"), start("c")
     for one in (a, b, c):
         one.answers.put(view_of(a, b, c))
@@ -420,7 +422,7 @@ def test_who_says_no_position_is_told_and_ends_and_the_others_go_on(start: Open)
 # -- the end
 
 
-def test_who_comes_when_the_others_have_finished_is_told(start: Open) -> None:
+def test_an_island_that_joins_after_the_end_is_told(start: Open) -> None:
     """Who was among them, by the run; who is new, if they finished while it was on its way."""
     a, b, c, other = start("a"), start("b"), start("c"), start("d")
     done = at(9, "x", run="1")
@@ -447,7 +449,7 @@ def test_who_comes_when_the_others_have_finished_is_told(start: Open) -> None:
         assert one.joins(position).result(WAIT_S).source == one.links.member.name
 
 
-def test_what_is_done_is_given_to_whoever_lacks_it_however_few_there_are(start: Open) -> None:
+def test_the_final_state_is_given_below_min_islands_too(start: Open) -> None:
     a, b = start("a", 3), start("b", 3)
     found = joined({a: at(8, "x", trains=True), b: at(9, "y", trains=True, done=True)})
     assert [(one.source, one.behind) for one in found] == [("b", ("a",))] * 2

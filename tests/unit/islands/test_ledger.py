@@ -49,14 +49,14 @@ def test_steps_are_dealt_in_order_and_only_committed_ones_are_done() -> None:
     assert later.deal({"attic": 1}, total=100) == {"attic": ((6, 7),)}
 
 
-def test_the_part_of_an_island_that_died_is_dealt_first() -> None:
+def test_the_part_of_a_dead_island_is_dealt_first() -> None:
     dealt = Ledger().deal({"a": 3, "b": 3, "c": 3}, total=100)
     ledger = Ledger().commit(dealt["a"]).commit(dealt["c"])
     assert ledger.committed == ((0, 3), (6, 9))
     assert ledger.deal({"a": 2, "c": 3}, total=100) == {"a": ((3, 5),), "c": ((5, 6), (9, 11))}
 
 
-def test_of_an_island_that_did_not_finish_what_it_did_counts() -> None:
+def test_steps_of_an_island_that_did_not_finish_count() -> None:
     dealt = Ledger(((2, 4),)).deal({"a": 4, "b": 2}, total=100)
     assert dealt["a"] == ((0, 2), (4, 6))
     ledger = Ledger(((2, 4),)).commit(first_steps(dealt["a"], 3))
@@ -64,7 +64,7 @@ def test_of_an_island_that_did_not_finish_what_it_did_counts() -> None:
     assert ledger.count == 5
 
 
-def test_what_is_left_at_the_end_is_dealt_in_proportion() -> None:
+def test_the_last_steps_are_dealt_in_proportion() -> None:
     ledger = Ledger(((0, 91),))
     dealt = ledger.deal({"a": 20, "b": 10}, total=100)
     assert {name: count_steps(part) for name, part in dealt.items()} == {"a": 6, "b": 3}
@@ -78,7 +78,7 @@ def test_a_step_is_not_committed_twice() -> None:
         Ledger().commit([(3, 3)])
 
 
-def test_state_is_small_json_and_its_digest_says_what_was_trained() -> None:
+def test_state_is_small_json_and_its_digest_depends_on_the_steps() -> None:
     ledger = Ledger().commit([(4, 6)]).commit([(0, 3)])
     text = json.dumps(ledger.state_dict())
     assert text == '{"committed": [[0, 3], [4, 6]]}'
@@ -99,7 +99,7 @@ whether that succeeds."""
 
 
 @given(st.integers(1, 60), ROUNDS)
-def test_each_sample_is_trained_once_whoever_joins_dies_or_is_slow(
+def test_each_sample_is_trained_once_under_any_membership(
     examples: int, rounds: list[tuple[dict[str, tuple[int, int]], bool]]
 ) -> None:
     """Every member works with a ledger of its own; one that comes or returns has the others'."""
@@ -130,7 +130,7 @@ def test_each_sample_is_trained_once_whoever_joins_dies_or_is_slow(
 # -- the samples of one step ----------------------------------------------------------------------
 
 
-def test_one_island_alone_gets_the_micro_batches_of_a_run_without_islands() -> None:
+def test_a_single_island_gets_the_micro_batches_of_a_plain_run() -> None:
     alone = order(examples=27)
     for step in range(alone.total_steps):
         mine = split_step(alone, step, {"a": 0.3})["a"]

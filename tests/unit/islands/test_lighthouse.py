@@ -137,7 +137,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 # -- views
 
 
-def test_all_that_ask_are_given_one_view_when_all_living_have_asked(islands: Islands) -> None:
+def test_one_view_is_given_when_all_living_islands_have_asked(islands: Islands) -> None:
     a, b, c = islands.start("a", "77"), islands.start("b"), islands.start("c")
     assert meet(b, a, c).members == (
         Member("a", "77", "a.invalid:1"),
@@ -166,7 +166,7 @@ def test_an_island_that_stalls_is_not_waited_for_and_comes_back(islands: Islands
     assert meet(a, b).names == ("a", "b")
 
 
-def test_others_that_do_not_come_are_said_in_time(islands: Islands) -> None:
+def test_absent_islands_are_reported_in_time(islands: Islands) -> None:
     a, b = islands.start("a"), islands.start("b")
     meet(a, b)
     started = time.monotonic()
@@ -203,7 +203,7 @@ def test_a_question_outlives_the_link_it_was_asked_on(islands: Islands) -> None:
     assert b.next_view(WAIT_S).names == asked.result(WAIT_S).names == ("a", "b")
 
 
-def test_after_a_lighthouse_has_ended_all_meet_at_the_next_one(
+def test_islands_meet_again_at_a_restarted_lighthouse(
     islands: Islands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that live are in its first view: it waits until they had time to come back."""
@@ -254,7 +254,7 @@ def test_a_quorum_of_questions_that_are_over_is_no_view(opened: Islands) -> None
 # -- who comes in
 
 
-def test_a_second_island_of_one_name_is_told_and_the_others_go_on(
+def test_a_second_island_of_one_name_is_refused(
     islands: Islands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "NAMESAKE_S", 0.3)
@@ -286,7 +286,7 @@ def test_an_island_that_was_started_again_waits_for_its_dead_link(
         ("a", "nowhere", "no port"),
     ],
 )
-def test_what_is_no_island_is_refused(
+def test_an_invalid_member_is_refused(
     opened: Islands, name: str, address: str, problem: str
 ) -> None:
     answer = opened.dial().ask(Message(m.LighthouseHello(Member(name, "1", address))), WAIT_S)
@@ -295,9 +295,7 @@ def test_what_is_no_island_is_refused(
     assert not opened.here()
 
 
-def test_there_is_room_for_so_many_islands(
-    opened: Islands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_islands_is_limited(opened: Islands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_ISLANDS", 2)
     monkeypatch.setattr(module, "NAMESAKE_S", 0.1)
     meet(opened.start("a"), opened.start("b"))
@@ -372,7 +370,7 @@ def test_an_island_in_the_place_of_the_lighthouse_is_not_taken_for_it(
             islands.start("garage", access=keyed(tmp_path, "garage")).next_view(WAIT_S)
 
 
-def test_who_comes_and_goes_is_said(opened: Islands, logged: list[str]) -> None:
+def test_joining_and_leaving_islands_are_logged(opened: Islands, logged: list[str]) -> None:
     opened.start("garage").next_view(WAIT_S)
     for client in list(opened.lighthouse._islands):
         client.stream.stop()
@@ -390,7 +388,7 @@ def nowhere(lively: Callable[[], bool] = lambda: True) -> LighthouseClient:
     return LighthouseClient(address, LOOPBACK_ONLY, member, lively)
 
 
-def test_lighthouse_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_lighthouse_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lighthouse_client, "REACH_S", 3.0)
     with closing(nowhere()) as island:
         with pytest.raises(NetworkError, match="cannot reach the lighthouse at ") as found:
@@ -400,7 +398,7 @@ def test_lighthouse_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -
         assert not island.in_reach
 
 
-def test_program_that_is_no_lighthouse_is_said() -> None:
+def test_another_program_in_place_of_a_lighthouse_is_reported() -> None:
     with closing(Listener("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -415,7 +413,7 @@ def test_program_that_is_no_lighthouse_is_said() -> None:
     answering.result(WAIT_S)
 
 
-def test_bug_in_what_says_whether_an_island_lives_is_raised_and_hangs_nobody() -> None:
+def test_a_bug_in_the_liveness_check_is_raised() -> None:
     def broken() -> bool:
         raise ZeroDivisionError
 
@@ -466,7 +464,7 @@ def test_runs_are_known_by_name_and_new_islands_find_those_of_a_while(
     assert runs.find("run 3", "facts", 0.0) is not None
 
 
-def test_lighthouse_that_was_closed_serves_nobody(opened: Islands) -> None:
+def test_a_closed_lighthouse_accepts_no_connection(opened: Islands) -> None:
     a = opened.start("a")
     meet(a)
     opened.lighthouse.close()

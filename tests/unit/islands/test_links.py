@@ -88,7 +88,7 @@ def lost(session: IslandSession) -> MemberLost:
     return found.value
 
 
-def test_everybody_hears_what_everybody_says(coast: Coast) -> None:
+def test_every_member_receives_every_message(coast: Coast) -> None:
     sessions = together(*map(coast.open, "bca"))
     assert {session.leader for session in sessions} == {"a"}
     for session in sessions:
@@ -100,7 +100,7 @@ def test_everybody_hears_what_everybody_says(coast: Coast) -> None:
             assert said.info == {"from": name}
 
 
-def test_what_is_said_to_some_is_heard_by_them_alone(coast: Coast) -> None:
+def test_a_message_to_some_members_reaches_them_alone(coast: Coast) -> None:
     a, b, c = together(*map(coast.open, "abc"))
     a.send(2, "vote", info={"n": 1}, to=["c"])
     assert receive(c, "a").info == {"n": 1}
@@ -120,7 +120,7 @@ def test_parts_of_one_exchange_add_up_and_early_ones_wait(coast: Coast) -> None:
     assert receive(b, "a", "losses", 3).tensors["x"].numel() == 1
 
 
-def test_an_exchange_that_nobody_can_be_in_yet_ends_the_circle(coast: Coast) -> None:
+def test_a_message_too_far_ahead_ends_the_session(coast: Coast) -> None:
     """Else a member could fill the memory of the others with exchanges to come."""
     a, b = together(*map(coast.open, "ab"))
     a.send(4, "losses", {"x": torch.ones(1)})
@@ -129,7 +129,7 @@ def test_an_exchange_that_nobody_can_be_in_yet_ends_the_circle(coast: Coast) -> 
     assert not b._received[4, "losses", "a"].tensors
 
 
-def test_what_comes_late_is_dropped(coast: Coast) -> None:
+def test_late_messages_are_dropped(coast: Coast) -> None:
     a, b = together(*map(coast.open, "ab"))
     b.forget(2)
     a.send(2, "gradients", {"x": torch.ones(1)})
@@ -148,7 +148,7 @@ def test_large_tensors_come_in_parts_and_whole(coast: Coast) -> None:
     assert all(torch.equal(said.tensors[name], tensor) for name, tensor in large.items())
 
 
-def test_who_is_gone_is_lost_to_all_at_once(coast: Coast) -> None:
+def test_a_member_that_leaves_is_lost_to_all_at_once(coast: Coast) -> None:
     links = list(map(coast.open, "abc"))
     a, b, c = together(*links)
     waiting = [in_background(lambda one=one: lost(one), "waiting") for one in (a, c)]
@@ -179,7 +179,7 @@ def test_an_island_that_leaves_in_order_is_told_as_left_and_not_as_lost(coast: C
     assert gone.told["event"]["what"] == "island lost"
 
 
-def test_what_was_said_before_a_member_left_counts(coast: Coast) -> None:
+def test_messages_sent_before_a_member_left_count(coast: Coast) -> None:
     """The leader decides on the last step, and its run is over."""
     links = coast.open("a"), coast.open("b")
     a, b = together(*links)
@@ -191,7 +191,7 @@ def test_what_was_said_before_a_member_left_counts(coast: Coast) -> None:
         receive(b, "a", "decision", 3)
 
 
-def test_a_decision_reaches_each_one_that_is_there(coast: Coast) -> None:
+def test_a_decision_reaches_every_remaining_member(coast: Coast) -> None:
     a, b, c = together(coast.open("a"), coast.open("b"), coast.open("c"))
     b.close("it is gone")
     lost(a)
@@ -204,7 +204,7 @@ def test_a_decision_reaches_each_one_that_is_there(coast: Coast) -> None:
         c.wait_for_more(0.01)
 
 
-def test_who_is_refused_learns_why_and_the_others_lose_it(coast: Coast) -> None:
+def test_a_refused_island_learns_why_and_the_others_lose_it(coast: Coast) -> None:
     a, b, c = together(*map(coast.open, "abc"))
 
     def judge() -> None:
@@ -227,9 +227,7 @@ def heard_wrong(session: IslandSession) -> None:
         session.wait_for_more(0.01)
 
 
-def test_who_is_refused_after_its_circle_has_ended_learns_it_at_the_next_meeting(
-    coast: Coast,
-) -> None:
+def test_a_refusal_after_the_session_arrives_at_the_next_meeting(coast: Coast) -> None:
     links = [coast.open(name) for name in "abc"]
     a, b, _ = together(*links)
     links[2].part("it goes")
@@ -240,7 +238,7 @@ def test_who_is_refused_after_its_circle_has_ended_learns_it_at_the_next_meeting
         links[1].meet(view_of(*links), WAIT_S, nothing)
 
 
-def test_who_has_not_heard_that_it_is_refused_is_told_at_the_next_meeting(coast: Coast) -> None:
+def test_an_undelivered_refusal_arrives_at_the_next_meeting(coast: Coast) -> None:
     """Its link was gone before. One that was started since then is another one."""
     links = [coast.open(name) for name in "ab"]
     a, _ = together(*links)
@@ -260,7 +258,7 @@ def test_who_has_not_heard_that_it_is_refused_is_told_at_the_next_meeting(coast:
     together(links[0], coast.open("b", "2"))
 
 
-def test_nobody_leaves_before_all_have_come_to_the_end(coast: Coast) -> None:
+def test_parting_waits_until_all_members_are_done(coast: Coast) -> None:
     a, b, c = together(*map(coast.open, "abc"))
     parting = [in_background(partial(one.part_together, 2, nothing), "end") for one in (a, b)]
     assert not wait_for(parting, 0.2)
@@ -270,7 +268,7 @@ def test_nobody_leaves_before_all_have_come_to_the_end(coast: Coast) -> None:
         found.result(WAIT_S)
 
 
-def test_who_is_lost_at_the_end_before_it_came_there_is_missed(coast: Coast) -> None:
+def test_a_member_lost_before_its_end_is_missed_at_parting(coast: Coast) -> None:
     a, b, c = together(*map(coast.open, "abc"))
     b.send(2, "vote")
     parting = in_background(lambda: a.part_together(2, nothing), "end")
@@ -312,7 +310,7 @@ def test_the_same_members_meet_again_over_new_links(coast: Coast) -> None:
     assert not new[2].received(2, "vote", "a").is_whole
 
 
-def test_who_comes_before_the_view_is_known_waits_and_is_welcome(coast: Coast) -> None:
+def test_an_island_that_meets_before_the_view_is_known_waits(coast: Coast) -> None:
     a, b = coast.open("a"), coast.open("b")
     view = view_of(a, b)
     early = meeting(b, view)
@@ -322,7 +320,7 @@ def test_who_comes_before_the_view_is_known_waits_and_is_welcome(coast: Coast) -
     receive(session, "b")
 
 
-def test_nothing_is_said_before_the_welcome(coast: Coast) -> None:
+def test_no_message_is_sent_before_the_welcome(coast: Coast) -> None:
     """A member says its position as soon as it has all links; thirty times, as this is a race."""
     a, b = coast.open("a"), coast.open("b")
     for _ in range(30):
@@ -361,14 +359,14 @@ def test_another_process_of_an_island_is_refused(coast: Coast) -> None:
         waiting.result(WAIT_S)
 
 
-def test_who_means_another_island_is_refused(coast: Coast) -> None:
+def test_a_connection_meant_for_another_island_is_refused(coast: Coast) -> None:
     a, b = coast.open("a"), coast.open("b")
     wrong = Member("0", "1", a.member.address)
     with pytest.raises(MemberLost, match="this is island a, not 0"):
         b.meet(View.of([wrong, b.member]), WAIT_S, nothing)
 
 
-def test_nobody_at_the_address_is_a_lost_member(coast: Coast) -> None:
+def test_an_unreachable_member_counts_as_lost(coast: Coast) -> None:
     gone = coast.open("a")
     gone.close("")
     b = coast.open("b")
@@ -441,7 +439,9 @@ WRONG: dict[str, Callable[[], Message]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_who_says_something_wrong_is_lost_and_nothing_else_happens(coast: Coast, case: str) -> None:
+def test_a_member_with_invalid_messages_is_lost_without_side_effects(
+    coast: Coast, case: str
+) -> None:
     a = coast.open("a")
     other, waiting = admitted(a)
     with other, suppress(HeteroError, ValueError, TypeError, AttributeError):
@@ -456,7 +456,7 @@ def test_who_says_something_wrong_is_lost_and_nothing_else_happens(coast: Coast,
     a_circle.check()
 
 
-def test_a_share_right_behind_the_greeting_is_heard_or_ends_that_link_alone(coast: Coast) -> None:
+def test_a_share_right_behind_the_greeting_affects_that_link_alone(coast: Coast) -> None:
     """It comes before the welcome was sent."""
     a, b = coast.open("a"), coast.open("b")
     view = view_of(a, b)

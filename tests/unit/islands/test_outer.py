@@ -191,7 +191,7 @@ def test_islands_count_by_the_tokens_that_they_have_trained() -> None:
     np.testing.assert_array_equal(mean.numpy(), exact.astype(np.float32))
 
 
-def test_an_island_that_has_trained_nothing_is_not_looked_at() -> None:
+def test_an_island_without_tokens_has_no_weight_in_the_mean() -> None:
     nothing = {"w": torch.tensor([float("nan")])}
     assert weighted_mean([(0, nothing), (5, {"w": torch.ones(1)})])["w"].item() == 1.0
     with pytest.raises(ValueError, match="no island has trained"):
@@ -205,7 +205,7 @@ def test_an_island_that_has_trained_nothing_is_not_looked_at() -> None:
     "plain", [{"outer_momentum": 0, "outer_learning_rate": 1}, {"method": "local_sgd"}]
 )
 @given(old=FLOATS, data=st.data())
-def test_one_island_at_rate_one_without_momentum_keeps_its_weights_to_the_bit(
+def test_at_rate_1_without_momentum_an_island_keeps_its_weights(
     plain: dict[str, Any], old: list[float], data: st.DataObject
 ) -> None:
     """So do any number of equal ones. The outer gradient alone would not do: old - (old - new)."""
@@ -260,7 +260,7 @@ def test_weights_of_16_bits_are_agreed_on_in_float32_and_come_back_as_they_were(
     assert mixed.tolist() == [1 - 2**-8, 2.0]
 
 
-def test_what_was_handed_out_does_not_change_later() -> None:
+def test_returned_tensors_do_not_change_later() -> None:
     local = torch.ones(3)
     outer = OuterFragment({"w": local}, settings())
     change, state = outer.change({"w": local * 2}), outer.state_dict()

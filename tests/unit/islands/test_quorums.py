@@ -45,7 +45,7 @@ def test_a_quorum_has_all_living_replicas_and_the_numbers_of_their_questions() -
         ("win32", "AMD64", "Linux x86-64 alone"),
     ],
 )
-def test_missing_torchft_is_said_with_what_to_install(
+def test_missing_torchft_is_reported_with_the_package(
     monkeypatch: pytest.MonkeyPatch, system: str, machine: str, hint: str
 ) -> None:
     imported: Callable[..., Any] = builtins.__import__
@@ -63,7 +63,7 @@ def test_missing_torchft_is_said_with_what_to_install(
     assert re.search(hint, str(found.value.hint))
 
 
-def test_torchft_that_is_too_old_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_torchft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(coordination=SimpleNamespace(LighthouseClient=object))
     monkeypatch.setitem(sys.modules, "torchft", old)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="too old"):

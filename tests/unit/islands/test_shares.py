@@ -29,7 +29,7 @@ def test_things_are_dealt_by_largest_remainder(
     assert apportion(count, shares) == dealt
 
 
-def test_who_would_get_less_than_the_least_gets_that_and_the_others_share_the_rest() -> None:
+def test_shares_below_the_least_are_raised_to_it() -> None:
     shares = {"a": 97.0, "b": 1.0, "c": 2.0}
     assert apportion(20, shares) == {"a": 20, "b": 0, "c": 0}
     assert apportion(20, shares, least=1) == {"a": 18, "b": 1, "c": 1}
@@ -43,7 +43,7 @@ def test_shares_of_nothing_are_refused(shares: dict[str, float]) -> None:
 
 
 @given(SHARES, st.integers(0, 500), st.integers(0, 4))
-def test_all_is_dealt_and_nobody_is_a_whole_one_off(
+def test_apportioned_numbers_add_up_and_are_off_by_less_than_one(
     shares: dict[str, float], count: int, least: int
 ) -> None:
     count += least * len(shares)

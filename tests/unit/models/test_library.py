@@ -6,7 +6,7 @@ import torch
 from hetero_framework.models.library import compiled_at_first_call
 
 
-def test_what_libraries_compile_while_they_are_imported_waits_for_its_first_call(
+def test_compilation_during_imports_waits_for_the_first_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled = []

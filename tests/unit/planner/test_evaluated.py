@@ -8,7 +8,7 @@ FLEET = Fleet(fleet_of(device("local"), device(1, memory_bytes=3.5e9), micro_bat
 FITS = (Part(0, 0, 6), Part(1, 6, 8, direct=False))
 
 
-def test_a_layout_that_does_not_fit_is_none() -> None:
+def test_a_layout_that_does_not_fit_is_evaluated_as_none() -> None:
     assert evaluated(FLEET, (Part(0, 0, 4), Part(1, 4, 8))) is None
 
 
@@ -19,7 +19,7 @@ def test_the_window_that_is_given_is_taken() -> None:
     assert found.seconds >= found.schedule.bound_s
 
 
-def test_several_stages_on_a_device_have_to_be_worth_it() -> None:
+def test_interleaved_plans_must_gain_enough() -> None:
     one, several = (
         evaluated(FLEET, layout) for layout in (FITS, (Part(0, 0, 3), Part(1, 3, 5), Part(0, 5, 8)))
     )
@@ -29,7 +29,7 @@ def test_several_stages_on_a_device_have_to_be_worth_it() -> None:
     assert several.preference > 1.009 * several.seconds
 
 
-def test_they_have_to_be_worth_more_where_the_coordinator_relays() -> None:
+def test_interleaved_plans_with_a_relay_must_gain_more() -> None:
     fleet = Fleet(fleet_of(device("local"), device(1), device(2), micro_batches=16))
     ends = Part(0, 0, 3), Part(1, 3, 5), Part(2, 5, 6, direct=False), Part(0, 6, 8)
     found = evaluated(fleet, ends)

@@ -28,7 +28,7 @@ def advice_of(profile: FleetProfile, layout: Layout) -> tuple[str, ...]:
 # ---- what each device does
 
 
-def test_what_a_device_computes_and_holds() -> None:
+def test_use_of_a_device() -> None:
     profile = fleet_of(
         device("local", embedding_bytes=2 * GB, memory_bytes=20 * GB, reserved_bytes=GB),
         device(1, head_bytes=3 * GB, memory_bytes=30 * GB),
@@ -47,14 +47,14 @@ def test_what_a_device_computes_and_holds() -> None:
     assert one.memory_bytes + one.free_bytes == pytest.approx(30 * GB, abs=2)
 
 
-def test_several_stages_of_a_device_are_one_use() -> None:
+def test_several_stages_of_a_device_are_reported_together() -> None:
     layout = (Part(0, 0, 3), Part(1, 3, 5), Part(0, 5, 8))
     local, one = explain.device_uses(found_of(fleet_of(device("local"), device(1)), layout))
     assert (local.layers, one.layers) == (6, 2)
     assert local.busy == pytest.approx(3 * one.busy)
 
 
-def test_a_device_that_computes_little_is_held_up_by_memory_or_by_its_link() -> None:
+def test_a_device_with_little_work_is_limited_by_memory_or_link() -> None:
     uneven = (Part(0, 0, 6), Part(1, 6, 8))
     limits = []
     for worker, speed in (
@@ -71,7 +71,7 @@ def test_a_device_that_computes_little_is_held_up_by_memory_or_by_its_link() -> 
     assert limits == ["compute", "memory", "link", "memory"]
 
 
-def test_who_computes_most_is_limited_by_that_whatever_else_is_full() -> None:
+def test_full_memory_does_not_hide_the_limit_of_compute() -> None:
     full = {"memory_bytes": 4.5 * GB}
     uses = explain.device_uses(
         found_of(fleet_of(device("local", **full), device(1, **full), speed=2e7), HALVES)
@@ -82,7 +82,7 @@ def test_who_computes_most_is_limited_by_that_whatever_else_is_full() -> None:
 # ---- who could do it alone
 
 
-def test_the_fastest_that_can_hold_everything_could_do_it_alone() -> None:
+def test_alone_names_the_fastest_device_that_holds_the_model() -> None:
     rules = rules_of(
         fleet_of(
             device("local", layer_forward_s=0.004),
@@ -100,7 +100,7 @@ def test_the_fastest_that_can_hold_everything_could_do_it_alone() -> None:
     assert explain.alone(rules.fleet, [1]) is None
 
 
-def test_whoever_has_to_compute_again_takes_longer_alone() -> None:
+def test_recomputation_makes_a_device_alone_slower() -> None:
     """8 GB of layers, 0.8 GB of a micro-batch, and 0.08 GB and a layer's 0.1 GB if it does."""
     fleet = Fleet(fleet_of(device("local", memory_bytes=8.2 * GB)))
     found = explain.alone(fleet, [0])
@@ -132,14 +132,14 @@ def test_why_a_device_is_left_out(changes: dict[str, Any], speed: float, said: s
     assert explain.left_out(found, excluded) == ""
 
 
-def test_of_many_the_first_are_named() -> None:
+def test_only_the_first_of_many_devices_are_named() -> None:
     profile = fleet_of(*(device(k or "local") for k in range(8)))
     said = explain.left_out(found_of(profile, HALVES), rules_of(profile)).split("; ")
     assert [text.split(" is ")[0] for text in said[:4]] == [f"worker {k}" for k in (2, 3, 4, 5)]
     assert said[4:] == ["and 2 more"]
 
 
-def test_a_link_that_is_too_slow_is_said() -> None:
+def test_a_link_that_is_too_slow_is_reported() -> None:
     profile = fleet_of(device("local"), device(1), speed=1e5)
     found = plan(profile)
     assert found.unused == (1,)
@@ -149,7 +149,7 @@ def test_a_link_that_is_too_slow_is_said() -> None:
 # ---- what would help
 
 
-def test_advice_is_worth_it_and_best_first() -> None:
+def test_advice_has_a_gain_and_comes_best_first() -> None:
     """A relayed boundary that takes longer than the stages."""
     profile = fleet_of(device("local"), device(1), device(2), direct=False, speed=2e7)
     layout = (Part(0, 0, 3), Part(1, 3, 6), Part(2, 6, 8))
@@ -173,12 +173,12 @@ def test_a_link_that_is_slower_than_the_relay_is_not_taken() -> None:
         assert changed == (*layout[:2], layout[2]._replace(direct=direct))
 
 
-def test_nothing_is_advised_that_saves_nothing() -> None:
+def test_advice_without_a_gain_is_not_given() -> None:
     alone = fleet_of(device("local"), micro_batches=64)
     assert advice_of(alone, (Part(0, 0, 8),)) == ()
 
 
-def test_a_larger_card_is_advised_for_who_is_short_and_computes_least() -> None:
+def test_a_larger_card_is_advised_for_the_device_short_of_memory() -> None:
     """The second and third could compute four times what they have memory for."""
     quick = {"layer_forward_s": 0.0005, "layer_backward_s": 0.001}
     small = {"memory_bytes": 1.9 * GB, **quick}, {"memory_bytes": 2.9 * GB, **quick}
@@ -189,7 +189,7 @@ def test_a_larger_card_is_advised_for_who_is_short_and_computes_least() -> None:
     assert "GiB more for worker 1: about " in cards[0]
 
 
-def test_of_cards_the_smallest_that_is_worth_nearly_as_much_is_named() -> None:
+def test_the_smallest_card_of_nearly_the_best_gain_is_named() -> None:
     small, middle, large = (0.02, "4"), (0.19, "8"), (0.2, "16")
     assert explain.cards_worth([small, middle, large]) == [middle]
     assert explain.cards_worth([(0.0, "4"), (0.0, "8")]) == [(0.0, "4")]
@@ -224,7 +224,7 @@ def test_checkpointing_is_advised_where_it_was_not_allowed() -> None:
         assert hint.startswith("allow checkpointing") != checkpointing
 
 
-def test_where_nothing_fits_it_is_said_what_is_missing() -> None:
+def test_the_plan_error_names_the_missing_memory() -> None:
     profile = fleet_of(device("local", memory_bytes=3 * GB), device(1, memory_bytes=3 * GB))
     with pytest.raises(PlanError) as caught:
         plan(profile)
@@ -257,7 +257,7 @@ def test_where_nothing_fits_it_is_said_what_is_missing() -> None:
         ),
     ],
 )
-def test_what_is_in_the_way_is_said(
+def test_the_plan_error_names_the_obstacle(
     local: dict[str, Any], worker: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     heads = device("local", **local), device(1, **worker), device(2, **worker)

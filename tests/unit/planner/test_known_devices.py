@@ -33,13 +33,13 @@ TABLE = json.loads(FILE.read_text(encoding="utf-8"))
         ("Apple GPU (Apple M1 Max) 64GB", "Apple M1 Max"),
     ],
 )
-def test_devices_are_found_by_what_people_and_drivers_call_them(text: str, name: str) -> None:
+def test_devices_are_found_by_names_of_people_and_drivers(text: str, name: str) -> None:
     (row,) = [row for row in TABLE["devices"] if row[0] == name]
     found = known_device(text)
     assert (found.half_flops, found.bandwidth) == (row[3] * 1e12, row[5] * 1e9)
 
 
-def test_every_row_finds_itself_and_names_its_source() -> None:
+def test_every_device_of_the_table_is_found_with_its_source() -> None:
     for name, _, gib, _, single, _, source in TABLE["devices"]:
         found = known_device(name, memory_bytes=None if gib else 8 * GIB)
         assert found.float_flops == single * 1e12, name
@@ -56,7 +56,7 @@ def test_every_row_finds_itself_and_names_its_source() -> None:
         ("RTX 2080 Ti 22GiB", 22),
     ],
 )
-def test_memory_is_the_makers_unless_it_is_said(text: str, gib: int) -> None:
+def test_memory_is_the_makers_figure_unless_given(text: str, gib: int) -> None:
     assert known_device(text).memory_bytes == gib * GIB
     assert known_device(text, memory_bytes=3 * GIB).memory_bytes == 3 * GIB
 
@@ -91,7 +91,7 @@ def test_a_processor_that_is_only_named_counts_as_a_usual_one(text: str) -> None
         ("8-core CPU", "how much memory", "32GB"),
     ],
 )
-def test_what_is_not_known_is_said_with_a_way_out(text: str, said: str, hint: str) -> None:
+def test_an_unknown_device_is_refused_with_advice(text: str, said: str, hint: str) -> None:
     with pytest.raises(UserError, match=said) as raised:
         known_device(text)
     assert hint in str(raised.value.hint)

@@ -43,7 +43,7 @@ def test_boundaries_are_relayed_unless_both_ways_are_there() -> None:
     assert fleet.edge(1, 1, 4, False) == Edge()
 
 
-def test_nothing_goes_back_below_the_lowest_trained_layer() -> None:
+def test_no_gradient_is_sent_below_the_lowest_trained_layer() -> None:
     lora = {"layer_backward_s": [0, 0, 0.001, 0.001]}
     fleet = Fleet(fleet_of(device("local", **lora), device(1, **lora), layers=4))
     layout = (Part(0, 0, 1), Part(1, 1, 2), Part(0, 2, 3), Part(1, 3, 4))
@@ -59,7 +59,7 @@ def test_a_gradient_goes_back_to_the_embedding_unless_it_is_known_not_to_be_trai
     assert frozen.goes_back(1)
 
 
-def test_memory_limits_are_what_is_left_for_micro_batches() -> None:
+def test_memory_limits_follow_from_the_free_memory() -> None:
     """4 layers of 1 GB, 0.1 GB of each micro-batch; recomputed 0.01 GB, and one layer's whole."""
     settings = {"embedding_bytes": 2 * GB, "head_bytes": 3 * GB, "reserved_bytes": GB}
     small = device("local", memory_bytes=8.3 * GB, **settings)

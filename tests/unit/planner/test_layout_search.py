@@ -36,7 +36,7 @@ def searched(rules: Rules) -> Found:
 
 
 @pytest.mark.parametrize("chunks", [False, True])
-def test_what_is_found_is_permitted_fits_and_is_no_better_than_the_bound(chunks: bool) -> None:
+def test_the_found_layout_is_permitted_fits_and_keeps_to_its_bound(chunks: bool) -> None:
     rules = rules_of(UNLIKE, chunks=chunks)
     found = searched(rules)
     layout = found.best.layout
@@ -48,25 +48,23 @@ def test_what_is_found_is_permitted_fits_and_is_no_better_than_the_bound(chunks:
     assert found.best.seconds >= found.best.schedule.bound_s > 0
 
 
-def test_with_one_stage_each_a_proof_says_all() -> None:
+def test_a_plan_with_one_stage_per_device_is_proved() -> None:
     found = searched(rules_of(UNLIKE))
     assert found.proved
 
 
-def test_with_several_a_proof_of_those_with_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interleaved_plan_needs_a_proof_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "_SEVERAL_NODES", 100)
     assert not searched(rules_of(UNLIKE, chunks=True)).proved
 
 
-def test_with_several_all_of_them_are_proved_where_layers_are_few() -> None:
+def test_interleaved_layouts_of_few_layers_are_all_proved() -> None:
     found = searched(rules_of(FEW_LAYERS, chunks=True))
     assert found.proved
     assert has_chunks(found.best.layout)
 
 
-def test_what_is_shorter_and_not_worth_its_stages_is_not_better(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_interleaving_that_gains_too_little_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = rules_of(FEW_LAYERS, chunks=True)
     least_s = searched(rules).best.seconds
     monkeypatch.setattr(evaluated_layouts, "_WORTH_CHUNKS", 10.0)
@@ -83,13 +81,13 @@ def test_the_same_rules_give_the_same_plan() -> None:
     assert one.best.schedule.max_in_flight == other.best.schedule.max_in_flight
 
 
-def test_nothing_that_fits_is_none() -> None:
+def test_a_search_without_a_fitting_layout_returns_none() -> None:
     small = fleet_of(*(device(k or "local", memory_bytes=3 * GB) for k in range(2)))
     assert Search(rules_of(small, chunks=True)).run() is None
 
 
 @pytest.mark.parametrize("chunks", [False, True])
-def test_a_search_of_some_devices_proves_nothing(
+def test_a_search_of_a_part_of_the_devices_proves_nothing(
     chunks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(initial_layouts, "_MOST_DEVICES", 2)
@@ -115,7 +113,7 @@ def test_profiles_are_compared_by_layers_moved_between_the_same_stages() -> None
     assert Search(rules).evened_s(uneven) == pytest.approx(best.seconds, rel=0.02)
 
 
-def test_where_no_layer_moved_makes_it_fit_it_takes_for_ever() -> None:
+def test_a_layout_that_no_move_makes_fit_takes_infinitely_long() -> None:
     small = rules_of(fleet_of(*(device(k or "local", memory_bytes=3 * GB) for k in range(2))))
     assert Search(small).evened_s(HALVES) == math.inf
 

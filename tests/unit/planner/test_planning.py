@@ -50,7 +50,7 @@ def test_interleaving_has_to_win_a_percent(micro_batches: int, stages: int) -> N
     assert len(plan(profile).shard_plan) == stages
 
 
-def test_a_faster_device_takes_more_and_a_slow_one_behind_a_slow_link_none() -> None:
+def test_a_fast_device_gets_more_layers_and_a_slow_far_one_none() -> None:
     slow = device(2, layer_forward_s=0.02, layer_backward_s=0.04, head_forward_s=0.02)
     quick = device(1, layer_forward_s=0.0005, layer_backward_s=0.001)
     profile = fleet_of(device("local"), quick, slow, speed=1e8)
@@ -127,14 +127,14 @@ def test_pins_exclusions_and_margins_are_kept() -> None:
         ({"allow": ["magic"]}, '--allow: "magic" is none of checkpointing, chunks, codec'),
     ],
 )
-def test_wishes_that_cannot_hold_are_refused(options: dict[str, Any], said: str) -> None:
+def test_options_that_no_plan_meets_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
         plan(fleet_of(device("local"), device(1), device(2)), **options)
     assert said in str(caught.value)
     assert caught.value.exit_code == 2
 
 
-def test_what_changes_results_is_only_taken_when_allowed() -> None:
+def test_settings_that_change_results_are_only_taken_when_allowed() -> None:
     profile = fleet_of(device("local"), device(1), speed=3e7)
     usual, codec = plan(profile), plan(profile, allow={*ALLOWED, "codec"})
     assert usual.changes == {}
@@ -148,7 +148,7 @@ def test_what_changes_results_is_only_taken_when_allowed() -> None:
 # ---- a given plan
 
 
-def test_evaluate_says_what_is_wrong_with_a_plan() -> None:
+def test_evaluate_refuses_an_invalid_plan_with_the_reason() -> None:
     profile = fleet_of(device("local", memory_bytes=5 * GB), device(1), device(2), direct=False)
     half = [{"id": "local", "start": 0, "end": 4}, {"id": 1, "start": 4, "end": 8}]
     for entries, said in (
@@ -210,7 +210,7 @@ def test_evaluate_of_a_worse_plan_is_worse() -> None:
 
 @PLANS
 @given(profiles_of_fleets(tight=True))
-def test_a_plan_fits_and_is_what_evaluate_says(profile: FleetProfile) -> None:
+def test_a_plan_fits_and_evaluate_agrees_with_it(profile: FleetProfile) -> None:
     try:
         found = plan(profile)
     except PlanError:

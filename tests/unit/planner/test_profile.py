@@ -33,7 +33,7 @@ def test_profile_is_read_from_a_file_and_written_back(tmp_path: Path) -> None:
     assert FleetProfile.from_dict(profile.to_dict()) == profile
 
 
-def test_fields_that_are_left_out_are_nothing() -> None:
+def test_omitted_fields_of_a_profile_are_zero() -> None:
     least = {"id": "local", "memory_bytes": 1, "layer_forward_s": 1, "layer_backward_s": 2}
     raw = {"version": 1, "layers": 3, "micro_batches": 1, "devices": [least]}
     profile = FleetProfile.from_dict(raw)
@@ -117,7 +117,7 @@ def test_a_wrong_profile_is_refused_with_the_path(change: dict[str, Any], said: 
     assert said in problems({**raw_fleet(TWO), **change})
 
 
-def test_all_problems_are_said_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     raw = {**raw_fleet([device(1, layer_forward_s=[1])]), "version": 2, "links": [{}]}
     said = problems(raw)
     assert said.startswith("fleet.json has ")

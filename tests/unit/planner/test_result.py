@@ -17,7 +17,7 @@ def result() -> Result:
     return evaluate(fleet_of(device("local"), device("box")), HALVES)
 
 
-def test_as_json_it_has_all_but_the_schedule(result: Result) -> None:
+def test_a_result_as_json_has_all_fields_except_the_schedule(result: Result) -> None:
     found = result.to_dict()
     for name in (
         "shard_plan", "gradient_checkpointing", "max_in_flight", "predicted_step_s",
@@ -33,7 +33,7 @@ def test_as_json_it_has_all_but_the_schedule(result: Result) -> None:
     assert again["in_flight"] == list(result.in_flight)
 
 
-def test_whoever_could_do_it_alone_may_be_nobody(result: Result) -> None:
+def test_alone_is_none_where_no_device_could_do_it(result: Result) -> None:
     assert replace(result, alone=None).to_dict()["alone"] is None
     assert replace(result, alone=Alone("box", 2.5)).to_dict()["alone"] == {
         "id": "box",
@@ -41,6 +41,6 @@ def test_whoever_could_do_it_alone_may_be_nobody(result: Result) -> None:
     }
 
 
-def test_the_pipeline_is_what_was_simulated(result: Result) -> None:
+def test_the_pipeline_is_the_simulated_one(result: Result) -> None:
     assert result.pipeline is result.schedule.profile
     assert result.pipeline.forward_s == pytest.approx((0.004, 0.004))

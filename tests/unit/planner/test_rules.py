@@ -16,7 +16,7 @@ def test_devices_that_differ_in_nothing_are_one_kind() -> None:
     assert other.kinds == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
-def test_a_boundary_has_its_direct_way_first_where_that_is_no_worse() -> None:
+def test_a_boundary_is_direct_where_that_is_no_slower() -> None:
     profile = fleet_of(device("local"), device(1), device(2))
     rules = rules_of(profile)
     assert [direct for _, direct in rules.ways(1, 2, 4)] == [True]

@@ -25,7 +25,7 @@ def test_int8_is_a_little_more_than_half_of_the_bytes() -> None:
     assert codec.profile.links == PROFILE.links
 
 
-def test_without_tensors_on_wires_there_is_no_codec() -> None:
+def test_a_codec_is_not_proposed_without_tensors_to_send() -> None:
     silent = PROFILE.model_copy(update={"activation_bytes": 0.0, "gradient_bytes": 0.0})
     assert [one.allowed_by for one in what_if.settings(silent)] == [what_if.MICRO_BATCH]
 

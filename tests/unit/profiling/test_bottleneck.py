@@ -33,7 +33,7 @@ def gain(diagnosis: Diagnosis, kind: str) -> float:
     return next(change.gain for change in diagnosis.changes if change.kind == kind)
 
 
-def test_times_are_those_that_were_put_in(tmp_path: Path) -> None:
+def test_diagnosed_times_are_the_recorded_ones(tmp_path: Path) -> None:
     d = found(tmp_path, forward_s=[0.02, 0.03, 0.01, 0.02], backward_s=[0.04, 0.06, 0.02, 0.04])
     assert d.steps == (2, 3, 4)
     assert d.micro_batches == 16
@@ -129,7 +129,7 @@ def test_slow_stage_asks_for_another_cut(tmp_path: Path) -> None:
     assert 0.2 < d.best.gain < 0.12 / 0.0725 - 1 + 0.02
 
 
-def test_the_heads_own_work_is_not_promised_away(tmp_path: Path) -> None:
+def test_a_predicted_cut_keeps_the_work_of_the_head(tmp_path: Path) -> None:
     """The last stage is slow by its head: taking a layer from it saves a layer, not a quarter."""
     d = found(
         tmp_path, m=32, forward_s=[0.02, 0.02, 0.02, 0.05], backward_s=[0.04, 0.04, 0.04, 0.1]
@@ -153,7 +153,7 @@ def test_slow_relay_asks_for_direct_links(tmp_path: Path) -> None:
     assert change.step_s == pytest.approx(direct.step_s, rel=0.03)
 
 
-def test_a_relay_at_its_limit_is_to_blame(tmp_path: Path) -> None:
+def test_a_relay_at_its_limit_is_named_as_the_bottleneck(tmp_path: Path) -> None:
     """Five frames a micro-batch leave the coordinator's one network card: 150 ms for 60 of work."""
     slow: dict[str, Any] = {"m": 12, "layers": 1, "wire_s": 0.03, "turns": True}
     d = found(tmp_path, **slow)
@@ -197,7 +197,7 @@ def test_window_that_was_set_is_lifted(tmp_path: Path) -> None:
     assert d.best.gain > 1.5
 
 
-def test_one_process_has_nothing_to_change(tmp_path: Path) -> None:
+def test_a_single_process_has_no_changes_to_predict(tmp_path: Path) -> None:
     d = found(tmp_path, p=1, m=4)
     assert d.changes == ()
     assert "only a faster device" in text(d)
@@ -221,7 +221,7 @@ def test_the_first_step_of_a_run_is_left_out(tmp_path: Path) -> None:
     assert diagnose(alone).steps == (1,)
 
 
-def test_an_uneven_stage_is_said(tmp_path: Path) -> None:
+def test_an_uneven_stage_is_reported(tmp_path: Path) -> None:
     trace = record(tmp_path, settings(m=8), steps=[1])
     events = list(trace.events)
     last = max(i for i, e in enumerate(events) if e.kind == "backward" and e.stage == 0)
@@ -230,7 +230,7 @@ def test_an_uneven_stage_is_said(tmp_path: Path) -> None:
     assert "tasks of stage 0 are uneven, the slowest 6.0 times the median" in said
 
 
-def test_time_that_the_stages_do_not_explain_is_said(tmp_path: Path) -> None:
+def test_time_that_the_stages_do_not_explain_is_reported(tmp_path: Path) -> None:
     trace = record(tmp_path, settings(m=8), steps=[1])
     assert "note:" not in text(diagnose(trace))
     held_up = tuple(

@@ -77,7 +77,7 @@ def test_bound_of_equal_stages_is_that_of_1f1b(tmp_path: Path) -> None:
     assert taken(trace, 1) == pytest.approx(bound)
 
 
-def test_one_slow_task_on_the_way_is_in_the_bound(tmp_path: Path) -> None:
+def test_the_bound_includes_one_slow_task_on_the_longest_chain(tmp_path: Path) -> None:
     """A mean would hide it: one micro-batch's way is what the step cannot be shorter than."""
     slow = iter([1.0] * 2 + [50.0] + [1.0] * 100)
     spec: dict[str, Any] = {

@@ -18,7 +18,7 @@ def write(folder: Path, *islands: dict[str, object] | None) -> None:
     (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
 
 
-def test_what_islands_sent_and_waited_is_summed(tmp_path: Path) -> None:
+def test_traffic_and_waits_of_islands_are_summed(tmp_path: Path) -> None:
     moved = {"members": ["a", "b"], "bytes_in": 1 << 10, "bytes_out": 1 << 20}
     waits = {"synchronised": 0, "waited_s": 0.5, "for_others_s": 0.2}
     write(tmp_path, moved, moved | waits, {**moved, "data_step": 7})
@@ -31,7 +31,7 @@ def test_what_islands_sent_and_waited_is_summed(tmp_path: Path) -> None:
     assert second.endswith("; 200 ms more were waited for slower islands")
 
 
-def test_what_sums_of_gradients_were_waited_for_is_said(tmp_path: Path) -> None:
+def test_waits_for_sums_of_gradients_are_reported(tmp_path: Path) -> None:
     step = {"members": ["a", "b"], "bytes_in": 1, "bytes_out": 1, "waited_s": 0.5}
     write(tmp_path, step, step)
     found = read_between(tmp_path)
@@ -39,7 +39,7 @@ def test_what_sums_of_gradients_were_waited_for_is_said(tmp_path: Path) -> None:
     assert found.text()[1].startswith("sums of gradients: 1.00 s of 4.00 s were not hidden")
 
 
-def test_a_run_without_islands_has_nothing_between(tmp_path: Path) -> None:
+def test_a_run_without_islands_has_no_island_statistics(tmp_path: Path) -> None:
     assert read_between(tmp_path) is None
     write(tmp_path, None, None)
     assert read_between(tmp_path) is None

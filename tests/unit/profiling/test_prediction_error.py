@@ -66,7 +66,7 @@ def test_a_step_as_predicted_needs_no_reason(tmp_path: Path) -> None:
     assert text(found)[-1] == "as predicted, within 5 %"
 
 
-def test_a_slow_stage_is_named_with_what_it_costs(tmp_path: Path) -> None:
+def test_a_slow_stage_is_named_with_its_cost(tmp_path: Path) -> None:
     slow = Profile(PREDICTED.forward_s, (0.02, 0.05, 0.03), PREDICTED.devices, PREDICTED.edges)
     write(tmp_path, line(2, slow))
     found = read_account(tmp_path, (2,))
@@ -78,7 +78,7 @@ def test_a_slow_stage_is_named_with_what_it_costs(tmp_path: Path) -> None:
     assert any("+" in said and "stage 1" in said for said in text(found))
 
 
-def test_what_the_plan_was_to_take_is_said_beside_it(tmp_path: Path) -> None:
+def test_the_prediction_of_the_plan_is_reported_beside_it(tmp_path: Path) -> None:
     write(tmp_path, {**line(2, PREDICTED), "planned_s": simulate(PREDICTED, M, 6).seconds / 1.1})
     found = read_account(tmp_path, (2,))
     assert found is not None
@@ -87,7 +87,7 @@ def test_what_the_plan_was_to_take_is_said_beside_it(tmp_path: Path) -> None:
     assert "when the plan" not in " ".join(text(replace(found, planned_s=None)))
 
 
-def test_a_slow_link_and_what_nothing_explains_are_told_apart(tmp_path: Path) -> None:
+def test_a_slow_link_and_unexplained_time_are_told_apart(tmp_path: Path) -> None:
     edges = (PREDICTED.edges[0], Edge(0.04, 0.04, 0.001, relay=0))
     slow = Profile(PREDICTED.forward_s, PREDICTED.backward_s, PREDICTED.devices, edges)
     write(tmp_path, line(2, slow, more_s=0.1))

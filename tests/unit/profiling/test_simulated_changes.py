@@ -19,7 +19,7 @@ def plan(**changes: Any) -> simulated_changes.MeasuredPlan:
     return simulated_changes.MeasuredPlan(STAGES, (Boundary(**{**vars(BOUNDARY), **changes}),))
 
 
-def test_a_codec_is_as_large_as_it_makes_a_tensor() -> None:
+def test_a_codec_scales_transfers_by_its_bytes() -> None:
     found = {idea.kind: idea.plan.boundaries[0] for idea in simulated_changes._codecs(plan(), 4)}
     assert list(found) == ["bf16", "int8"]
     for name, boundary in found.items():
@@ -29,7 +29,7 @@ def test_a_codec_is_as_large_as_it_makes_a_tensor() -> None:
         assert boundary.latency_s > 0
 
 
-def test_a_codec_that_is_added_is_an_idea(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_added_codec_becomes_a_simulated_change(monkeypatch: pytest.MonkeyPatch) -> None:
     class Half(codecs.BFloat16):
         name = "half"
 

@@ -38,7 +38,7 @@ def test_clocks_that_are_right_are_left_alone(tmp_path: Path) -> None:
         assert are == pytest.approx(were, abs=3e-9)
 
 
-def test_a_clock_that_drifts_is_put_in_the_middle(tmp_path: Path) -> None:
+def test_errors_of_a_drifting_clock_are_shared_evenly(tmp_path: Path) -> None:
     """Where no shift makes every frame arrive after it was sent, errors are shared evenly."""
     trace = record(tmp_path, {**THREE, "devices": [0, 1, 0]}, steps=[1])
     torn = []
@@ -49,7 +49,7 @@ def test_a_clock_that_drifts_is_put_in_the_middle(tmp_path: Path) -> None:
     assert -0.06 < min(gaps) < 0
 
 
-def test_waits_are_the_rest_of_the_time_and_say_for_what(tmp_path: Path) -> None:
+def test_waits_are_the_remaining_time_with_their_cause(tmp_path: Path) -> None:
     """Two stages, two micro-batches, 1 s on the wire: every moment is known."""
     settings: dict[str, Any] = {
         "devices": [0, 1], "micro_batches": 2, "forward_s": [2.0, 1.0], "backward_s": [2.0, 3.0],

@@ -29,7 +29,7 @@ THREE: dict[str, Any] = {
 }
 
 
-def test_what_is_read_is_what_was_recorded(tmp_path: Path) -> None:
+def test_a_timeline_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     read = record(tmp_path, THREE, steps=[1])
     recorded = sorted(
         (
@@ -125,14 +125,14 @@ def test_spans_that_overlap_on_a_link_get_rows_of_their_own(tmp_path: Path) -> N
     assert "send to worker 1 (2)" in names
 
 
-def test_a_last_stage_that_says_forward_has_done_both(tmp_path: Path) -> None:
+def test_a_forward_of_the_last_stage_is_recorded_as_both(tmp_path: Path) -> None:
     span: Span = {"kind": "forward", "stage": 0, "micro_batch": 0, "step": 1}
     with Timeline(config_of(["local"], output_dir=str(tmp_path))) as timeline:
         timeline.add("local", [{**span, "began": 1.0, "ended": 2.0}])
     assert [event.kind for event in read_timeline(tmp_path).events] == ["forward_backward"]
 
 
-def test_bytes_that_only_one_end_knew_are_everywhere(tmp_path: Path) -> None:
+def test_bytes_known_at_one_end_are_shown_at_both(tmp_path: Path) -> None:
     with Timeline(config_of(["local", 1], output_dir=str(tmp_path))) as timeline:
         for process, spans in step_spans([0, 1], 1, forward_s=[1, 1], backward_s=[1, 1]).items():
             for span in spans:
@@ -159,7 +159,7 @@ def steps_in(folder: Path, expected: list[int]) -> list[int]:
         threading.Event().wait(0.01)  # its writer does not tell
 
 
-def test_a_step_is_in_the_file_when_all_processes_have_told_of_it(tmp_path: Path) -> None:
+def test_a_step_is_written_when_all_processes_have_reported_it(tmp_path: Path) -> None:
     """A worker's spans of a step come when the coordinator has done the next one."""
     one, two, three = (
         step_spans([0, 1], 2, forward_s=[1, 1], backward_s=[1, 1], step=step, start=9 * step)
@@ -181,7 +181,7 @@ def test_a_step_is_in_the_file_when_all_processes_have_told_of_it(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
 
 
-def test_a_step_whose_spans_were_lost_does_not_wait_for_ever(tmp_path: Path) -> None:
+def test_a_step_with_lost_spans_is_written_all_the_same(tmp_path: Path) -> None:
     with Timeline(config_of(["local", 1], output_dir=str(tmp_path))) as timeline:
         for step in range(1, 6):
             spans = step_spans([0, 1], 1, forward_s=[1, 1], backward_s=[1, 1], step=step)
@@ -210,7 +210,7 @@ def test_fifty_thousand_events_take_the_training_thread_no_half_second(tmp_path:
     assert sum(entry.get("cat") == "forward_backward" for entry in raw["traceEvents"]) == 50_000
 
 
-def test_what_a_killed_run_leaves_is_read(tmp_path: Path) -> None:
+def test_the_timeline_of_a_killed_run_is_read(tmp_path: Path) -> None:
     """The last write may be there in part; all whole entries count."""
     whole = record(tmp_path, THREE, steps=[1, 2])
     path = tmp_path / "timeline.json"
@@ -230,7 +230,7 @@ def test_no_spans_make_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_timeline_is_bounded_and_says_what_it_dropped(
+def test_the_timeline_is_bounded_and_counts_dropped_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace_file, "MAX_EVENTS", 5)
@@ -284,7 +284,7 @@ def test_an_error_that_ends_the_run_is_not_replaced_by_the_writers(tmp_path: Pat
 # -- wrong inputs -----------------------------------------------------------------------------
 
 
-def test_no_file_says_how_to_get_one(tmp_path: Path) -> None:
+def test_a_missing_timeline_names_the_setting(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(UserError, match=r"(?s)there is no timeline.*timeline_steps"):
             read_timeline(path)

@@ -85,7 +85,7 @@ def opened() -> Iterator[Callable[[Any], Opened]]:
         each.close()
 
 
-def test_slow_handshakes_keep_nobody_waiting(opened: Any, logged: list[str]) -> None:
+def test_slow_handshakes_do_not_delay_others(opened: Any, logged: list[str]) -> None:
     found = opened(Slow())
     silent = [found.connect() for _ in range(8)]
     found.connect(b"A")
@@ -95,7 +95,7 @@ def test_slow_handshakes_keep_nobody_waiting(opened: Any, logged: list[str]) -> 
     assert found.acceptor.strangers == len(silent)
 
 
-def test_who_is_refused_is_said_and_forgotten(opened: Any, logged: list[str]) -> None:
+def test_refused_connections_are_logged_and_forgotten(opened: Any, logged: list[str]) -> None:
     found = opened(Slow())
     assert found.connect(b"B").recv(1) == b""
     assert found.connect(b"C").recv(1) == b""
@@ -163,7 +163,7 @@ def test_pace_of_many_addresses_is_bounded() -> None:
     assert len(pace._left) == 1024
 
 
-def test_closed_door_lets_nobody_in(opened: Any) -> None:
+def test_a_closed_acceptor_admits_no_connection(opened: Any) -> None:
     found = opened(Slow())
     waiting = found.connect()
     wait_until(lambda: found.acceptor.strangers == 1)

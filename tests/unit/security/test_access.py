@@ -61,7 +61,7 @@ def test_address_that_others_reach_needs_keys(ip: str, tmp_path: Path) -> None:
     assert access_of(config(tmp_path, ip), 2) == Plaintext()  # it listens on the loopback
 
 
-def test_of_a_worker_that_dials_the_coordinators_address_counts(tmp_path: Path) -> None:
+def test_for_a_worker_that_dials_the_coordinators_address_counts(tmp_path: Path) -> None:
     raw = config(tmp_path, "laptop").to_dict()
     del raw["workers"][0]["port"]
     assert access_of(Config.from_dict(raw, tmp_path), 1) == Plaintext()
@@ -71,7 +71,7 @@ def test_of_a_worker_that_dials_the_coordinators_address_counts(tmp_path: Path) 
             access_of(Config.from_dict(raw, tmp_path), process)
 
 
-def test_insecure_is_said_at_every_start(tmp_path: Path, logged: list[str]) -> None:
+def test_insecure_mode_is_logged_at_every_start(tmp_path: Path, logged: list[str]) -> None:
     keys_of(tmp_path / FOLDER, "local")
     access = access_of(config(tmp_path, "192.0.2.7"), "local", KeyOptions(insecure=True))
     assert access == Plaintext(everywhere=True)
@@ -125,7 +125,7 @@ def test_coordinator_and_workers_of_the_plan_come_in(process: Any) -> None:
 
 @pytest.mark.parametrize("wrong", ["dialled", "dialling"])
 @pytest.mark.parametrize(("year", "here", "there"), YEARS)
-def test_clock_that_is_wrong_is_said_on_both_sides_and_not_called_wrong_keys(
+def test_a_wrong_clock_is_reported_on_both_sides_and_not_as_wrong_keys(
     year: int, here: str, there: str, wrong: str, process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """r11. The side that looks at such a certificate is the one whose clock is off."""
@@ -275,7 +275,7 @@ def test_islands_without_keys_stay_on_this_machine(tmp_path: Path, logged: list[
     assert "NO ENCRYPTION" in logged[0]
 
 
-def test_key_of_an_island_that_is_not_where_it_was_said_to_be(tmp_path: Path) -> None:
+def test_a_missing_key_of_an_island_is_named(tmp_path: Path) -> None:
     with pytest.raises(IdentityError, match=r"island-garage\.pem, the key of island garage"):
         island_access(island(tmp_path), KeyOptions(tmp_path))
 

@@ -89,7 +89,7 @@ def test_other_json_is_no_list_of_serial_numbers(found: object) -> None:
     assert serials(texts([255, 1])) == {255, 1}
 
 
-def test_certificates_are_as_strict_readers_want_them(tmp_path: Path) -> None:
+def test_certificates_pass_strict_verification(tmp_path: Path) -> None:
     made = x509.Authority.make()
     identity = Identity.of(made.cluster, 1)
     pem, serial = made.issue(identity)
@@ -145,7 +145,7 @@ def test_revoking_takes_back_all_that_a_process_got(tmp_path: Path) -> None:
         certificates.revoke(keys, 1)
 
 
-def test_rotating_makes_a_new_cluster_and_names_who_has_to_join_again(tmp_path: Path) -> None:
+def test_rotating_makes_a_new_cluster_and_lists_members_to_rejoin(tmp_path: Path) -> None:
     keys = KeyDirectory(tmp_path / "keys")
     before, _ = certificates.ensure_authority(keys)
     certificates.issue_missing(keys, [1])

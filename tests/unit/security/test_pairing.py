@@ -105,7 +105,7 @@ def test_token_is_read_as_it_is_printed() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "HT1-a-b", "HT1", "HT2" + "-aa" * 2, "é", "HT1-\n-\n"])
-def test_other_texts_are_no_token(text: str) -> None:
+def test_other_texts_are_refused_as_a_token(text: str) -> None:
     with pytest.raises(IdentityError, match="not a token"):
         Token.parse(text)
 
@@ -148,7 +148,7 @@ def test_invitation_ends_after_15_minutes(host: Host) -> None:
     assert len(certificates.issued(host.keys)) == 1
 
 
-def test_five_wrong_tries_end_the_invitation_that_they_name(host: Host) -> None:
+def test_five_wrong_tries_end_the_named_invitation(host: Host) -> None:
     for _ in range(5):
         with pytest.raises(IdentityError, match="not invited"):
             host.join(wrong(host.token()))
@@ -158,7 +158,7 @@ def test_five_wrong_tries_end_the_invitation_that_they_name(host: Host) -> None:
     assert host.join(host.token(1)).identity.worker == "two"
 
 
-def test_strangers_end_nobodys_invitation_and_leave_nothing_behind(host: Host) -> None:
+def test_tokens_without_an_invitation_change_no_invitation(host: Host) -> None:
     before = [dict(vars(entry)) for entry in host.inviting.invitations]
     for number in range(12):
         with pytest.raises(IdentityError, match="not invited"):
@@ -167,14 +167,14 @@ def test_strangers_end_nobodys_invitation_and_leave_nothing_behind(host: Host) -
     assert host.join(host.token()).identity.worker == "1"
 
 
-def test_four_wrong_tries_do_not(host: Host) -> None:
+def test_four_wrong_tries_do_not_end_an_invitation(host: Host) -> None:
     for _ in range(4):
         with pytest.raises(IdentityError, match="not invited"):
             host.join(wrong(host.token()))
     assert host.join(host.token()).identity.worker == "1"
 
 
-def test_nothing_is_sent_to_who_is_not_the_authority_of_the_token(host: Host) -> None:
+def test_nothing_is_sent_to_another_authority_than_the_tokens(host: Host) -> None:
     other = x509.Authority.make()
     received: list[bytes] = []
 
@@ -204,7 +204,7 @@ def test_worker_of_the_cluster_cannot_invite(host: Host, tmp_path: Path) -> None
         host.join(host.token())
 
 
-def test_machine_that_cannot_keep_what_it_got_does_not_confirm(host: Host) -> None:
+def test_a_machine_that_cannot_save_its_key_does_not_confirm(host: Host) -> None:
     def full(joined: PairedMachine) -> None:
         raise IdentityError("the disk is full")
 
@@ -225,7 +225,7 @@ def test_machine_that_cannot_keep_what_it_got_does_not_confirm(host: Host) -> No
         "right proof",
     ],
 )
-def test_request_that_is_none_gets_nothing(request_: Any, host: Host) -> None:
+def test_an_invalid_request_gets_no_answer(request_: Any, host: Host) -> None:
     if request_ == "right proof":
         token = host.token()
         proof = token.proof(bytes(3))
@@ -282,7 +282,7 @@ def test_lighthouse_invites_islands_without_a_configuration(tmp_path: Path) -> N
     assert (keys.path / "lighthouse.pem").is_file()
 
 
-def test_nobody_who_invites_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_without_an_open_invitation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing listens, or what does waits for us: a run whose port that is."""
     token = Token(bytes(32), bytes(16))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -301,7 +301,7 @@ def test_nobody_who_invites_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("year", "here", "there"), clocks.YEARS)
-def test_clock_that_is_wrong_is_said_on_both_sides(
+def test_a_wrong_clock_is_reported_on_both_sides(
     year: int, here: str, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Any
 ) -> None:
     clocks.keys_of_year(monkeypatch, year)

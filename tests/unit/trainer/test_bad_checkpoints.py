@@ -309,7 +309,7 @@ def test_94_a_checkpoint_that_somebody_else_put_there(resume, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no modes")
-def test_94_a_disk_that_keeps_no_modes_is_no_reason(
+def test_94_a_checkpoint_on_a_disk_without_modes_is_read(
     resume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FAT and some network disks show 777 for all files, also for those of this run."""
@@ -331,7 +331,7 @@ def test_88_a_checkpoint_of_another_run_says_the_first_difference(resume) -> Non
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
-def test_96_a_disk_for_less_than_two_checkpoints_is_said_with_numbers(
+def test_96_a_disk_for_less_than_two_checkpoints_is_reported(
     resume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: Usage(1 << 20, 0, 100_000))

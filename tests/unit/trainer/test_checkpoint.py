@@ -150,7 +150,7 @@ def test_commit_deletes_the_lowest_beyond_the_limit(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_30", "step_5"]
 
 
-def test_rotation_that_fails_is_said_and_does_not_end_the_run(
+def test_a_failed_rotation_is_reported_and_does_not_end_the_run(
     tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(tmp_path, save_total_limit=1)
@@ -257,7 +257,7 @@ def test_a_checkpoint_that_lost_its_manifest_is_not_passed_over_in_silence(
         store.resolve("latest")
 
 
-def test_a_disk_that_dies_after_the_commit_is_said(
+def test_a_disk_that_dies_after_the_commit_is_reported(
     tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by the sweep: what rotation could not look at raised OSError, which ended the run."""
@@ -310,7 +310,7 @@ def test_a_disk_that_cannot_be_read_makes_a_damaged_checkpoint(
     assert logged[0].endswith("; using checkpoint 1")
 
 
-def test_all_damaged_names_each(store: CheckpointStore) -> None:
+def test_latest_names_every_damaged_checkpoint(store: CheckpointStore) -> None:
     for step in (1, 2):
         flip_a_bit(save(store, step) / "stage-0.0.safetensors")
     with pytest.raises(CheckpointError, match=r"(?s)checkpoint 2 .*checkpoint 1 .*no valid"):
@@ -344,7 +344,7 @@ def test_manifest_cannot_name_a_file_elsewhere(store: CheckpointStore) -> None:
         store.open(1)
 
 
-def test_leftovers_are_removed_and_said(store: CheckpointStore, logged: list[str]) -> None:
+def test_leftovers_are_removed_and_reported(store: CheckpointStore, logged: list[str]) -> None:
     save(store, 1)
     for name in ("step_2.tmp", "step_3.trash"):
         (store.root / name).mkdir()

@@ -76,7 +76,7 @@ def test_an_older_checkpoint_makes_a_result_that_says_so_and_the_run_fails(
 
 
 @pytest.mark.usefixtures("gone")
-def test_without_a_checkpoint_there_is_no_result(alone: Alone) -> None:
+def test_a_lost_worker_without_a_checkpoint_leaves_no_result(alone: Alone) -> None:
     config = alone()
     with pytest.raises(PeerLostError, match="worker 1 is gone: signal SIGKILL") as raised:
         train(config)

@@ -54,12 +54,12 @@ def take_up(reader: Any, config: Config) -> None:
     check_identity(reader, Resolved.start(config), data, contents(tokenizer, data))
 
 
-def test_the_same_run_says_nothing(alone: Alone, logged: list[str]) -> None:
+def test_an_unchanged_run_resumes_without_remarks(alone: Alone, logged: list[str]) -> None:
     take_up(checkpoint(alone(**ALL)), alone(**ALL))
     assert logged == []
 
 
-def test_each_setting_of_the_schema_is_refused_said_or_free(
+def test_each_setting_of_the_schema_is_refused_reported_or_free(
     alone: Alone, logged: list[str]
 ) -> None:
     config = alone(**ALL)
@@ -95,7 +95,7 @@ def test_each_setting_of_the_schema_is_refused_said_or_free(
     assert seen == expected
 
 
-def test_a_setting_that_may_change_on_the_way_is_said(alone: Alone, logged: list[str]) -> None:
+def test_a_changed_setting_that_may_change_is_reported(alone: Alone, logged: list[str]) -> None:
     reader = checkpoint(alone())
     take_up(reader, alone(training={"max_grad_norm": 0.5, "log_level": "ERROR"}))
     assert logged == [
@@ -115,7 +115,7 @@ def test_all_settings_that_may_not_change_are_named(alone: Alone) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "polynomial"])
-def test_more_epochs_are_said_with_the_learning_rate(
+def test_more_epochs_are_reported_with_the_learning_rate(
     alone: Alone, logged: list[str], kind: str
 ) -> None:
     """Eight examples, four in a step: two steps an epoch. The rates are transformers'."""
@@ -156,7 +156,7 @@ def test_another_precision_of_a_layer_is_refused(alone: Alone) -> None:
         check_identity(reader, Resolved.start(alike), data, now)
 
 
-def test_a_folder_and_a_list_may_be_written_in_another_way(
+def test_other_spellings_of_a_folder_or_list_are_no_change(
     alone: Alone, alone_model: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(alone_model.parent))
@@ -167,7 +167,7 @@ def test_a_folder_and_a_list_may_be_written_in_another_way(
     assert logged == []
 
 
-def test_other_data_are_refused_with_what_changed(alone: Alone, tmp_path: Path) -> None:
+def test_other_data_are_refused_with_the_change(alone: Alone, tmp_path: Path) -> None:
     reader = checkpoint(alone())
     texts = str(tmp_path / "texts.jsonl")
     with pytest.raises(CheckpointError, match=r"data.max_length was 32, now it is 4\)"):
@@ -177,7 +177,7 @@ def test_other_data_are_refused_with_what_changed(alone: Alone, tmp_path: Path) 
         take_up(reader, alone())
 
 
-def test_what_no_setting_says_is_said(
+def test_changes_outside_of_the_settings_are_reported(
     alone: Alone, alone_model: Path, tmp_path: Path, logged: list[str]
 ) -> None:
     """The same tokens to train on, but another tokenizer, template, evaluation and libraries."""

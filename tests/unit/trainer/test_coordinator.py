@@ -320,7 +320,7 @@ def test_a_stop_without_a_checkpoint_names_the_step_that_the_same_command_goes_o
 
 
 @pytest.mark.parametrize("adapter", [None, {"r": 4, "target_modules": "all-linear"}])
-def test_a_run_says_what_can_be_done_with_its_result(
+def test_a_run_lists_working_commands_for_its_result(
     alone: Alone, adapter: dict[str, Any] | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The commands work as they are printed."""

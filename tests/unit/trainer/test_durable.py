@@ -113,7 +113,7 @@ def test_a_copied_step_is_in_memory_and_on_the_disk(
     assert not durable_store(config).root.exists()
 
 
-def test_a_copy_is_of_its_own_memory(durable: DurableSteps, pipeline: Pipeline) -> None:
+def test_a_copied_step_has_its_own_memory(durable: DurableSteps, pipeline: Pipeline) -> None:
     stages = durable.take(TrainState())
     pipeline.weights[0].fill_(7)
     assert stages is not None
@@ -133,7 +133,7 @@ def test_a_state_that_is_not_finite_does_not_replace_the_one_before(
     assert "weights/1 of stage 1 is not finite after step 2" in caplog.text
 
 
-def test_going_back_gives_the_step_and_what_its_stages_hold(
+def test_going_back_gives_the_step_and_the_state_of_its_stages(
     durable: DurableSteps, pipeline: Pipeline
 ) -> None:
     assert durable.rewind() is None
@@ -145,7 +145,7 @@ def test_going_back_gives_the_step_and_what_its_stages_hold(
     assert pipeline.rewound == [(3, {k: held.digest for k, held in stages.items()})]
 
 
-def test_a_copy_that_changed_in_memory_is_not_gone_back_to(
+def test_a_copy_that_changed_in_memory_is_not_used(
     durable: DurableSteps, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     stages = durable.take(TrainState(step=4))
@@ -171,7 +171,7 @@ def test_a_link_that_breaks_when_a_copy_begins_costs_no_later_copy(
     assert durable.newest.state.step == 3
 
 
-def test_copies_are_made_every_so_many_steps(durable: DurableSteps, pipeline: Pipeline) -> None:
+def test_copies_are_made_at_their_interval(durable: DurableSteps, pipeline: Pipeline) -> None:
     made = []
     for step in range(1, 8):
         pipeline.take = None

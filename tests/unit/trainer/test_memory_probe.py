@@ -78,9 +78,7 @@ def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
-def test_a_run_with_the_probe_is_the_run_without_it(
-    late: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_probe_changes_no_number_of_a_run(late: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = runs_of(monkeypatch)
     probed, plain = late("probed"), late("plain", probe_longest_batch=False)
     train(probed)
@@ -94,7 +92,9 @@ def test_a_run_with_the_probe_is_the_run_without_it(
     assert one.keys() == other.keys()
 
 
-def test_a_resumed_run_probes_what_is_left(late: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_probes_the_remaining_micro_batches(
+    late: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = late("run", save_strategy="steps", save_steps=1)
     train(config)
     seen = runs_of(monkeypatch)

@@ -203,7 +203,7 @@ def test_tensorboard_that_cannot_be_written_ends_nothing(
     assert caplog.text.count("cannot write TensorBoard events") == 1
 
 
-def test_tensorboard_not_installed_is_said(
+def test_a_missing_tensorboard_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

@@ -47,11 +47,13 @@ def refuse(hashes: Mapping[str, Any], me: str = "a") -> list[str]:
         ({"a": "x"}, []),
     ],
 )
-def test_who_has_other_weights_than_most_is_told(hashes: dict[str, Any], odd: list[str]) -> None:
+def test_the_island_with_other_weights_than_most_is_found(
+    hashes: dict[str, Any], odd: list[str]
+) -> None:
     assert refuse(hashes) == odd
 
 
-def test_who_counts_and_is_the_odd_one_ends_itself() -> None:
+def test_an_island_that_finds_its_own_weights_wrong_ends() -> None:
     with pytest.raises(ProtocolError, match="it has come to other weights than the others"):
         refuse({"a": "y", "b": "x", "c": "x"})
 
@@ -59,7 +61,7 @@ def test_who_counts_and_is_the_odd_one_ends_itself() -> None:
 RIGHT: dict[str, Any] = {"steps": {"a": [[4, 6]], "b": []}, "seconds": {"a": 1, "b": 0.5}}
 
 
-def test_a_decision_says_which_steps_count() -> None:
+def test_a_decision_lists_the_steps_that_count() -> None:
     steps, seconds = _decided(RIGHT, Ledger(((0, 4),)), IslandSession())  # type: ignore[arg-type]
     assert steps == {"a": ((4, 6),), "b": ()}
     assert seconds == {"a": 1.0, "b": 0.5}
@@ -74,6 +76,6 @@ def test_a_decision_says_which_steps_count() -> None:
         {"seconds": None}, {"seconds": {"a": "quick"}},
     ],
 )  # fmt: skip
-def test_what_is_no_decision_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_decision_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="island a sends no decision"):
         _decided({**RIGHT, **change}, Ledger(((0, 4),)), IslandSession())  # type: ignore[arg-type]

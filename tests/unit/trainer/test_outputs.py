@@ -127,7 +127,7 @@ def test_a_directory_in_use_is_refused_by_its_setting(
 
 
 @pytest.mark.parametrize("setting", ["checkpoint_dir", "logging_dir"])
-def test_a_directory_inside_that_of_a_run_is_in_use_with_it(
+def test_a_directory_inside_a_running_output_dir_is_in_use(
     alone: Alone, tmp_path: Path, setting: str
 ) -> None:
     """The other run has no checkpoint there yet: nothing but its lock says whose it is."""
@@ -164,7 +164,7 @@ def test_a_directory_that_is_a_file_is_refused_by_its_setting(
 
 
 @pytest.mark.parametrize("operation", ["mkdtemp", "replace", "unlink"])
-def test_a_directory_is_probed_by_what_a_run_does_there(
+def test_a_directory_is_probed_with_a_runs_own_operations(
     alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     from hetero_framework.trainer import outputs

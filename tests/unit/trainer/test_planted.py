@@ -202,7 +202,7 @@ def link(config: Config, name: str, target: Path) -> None:
         "architecture.mmd",
     ],
 )
-def test_a_link_in_the_place_of_what_a_run_writes_is_refused(
+def test_a_link_in_place_of_a_runs_file_is_refused(
     alone: Alone, tmp_path: Path, name: str, fresh: bool
 ) -> None:
     config = alone()
@@ -224,7 +224,7 @@ def test_no_worker_is_started_with_logs_elsewhere(alone: Alone, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", [".run", ".unfinished", ".lock.json", PLAN_FILE, "adapter"])
-def test_a_link_in_the_place_of_what_is_swapped_whole_leads_nowhere(
+def test_a_link_in_place_of_a_replaced_file_is_not_followed(
     alone: Alone, tmp_path: Path, name: str
 ) -> None:
     config = alone(adapter=ADAPTER, training={"max_steps": 1})
@@ -235,7 +235,7 @@ def test_a_link_in_the_place_of_what_is_swapped_whole_leads_nowhere(
     assert (config.output_dir / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_a_link_that_comes_later_is_not_followed_either(
+def test_a_link_planted_later_is_not_followed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = precious(tmp_path, "")
@@ -249,9 +249,7 @@ def test_a_link_that_comes_later_is_not_followed_either(
     assert target.read_text() == "mine"
 
 
-def test_what_says_whose_checkpoints_these_are_is_swapped_whole(
-    alone: Alone, tmp_path: Path
-) -> None:
+def test_the_owner_file_of_checkpoints_is_replaced_atomically(alone: Alone, tmp_path: Path) -> None:
     config = alone(checkpoint_dir=str(tmp_path / "elsewhere"))
     config.checkpoints.mkdir()
     (config.checkpoints / OWNER_FILE).symlink_to(tmp_path / "made")
@@ -295,7 +293,7 @@ def test_a_plan_that_another_user_may_have_made_is_refused(
 @pytest.mark.parametrize(("mode", "whom"), [(0o777, "everybody"), (0o770, f"group {STRANGER}")])
 @pytest.mark.parametrize("setting", ["training.output_dir", "checkpoint_dir"])
 @as_root
-def test_a_directory_that_others_may_write_into_is_said(
+def test_a_directory_that_others_may_write_into_is_reported(
     alone: Alone, tmp_path: Path, logged: list[str], setting: str, mode: int, whom: str
 ) -> None:
     config = alone(checkpoint_dir=str(tmp_path / "elsewhere"))
@@ -310,7 +308,7 @@ def test_a_directory_that_others_may_write_into_is_said(
 
 
 @as_root
-def test_whoever_else_may_write_is_known(tmp_path: Path) -> None:
+def test_other_writers_of_a_directory_are_known(tmp_path: Path) -> None:
     assert other_writers(tmp_path) is None
     tmp_path.chmod(0o770)  # root's own group
     assert other_writers(tmp_path) is None

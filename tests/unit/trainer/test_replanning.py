@@ -80,7 +80,7 @@ def straggles(run: Replanning, steps: int = 30) -> list[Any]:
     return wanted
 
 
-def test_f18_a_stage_three_times_as_slow_is_said_once_with_a_better_plan(
+def test_f18_a_slow_stage_is_reported_once_with_a_better_plan(
     make: Make, logged: list[str]
 ) -> None:
     run = make("ask")
@@ -93,7 +93,7 @@ def test_f18_a_stage_three_times_as_slow_is_said_once_with_a_better_plan(
     assert "less (training.replan" in line
 
 
-def test_a_run_that_may_takes_a_plan_that_pays(make: Make) -> None:
+def test_a_run_with_replanning_takes_a_plan_that_pays(make: Make) -> None:
     run = make("auto")
     change = next(filter(None, straggles(run)))
     assert change.prepared.config.plan.stages != run._prepared.config.plan.stages
@@ -109,14 +109,14 @@ def test_a_plan_whose_loading_takes_longer_than_it_saves_is_not_taken(make: Make
     assert not any(straggles(run))
 
 
-def test_a_run_that_may_not_is_silent(make: Make, logged: list[str]) -> None:
+def test_a_run_without_replanning_is_silent(make: Make, logged: list[str]) -> None:
     run = make("never")
     logged.clear()
     assert not any(straggles(run))
     assert logged == []
 
 
-def test_a_search_that_fails_is_said_once_and_ends_no_run(
+def test_a_failed_search_is_reported_once_and_ends_no_run(
     make: Make, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -129,11 +129,11 @@ def test_a_search_that_fails_is_said_once_and_ends_no_run(
     assert logged == ["no better plan is looked for any more: ZeroDivisionError: of ours"]
 
 
-def test_before_the_first_step_nobody_knows_what_a_plan_would_take(make: Make) -> None:
+def test_before_the_first_step_a_plan_has_no_prediction(make: Make) -> None:
     assert make("ask").without([2]).planned_s is None
 
 
-def test_workers_that_are_away_hold_nothing_and_get_their_plan_back(make: Make) -> None:
+def test_absent_workers_get_no_layers_in_the_plan(make: Make) -> None:
     run = make("ask")
     straggles(run, 5)
     change = run.without([2])

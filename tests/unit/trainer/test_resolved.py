@@ -37,7 +37,9 @@ def test_decide_sets_the_setting_and_keeps_the_reason(alone: Alone) -> None:
         ("shard_plan[0].start", 7),
     ],
 )
-def test_decide_refuses_what_a_file_could_not_say(alone: Alone, setting: str, value: int) -> None:
+def test_decide_refuses_values_that_a_file_could_not_have(
+    alone: Alone, setting: str, value: int
+) -> None:
     with pytest.raises(ConfigError):
         Resolved.start(alone()).decide(setting, value, "")
 

@@ -29,7 +29,7 @@ def config(folder: Path, **training: Any) -> Config:
     return Config.from_dict(raw)
 
 
-def test_what_was_predicted_is_read_as_it_was_kept(tmp_path: Path) -> None:
+def test_a_saved_prediction_is_read_back_equal(tmp_path: Path) -> None:
     made = config(tmp_path)
     assert planned(made) is None
     found = evaluate(FLEET, PLAN)
@@ -48,14 +48,14 @@ def test_what_was_predicted_is_read_as_it_was_kept(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_for_other_micro_batches_nothing_was_predicted(
+def test_a_prediction_does_not_count_for_other_micro_batches(
     change: dict[str, Any], tmp_path: Path
 ) -> None:
     save_plan(config(tmp_path), evaluate(FLEET, PLAN))
     assert planned(config(tmp_path, **change)) is None
 
 
-def test_for_another_plan_or_from_a_damaged_file_nothing_was_predicted(tmp_path: Path) -> None:
+def test_a_prediction_of_another_plan_or_damaged_file_does_not_count(tmp_path: Path) -> None:
     made = config(tmp_path)
     save_plan(made, evaluate(FLEET, PLAN))
     other = [{**PLAN[0], "end": 5}, {**PLAN[1], "start": 5}]

@@ -80,14 +80,14 @@ def test_largest_frame_holds_any_boundary_and_any_tensor() -> None:
     assert limit > 64 * 16 * 4
 
 
-def test_without_padding_every_process_is_told_the_attention() -> None:
+def test_padding_free_sets_the_attention_of_every_process() -> None:
     told = without_padding(Resolved.start(config()), LLAMA)
     assert told.config.model is not None
     assert told.config.model.attn_implementation == "per_sample"
     assert "takes each sample by itself" in told.decisions[0].reason
 
 
-def test_without_padding_is_refused_where_samples_meet() -> None:
+def test_padding_free_is_refused_where_samples_meet() -> None:
     with pytest.raises(ArchitectureError, match="do not stay apart") as caught:
         without_padding(Resolved.start(config()), BloomConfig(n_layer=4))
     assert "data.padding_free to false" in str(caught.value)
@@ -192,7 +192,7 @@ def test_the_loss_chunk_is_decided_before_any_process_starts() -> None:
         ("float16", {"activations": "bf16"}, ["activations travel as they are"]),
     ],
 )
-def test_codecs_say_what_they_do_or_why_they_do_not(
+def test_codecs_report_their_effect_or_why_they_have_none(
     dtype: str, wire: dict[str, str], said: list[str]
 ) -> None:
     machine = {"hostname": "localhost", "ip": "127.0.0.1"}

@@ -176,13 +176,13 @@ def test_a_command_is_stopped_in_order_from_its_first_moment(
     assert (done.returncode, done.stderr.decode()) == (75, f"hetero: stopped: by {number.name}\n")
 
 
-def test_what_is_no_run_ends_by_the_signal_as_the_system_has_it() -> None:
+def test_commands_outside_of_a_run_end_by_the_signal() -> None:
     words = [sys.executable, "-c", _AT_IMPORT, "hetero_framework.cli", str(int(signal.SIGTERM))]
     done = subprocess.run([*words, "check"], capture_output=True, timeout=120)
     assert done.returncode == -signal.SIGTERM
 
 
-def test_who_ignores_a_hang_up_means_it() -> None:
+def test_an_ignored_hangup_stays_ignored() -> None:
     """`nohup hetero train`."""
     ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + _AT_IMPORT
     words = [sys.executable, "-c", ignored, "hetero_framework.cli", str(int(signal.SIGHUP))]

@@ -35,7 +35,7 @@ def test_after_commit_counts_the_step_and_ends_a_row_of_skips() -> None:
 
 
 @pytest.mark.parametrize(("overflow", "in_a_row"), [(True, 2), (False, 3)])
-def test_after_skip_holds_the_schedule_and_counts_what_the_scale_does_not_explain(
+def test_after_skip_holds_the_schedule_and_counts_unexplained_skips(
     overflow: bool, in_a_row: int
 ) -> None:
     after = STATE.after_skip(100, overflow=overflow)

@@ -124,17 +124,17 @@ def with_links(mode: str, **of_entry: str) -> Config:
 
 
 @pytest.mark.parametrize("mode", ["auto", "relay", "direct"])
-def test_boundary_before_the_run_says_what_the_configuration_says(mode: str) -> None:
+def test_before_the_run_a_boundary_shows_the_configured_link(mode: str) -> None:
     assert hows(with_links(mode)) == ["direct", mode, "inside", "direct"]
     assert hows(with_links("direct", e2="relay")) == ["direct", "relay", "inside", "direct"]
 
 
-def test_boundary_after_connecting_says_what_is() -> None:
+def test_after_connecting_a_boundary_shows_the_actual_link() -> None:
     assert hows(with_links("auto"), frozenset({1})) == ["direct", "direct", "inside", "direct"]
     assert hows(with_links("auto"), frozenset()) == ["direct", "relay", "inside", "direct"]
 
 
-def test_caption_explains_only_what_is_drawn() -> None:
+def test_the_caption_explains_only_drawn_elements() -> None:
     auto, known = Diagram.of(THREE), Diagram.of(THREE, DiagramDetails(direct=frozenset({1})))
     sentence = "direct where they reach each other, else through the coordinator"
     assert sentence in " ".join(auto.caption)
@@ -275,7 +275,7 @@ def no_dot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("format", ["png", "svg", "pdf"])
-def test_with_dot_its_picture_is_written(
+def test_with_dot_the_diagram_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
     asked: dict[str, Any] = {}
@@ -316,7 +316,7 @@ def test_without_dot_matplotlib_draws(
 @pytest.mark.filterwarnings("ignore:Glyph:UserWarning")
 @pytest.mark.parametrize("font", ["DejaVu Sans", "DejaVu Sans Mono", "DejaVu Serif"])
 @every_config
-def test_what_matplotlib_draws_shows_every_text_in_its_box(config: Config, font: str) -> None:
+def test_a_matplotlib_diagram_shows_every_text_in_its_box(config: Config, font: str) -> None:
     diagram = Diagram.of(config, DETAILS)
     with matplotlib.rc_context({"font.family": font, "text.parse_math": False}):
         drawn = diagram_figure.figure(diagram)
@@ -374,7 +374,7 @@ def test_without_dot_and_matplotlib_mermaid_is_written(
     assert "picture.mmd" in logged[0]
 
 
-def test_dot_that_fails_is_said(
+def test_a_failing_dot_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     replace_pipe(monkeypatch, subprocess.CalledProcessError(1, "dot"))

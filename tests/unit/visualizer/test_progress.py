@@ -123,9 +123,7 @@ def test_last_step_is_always_logged(capsys: pytest.CaptureFixture[str]) -> None:
     assert [step in out for step in ("step 4/6", "step 5/6", "step 6/6")] == [True, False, True]
 
 
-def test_summary_says_what_happened_and_where_things_are(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_summary_shows_results_and_their_places(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress()
     progress.start(6, ROWS)
     for step in range(1, 7):
@@ -348,7 +346,7 @@ def test_owners_and_memory_stay_whole_while_the_device_can_give_way(
     assert max(len(line) for line in lines) <= columns
 
 
-def test_a_long_device_is_cut_before_anything_else(
+def test_a_long_device_name_is_cut_first(
     terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "72")
@@ -362,7 +360,7 @@ def test_a_long_device_is_cut_before_anything_else(
     assert "3.00 GiB" in line
 
 
-def test_steps_that_lead_on_by_more_than_one_are_logged_when_they_pass_a_logged_one() -> None:
+def test_steps_that_skip_numbers_are_logged_when_they_pass_a_logged_one() -> None:
     """As islands' do, each of which takes a part of the run's steps."""
     stream = io.StringIO()
     progress = Progress(stream)

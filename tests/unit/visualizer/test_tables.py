@@ -27,7 +27,7 @@ def test_into_a_pipe_each_row_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
-def test_on_a_terminal_it_is_folded_and_nothing_is_lost(
+def test_on_a_terminal_a_table_is_folded_without_loss(
     monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     lines = at_width(monkeypatch, columns)
@@ -41,7 +41,7 @@ def test_on_a_terminal_it_is_folded_and_nothing_is_lost(
         assert any(whole in line for line in lines)
 
 
-def test_where_nothing_can_give_it_is_wider_than_the_terminal(
+def test_a_table_that_cannot_shrink_is_wider_than_the_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines = at_width(monkeypatch, 20)

@@ -81,7 +81,7 @@ def test_bound_and_ratio_are_of_this_step(tmp_path: Path) -> None:
     assert ratio == pytest.approx(max(tasks) / shown.bound_s, abs=0.006)
 
 
-def test_everything_is_on_the_page(tmp_path: Path) -> None:
+def test_every_element_is_within_the_picture(tmp_path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     for name, settings in (("two", TWO), ("eight", EIGHT)):
@@ -123,7 +123,7 @@ def test_numbers_can_be_read_on_their_colours(kind: str, shade: float) -> None:
     assert (values[0] + 0.05) / (values[1] + 0.05) >= 3
 
 
-def test_blue_and_orange_differ_in_what_the_colour_blind_see() -> None:
+def test_blue_and_orange_differ_for_the_colour_blind() -> None:
     """Red-green blindness leaves the difference of yellow and blue: (R + G) / 2 - B."""
 
     def yellow(color: str) -> float:
@@ -156,7 +156,7 @@ def test_large_picture_stays_within_a_screens_reach(tmp_path: Path) -> None:
     assert 3000 < width <= 5200
 
 
-def test_without_matplotlib_it_says_what_to_install(
+def test_without_matplotlib_the_error_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)

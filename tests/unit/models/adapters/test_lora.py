@@ -285,7 +285,7 @@ PATTERNS = {
 
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
 @pytest.mark.parametrize("keys", PATTERNS.values(), ids=PATTERNS)
-def test_a_pattern_without_effect_is_one_whose_rank_peft_gives_to_no_module(
+def test_patterns_without_effect_are_those_that_peft_applies_nowhere(
     keys: tuple[str, ...], llama: Path
 ) -> None:
     """The oracle: each key has a rank of its own, and stock PEFT says which ranks there are."""
@@ -358,7 +358,7 @@ def test_a_saved_adapter_with_idle_patterns_is_continued_with_a_remark(
         ("falcon_h1", {}, {"exclude_modules": ("out_proj", "conv1d")}),
     ],
 )
-def test_what_peft_refuses_for_an_architecture_comes_with_a_way_out(
+def test_settings_that_peft_refuses_come_with_advice(
     model_type: str, settings: dict[str, Any], advised: dict[str, Any]
 ) -> None:
     config = tiny_config(model_type)

@@ -54,7 +54,7 @@ def test_each_process_with_layers_is_named_with_its_machine_and_device() -> None
 
 @pytest.mark.parametrize("command", ["check", "train"])
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention"])
-def test_a_run_with_what_does_not_train_here_ends_with_2(
+def test_an_attention_that_cannot_train_ends_with_2(
     name: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model: dict[str, Any] = {"name_or_path": str(save_llama(tmp_path / "model", layers=1))}

@@ -96,7 +96,7 @@ def test_every_label_is_predicted_in_exactly_one_piece_of_bounded_size(
     assert not pieces or (predicted[:, 1:] == 1).all()
 
 
-def test_without_a_limit_everything_is_one_piece() -> None:
+def test_without_a_limit_the_loss_is_one_chunk() -> None:
     assert spans((64, 4096), None) == []
     assert spans((64, 1), 8) == []
 
@@ -146,7 +146,7 @@ def test_pieces_are_the_same_to_the_bit_under_every_cut(model_type: str) -> None
         assert all(torch.equal(other[name], gradient) for name, gradient in gradients.items())
 
 
-def test_each_piece_draws_its_own_random_numbers() -> None:
+def test_each_loss_chunk_draws_its_own_random_numbers() -> None:
     seen: list[str | int] = []
     first, last = build("llama", 0, 4, 6)
     last.on_enter = seen.append
@@ -155,7 +155,7 @@ def test_each_piece_draws_its_own_random_numbers() -> None:
     assert seen == ["embedding", 4, 5, "head", "head 1"]
 
 
-def test_after_pieces_the_shard_works_as_before() -> None:
+def test_after_a_chunked_loss_the_shard_works_as_before() -> None:
     (shard,) = build("gpt2", 0, 6)
     shard.train(False)
     inputs = probe_inputs(config_of("gpt2"))
@@ -207,7 +207,9 @@ def test_heads_that_work_token_by_token_are_admitted(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"), [("cpmant", "does not run on a part"), ("xlm", "loss would differ")]
 )
-def test_others_are_found_out_with_the_reason(model_type: str, reason: str) -> None:
+def test_models_that_cannot_be_chunked_are_found_with_the_reason(
+    model_type: str, reason: str
+) -> None:
     assert reason in str(why_not_chunked(config_of(model_type)))
 
 

@@ -119,7 +119,7 @@ def test_unused_members_of_a_list_are_no_towers() -> None:
     assert sorted(found) == ["experts", "picture.0"]
 
 
-def test_it_is_said_what_stays_on_disk() -> None:
+def test_modules_that_stay_on_disk_are_reported() -> None:
     (line,) = tower_lines(tiny_config("LlavaForConditionalGeneration"))
     assert "model.vision_tower, model.multi_modal_projector" in line
     assert "neither loaded nor sent" in line
@@ -134,7 +134,7 @@ def test_names_in_towers() -> None:
         assert bool(re.fullmatch(pattern(gone), name)) == lies_in(name, gone)
 
 
-def test_a_class_that_does_not_run_on_text_is_refused_with_what_it_would_take() -> None:
+def test_a_class_that_needs_pictures_is_refused_with_its_inputs() -> None:
     with pytest.raises(ArchitectureError, match=r"on text alone.*pixel_values") as refused:
         towers(tiny_config("Blip2ForConditionalGeneration"))
     assert "without pictures and sound" in str(refused.value.hint)
@@ -157,6 +157,6 @@ def test_a_class_that_the_library_cannot_build_says_so(model_type: str) -> None:
         pytest.param("blt", "no one hidden size", marks=pytest.mark.long),
     ],
 )
-def test_a_model_of_other_blocks_says_what_they_are(model_type: str, reason: str) -> None:
+def test_the_refusal_of_other_blocks_names_them(model_type: str, reason: str) -> None:
     with pytest.raises(ArchitectureError, match=reason):
         introspect(tiny_config(model_type))

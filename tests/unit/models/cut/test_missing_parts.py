@@ -73,7 +73,7 @@ def test_text_that_needs_the_part_is_refused_with_the_package(monkeypatch) -> No
         introspect(config)
 
 
-def test_its_tensors_go_from_the_checkpoint_into_the_result(tmp_path: Path) -> None:
+def test_tensors_of_missing_parts_are_copied_into_the_result(tmp_path: Path) -> None:
     base = save_multimodal(tmp_path / "base", NAME)
     model = ModelConfig(name_or_path=str(base))
     config = load_model_config(model, base)
@@ -90,7 +90,7 @@ def test_its_tensors_go_from_the_checkpoint_into_the_result(tmp_path: Path) -> N
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-def test_an_adapter_leaves_it_alone(tmp_path: Path) -> None:
+def test_an_adapter_excludes_missing_parts(tmp_path: Path) -> None:
     base = save_multimodal(tmp_path / "base", NAME)
     pieces = shards(base, 0, 3, 6, adapter=AdapterConfig(r=4, target_modules=("q_proj",)))
     parts = [dict(export_parts(piece)) for piece in pieces]

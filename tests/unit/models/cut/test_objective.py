@@ -67,9 +67,7 @@ def test_item_counter_counts_first_labels_where_the_trainer_does(
 
 
 @pytest.mark.parametrize("limit", [None, 5], ids=["whole", "in chunks"])
-def test_of_classes_that_take_no_items_means_are_averaged_as_the_trainer_does(
-    limit: int | None,
-) -> None:
+def test_classes_without_an_item_count_average_means_as_the_trainer(limit: int | None) -> None:
     config = tiny_config("Qwen2_5_VLForConditionalGeneration")
     layers = introspect(config).num_layers
     shard = build_shard(config, None, ShardRange(0, layers, True, True), dtype=torch.float32)

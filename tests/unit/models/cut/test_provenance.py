@@ -18,7 +18,7 @@ def weight() -> torch.Tensor:
     return torch.ones(4, 2, requires_grad=True)
 
 
-def test_levels_are_those_of_the_last_part_that_had_a_hand_in_it(
+def test_a_tensors_level_is_the_last_part_it_depends_on(
     ids: torch.Tensor, weight: torch.Tensor
 ) -> None:
     provenance = Provenance(ids, [weight])
@@ -39,7 +39,7 @@ def test_levels_are_those_of_the_last_part_that_had_a_hand_in_it(
     assert found == [IDS, None, -1, None, 0, 0, 0, 0]
 
 
-def test_what_is_made_of_a_hidden_state_behind_its_block_is_that_blocks(
+def test_a_tensor_made_of_a_blocks_hidden_state_belongs_to_that_block(
     ids: torch.Tensor, weight: torch.Tensor
 ) -> None:
     provenance = Provenance(ids, [weight])
@@ -73,7 +73,7 @@ def test_a_view_that_a_block_takes_of_a_mask_leaves_the_mask_alone(
     assert provenance.level(mask) is None
 
 
-def test_what_the_model_computes_with_between_its_blocks_is_held(
+def test_a_tensor_used_between_blocks_counts_as_held(
     ids: torch.Tensor, weight: torch.Tensor
 ) -> None:
     provenance = Provenance(ids, [weight])
@@ -90,7 +90,9 @@ def test_what_the_model_computes_with_between_its_blocks_is_held(
     assert not provenance.is_held(residual, 1)
 
 
-def test_a_block_reads_what_its_operations_take(ids: torch.Tensor, weight: torch.Tensor) -> None:
+def test_a_block_reads_the_inputs_of_its_operations(
+    ids: torch.Tensor, weight: torch.Tensor
+) -> None:
     provenance = Provenance(ids, [weight])
     with provenance:
         first, second = weight[ids], weight * 2

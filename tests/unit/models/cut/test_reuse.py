@@ -137,7 +137,7 @@ CHANGES: dict[str, tuple[Cut, Cut, set[str]]] = {
     ],
 )
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
-def test_only_what_is_not_there_is_read_and_all_is_as_in_a_new_process(
+def test_only_missing_modules_are_read_and_the_shard_equals_a_new_one(
     kind: str, adapter: str, change: str, bases: dict[str, Path], read: list[str]
 ) -> None:
     base, settings = bases[kind], ADAPTERS[adapter]
@@ -178,7 +178,7 @@ def test_quantised_weights_stay_as_they_are(
     ],
     ids=["all of it", "biases", "an adapter alone"],
 )
-def test_what_is_trained_is_not_kept(
+def test_trained_modules_are_not_reused(
     kind: str, adapter: Any, is_kept: bool, bases: dict[str, Path], read: list[str]
 ) -> None:
     process = Process(bases[kind], adapter)
@@ -205,7 +205,7 @@ def test_blocks_that_the_model_shares_or_rescales_are_not_kept(kind: str, leaves
     assert bool(shard.dissolve().blocks) == leaves
 
 
-def test_what_is_not_taken_over_is_freed_before_anything_is_loaded(bases: dict[str, Path]) -> None:
+def test_modules_that_are_not_reused_are_freed_before_loading(bases: dict[str, Path]) -> None:
     process = Process(bases["llama"], LORA)
     process.load(FIRST)
     blocks = [weakref.ref(block) for block in process.shards[0]._blocks[:2]]

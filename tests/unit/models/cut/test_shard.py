@@ -505,7 +505,7 @@ REFUSED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("named", ["in place", "folder"])
 @pytest.mark.parametrize("more", REFUSED, ids=lambda more: json.dumps(more)[:50])
-def test_whoever_names_a_model_it_passes_one_gate(
+def test_every_model_passes_load_model_config(
     more: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     fields = {**config_of("llama").to_dict(), **more}
@@ -531,7 +531,7 @@ def test_no_kernel_stands_in_for_a_package(monkeypatch: pytest.MonkeyPatch) -> N
             load_model_config(asked, Path())
 
 
-def test_a_hub_name_is_no_folder_of_where_the_process_was_started(
+def test_a_hub_name_is_not_read_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
@@ -592,7 +592,7 @@ def test_a_loss_of_routers_that_counts_no_items_is_refused(monkeypatch: pytest.M
         build_shard(config, None, ShardRange(0, 6, True, True))
 
 
-def test_absent_routers_report_what_came_to_all_that_is_hooked_to_them() -> None:
+def test_absent_routers_report_received_logits_to_their_hooks() -> None:
     config = tiny_config("jetmoe")
     config.output_router_logits = True
     if not introspect(config).reports:
@@ -612,7 +612,7 @@ def test_absent_routers_report_what_came_to_all_that_is_hooked_to_them() -> None
     assert "forward" not in vars(absent.get_submodule(inner))
 
 
-def test_what_joins_all_layers_is_refused() -> None:
+def test_models_that_couple_all_layers_are_refused() -> None:
     config = tiny_config("llama4_text")
     config.output_router_logits = True
     with pytest.raises(ArchitectureError, match="transformers makes no loss of its routers"):

@@ -27,7 +27,7 @@ def call(key: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
     return (torch.zeros(1), [None]), {"shared": UserDict(full=(key, value)), "mask": None}
 
 
-def test_a_tensor_put_where_it_was_found_is_found_there() -> None:
+def test_put_at_and_tensor_at_use_the_same_path() -> None:
     key, value = torch.ones(2), torch.ones(3)
     places = {id(tensor): path for path, tensor in tensors_at(call(key, value))}
     path = places[id(value)]
@@ -38,7 +38,7 @@ def test_a_tensor_put_where_it_was_found_is_found_there() -> None:
     assert tensor_at(changed, places[id(key)]) is key
 
 
-def test_what_is_missing_on_the_way_is_made_in_the_containers_that_are_there() -> None:
+def test_missing_entries_are_put_into_existing_containers() -> None:
     key, value = torch.ones(2), torch.ones(3)
     paths = [path for path, tensor in tensors_at(call(key, value)) if tensor.numel() > 1]
     shared: UserDict[str, Any] = UserDict()
@@ -52,7 +52,7 @@ def test_what_is_missing_on_the_way_is_made_in_the_containers_that_are_there() -
         tensor_at(empty, (*paths[0][:1], (dict, "mask")))
 
 
-def test_gradients_come_back_for_what_wants_one() -> None:
+def test_gradients_come_back_for_tensors_that_require_one() -> None:
     weight = torch.ones(3, requires_grad=True)
     hidden, side, index = weight * 2, weight * 3, torch.tensor([1])
     sent = crossing((hidden, side, index))
@@ -67,7 +67,7 @@ def test_gradients_come_back_for_what_wants_one() -> None:
     assert weight.grad.tolist() == [2, 17, 2]
 
 
-def test_a_hidden_state_without_a_graph_gets_a_gradient_that_goes_nowhere() -> None:
+def test_gradients_of_tensors_without_a_graph_are_dropped() -> None:
     weight = torch.ones(3, requires_grad=True)
     left = (torch.ones(3), weight * 3)
     differentiate(left, gradients_of(_used(as_leaves(crossing(left)))))
@@ -121,7 +121,7 @@ def test_a_tensor_that_is_received_but_not_read_does_not_cross() -> None:
     assert [block for block, _ in side.places] == [2, 5]  # the hybrid layers
 
 
-def test_what_the_loss_takes_of_every_layer_crosses_every_boundary_behind_it() -> None:
+def test_router_logits_cross_every_boundary_behind_their_layer() -> None:
     found = structure("mixtral", output_router_logits=True)
     assert found.loss_counts_items
     assert [(r.block, r.module, r.form) for r in found.reports] == [
@@ -135,7 +135,7 @@ def test_what_the_loss_takes_of_every_layer_crosses_every_boundary_behind_it() -
     assert structure("mixtral").reports == ()
 
 
-def test_outputs_without_their_tensors() -> None:
+def test_hollow_removes_tensors_from_outputs() -> None:
     filled = {"a": (torch.ones(1), [torch.ones(2)]), "b": 3}
     assert hollow(filled) == {"a": (None, [None]), "b": None}
     assert hollow(torch.ones(1)) is None
@@ -146,7 +146,7 @@ def test_numbers_without_gradients_cross_too() -> None:
     assert (side.name, side.dtype) == ("prev_topk_indices", torch.int32)
 
 
-def test_what_follows_from_token_ids_alone_is_made_where_it_is_read() -> None:
+def test_tensors_made_from_token_ids_alone_do_not_cross() -> None:
     found = structure("deepseek_v4")
     assert found.sides == ()
     assert found.id_readers == {0, 1, 2}  # layers whose experts are chosen by a hash of the token
@@ -154,7 +154,7 @@ def test_what_follows_from_token_ids_alone_is_made_where_it_is_read() -> None:
     assert not found.reads_ids(3, 6)
 
 
-def test_what_the_model_itself_goes_on_using_is_known() -> None:
+def test_hidden_states_that_the_model_keeps_using_are_known() -> None:
     assert structure("llama").holders == frozenset()
     assert structure("xlm").holders == set(range(6))  # a residual around each feed-forward network
     inkling = structure("inkling2_text")

@@ -152,7 +152,7 @@ def test_unknown_type_is_refused() -> None:
         tiny_config("no_such_type")
 
 
-def test_types_cover_the_library() -> None:
+def test_the_model_types_cover_the_library() -> None:
     types = causal_lm_types()
     assert len(types) == len(set(types)) > 150
     assert {"llama", "gpt2", "qwen3_next", "gpt_oss"} <= set(types)

@@ -82,7 +82,7 @@ def test_equals_the_formula_with_a_mask(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_a_sample_is_to_the_bit_what_it_is_alone() -> None:
+def test_a_sample_in_a_row_equals_itself_alone_to_the_bit() -> None:
     query, key, value = tensors()
     row, _ = per_sample_attention(Layer(), query, key, value, None, position_ids=POSITIONS)
     part = slice(6, 15)
@@ -110,7 +110,7 @@ def test_positions_are_read_once() -> None:
         (torch.ones(1, 1, TOKENS, TOKENS), POSITIONS, "without a mask"),
     ],
 )
-def test_without_positions_or_with_a_mask_nothing_is_computed(
+def test_attention_without_positions_or_with_a_mask_is_refused(
     mask: torch.Tensor | None, positions: torch.Tensor | None, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):

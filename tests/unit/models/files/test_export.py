@@ -189,7 +189,7 @@ def test_failing_disk_leaves_the_older_checkpoint(
     assert all(torch.equal(t, before[k]) for k, t in files_of(target).items())
 
 
-def test_writer_keeps_no_more_than_a_file_and_copies_what_it_keeps(tmp_path: Path) -> None:
+def test_the_writer_buffers_at_most_one_file_and_copies_tensors(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base")
     (piece,) = shards(base, 0, 4)
     buffer = torch.zeros(96 * 64)
@@ -262,7 +262,7 @@ def test_overwrite_without_our_list_replaces_exactly_the_same_files_only(tmp_pat
     assert contents(out.path) == {"a": "2", "README.md": "of a downloaded model"}
 
 
-def test_result_is_never_written_over_what_it_is_made_from(tmp_path: Path) -> None:
+def test_a_result_never_replaces_its_source(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base")
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig())
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

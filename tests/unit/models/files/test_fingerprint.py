@@ -39,7 +39,7 @@ def whole(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
-def test_stages_together_read_what_the_whole_model_has(model_type: str, tmp_path: Path) -> None:
+def test_stages_together_read_all_weights_of_the_model(model_type: str, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", model_type)
     parts = shards(base, 0, 1, 3, 4)
     known = whole(base)

@@ -148,7 +148,7 @@ def test_the_language_part_of_a_multimodal_class_is_quantised_as_in_the_whole(
     assert torch.equal(chain_logits(stored), expected)
 
 
-def test_every_shard_leaves_alone_what_the_whole_model_does(llama: Path) -> None:
+def test_every_shard_leaves_the_same_modules_unquantised(llama: Path) -> None:
     whole = quantised(llama, "nf4")
     types = {n: type(m).__name__ for n, m in whole.named_modules()}
     assert modules_left_alone(AutoConfig.from_pretrained(llama)) == ["lm_head"]

@@ -74,7 +74,7 @@ def test_a_head_is_tied_where_the_library_ties_it(change, tied, tmp_path) -> Non
     assert again.config.tie_word_embeddings == (tied is not False)
 
 
-def test_a_head_of_its_own_is_merged_and_verified(tmp_path) -> None:
+def test_a_stored_head_is_merged_and_verified(tmp_path) -> None:
     from peft import PeftModel
 
     from hetero_framework.config import AdapterConfig, Config
@@ -118,7 +118,7 @@ def with_another_tensor(base: Path) -> Path:
         ),
     ],
 )
-def test_tensors_without_a_place_are_said_as_the_library_finds_them(change, said, tmp_path) -> None:
+def test_unexpected_tensors_are_reported_as_by_the_library(change, said, tmp_path) -> None:
     base = change(save_model(tmp_path / "base"))
     _, report = type(stock(base)).from_pretrained(base, output_loading_info=True)
     unexpected = sorted(report["unexpected_keys"])
@@ -130,7 +130,7 @@ def test_tensors_without_a_place_are_said_as_the_library_finds_them(change, said
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "qwen3_moe", "zamba2", "gemma"])
-def test_nothing_is_said_of_a_checkpoint_that_holds_what_it_should(model_type, tmp_path) -> None:
+def test_a_consistent_checkpoint_causes_no_remark(model_type, tmp_path) -> None:
     base = save_model(tmp_path / "base", model_type)
     assert held(base) == (ModelConfig(name_or_path=str(base)), [])
 

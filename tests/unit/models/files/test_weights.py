@@ -66,7 +66,7 @@ def test_absent_weight_file_is_named(model: Path) -> None:
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_lfs_pointer_is_called_one(single: bool, model: Path, tmp_path: Path) -> None:
+def test_an_lfs_pointer_is_recognised(single: bool, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "base" if single else model
     file = sorted(folder.glob("*.safetensors"))[0]
     file.write_bytes(POINTER)
@@ -74,12 +74,12 @@ def test_lfs_pointer_is_called_one(single: bool, model: Path, tmp_path: Path) ->
         read_all(folder)
 
 
-def test_a_folder_without_config_json_is_said_to_have_none(model: Path) -> None:
+def test_a_folder_without_config_json_is_refused(model: Path) -> None:
     (model / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no config\.json that names its model_type"):
         read_config(str(model), None)
 
 
-def test_a_misspelt_directory_is_said_to_be_none() -> None:
+def test_a_misspelt_directory_is_refused() -> None:
     with pytest.raises(ModelError, match="model 'modle': no directory here, and as a name on the"):
         read_config("modle", None)

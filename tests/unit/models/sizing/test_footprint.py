@@ -90,7 +90,7 @@ def test_the_embedding_takes_a_gradient_of_its_size_for_a_moment() -> None:
     assert found.backward >= 4 * setting.model.vocab_size * setting.model.hidden_size
 
 
-def test_what_is_not_differentiated_keeps_nothing() -> None:
+def test_layers_without_backward_store_nothing() -> None:
     setting = setting_of("llama", AdapterConfig(layers_to_transform=(5,)))
     found = layer_footprint(setting, 2, train=False)
     assert found is not None
@@ -111,9 +111,7 @@ def test_the_head_holds_the_logits_of_all_tokens_or_of_a_chunk() -> None:
     assert chunked.passing < 0.8 * whole.passing
 
 
-def test_a_model_that_needs_numbers_has_none_and_is_asked_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_without_a_footprint_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(footprint, "_counted", {})
     setting = setting_of("llama")
     asked = []

@@ -110,9 +110,7 @@ def test_weights_gradients_and_optimizer_are_counted_exactly(
         assert estimated.optimizer == sum(t.nbytes for t in states)
 
 
-def test_weights_that_blocks_share_are_counted_once_in_a_stage_and_their_gradients_for_each(
-    tmp_path: Path,
-) -> None:
+def test_shared_weights_count_once_per_stage_and_gradients_per_block(tmp_path: Path) -> None:
     base = save_model(tmp_path, "zamba2")
     for bounds in ((0, 4), (0, 2, 4)):
         parts = shards(base, *bounds)
@@ -152,9 +150,7 @@ def test_activations_are_of_the_right_size(model_type: str, dtype: str, tmp_path
     assert 0.6 < (estimated.activations + estimated.logits) / real < 1.4
 
 
-def test_activations_grow_with_what_is_in_flight_and_shrink_with_checkpointing(
-    tmp_path: Path,
-) -> None:
+def test_activations_grow_in_flight_and_shrink_with_checkpointing(tmp_path: Path) -> None:
     base = save_model(tmp_path)
 
     def activations(max_in_flight: int, **training: Any) -> list[int]:
@@ -270,7 +266,7 @@ def test_the_least_number_of_stages_is_computed_again() -> None:
     assert recompute_stages(plain, less, everything, [({"local", 1, 2}, 81)]) == {1}
 
 
-def test_as_many_micro_batches_as_there_is_memory_for() -> None:
+def test_in_flight_limits_follow_from_memory() -> None:
     memory = [stage(0, "local", 10, 4), stage(1, 1, 10, 10), stage(2, 1, 10, 5), stage(3, 2, 10, 9)]
 
     def most(*free: int) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ def counted(config: Config) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("fields", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_full_training_takes_what_torch_counts(fields: dict[str, Any]) -> None:
+def test_flops_of_full_training_equal_torchs_count(fields: dict[str, Any]) -> None:
     config = config_of(fields)
     work = work_of(config)
     forward, backward = counted(config)
@@ -77,12 +77,12 @@ def test_an_adapter_spares_the_gradients_of_the_weights() -> None:
     assert lora.embedding.backward_bytes == 0
 
 
-def test_below_what_is_trained_nothing_goes_back() -> None:
+def test_layers_below_the_adapter_have_no_backward() -> None:
     work = work_of(config_of(LLAMA, adapter=LATE))
     assert [layer.backward_flops > 0 for layer in work.layers] == [False, False, True, True]
 
 
-def test_of_experts_those_that_a_token_visits_count() -> None:
+def test_only_the_experts_that_a_token_visits_count() -> None:
     fields = {
         **LLAMA,
         **{"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 32},

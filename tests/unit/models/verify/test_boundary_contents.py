@@ -42,14 +42,14 @@ def configured(model_type: str, **changes: Any) -> tuple[Config, PretrainedConfi
     return config, load_model_config(config.model, config.base_dir)
 
 
-def test_nothing_is_said_of_a_model_without_side_tensors() -> None:
+def test_a_model_without_side_tensors_causes_no_lines() -> None:
     config, model = configured("llama")
     assert crossing_lines(config, model, TOKENS) == []
     assert largest_sides(config, model, 2, TOKENS) == 0
     assert tiny_crossing(introspect(model), [2, 4]) == ""
 
 
-def test_bytes_of_side_tensors_are_said_for_each_boundary() -> None:
+def test_bytes_of_side_tensors_are_reported_for_each_boundary() -> None:
     config, model = configured(
         "gemma3n_text", hidden_size_per_layer_input=32, tie_word_embeddings=False
     )
@@ -111,14 +111,14 @@ def test_a_codec_that_takes_not_all_gradients_of_a_boundary_is_refused() -> None
         ("deepseek_v4", "token ids go to layers 0, 1, 2"),
     ],
 )
-def test_a_tiny_copy_says_what_crosses(model_type: str, said: str) -> None:
+def test_a_tiny_copy_shows_the_crossing_tensors(model_type: str, said: str) -> None:
     assert tiny_crossing(introspect(tiny_config(model_type)), [2, 5]) == said
 
 
 TIED = "model.embed_tokens.weight and lm_head.weight are one weight in 2 processes: each step sends"
 
 
-def test_weight_that_is_trained_in_two_processes_is_said_with_its_bytes() -> None:
+def test_a_weight_trained_in_two_processes_is_reported_with_its_bytes() -> None:
     config, model = configured("llama", tie_word_embeddings=True, vocab_size=512)
     # In bfloat16: 512 x 64 numbers each way.
     assert crossing_lines(config, model, TOKENS) == [

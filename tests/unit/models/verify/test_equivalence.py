@@ -72,7 +72,7 @@ def test_the_loss_of_all_routers_passes_to_the_bit(model_type: str) -> None:
     "model_type",
     ["olmo2", "bert", *(pytest.param(n, marks=pytest.mark.long) for n in NO_NORM_BEFORE.split())],
 )
-def test_blocks_that_read_what_arrives_several_times_pass_to_the_bit_in_autocast(
+def test_blocks_that_read_their_input_twice_are_bit_equal_in_autocast(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert verify_model(model_type=model_type).half == ""
@@ -121,7 +121,7 @@ def test_names_of_one_weight_are_told_apart_by_the_modules_that_run() -> None:
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
-def test_a_loss_that_does_not_run_on_text_alone_is_the_tokens_own() -> None:
+def test_a_loss_that_needs_images_is_replaced_by_the_next_token_loss() -> None:
     """GIT's begins behind the tokens of an image."""
     config = tiny_config("git")
     assert not introspect(config).loss_counts_items
@@ -141,9 +141,7 @@ def test_positions_of_padding_that_embeddings_would_change_are_those_of_ids() ->
 
 
 @pytest.mark.parametrize("cuts", [[0], pytest.param([0, 1, 4], marks=pytest.mark.long)])
-def test_what_a_model_makes_between_its_blocks_of_a_hidden_state_is_made_where_that_is(
-    cuts: list[int],
-) -> None:
+def test_tensors_made_between_blocks_stay_with_their_hidden_state(cuts: list[int]) -> None:
     """Else its gradient would come back apart from that of the hidden state."""
     assert verify_model(model_type="inkling2_text", cuts=cuts).verdict == "bit-equal"
 
@@ -272,7 +270,7 @@ def test_cuts_that_do_not_fit_are_refused() -> None:
     assert [rng.end for rng in ranges_from_cuts([0, 6], 6)] == [0, 6, 6]
 
 
-def test_compare_reads_what_it_wrote_and_leaves_no_files(tmp_path: Path, monkeypatch: Any) -> None:
+def test_compare_leaves_no_files(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     compare(tiny_config("llama"), ranges_from_cuts([3], 6))
     assert list(tmp_path.iterdir()) == []

@@ -54,7 +54,9 @@ def problem(shard: Shard, sides: Bundle, *, train: bool = True, **training: Any)
     ],
     ids=["all weights", "layers", "before the layers", "behind"],
 )
-def test_what_the_part_in_front_makes_is_expected(target_modules: Any, trained: set[str]) -> None:
+def test_side_tensors_of_the_part_in_front_are_expected(
+    target_modules: Any, trained: set[str]
+) -> None:
     adapter = target_modules and AdapterConfig(r=2, target_modules=target_modules)
     (_, *sides), back = cut("gemma3n_text", adapter)
     assert problem(back, tuple(sides)) is None
@@ -100,7 +102,7 @@ def test_another_shape_or_type_is_a_problem_with_both(
     assert said == f"per_layer_input is {got} that wants a gradient, expected {wanted}"
 
 
-def test_a_gradient_that_nobody_wants_or_that_is_missing_is_a_problem() -> None:
+def test_an_unwanted_or_missing_gradient_is_a_problem() -> None:
     (_, first, *others), back = cut("gemma3n_text")
     wanted = "3 x 5 x 16 of float32 that wants a gradient"
     said = problem(back, (first.detach(), *others))
@@ -135,7 +137,7 @@ def test_axes_and_kind_are_known_where_no_part_runs_without_numbers(
     ("model_type", "extra"),
     [("inkling2_text", 0), pytest.param("hy_v4", 3, marks=pytest.mark.long)],
 )
-def test_a_few_runs_tell_the_forms_for_every_length(
+def test_a_few_runs_determine_the_shapes_for_every_length(
     model_type: str, extra: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, back = cut(model_type)
@@ -153,7 +155,7 @@ def test_a_few_runs_tell_the_forms_for_every_length(
     assert len(asked) == len(first) + len(side_tensor_checks._PROBES) + extra
 
 
-def test_an_axis_is_a_sum_of_rows_tokens_and_both() -> None:
+def test_an_axis_is_found_as_a_function_of_rows_and_tokens() -> None:
     for rule in (lambda r, t: 7, lambda r, t: r * t, lambda r, t: t + 32, lambda r, t: 2 * r):
         axis = side_tensor_checks._axis([rule(*probe) for probe in side_tensor_checks._PROBES])
         assert axis is not None
@@ -164,7 +166,7 @@ def test_an_axis_is_a_sum_of_rows_tokens_and_both() -> None:
         )
 
 
-def test_an_adapter_trains_what_depends_on_its_modules() -> None:
+def test_an_adapter_trains_tensors_that_depend_on_its_modules() -> None:
     plan = plan_adapter(tiny_config("llama"), AdapterConfig(r=2, target_modules=("q_proj",)))
     assert plan.trains({"model.layers.3.self_attn.q_proj.weight"})
     assert not plan.trains({"model.layers.3.self_attn.k_proj.weight", "lm_head.weight"})

@@ -23,7 +23,9 @@ from tests.unit.planner.fleets import GB, device, fleet_of, profiles_of_fleets, 
 @given(
     profiles_of_fleets(most_devices=3, most_layers=5, uneven=True), st.sampled_from([0.02, 0.1, 1])
 )
-def test_what_could_be_better_is_enumerated(profile: FleetProfile, slower: float) -> None:
+def test_every_layout_that_could_be_better_is_enumerated(
+    profile: FleetProfile, slower: float
+) -> None:
     """Beside the benchmark's own list of all layouts, on links of every speed."""
     changed = [
         link.model_copy(update={"bytes_per_s": slower * link.bytes_per_s}) for link in profile.links
@@ -91,7 +93,7 @@ def every_way(rules: Rules) -> Iterator[Layout]:
             yield tuple(part._replace(recompute=on, direct=way) for part, on, way in chosen)
 
 
-def test_a_device_comes_again_beside_others_that_are_alike() -> None:
+def test_equal_devices_are_enumerated_once_beside_repeated_ones() -> None:
     rules = rules_of(fleet_of(*(device(k or "local") for k in range(3)), layers=3), chunks=True)
     enumeration = Enumeration(rules, math.inf, nodes=10**6, several=True)
     orders = {tuple(part.device for part in layout) for layout in enumeration.layouts()}
@@ -114,7 +116,7 @@ def test_enumeration_gives_up_where_there_is_too_much() -> None:
         list(Enumeration(rules, 1e9, nodes=20).layouts())
 
 
-def test_what_one_device_cannot_hold_or_must_not_is_left_out_at_once() -> None:
+def test_parts_that_a_device_cannot_hold_are_pruned_at_once() -> None:
     """Three layers each are all that fit, and one device has its own; of those alike one comes."""
     tight = {"memory_bytes": 3.4 * GB}
     profile = fleet_of(*(device(k or "local", **tight) for k in range(4)), layers=12)

@@ -50,7 +50,9 @@ def every_layout(rules: Rules) -> list[Layout]:
 
 
 @pytest.mark.parametrize("hopeless", [1.06, 10.0])
-def test_it_finds_the_best_of_all_layouts(hopeless: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proof_finds_the_best_of_all_layouts(
+    hopeless: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many of those that are open are tuned."""
     monkeypatch.setattr(proof, "_HOPELESS", hopeless)
     rules = rules_of(PROFILE, checkpointing=False)
@@ -61,7 +63,7 @@ def test_it_finds_the_best_of_all_layouts(hopeless: float, monkeypatch: pytest.M
     assert best.seconds < 0.6 * told(rules, BAD).seconds
 
 
-def test_the_best_is_given_back_where_nothing_is_better() -> None:
+def test_a_proof_returns_the_best_if_nothing_is_better() -> None:
     rules = rules_of(PROFILE, checkpointing=False)
     best, _ = proof_of(rules).run(told(rules, BAD))
     again, proved = proof_of(rules).run(best)
@@ -71,7 +73,7 @@ def test_the_best_is_given_back_where_nothing_is_better() -> None:
 
 @pytest.mark.parametrize("limit", ["_NODES", "_STAGES"])
 @pytest.mark.parametrize("few", [True, False])
-def test_of_few_devices_some_layouts_are_better_than_none(
+def test_an_unfinished_proof_still_uses_its_layouts(
     limit: str, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever proves nothing for want of work still looks at what was found, for few devices."""
@@ -101,7 +103,7 @@ def test_pins_are_kept() -> None:
     assert rules.permits(best.layout)
 
 
-def test_many_micro_batches_on_long_ways_are_proved_with_the_window_that_they_need() -> None:
+def test_long_latencies_are_proved_with_a_large_enough_window() -> None:
     """Windows of twice the stages are no measure where latency is many times the work."""
     quick = [(8.52e-5, 1.936), (1.356e-5, 1.457), (3.937e-5, 1.929), (1.339e-5, 0.964)]
     fleet = fleet_of(

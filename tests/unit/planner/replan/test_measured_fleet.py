@@ -48,7 +48,7 @@ def test_the_work_of_the_last_stage_has_the_head() -> None:
     assert [WORK.of(stage) for stage in STAGES] == [2.0, 1.0, 5.0]
 
 
-def test_a_layer_takes_its_work_at_the_pace_of_the_device() -> None:
+def test_a_layers_time_is_its_work_at_the_devices_pace() -> None:
     """The forward is a quarter on those that tell; the last stage does both at once."""
     local, one, two = fleet(seen((STAGES, SEEN))).devices
     for device, pace_s in ((local, 0.4), (one, 1.2), (two, 1.0)):
@@ -60,7 +60,7 @@ def test_a_layer_takes_its_work_at_the_pace_of_the_device() -> None:
         assert device.head_backward_s == pytest.approx(pace_s * 3 / 4 * 2)
 
 
-def test_several_stages_of_a_device_are_one_pace() -> None:
+def test_several_stages_of_a_device_give_one_pace() -> None:
     stages = stages_of(("local", 0, 1), (1, 1, 3), ("local", 3, 4))
     times = Profile.of([0.1, 1, 0], [0.2, 1, 2.7], devices=[0, 1, 0], edges=[Edge(), Edge()])
     local, one = fleet(seen((stages, times)), memory={"local": 1.0, 1: 1.0}).devices
@@ -69,14 +69,14 @@ def test_several_stages_of_a_device_are_one_pace() -> None:
     assert one.layer_forward_s[0] + one.layer_backward_s[0] == pytest.approx(2 / 2)
 
 
-def test_where_no_stage_tells_a_third_is_forward() -> None:
+def test_without_measured_shares_a_third_is_forward() -> None:
     alone = stages_of(("local", 0, 4))
     (local,) = fleet(seen((alone, Profile.of([0.0], [8.0]))), memory={"local": 1.0}).devices
     assert local.layer_forward_s[0] == pytest.approx(1 / 3)
     assert local.layer_backward_s[0] == pytest.approx(2 / 3)
 
 
-def test_who_was_not_seen_at_work_counts_as_the_median() -> None:
+def test_unmeasured_devices_count_as_the_median() -> None:
     devices = fleet(seen((STAGES, SEEN)), memory={**MEMORY, 3: 1.0}).devices
     assert sum(devices[3].layer_forward_s) == pytest.approx(1.0 / 4 * 6)
     fresh = Observed(WORK)
@@ -85,7 +85,7 @@ def test_who_was_not_seen_at_work_counts_as_the_median() -> None:
     assert not seen((STAGES, SEEN)).is_empty
 
 
-def test_a_stage_of_the_embedding_alone_tells_no_pace() -> None:
+def test_a_stage_of_the_embedding_alone_gives_no_pace() -> None:
     stages = stages_of(("local", 0, 0), (1, 0, 4))
     times = Profile.of([0.5, 0.0], [0.5, 16.0], edges=[Edge()])
     local, one = fleet(seen((stages, times)), memory={"local": 1.0, 1: 1.0}).devices
@@ -93,7 +93,7 @@ def test_a_stage_of_the_embedding_alone_tells_no_pace() -> None:
     assert one.layer_forward_s[0] + one.layer_backward_s[0] == pytest.approx(2.0)
 
 
-def test_links_take_what_was_measured_each_way() -> None:
+def test_links_have_the_measured_speeds_of_both_directions() -> None:
     profile = fleet(seen((STAGES, SEEN)))
     found = wires(profile)
     assert found["local", 1] == pytest.approx(0.01)
@@ -107,7 +107,7 @@ def test_links_take_what_was_measured_each_way() -> None:
     assert latency["local", 2] == 0.0
 
 
-def test_one_way_stands_for_the_other_before_other_links_do() -> None:
+def test_a_missing_direction_takes_the_speed_of_the_opposite_one() -> None:
     """Below the lowest trained layer nothing goes back."""
     first = Profile.of([1, 1, 1], [0, 0, 2], edges=[Edge(0.05), Edge(0.01)])
     second = Profile.of([1, 1], [0, 2], edges=[Edge(0.01)])
@@ -122,7 +122,7 @@ def test_devices_without_links_so_far_count_as_the_quickest() -> None:
     assert found[3, 2] == pytest.approx(0.04)
 
 
-def test_a_relayed_tensor_was_timed_on_its_way_from_the_coordinator() -> None:
+def test_a_relayed_tensor_measures_the_link_from_the_coordinator() -> None:
     edges = (Edge(0.01, 0.02), Edge(0.004, 0.05, relay=0))
     relay = Profile(SEEN.forward_s, SEEN.backward_s, SEEN.devices, edges)
     found = wires(fleet(seen((STAGES, relay)), relayed=True))
@@ -131,7 +131,7 @@ def test_a_relayed_tensor_was_timed_on_its_way_from_the_coordinator() -> None:
     assert found["local", 1] == pytest.approx(0.05)  # the gradient, which was the last to cross
 
 
-def test_a_link_that_took_no_time_is_quick_and_not_endless() -> None:
+def test_a_link_that_took_no_time_has_a_finite_rate() -> None:
     local_only = seen((stages_of(("local", 0, 4)), Profile.of([1.0], [2.0])))
     assert list(wires(fleet(local_only)).values()) == pytest.approx([1e-9] * 6)
 
@@ -146,7 +146,7 @@ def test_the_parts_and_their_memory_are_those_that_are_given() -> None:
         assert (device.embedding_bytes, device.head_bytes) == (5.0, 6.0)
 
 
-def test_what_was_seen_last_counts_and_the_rest_stays() -> None:
+def test_the_latest_measurement_counts_and_older_ones_stay() -> None:
     slower = Profile.of([0.4, 0.0], [1.2, 20.0], edges=[Edge(0.5, 0.6)])
     later = seen((STAGES, SEEN), (stages_of(("local", 0, 2), (2, 2, 4)), slower))
     local, one, two = fleet(later).devices
@@ -155,7 +155,7 @@ def test_what_was_seen_last_counts_and_the_rest_stays() -> None:
     assert wires(fleet(later))["local", 1] == pytest.approx(0.01)
 
 
-def test_the_pace_of_some_is_kept_from_earlier() -> None:
+def test_keep_pace_keeps_the_earlier_pace_of_some_workers() -> None:
     earlier = seen((STAGES, SEEN))
     slower = Profile.of([0.4, 0.6, 0.0], [1.2, 1.8, 10.0], edges=SEEN.edges)
     now = seen((STAGES, slower))

@@ -103,9 +103,7 @@ def even(owner: Any, step: int) -> float:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_a_straggler_gets_the_work_that_suits_it_within_60_steps_and_then_there_is_peace(
-    noise: float,
-) -> None:
+def test_a_straggler_gets_its_share_within_60_steps_and_keeps_it(noise: float) -> None:
     world = World(straggling, noise=noise)
     world.run(90)
     assert 30 < world.changes[0][0] <= 55
@@ -117,7 +115,7 @@ def test_a_straggler_gets_the_work_that_suits_it_within_60_steps_and_then_there_
 
 @settings(max_examples=3, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0, 0.2))
-def test_noise_alone_moves_little_and_costs_nothing(seed: int, noise: float) -> None:
+def test_noise_alone_changes_plans_rarely_and_at_no_cost(seed: int, noise: float) -> None:
     world = World(even, noise=noise, seed=seed)
     world.run(500)
     assert len(world.changes) <= 2
@@ -126,7 +124,7 @@ def test_noise_alone_moves_little_and_costs_nothing(seed: int, noise: float) -> 
 
 @settings(max_examples=2, deadline=None)
 @given(st.integers(0, 10**6), st.lists(st.floats(0.05, 0.4), min_size=3, max_size=3))
-def test_whatever_the_devices_are_like_the_plan_settles(seed: int, paces: list[float]) -> None:
+def test_plans_settle_for_devices_of_any_speed(seed: int, paces: list[float]) -> None:
     own = dict(zip(("local", 1, 2), paces, strict=True))
     world = World(lambda owner, step: own[owner], noise=0.2, seed=seed)
     world.run(500)
@@ -153,7 +151,7 @@ def test_a_gain_that_does_not_come_is_given_up_for_good() -> None:
     assert len(more) <= 2
 
 
-def test_where_the_times_disagree_the_plan_goes_half_of_the_way() -> None:
+def test_uncertain_times_move_the_plan_half_of_the_way() -> None:
     def wild(owner: Any, step: int) -> float:
         return (0.4 if step // 5 % 2 else 0.3) if owner == 1 else 0.1
 
@@ -169,7 +167,7 @@ def test_where_the_times_disagree_the_plan_goes_half_of_the_way() -> None:
 @pytest.mark.parametrize(
     ("best", "half"), [((9, 10), (7, 10)), ((4, 8), (4, 8)), ((1, 2), (3, 5)), ((5, 9), (5, 9))]
 )
-def test_half_of_the_way_is_at_least_a_layer(best: Any, half: Any) -> None:
+def test_half_of_the_way_moves_at_least_a_layer(best: Any, half: Any) -> None:
     def cut(a: int, b: int) -> Any:
         return _stages([("local", 0, a), (1, a, b), (2, b, LAYERS)])
 
@@ -181,7 +179,7 @@ def test_other_owners_are_taken_at_once() -> None:
     assert _half_way(EVEN, best) == best
 
 
-def test_a_plan_that_was_taken_for_other_reasons_is_not_gone_back_from() -> None:
+def test_a_plan_taken_for_other_reasons_is_not_reverted() -> None:
     world = World(even)
     world.run(30)
     world.stages = _stages([("local", 0, 1), (1, 1, 2), (2, 2, 12)])

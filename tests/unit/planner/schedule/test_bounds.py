@@ -49,7 +49,7 @@ def test_bound_of_one_micro_batch_is_its_way_through_everything() -> None:
     assert step_bound(on_one, 1) == 18
 
 
-def test_bound_of_a_slow_link_is_its_own_work_and_what_it_cannot_overlap() -> None:
+def test_bound_of_a_slow_link_is_its_work_and_the_rest_it_cannot_hide() -> None:
     """F, 16 activations, the last one's F and B, its gradient's way and B."""
     bound = step_bound(equal(2, 20, 40, Edge(SLOW, SLOW)), 16)
     assert bound == pytest.approx(20 + 16 * SLOW + 60 + SLOW + 40)

@@ -20,7 +20,7 @@ def path_and_seconds(
 
 @SIMULATIONS
 @given(profiles(free=True), st.integers(1, 9), st.integers(1, 9), POLICIES)
-def test_where_transfers_are_free_the_path_fills_the_step(
+def test_with_free_transfers_the_critical_path_fills_the_step(
     profile: Profile, micro_batches: int, window: int, policy: Policy
 ) -> None:
     path, seconds = path_and_seconds(profile, micro_batches, window, policy)
@@ -48,7 +48,7 @@ def test_all_tasks_of_the_slowest_stage_are_on_the_path(slow: int) -> None:
     assert all(one.forwards <= 2 for k, one in enumerate(path) if k != slow)
 
 
-def test_a_full_link_is_what_tasks_wait_for() -> None:
+def test_tasks_wait_for_a_full_link() -> None:
     """Each forward waits for its transfer, and that for the one before."""
     profile = Profile.of([1, 1], [1, 1], edges=[Edge(20, 0)])
     path, seconds = path_and_seconds(profile, 4, 4)

@@ -33,7 +33,7 @@ def simulated(profile: Profile, m: int, most: int, limits: list[int], **settings
 
 @SIMULATIONS
 @given(profiles(), POLICIES, st.integers(1, 6), st.integers(1, 6), LIMITS)
-def test_what_is_shortened_is_a_step_that_can_be_run(  # type: ignore[no-untyped-def]
+def test_a_shortened_order_can_be_run(  # type: ignore[no-untyped-def]
     profile, policy, m, most, limits
 ) -> None:
     spans, limits = simulated(profile, m, most, limits, policy=policy)
@@ -58,7 +58,7 @@ def test_what_is_shortened_is_a_step_that_can_be_run(  # type: ignore[no-untyped
 
 @SIMULATIONS
 @given(profiles(), POLICIES, st.integers(0, 6), st.integers(1, 6), LIMITS)
-def test_outcome_of_what_was_simulated_is_that_of_the_simulation(  # type: ignore[no-untyped-def]
+def test_the_outcome_of_simulated_spans_equals_the_simulation(  # type: ignore[no-untyped-def]
     profile, policy, m, most, limits
 ) -> None:
     spans: list[SimulatedSpan] = []
@@ -95,7 +95,7 @@ def test_step_that_is_at_its_bound_is_left_as_it_is() -> None:
     assert shortened(profile, spans, limits, 8, step_bound(profile, 8)) is spans
 
 
-def test_order_of_what_is_relayed_is_left_as_it_is() -> None:
+def test_orders_with_relayed_tensors_are_left_unchanged() -> None:
     profile = Profile.of([20] * 3, [40] * 3, edges=[Edge(50, 50), Edge(50, 50, relay=0)])
     spans, limits = simulated(profile, 8, 8, [8] * 3)
     assert shortened(profile, spans, limits, 8, 0.0) is spans
@@ -109,7 +109,7 @@ def test_two_searches_find_the_same_order() -> None:
     assert first == second
 
 
-def test_no_forward_goes_before_what_makes_room_for_it() -> None:
+def test_no_forward_goes_before_the_backward_that_makes_room() -> None:
     """One forward is stored: there is nothing to choose."""
     profile = Profile.of([1, 5], [2, 5], edges=[Edge(3, 3)])
     spans, limits = simulated(profile, 4, 1, [1, 1])
@@ -171,7 +171,7 @@ def test_small_shops_beside_all_their_orders() -> None:
     assert reached >= 57
 
 
-def test_estimate_of_an_exchange_is_no_longer_than_what_comes_of_it() -> None:
+def test_the_estimate_of_an_exchange_is_a_lower_bound() -> None:
     """It is the longest path through the two; another may be longer."""
     exact = 0
     for seed in range(60):

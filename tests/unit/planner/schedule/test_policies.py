@@ -44,7 +44,7 @@ def test_due_dates_of_a_chain_by_hand() -> None:
 
 
 @given(profiles(least=1), st.floats(0, 1))
-def test_a_task_is_due_before_those_that_wait_for_it(profile: Profile, weight: float) -> None:
+def test_a_task_is_due_before_its_dependents(profile: Profile, weight: float) -> None:
     policy = due_dates(profile, MICRO_BATCHES, weight)
     key = {task: policy.key(task)[0] for task in tasks(profile)}
     last = profile.num_stages - 1
@@ -60,7 +60,7 @@ def test_a_task_is_due_before_those_that_wait_for_it(profile: Profile, weight: f
 @pytest.mark.parametrize(
     ("p", "v", "m"), [(2, 2, 8), (4, 2, 16), (4, 4, 16), (3, 3, 12), (2, 6, 16)]
 )
-def test_longest_way_first_reaches_the_bound_of_equal_stages(p: int, v: int, m: int) -> None:
+def test_longest_path_first_reaches_the_bound_of_equal_stages(p: int, v: int, m: int) -> None:
     profile = interleaved(p, v, 24, 48)
     policy = due_dates(profile, m, 0.0)
     assert simulate(profile, m, m, policy=policy).seconds == pytest.approx(step_bound(profile, m))

@@ -38,7 +38,7 @@ def test_choose_backward_first_then_the_oldest_then_the_deepest(ready: set[Task]
     assert chosen.stage == max(t.stage for t in same if t.micro_batch == chosen.micro_batch)
 
 
-def test_what_is_due_first_is_chosen() -> None:
+def test_the_task_due_first_is_chosen() -> None:
     policy = Policy((DueDates(0.0, 1.0, 0.5, 1.0), DueDates(-4.0, 1.0, 9.0, 0.0)))
     backward, deep, old = Task(BACKWARD, 0, 0), Task(FORWARD, 1, 3), Task(FORWARD, 0, 2)
     assert choose([backward, deep, old], policy) == deep  # 3 - 4 < 0.5 < 2
@@ -89,7 +89,7 @@ def test_next_forward_waits_while_the_stage_stores_as_many_as_it_may() -> None:
     assert [readiness.peak_in_flight(stage) for stage in (0, 2)] == [1, 1]
 
 
-def test_next_forward_that_stores_nothing_has_no_limit() -> None:
+def test_forwards_that_store_nothing_have_no_limit() -> None:
     readiness = ready(1, *(Task(FORWARD, 0, k) for k in range(3)))
     for k in range(3):
         assert readiness.next() == Task(FORWARD, 0, k)
@@ -97,7 +97,7 @@ def test_next_forward_that_stores_nothing_has_no_limit() -> None:
     assert readiness.peak_in_flight(0) == 0
 
 
-def test_admission_lets_in_so_many_and_one_for_each_that_finishes() -> None:
+def test_admission_keeps_at_most_max_in_flight_micro_batches() -> None:
     admission = Admission(micro_batches=4, max_in_flight=2)
     entered = []
     for finished in (0, 0, 0, 1, 1, 2, 3, 4):

@@ -115,7 +115,7 @@ def test_simulate_all_stages_on_one_device_is_the_sum_of_the_work() -> None:
 @pytest.mark.parametrize(
     ("max_in_flight", "in_flight_limits"), [(0, None), (-1, None), (2, [1, 0])]
 )
-def test_simulate_refuses_what_lets_nothing_in(
+def test_simulate_refuses_limits_with_which_no_step_starts(
     max_in_flight: int, in_flight_limits: list[int] | None
 ) -> None:
     with pytest.raises(ValueError, match="never starts"):

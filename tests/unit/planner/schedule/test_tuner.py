@@ -40,7 +40,7 @@ def test_profile_names_devices_in_the_order_of_the_plan() -> None:
     assert profile.devices == (0, 1, 0, 2)
 
 
-def test_profile_takes_a_boundary_from_its_receiving_ends() -> None:
+def test_a_profile_takes_boundary_times_from_the_receivers() -> None:
     """An activation arrives at the later stage, a gradient at the earlier one."""
     times = {
         0: StageSeconds(1, 2, 0.0, 7),
@@ -86,7 +86,7 @@ def test_profile_that_is_assumed_counts_layers() -> None:
 # ---- the choice
 
 
-def test_first_step_is_tuned_to_what_is_assumed() -> None:
+def test_the_first_step_is_tuned_to_the_assumed_profile() -> None:
     stages = plan("local", 1, 2)
     assumed = replace(tune(assumed_profile(stages), 8), assumed=True)
     assert Tuner(stages).choice(8, NOWHERE) == assumed
@@ -109,7 +109,7 @@ def test_choice_keeps_to_the_users_max_in_flight_and_the_memory_of_the_stages() 
     assert all(a <= b for a, b in zip(in_flight, (2, 1, 1), strict=True))
 
 
-def test_until_a_step_is_measured_the_times_of_the_plan_count() -> None:
+def test_the_times_of_the_plan_count_until_a_step_is_measured() -> None:
     planned = Profile.of([1.0, 3.0], [2.0, 6.0])
     tuned = Tuner(plan("local", 1), planned=planned)
     forecast = tuned.forecast(4, NOWHERE)
@@ -177,7 +177,7 @@ def test_steps_do_not_wait_for_a_choice_that_is_being_made() -> None:
     assert tuned.choice(32, NOWHERE) is after
 
 
-def test_long_line_that_is_measured_puts_more_in_flight() -> None:
+def test_a_long_measured_latency_puts_more_in_flight() -> None:
     tuned = Tuner(plan("local", 1))
     narrow = tuned.choice(32, NOWHERE).max_in_flight
     tuned.observe(seconds(2), {0: 0.3})
@@ -198,7 +198,7 @@ def test_second_step_replaces_the_first_and_later_ones_are_averaged() -> None:
     assert seen == [(9.0, 9.0), (1.0, 1.0), (1.5, 1.5), (2.75, 2.75)]
 
 
-def test_latency_is_the_newest_and_stays_while_none_is_told() -> None:
+def test_the_newest_latency_stays_until_the_next_one() -> None:
     tuned = Tuner(plan("local", 1, 2))
     tuned.observe(seconds(3), {0: 0.5, 1: 0.25})
     tuned.observe(seconds(3), {1: 0.75})

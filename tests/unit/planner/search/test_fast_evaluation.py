@@ -17,7 +17,7 @@ def looks() -> FastEvaluation:
     return FastEvaluation(RULES, Scores(RULES, 10_000))
 
 
-def test_a_look_is_near_what_tuning_finds() -> None:
+def test_a_fast_evaluation_is_near_the_tuned_step() -> None:
     for layout in (EVEN, UNEVEN):
         found = evaluated(RULES.fleet, layout)
         assert found is not None
@@ -33,7 +33,7 @@ def test_each_layout_is_simulated_once() -> None:
     assert quick.tasks == tasks
 
 
-def test_what_cannot_be_the_fastest_is_not_simulated() -> None:
+def test_layouts_that_cannot_be_the_fastest_are_not_simulated() -> None:
     quick = looks()
     quick.look(EVEN)
     tasks = quick.tasks
@@ -44,7 +44,7 @@ def test_what_cannot_be_the_fastest_is_not_simulated() -> None:
     assert quick.fastest() == [EVEN]
 
 
-def test_with_alone_one_schedule_is_tried_whatever_else_is_known() -> None:
+def test_alone_tries_one_schedule() -> None:
     quick = looks()
     quick.look(EVEN)
     tasks = quick.tasks

@@ -37,7 +37,7 @@ def is_whole(layout: Layout, layers: int = 8) -> bool:
 # ---- one stage for each device
 
 
-def test_they_have_one_stage_for_each_device_and_come_best_first() -> None:
+def test_simple_layouts_have_one_stage_per_device_and_come_best_first() -> None:
     scores, _ = scores_of(THREE)
     found = initial_layouts.simple(THREE, scores)
     assert 1 < len(found) <= 6
@@ -48,7 +48,7 @@ def test_they_have_one_stage_for_each_device_and_come_best_first() -> None:
     assert least_s <= scores.bound(found[0]) < 1.5 * least_s
 
 
-def test_where_memory_is_short_one_micro_batch_in_flight_is_enough() -> None:
+def test_with_little_memory_one_micro_batch_in_flight_is_enough() -> None:
     """A layer takes 1 GB, and 0.1 GB for each micro-batch."""
     tight = {"memory_bytes": 2.2 * GB}
     rules = rules_of(
@@ -60,7 +60,7 @@ def test_where_memory_is_short_one_micro_batch_in_flight_is_enough() -> None:
     assert [part.end for part in found[0]] == [2, 4, 6]
 
 
-def test_steps_are_sought_until_the_links_allow_one() -> None:
+def test_initial_layouts_allow_for_slow_links() -> None:
     """0.1 s for a tensor: longer than the coordinator would take for all layers of the step."""
     rules = rules_of(fleet_of(device("local", memory_bytes=5 * GB), device(1), speed=1e6))
     scores, _ = scores_of(rules)
@@ -68,7 +68,7 @@ def test_steps_are_sought_until_the_links_allow_one() -> None:
     assert scores.bound(found[0]) > 0.8 > 2 * step_range(rules.fleet, rules.devices)[1]
 
 
-def test_where_memory_is_short_fewer_micro_batches_in_flight_are_tried_too() -> None:
+def test_with_little_memory_fewer_micro_batches_in_flight_are_tried() -> None:
     """0.5 GB of a micro-batch: for those of a full pipeline three quick workers have room for five
     layers, for half of them for six."""
     quick = {"memory_bytes": 4.2 * GB, "activation_bytes_per_layer": 0.5 * GB}
@@ -88,7 +88,7 @@ def test_longer_steps_have_some_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known[0] > known[1]
 
 
-def test_where_nothing_fits_none_does() -> None:
+def test_without_enough_memory_no_layout_fits() -> None:
     rules = rules_of(fleet_of(device("local", memory_bytes=GB), device(1, memory_bytes=GB)))
     scores, _ = scores_of(rules)
     assert all(scores.of(x) == math.inf for x in initial_layouts.simple(rules, scores))
@@ -97,9 +97,7 @@ def test_where_nothing_fits_none_does() -> None:
 # ---- fleets too large for a search
 
 
-def test_of_too_many_devices_the_quickest_by_layer_and_link_stay(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_too_many_devices_the_quickest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     times = (0.009, 0.005, 0.001, 0.008, 0.002, 0.0001)
     raw = raw_fleet([device(k or "local", layer_forward_s=s) for k, s in enumerate(times)])
     for link in raw["links"]:
@@ -131,7 +129,7 @@ def test_devices_get_several_stages_in_turn() -> None:
     assert not {local.evened(layout) for layout in closed} <= set(closed)
 
 
-def test_what_does_not_fit_is_not_among_them() -> None:
+def test_interleaved_layouts_that_do_not_fit_are_left_out() -> None:
     """The coordinator has no room for the head."""
     heads = (device(k or "local", head_bytes=3 * GB) for k in range(4))
     small, *others = heads
@@ -156,7 +154,7 @@ def test_layouts_too_small_to_come_again_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"chunks": False}, {"pins": {1: (2, 4)}}])
-def test_not_where_it_is_not_allowed(changes: dict[str, Any]) -> None:
+def test_no_interleaved_layouts_where_they_are_not_allowed(changes: dict[str, Any]) -> None:
     settings = {"pins": {}, "chunks": True, **changes}
     rules = Rules(CHUNKS.fleet, CHUNKS.devices, checkpointing=True, **settings)
     scores, local = scores_of(rules)

@@ -29,7 +29,7 @@ def test_a_pinned_device_takes_just_its_layers() -> None:
         assert rules.permits(layout)
 
 
-def test_along_keeps_the_order() -> None:
+def test_along_keeps_the_order_of_devices() -> None:
     rules = rules_of(fleet_of(device("local"), device(1, layer_forward_s=0.01), device(2)))
     programme = LayerProgramme(rules, beam=1)
     layout = programme.along([0, 2, 1], 0.2)

@@ -76,7 +76,7 @@ def test_a_stage_short_of_memory_computes_again() -> None:
     assert scores.of(found) < math.inf
 
 
-def test_without_work_left_nothing_is_moved() -> None:
+def test_evening_without_work_left_moves_nothing() -> None:
     local, scores, _ = search_of(UNLIKE, stages=len(BAD))
     scores.of(BAD)
     assert local.evened(BAD) == BAD
@@ -89,7 +89,7 @@ def test_neighbours_by_a_layer_are_all_where_stages_are_few() -> None:
     assert counts == {(5, 2, 1), (5, 1, 2), (7, 1, 0), (6, 2, 0)}
 
 
-def test_of_many_stages_the_busiest_two_devices_give_and_the_idlest_take() -> None:
+def test_with_many_stages_the_busiest_devices_give_to_the_idlest() -> None:
     count = MANY + 3
     rules = rules_of(fleet_of(*(device(k or "local") for k in range(count)), layers=4 * count))
     ends = [0]
@@ -159,7 +159,7 @@ def test_a_descent_ends_where_no_neighbour_is_faster() -> None:
         assert near not in steps or steps[near] >= steps[end]
 
 
-def test_without_work_left_they_end_where_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_descent_without_work_left_ends_where_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_search, "MOST_TASKS", 0)
     local, steps = begun(SIMPLE, BAD)
     tasks = steps.tasks
@@ -168,7 +168,7 @@ def test_without_work_left_they_end_where_they_begin(monkeypatch: pytest.MonkeyP
     assert steps.tasks == tasks
 
 
-def test_those_of_several_stages_begin_at_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interleaved_descents_begin_at_interleaved_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each number of stages at the fastest; without `few` only at variants of the simple one,
     here none."""
     monkeypatch.setattr(local_search, "MOST_TASKS", 0)
@@ -198,7 +198,7 @@ def test_several_stages_are_split_and_joined_for_few_devices(
     assert len(further[0]) > len(further[1])
 
 
-def test_of_many_unlike_devices_the_first_ones_come_again_behind_all() -> None:
+def test_with_many_unlike_devices_the_first_ones_come_again() -> None:
     """0.85 of the step with a stage each; 0.95 without starts of this form, 0.89 where the critical
     path does not say which layers to move."""
     times = enumerate((1, 2, 3, 4, 1.5, 2.5, 3.5, 3, 2, 4))
@@ -225,7 +225,7 @@ def random_fleet_of(number: int) -> FleetProfile:
     return random_fleet(draw, devices, layers, micro_batches, speeds=speeds, direct=0.8)
 
 
-def test_a_stage_is_split_where_all_layers_then_move() -> None:
+def test_a_split_that_needs_all_its_moves_is_found() -> None:
     """No single layer moved after the split is better by its bound, so it has to be simulated."""
     profile = random_fleet_of(12)
     known = [("local", 0, 6), (2, 6, 18), ("local", 18, 24), (1, 24, 28)]

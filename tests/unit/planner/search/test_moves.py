@@ -23,7 +23,7 @@ from tests.unit.planner.fleets import GB, device, fleet_of, profiles_of_fleets, 
 
 @settings(max_examples=25, deadline=None)
 @given(profiles_of_fleets(most_devices=3, most_layers=5), st.integers(2, 3))
-def test_whatever_is_made_of_a_layout_holds_all_layers_and_only_its_ends_may_hold_none(
+def test_moves_keep_all_layers_and_only_ends_may_be_empty(
     profile: FleetProfile, chunks: int
 ) -> None:
     rules = rules_of(profile, chunks=True)
@@ -41,7 +41,7 @@ def test_whatever_is_made_of_a_layout_holds_all_layers_and_only_its_ends_may_hol
             assert all(one.device != other.device for one, other in pairwise(found))
 
 
-def test_whoever_held_the_head_alone_is_left_out_when_the_coordinator_takes_it() -> None:
+def test_a_device_with_only_the_head_is_left_out_of_closed_layouts() -> None:
     rules = rules_of(fleet_of(device("local"), device(1), device(2), layers=6), chunks=True)
     layout = (
         Part(0, 0, 4, False, False),
@@ -67,7 +67,7 @@ def test_the_first_devices_come_again_behind_all() -> None:
     ]
 
 
-def test_a_stage_that_gives_its_last_layer_is_no_more() -> None:
+def test_a_stage_that_gives_its_last_layer_is_removed() -> None:
     rules = rules_of(fleet_of(*(device(k or "local") for k in range(3)), layers=6), chunks=True)
     layout = (Part(0, 0, 2), Part(1, 2, 3), Part(2, 3, 5, False, True), Part(1, 5, 6, False, True))
     found = relieved(rules, layout, 1, 0)
@@ -79,7 +79,7 @@ def test_a_stage_that_gives_its_last_layer_is_no_more() -> None:
     assert relieved(rules, layout, 2, 0)[2] == Part(2, 4, 5, False, True)
 
 
-def test_all_in_front_compute_again_at_once_where_memory_is_short() -> None:
+def test_with_little_memory_all_stages_in_front_recompute_at_once() -> None:
     """One alone would win nothing: the one that stores fewest limits those behind it."""
     small, few = {"memory_bytes": 2.3 * GB}, {"layers": 6, "micro_batches": 8}
     layout = tuple(Part(k, 2 * k, 2 * k + 2) for k in range(3))
@@ -89,7 +89,7 @@ def test_all_in_front_compute_again_at_once_where_memory_is_short() -> None:
         assert max(again, default=0) == longest
 
 
-def test_a_stage_is_split_to_every_place_that_is_not_beside_it_and_joined_again() -> None:
+def test_a_stage_is_split_to_every_other_place_and_joined_again() -> None:
     rules = rules_of(fleet_of(device("local"), device(1), device(2), layers=6), chunks=True)
     layout = (Part(0, 0, 2), Part(1, 2, 4, False), Part(2, 4, 6, False, True))
     made = {tuple((p.device, p.end - p.start) for p in found) for found in split(rules, layout)}

@@ -14,7 +14,7 @@ EVEN = (Part(0, 0, 4), Part(1, 4, 8, direct=True))
 UNEVEN = (Part(0, 0, 7), Part(1, 7, 8, direct=True))
 
 
-def test_a_score_is_the_bound_and_more_the_more_machines_are_near_it() -> None:
+def test_a_score_grows_with_the_machines_near_the_bound() -> None:
     scores = Scores(RULES, 100)
     pipeline, limits = RULES.fleet.pipeline(EVEN), RULES.fleet.memory_limits(EVEN)
     bounds = machine_bounds(pipeline, 8, limits)
@@ -25,7 +25,7 @@ def test_a_score_is_the_bound_and_more_the_more_machines_are_near_it() -> None:
     assert 1 <= scores.of(UNEVEN) / scores.bound(UNEVEN) < 1.0001
 
 
-def test_what_does_not_fit_is_last() -> None:
+def test_layouts_that_do_not_fit_come_last() -> None:
     scores = Scores(RULES, 100)
     too_large = (Part(0, 0, 4), Part(2, 4, 8))
     assert scores.of(too_large) == scores.bound(too_large) == math.inf
