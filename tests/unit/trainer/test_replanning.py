@@ -133,7 +133,7 @@ def test_before_the_first_step_a_plan_has_no_prediction(make: Make) -> None:
     assert make("ask").without([2]).planned_s is None
 
 
-def test_absent_workers_get_no_layers_in_the_plan(make: Make) -> None:
+def test_absent_workers_get_no_layers_until_they_return(make: Make) -> None:
     run = make("ask")
     straggles(run, 5)
     change = run.without([2])
