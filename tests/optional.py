@@ -1,4 +1,4 @@
-"""What is not installed everywhere."""
+"""Packages that are not installed everywhere."""
 
 from __future__ import annotations
 

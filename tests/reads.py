@@ -1,4 +1,4 @@
-"""Which tensors are read from a model's files."""
+"""The tensors that are read from a model's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is written while its n-th system call is the last one, or fails; for every n.
+"""Writing a checkpoint, with its n-th system call failing or killing the process, for every n.
 
 Each case is a fork of this process, which has torch loaded. What a resume finds afterwards is the
 state before or the state after, byte for byte. A reader of a bad disk gets one of them or an error.

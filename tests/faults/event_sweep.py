@@ -1,10 +1,10 @@
-"""What happens to one worker while another one is busy with something: each pair, with processes.
+"""Every pair of a worker's event and another worker's state, with real processes.
 
     python -m tests.faults.event_sweep DIRECTORY [STATE/EVENT ...]
 
 For each pair a run is made: worker 2 is brought into STATE, which a failpoint makes last, and then
-EVENT happens to worker 1. What a supervisor or a user would do follows: whoever ended is started
-again, whoever was paused is resumed. All processes are forked from one that has imported
+EVENT happens to worker 1. Then the supervisor's or user's part follows: ended processes are
+started again, paused ones are resumed. All processes are forked from one that has imported
 everything. Prints a JSON object a line: the pair, what differs from an undisturbed run, and how
 the run ended.
 """

@@ -1,7 +1,7 @@
-"""A result is written while its n-th system call is the last one, or fails; for every n.
+"""Writing a result, with its n-th system call failing or killing the process, for every n.
 
-Whoever looks afterwards finds the result that was there before (or none) or the new one, byte for
-byte, and files of others as they were; the next write succeeds and leaves nothing behind.
+Afterwards there is the earlier result (or none) or the new one, byte for byte, and files of others
+are unchanged; the next write succeeds and leaves nothing behind.
 
     python -m tests.faults.export_sweep [every n-th point]
 """

@@ -1,4 +1,4 @@
-"""What a run has come to: its last checkpoint, its result, and the lines of its steps."""
+"""The final state of a run: its last checkpoint, its result, and the lines of its steps."""
 
 from __future__ import annotations
 

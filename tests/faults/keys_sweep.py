@@ -1,4 +1,4 @@
-"""Keys are rotated while the n-th system call is the last one, or fails; for every n.
+"""Rotating keys, with the n-th system call failing or killing the process, for every n.
 
 What is there afterwards is the old set, byte for byte, or a new one of a single authority: keys,
 authority and lists. A certificate that was revoked is then on the list, or of no account. The keys

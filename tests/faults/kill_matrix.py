@@ -1,4 +1,5 @@
-"""One run whose processes die again and again, each at a named place, beside an undisturbed run.
+"""One run whose processes are killed one after the other, each at a named place, and the same run
+undisturbed.
 
     python -m tests.faults.kill_matrix CASE DIRECTORY
 

@@ -1,5 +1,5 @@
-"""A world in which links break and processes die at any moment, and a coordinator that does what
-`Membership` says: nothing that can happen is unforeseen, and who takes part has its stages."""
+"""A simulated world in which links break and processes die at any moment. A coordinator follows
+`Membership`: every event is in its table, and workers that take part have their stages."""
 
 from __future__ import annotations
 

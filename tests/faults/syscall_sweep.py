@@ -1,4 +1,4 @@
-"""A write whose n-th system call is the last one, or fails: what the sweeps over all n share."""
+"""Shared parts of the sweeps over the n-th system call of a write, for every n."""
 
 from __future__ import annotations
 

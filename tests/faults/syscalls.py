@@ -1,4 +1,4 @@
-"""The system calls of a child process, one by one: seen before they happen, refused, or its last.
+"""The system calls of a child process, one by one: observed, made to fail, or followed by its end.
 
 Linux's seccomp hands each call to the parent, also those of libraries that are not Python
 (safetensors writes its files itself). It needs no root, no tracer and no compiler.

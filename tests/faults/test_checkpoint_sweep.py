@@ -1,4 +1,4 @@
-"""Whatever a disk does while a checkpoint is written or read, there is the old or the new step."""
+"""A disk that fails while a checkpoint is written or read leaves the old or the new step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to one worker while another one is busy: the run comes to the same."""
+"""An event of one worker while another one is busy: the run has the undisturbed result."""
 
 from __future__ import annotations
 

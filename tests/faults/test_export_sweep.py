@@ -1,4 +1,4 @@
-"""Whatever a disk does while a result is written, there is the old or the new result."""
+"""A disk that fails while a result is written leaves the old or the new result."""
 
 from __future__ import annotations
 

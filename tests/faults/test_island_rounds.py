@@ -1,6 +1,6 @@
 """Islands in rounds, as real processes with torchft's lighthouse: any of them may end at any point.
 
-What holds in each run: every step of the data counts once; who was away comes back by the same
+In each run every step of the data counts once; islands that were away come back by the same
 command; at the end all have the same bits.
 """
 

@@ -1,7 +1,7 @@
 """Islands as real processes, with torchft's lighthouse: any of them may end at any point.
 
-What holds in each run: every step is committed once, with all of its samples and the loss that one
-process has; who was away comes back by the same command; at the end all have the same bits.
+In each run every step is committed once, with all of its samples and the loss of one process;
+islands that were away come back by the same command; at the end all have the same bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whatever a disk does while keys are rotated, there is the old or a new set of them, whole."""
+"""A disk that fails while keys are rotated leaves the old or the new set of them, whole."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Killed everywhere: each process at every failpoint, and two or three of them at once or one after
-the other. The run goes on by itself and comes to the same, to the last bit."""
+"""Kills of each process at every failpoint, and of two or three at once or one after the other. The
+run recovers by itself and ends with the undisturbed result, to the last bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many workers: 32 real ones give what one process gives, and 64 light ones are all answered."""
+"""Many workers: 32 real ones equal one process, and 64 light ones are all answered."""
 
 from __future__ import annotations
 

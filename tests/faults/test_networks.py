@@ -1,5 +1,5 @@
-"""What networks do to a run: a cable that is pulled, a partition that heals, one direction lost, a
-slow link, lost packets, a process that stands still. The result is that of an undisturbed run.
+"""Network faults in a run: a pulled cable, a partition that heals, one lost direction, a slow link,
+lost packets, and a process that stands still. The result is that of an undisturbed run.
 
 Nothing of it needs a new worker process. Times that are asserted are deadlines of the product with
 much room; the table has what was measured.

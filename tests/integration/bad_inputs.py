@@ -1,4 +1,4 @@
-"""The rows of what people get wrong, as data: test_bad_input_rows.py runs them.
+"""The rows of wrong inputs as data; test_bad_input_rows.py runs them.
 
 A row is a number of the table of bad inputs (25 to 110; frames, checkpoints and keys have their own
 tests), what to change in a small valid configuration, and what the user must then read.

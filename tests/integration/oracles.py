@@ -1,4 +1,5 @@
-"""Other people's training loops over the same files: what a distributed run is compared with."""
+"""Training loops of other libraries over the same files, with which distributed runs are
+compared."""
 
 from __future__ import annotations
 

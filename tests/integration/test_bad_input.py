@@ -1,5 +1,5 @@
-"""What people get wrong, row by row: one message that says what, where and what to do; an exit
-code; nothing left behind."""
+"""Wrong inputs, row by row: one message with the fault, its place and the remedy; an exit code;
+nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of one's own over real sockets: the shipped example, and workers without it."""
+"""User messages over real sockets: the shipped example, and workers without it."""
 
 from __future__ import annotations
 

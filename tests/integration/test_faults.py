@@ -1,4 +1,4 @@
-"""What breaks in a run: links, processes, patience. Real sockets, real processes.
+"""Lost links, killed processes and expired deadlines in a run. Real sockets, real processes.
 
 A broken link costs a repeated step and nothing else: the losses, norms and weights of the run are
 those of an undisturbed one, to the last bit.

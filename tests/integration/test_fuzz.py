@@ -1,5 +1,5 @@
-"""Random plans, limits, orders and links, and links that break at random moments: whatever happens
-when, the result is that of one process, to the last bit."""
+"""Random plans, limits, orders and links, and links that break at random moments: the result is
+that of one process, to the last bit."""
 
 from __future__ import annotations
 

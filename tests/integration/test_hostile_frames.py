@@ -1,4 +1,4 @@
-"""Bytes at the port of a worker that is in a run: refused in time, and the run does not notice.
+"""Bytes at the port of a worker that is in a run: refused in time, without effect on the run.
 
 The rows are those that a stranger can send. Of a peer that was accepted, tensors are here; what it
 may get wrong else is in tests/unit: core/test_frames.py, engine/test_executor.py, test_stage.py and

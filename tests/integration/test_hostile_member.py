@@ -1,6 +1,6 @@
-"""A worker that was accepted and does harm: the coordinator is a process of its own, this is the
-other end of its link, over a bare socket. Each time the run ends in time, with the word of what
-came and its exit code, and with no more memory than a run takes."""
+"""An accepted worker that does harm. The coordinator is a process of its own; the test is the other
+end of its link, over a bare socket. Each time the run ends in time, with a message about the fault
+and its exit code, and with no more memory than usual."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_an_invalid_island_is_told_why_and_the_others_go_on(
         }
     )
     assert isinstance(found["b"], ProtocolError)
-    assert "island b sends a gradient of" in str(found["b"])  # whoever notices first
+    assert "island b sends a gradient of" in str(found["b"])  # by the first to notice
     whole = island(pool, tmp_path / "whole", [], settings)
     train(Config.from_dict(whole), progress=Notes())
     losses = [line["loss"] for line in lines(tmp_path / "whole", "loss")]

@@ -1,4 +1,4 @@
-"""Links between workers: used where they can be had, given up where they break, never seen in the
+"""Links between workers: used where possible, given up where they break, without effect on the
 numbers."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run leaves in its logs, and what a stranger can do to a worker's."""
+"""The lines that a run logs, and the effect of unknown connections on a worker's log."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Multimodal checkpoints trained on text: as their own classes train them in one process, and what
-comes out is theirs again."""
+"""Multimodal checkpoints trained on text: training equals that of their own classes in one process,
+and these classes load the result."""
 
 from __future__ import annotations
 

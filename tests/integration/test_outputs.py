@@ -1,4 +1,4 @@
-"""Other architectures under other cuts, and what a run leaves, as the stock libraries see it."""
+"""Other architectures under other cuts, and a run's results as the stock libraries load them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promise: the result does not depend on how the model was cut. Compared to the last bit."""
+"""The promise: the result does not depend on the cut, to the last bit."""
 
 from __future__ import annotations
 

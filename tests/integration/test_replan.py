@@ -1,4 +1,4 @@
-"""A run that takes another plan while it goes on comes to what one process comes to, to the bit."""
+"""A run that changes its plan equals one process, to the last bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models whose boundaries carry more than the hidden state: cut over processes, they train to the
-bit as in one."""
+"""Models with side tensors at their boundaries: cut over processes, they train to the bit as in
+one."""
 
 from __future__ import annotations
 

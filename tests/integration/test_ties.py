@@ -1,5 +1,5 @@
-"""Weights that blocks of several stages have in common: under any cut they train to the bit as in
-one process, and are written once."""
+"""Weights shared by blocks of several stages: under any cut they train to the bit as in one
+process, and are written once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training over TLS: the same bits, nothing readable on the wire, and nobody else gets in."""
+"""Training over TLS: the same bits, nothing readable on the wire, and no access without keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU checks without a GPU: what they say then, and that each can fail."""
+"""The GPU checks without a GPU: their output then, and that each can fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say: work that is slowed on purpose shows in the figure."""
+"""The benchmarks measure the right thing: work that is slowed on purpose shows in the figure."""
 
 from __future__ import annotations
 

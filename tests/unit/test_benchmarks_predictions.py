@@ -1,4 +1,4 @@
-"""Predicted beside measured steps: the cases, and what is made of them."""
+"""Predicted beside measured steps: the cases, and the statistics of their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transport benchmark measures what it says: a slowed receiver shows in the link's figure."""
+"""The transport benchmark: a slowed receiver shows in the link's figure."""
 
 from __future__ import annotations
 

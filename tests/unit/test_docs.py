@@ -1,4 +1,4 @@
-"""The pages tell the truth: commands exist, links lead somewhere, generated parts are current."""
+"""The pages are correct: commands exist, links lead somewhere, generated parts are current."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other libraries' errors mean."""
+"""The meaning of other libraries' errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fault proxy does to bytes what it says, and nothing else. Plain sockets on both sides."""
+"""The fault proxy changes bytes as it is told, and not otherwise. Plain sockets on both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may import what, and what must not appear anywhere: read from the source, not run."""
+"""Permitted imports and forbidden calls: read from the source, not run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines that cannot harm a terminal, levels that do what they say, events that survive crashes."""
+"""Log lines that cannot harm a terminal, levels, and events that survive crashes."""
 
 from __future__ import annotations
 

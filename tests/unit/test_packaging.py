@@ -1,4 +1,4 @@
-"""What the wheel holds and says of itself."""
+"""The wheel's files and metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of a model that would have code loaded are refused before any library sees them."""
+"""Settings of a model that would load code are refused before any library sees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words that were replaced do not come back as names, nor sentences that are read twice.
+"""Replaced words do not come back as names, nor sentences that are read twice.
 
 docs/maintainers/architecture.md has the glossary.
 """

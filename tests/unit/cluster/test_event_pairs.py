@@ -1,4 +1,6 @@
-"""Every event of one worker, in every state of it and of another one: none is an error of our own.
+"""Every event of one worker, in every state of it and of another one, is handled. Table, `Cluster`
+and the loop of `Coordinator` are the real ones; links and stages only note the requests to them.
+`tests/faults/event_sweep.py` does the same with processes.
 
 Table, `Cluster` and the loop of `Coordinator` are the real ones; links and stages only note what is
 asked of them. `tests/faults/event_sweep.py` does the same with processes.

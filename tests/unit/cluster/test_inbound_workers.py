@@ -1,4 +1,4 @@
-"""The coordinator's port for workers that dial: who is parked, who is refused."""
+"""The coordinator's port for workers that dial: parked and refused connections."""
 
 from __future__ import annotations
 

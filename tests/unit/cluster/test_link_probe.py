@@ -1,4 +1,4 @@
-"""What is asked of a link and what follows from the times; no socket."""
+"""The questions of a link's measurement, and the speeds computed from the times; no socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a coordinator may have a worker load: what the worker's own file names, and nothing else."""
+"""Models that a coordinator may have a worker load: those named in the worker's own file."""
 
 from __future__ import annotations
 

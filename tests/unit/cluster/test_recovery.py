@@ -1,4 +1,5 @@
-"""The order of things after a loss, with a training loop and links that only note what is asked."""
+"""The order of recovery after a loss, with a training loop and links that only note the requests to
+them."""
 
 from __future__ import annotations
 

@@ -468,7 +468,7 @@ def test_hello_is_answered_while_the_worker_is_busy(serve: Any) -> None:
 
 
 def test_large_frame_may_follow_the_welcome_at_once(serve: Any) -> None:
-    """Who comes back is welcomed in the reader thread, while the main one may compute for long."""
+    """The reader thread welcomes a returning coordinator; the main one may compute for long."""
     served = serve(keep=True)
     go_on = threading.Event()
     first = served.dial().set_up()

@@ -1,4 +1,4 @@
-"""What `hetero doctor --config` finds, each check with the real thing where there can be one."""
+"""The findings of `hetero doctor --config`: each check with the real thing where possible."""
 
 from __future__ import annotations
 

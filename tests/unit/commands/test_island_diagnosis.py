@@ -1,4 +1,4 @@
-"""What `hetero doctor --config` says of islands."""
+"""The findings of `hetero doctor --config` about islands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hetero lighthouse`: what it opens to whom, what it says, how it ends."""
+"""`hetero lighthouse`: its port and access, its messages, its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures of a plan show who holds what, and the step as it was simulated."""
+"""The pictures of a plan show the layers of each process, and the simulated step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a configuration before torch is imported."""
+"""Faults of a configuration that are reported before torch is imported."""
 
 from __future__ import annotations
 

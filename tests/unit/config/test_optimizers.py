@@ -1,4 +1,4 @@
-"""Names of optimizers and schedules, told without importing transformers."""
+"""Names of optimizers and schedules, checked without importing transformers."""
 
 from __future__ import annotations
 

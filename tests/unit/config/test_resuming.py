@@ -1,4 +1,4 @@
-"""Every setting of the schema has one answer to: what if a resumed run has another value?"""
+"""Every setting of the schema has exactly one class on resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that no setting may have."""
+"""Texts that no setting may contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept between runs, and that nothing depends on it."""
+"""Results cached between runs, without which everything works as well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failpoints: what the variable may say, when they fire, and what they do."""
+"""Failpoints: the syntax of the variable, when they fire, and their actions."""
 
 from __future__ import annotations
 

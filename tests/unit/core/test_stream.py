@@ -1,4 +1,4 @@
-"""What every stream must do, on each kind there is."""
+"""The contract of streams, on each kind there is."""
 
 from __future__ import annotations
 

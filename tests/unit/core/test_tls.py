@@ -1,5 +1,5 @@
-"""Handshakes that must not succeed, and what each side is told. Wrong peers are made with Python's
-ssl module and with certificates of their own."""
+"""Handshakes that must fail, and the error on each side. Wrong peers are made with Python's ssl
+module and with certificates of their own."""
 
 from __future__ import annotations
 

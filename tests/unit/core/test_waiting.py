@@ -1,4 +1,4 @@
-"""What waits of one link is bounded, and a header is counted before it is built."""
+"""The waiting messages of one link are bounded, and a header is counted before it is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people write as conversations: read, noted or refused, never lost."""
+"""Conversations as people write them: read, reported or refused, never lost."""
 
 from __future__ import annotations
 

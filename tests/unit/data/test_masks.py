@@ -1,4 +1,4 @@
-"""What the loss covers in conversations, against the training templates of TRL."""
+"""The tokens of conversations in the loss, against the training templates of TRL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is let in by its header alone."""
+"""Tensors that are accepted or refused by their header alone."""
 
 from __future__ import annotations
 

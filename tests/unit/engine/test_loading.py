@@ -1,4 +1,4 @@
-"""What is checked before a stage is loaded."""
+"""Checks before a stage is loaded, and the memory that it frees."""
 
 from __future__ import annotations
 

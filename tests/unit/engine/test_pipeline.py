@@ -1,4 +1,4 @@
-"""The engine with a stage here and a worker that is played by the test."""
+"""The engine with a stage here and a worker that the test plays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Weights that lie in several stages: in what order their gradients are added, and who is asked."""
+"""Weights of several stages: the order in which their gradients are added, and the stages that are
+asked."""
 
 from __future__ import annotations
 

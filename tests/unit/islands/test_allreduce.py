@@ -1,4 +1,4 @@
-"""Sums of gradients: the same bits on all islands, whatever comes first."""
+"""Sums of gradients: the same bits on all islands, in any order of arrival."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where islands stand, who takes over whose state, and how an island comes among the others."""
+"""Positions of islands, the choice of the source, and how an island joins the others."""
 
 from __future__ import annotations
 
@@ -423,7 +423,7 @@ def test_an_island_without_a_position_ends_and_the_others_go_on(start: Open) -> 
 
 
 def test_an_island_that_joins_after_the_end_is_told(start: Open) -> None:
-    """Who was among them, by the run; who is new, if they finished while it was on its way."""
+    """A former member is known by the run; a new one is told if they finished on its way."""
     a, b, c, other = start("a"), start("b"), start("c"), start("d")
     done = at(9, "x", run="1")
     [found] = joined({a: done})

@@ -1,4 +1,4 @@
-"""What a group does when it cannot learn who its members are."""
+"""A group's waits while it cannot learn its members."""
 
 from __future__ import annotations
 

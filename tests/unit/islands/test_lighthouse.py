@@ -251,7 +251,7 @@ def test_a_quorum_of_questions_that_are_over_is_no_view(opened: Islands) -> None
     assert len(stale) == 4
 
 
-# -- who comes in
+# -- admission
 
 
 def test_a_second_island_of_one_name_is_refused(

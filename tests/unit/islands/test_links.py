@@ -1,4 +1,5 @@
-"""Links of islands over real sockets of the loopback: who is let in, and what a session hears."""
+"""Links of islands over real sockets of the loopback: accepted and refused connections, and the
+messages of a session."""
 
 from __future__ import annotations
 
@@ -332,7 +333,7 @@ def test_no_message_is_sent_before_the_welcome(coast: Coast) -> None:
 
 
 def test_another_view_ends_the_meeting(coast: Coast) -> None:
-    """Whoever knows of other members is not waited for."""
+    """Islands with another view are not waited for."""
     a, b, c = map(coast.open, "abc")
     waiting = meeting(a, view_of(a, b, c))
     other = meeting(b, view_of(a, b))

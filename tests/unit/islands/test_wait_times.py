@@ -1,4 +1,4 @@
-"""Whom islands wait for."""
+"""Time that islands spend waiting for slower ones."""
 
 from __future__ import annotations
 

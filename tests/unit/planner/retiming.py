@@ -1,4 +1,4 @@
-"""A simulated step with other times, in the same order: what the tests compare schedules with."""
+"""A simulated step with other times, in the same order, for comparisons of schedules."""
 
 from __future__ import annotations
 

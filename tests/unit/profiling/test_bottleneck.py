@@ -1,4 +1,4 @@
-"""The diagnosis names what was wrong with a step on purpose, and predicts what was built in."""
+"""The diagnosis names the fault that was built into a step, and predicts the gain without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bound is a bound: no recorded step was faster than its own."""
+"""No recorded step is faster than its own bound."""
 
 from __future__ import annotations
 

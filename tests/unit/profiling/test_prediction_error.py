@@ -1,4 +1,4 @@
-"""Prediction held to account, on metrics that say what happened."""
+"""Errors of predictions, on metrics with known causes."""
 
 from __future__ import annotations
 

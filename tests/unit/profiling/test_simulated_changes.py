@@ -1,4 +1,4 @@
-"""Predictions count what really travels."""
+"""Predictions count the bytes that are really sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of all processes are on one clock, and what a process did not compute it waited for."""
+"""Events of all processes are on one clock, and time without computing is waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strangers: how many, how often, and who has to go."""
+"""Unauthenticated connections: their number, their rate, and which of them is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may connect to whom, with keys and without."""
+"""Permitted connections, with keys and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Key directories: what is refused, what stays, and what the authority's machine does with it."""
+"""Key directories: refused and kept files, and the operations of the authority's machine."""
 
 from __future__ import annotations
 

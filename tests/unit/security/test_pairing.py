@@ -1,4 +1,4 @@
-"""One pasted line: what it gives to whom, and to nobody else."""
+"""Pairing by one pasted line: it gives keys to the invited machine alone."""
 
 from __future__ import annotations
 

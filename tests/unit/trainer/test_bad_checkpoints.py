@@ -1,6 +1,6 @@
-"""Checkpoints as people, disks and strangers leave them, row by row: which step a run takes up, or
-why it does not; one message, an exit code, no traceback. The numbers are those of the bad inputs
-that the project lists."""
+"""Bad checkpoints, row by row: the step that a run resumes from, or the reason why it does not; one
+message, an exit code, no traceback. The numbers are those of the bad inputs that the project
+lists."""
 
 from __future__ import annotations
 

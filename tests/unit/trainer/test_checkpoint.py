@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent, and what is read is what was written."""
+"""A checkpoint is complete or absent, and is read as it was written."""
 
 from __future__ import annotations
 

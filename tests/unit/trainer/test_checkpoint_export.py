@@ -1,4 +1,4 @@
-"""A worker that is gone when the result is gathered: the result is made of the last checkpoint."""
+"""The result of a run that lost a worker at its end is made of the last checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What may differ between a checkpoint and the run that takes it up, without any process."""
+"""Permitted and refused differences between a checkpoint and the run that resumes it, without any
+process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator does when the disk, a signal or a person interferes: real runs."""
+"""The coordinator's behaviour when the disk, a signal or a person interferes: real runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The durable step, with a pipeline that hands out what it is told to."""
+"""The durable step, with a pipeline whose snapshots the test controls."""
 
 from __future__ import annotations
 

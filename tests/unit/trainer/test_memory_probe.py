@@ -1,4 +1,4 @@
-"""The longest micro-batch comes first, and nothing but a lack of memory can be seen of it."""
+"""The longest micro-batch comes first, without any effect except on a lack of memory."""
 
 from __future__ import annotations
 

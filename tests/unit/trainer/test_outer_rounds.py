@@ -1,4 +1,4 @@
-"""Who is wrong where islands in rounds do not come to the same, and what a decision must say."""
+"""Islands in rounds: the island with wrong weights is found, and decisions are checked."""
 
 from __future__ import annotations
 

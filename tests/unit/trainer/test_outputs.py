@@ -1,4 +1,4 @@
-"""A run's directories: probed, locked, and nobody else's touched."""
+"""A run's directories: probed, locked, and never those of another run."""
 
 from __future__ import annotations
 

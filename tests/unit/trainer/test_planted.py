@@ -1,4 +1,4 @@
-"""What another user of the machine could have put into the directories of a run: never taken up,
+"""Files that another user of the machine could have put into a run's directories: never loaded,
 never written through. Real runs in one process."""
 
 from __future__ import annotations

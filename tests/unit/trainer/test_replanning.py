@@ -1,4 +1,4 @@
-"""What a run says and does about its plan, by the times of its steps."""
+"""A run's messages about its plan and its changes of plan, by the times of its steps."""
 
 from __future__ import annotations
 

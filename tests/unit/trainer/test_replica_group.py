@@ -1,4 +1,4 @@
-"""What a group of replicas is asked in a step, and what its answers do."""
+"""The calls of a step to a group of replicas, and the effect of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was left open is decided in one validated configuration, which remembers why."""
+"""Open settings are decided in one validated configuration, which remembers the reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan was predicted to take, kept beside the results of its run."""
+"""The predicted step of a plan, saved beside the results of its run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which signal asks, which saves and which stops at once: in processes on real terminals."""
+"""Signals that ask, save or stop at once: in processes on real terminals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def never(pid: int, terminal: int) -> None:
 
 @pytest.fixture(autouse=True)
 def heard_as_usual() -> Iterator[None]:
-    """Whoever runs the tests under `nohup` has SIGHUP ignored, in the processes they start too."""
+    """Under `nohup` SIGHUP is ignored, also in the processes that the tests start."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -170,7 +170,7 @@ runpy.run_module("hetero_framework", run_name="__main__")
 def test_a_command_is_stopped_in_order_from_its_first_moment(
     command: str, module: str, number: signal.Signals
 ) -> None:
-    """Not by the signal itself: whoever has started it asks the exit code how to go on."""
+    """Not by the signal itself: its parent decides by the exit code how to go on."""
     words = [sys.executable, "-c", _AT_IMPORT, module, str(int(number)), command]
     done = subprocess.run([*words, "--config", "none.json"], capture_output=True, timeout=120)
     assert (done.returncode, done.stderr.decode()) == (75, f"hetero: stopped: by {number.name}\n")

@@ -1,4 +1,4 @@
-"""A run's state is a value: what a step makes of it, and its way into a checkpoint and back."""
+"""A run's state is a value: its successor after a step, and its way into a checkpoint and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture shows machines, stages and boundaries as they are, whatever their names."""
+"""The picture shows machines, stages and boundaries correctly, with any names."""
 
 from __future__ import annotations
 

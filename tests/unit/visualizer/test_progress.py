@@ -1,4 +1,4 @@
-"""The display shows what it is told, in any terminal, and never ends a run."""
+"""The display fits any terminal and never ends a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a step shows every task where and when it was."""
+"""The picture of a step shows every task at its place and time."""
 
 from __future__ import annotations
 

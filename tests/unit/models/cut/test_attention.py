@@ -1,4 +1,5 @@
-"""Which attention trains on which device: asked before weights are read, by all processes."""
+"""Attention implementations that can train on a device: checked by all processes before weights are
+read."""
 
 from __future__ import annotations
 

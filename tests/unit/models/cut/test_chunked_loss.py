@@ -1,4 +1,4 @@
-"""A loss in pieces: the same numbers, the same bits under every cut, and less memory."""
+"""The loss in chunks: the same numbers, the same bits under every cut, and less memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Multimodal classes whose towers need a package that is not here, against their own classes."""
+"""Multimodal classes whose non-text modules need a package that is not installed, against their own
+classes."""
 
 from __future__ import annotations
 

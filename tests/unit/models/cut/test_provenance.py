@@ -1,4 +1,4 @@
-"""What a tensor was made from, seen operation by operation."""
+"""The origin of each tensor, followed operation by operation."""
 
 from __future__ import annotations
 

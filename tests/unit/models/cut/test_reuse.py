@@ -1,4 +1,4 @@
-"""What a process keeps of its shards when it takes another part of the model."""
+"""Modules that a process reuses when it gets another part of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Side tensors: where they are in a call, and which gradients come back for them."""
+"""Side tensors: their places in a call, and their gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A multimodal checkpoint's towers in what training makes, against transformers' and PEFT's own."""
+"""The non-text modules of a multimodal checkpoint in the result, against transformers' and PEFT's
+own."""
 
 from __future__ import annotations
 

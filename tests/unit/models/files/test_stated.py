@@ -1,4 +1,4 @@
-"""What weights say against their config.json, beside what transformers makes of both."""
+"""Weights that contradict their config.json, and how transformers reads both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a model that are not what they should be: which, and what to do."""
+"""Wrong or damaged files of a model: the error names the file and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Footprints against the same parts run on numbers."""
+"""Footprints against the same parts run with values."""
 
 from __future__ import annotations
 

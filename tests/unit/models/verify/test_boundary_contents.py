@@ -1,4 +1,4 @@
-"""What is said of boundaries that carry more than the hidden state."""
+"""Report lines about boundaries with side tensors."""
 
 from __future__ import annotations
 

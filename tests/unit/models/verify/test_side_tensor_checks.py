@@ -1,4 +1,4 @@
-"""What a stage expects to arrive beside the hidden state."""
+"""The side tensors that a stage expects."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_a_proof_returns_the_best_if_nothing_is_better() -> None:
 def test_an_unfinished_proof_still_uses_its_layouts(
     limit: str, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever proves nothing for want of work still looks at what was found, for few devices."""
+    """A proof that runs out of work still simulates the layouts found, for few devices."""
     monkeypatch.setattr(proof, limit, (60, 60))
     monkeypatch.setattr(proof, "FEW", 3 if few else 2)
     rules = rules_of(PROFILE)

@@ -1,4 +1,4 @@
-"""Fleets whose steps are simulated, and a judge that is told of them alone."""
+"""The replanning policy on fleets whose steps are simulated."""
 
 from __future__ import annotations
 
