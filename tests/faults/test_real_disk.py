@@ -163,7 +163,7 @@ def test_f24_a_disk_that_becomes_read_only_keeps_its_checkpoints(on_disk, disk: 
     figures("read-only", watch, config)
 
 
-def test_f24_an_output_dir_that_becomes_read_only_ends_the_run_with_all_work_saved(
+def test_f24_a_read_only_output_dir_ends_the_run_with_all_work_saved(
     on_disk, tmp_path: Path
 ) -> None:
     """Remounted in order, with everything in it: logs and metrics, too."""

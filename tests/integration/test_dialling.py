@@ -98,7 +98,7 @@ def whole(losses: Callable[..., list[tuple]]) -> list[tuple]:
 
 
 @pytest.mark.usefixtures("nothing_left_here")
-def test_worker_that_dials_trains_as_any_other_and_dials_again_when_its_link_is_cut(
+def test_a_worker_that_dials_trains_and_redials_after_a_cut_link(
     raw: dict[str, Any], tmp_path: Path, whole: list[tuple]
 ) -> None:
     proxy = FaultProxy(("127.0.0.1", raw["coordinator"]["port"]))

@@ -666,7 +666,7 @@ def test_a_worker_that_is_frozen_is_killed_and_started_again(
     assert_equal_runs(tmp_path / "run", whole("lora"))
 
 
-def test_killing_the_coordinator_leaves_no_worker_of_its_own_and_frees_the_others(
+def test_killing_the_coordinator_ends_its_workers_and_frees_the_others(
     make, proxies, whole, tmp_path
 ) -> None:
     """Worker 1 is the coordinator's child, worker 2 stands by itself and serves the next run."""

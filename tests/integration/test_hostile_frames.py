@@ -270,7 +270,7 @@ def run_with(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Iterator[C
         pytest.param(lambda hidden: hidden[:0], "0 x [0-9]+ x 32", id="row 21"),
     ],
 )
-def test_accepted_peer_that_sends_another_shape_ends_the_run_with_both(
+def test_a_tensor_of_another_shape_ends_the_run_naming_both(
     change: Change, got: str, run_with: Callable[..., Notes]
 ) -> None:
     wanted = "expected 2 x [0-9]+ x 32"
@@ -279,7 +279,7 @@ def test_accepted_peer_that_sends_another_shape_ends_the_run_with_both(
         run_with(change)
 
 
-def test_accepted_peer_that_sends_more_than_any_boundary_has_ends_the_run_with_both(
+def test_a_tensor_larger_than_any_boundary_ends_the_run_naming_both(
     run_with: Callable[..., Notes],
 ) -> None:
     text = "FORWARD of micro-batch 2 for stage 2 has [0-9]+ bytes; at most [0-9]+ cross"
@@ -287,7 +287,7 @@ def test_accepted_peer_that_sends_more_than_any_boundary_has_ends_the_run_with_b
         run_with(lambda hidden: hidden.repeat(1, 4096, 1))
 
 
-def test_row_22_values_of_an_accepted_peer_that_are_not_finite_skip_the_step_with_the_stage(
+def test_row_22_non_finite_values_of_a_peer_skip_the_step_with_the_stage(
     run_with: Callable[..., Notes], tmp_path: Path
 ) -> None:
     notes = run_with(lambda hidden: hidden * float("nan"))

@@ -140,9 +140,7 @@ def test_three_epochs_of_full_training_agree_with_sft_trainer(losses, chat_model
     assert_close(weights(tmp_path / "run"), trained)
 
 
-def test_quantisation_by_machine_agrees_with_sft_trainer_that_quantises_these_layers(
-    pool, losses, tmp_path
-) -> None:
+def test_quantisation_by_machine_agrees_with_sft_trainer(pool, losses, tmp_path) -> None:
     model = save_llama(tmp_path / "model", hidden_size=64, intermediate_size=128)
     adapter = save_adapter(model, tmp_path / "adapter")
     rows = write_jsonl(tmp_path / "rows.jsonl", CASES["text"][0](random.Random(1)))

@@ -110,7 +110,7 @@ def test_a_stage_that_hangs_is_killed_and_the_result_is_the_same(
 
 
 @LONG
-def test_a_step_that_kills_its_worker_each_time_ends_the_run_and_names_its_samples(
+def test_a_step_that_keeps_killing_its_worker_ends_the_run(
     llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HETERO_FAILPOINT", "worker-1/backward@3")
@@ -121,7 +121,7 @@ def test_a_step_that_kills_its_worker_each_time_ends_the_run_and_names_its_sampl
     assert raised.value.exit_code == 4
 
 
-def test_f30_a_lack_of_memory_in_any_process_has_its_step_done_again_with_the_same_result(
+def test_f30_out_of_memory_in_any_process_repeats_the_step_exactly(
     llama: Path, texts: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In all its shapes. Nobody ends, no link breaks, and no step but those is repeated."""

@@ -101,7 +101,7 @@ def test_changes_of_plan_change_no_bit(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("cut_at")
-def test_ctrl_c_while_the_plan_changes_keeps_the_state_and_the_same_command_goes_on(
+def test_ctrl_c_during_a_change_of_plan_keeps_the_state(
     llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(llama, texts, tmp_path / "run", THREE, adapter=LORA)
@@ -313,7 +313,7 @@ def alone(config: Config, output: Path) -> Config:
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", ["load", "load-state"])
-def test_a_worker_that_dies_while_the_plan_changes_has_it_begun_again(
+def test_a_worker_lost_during_a_change_of_plan_restarts_the_change(
     point: str, config: Config, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeouts, "REPLAN_S", 5.0)
@@ -331,7 +331,7 @@ def test_a_worker_that_dies_while_the_plan_changes_has_it_begun_again(
 
 
 @pytest.mark.long
-def test_a_coordinator_that_dies_while_the_plan_changes_goes_on_with_the_same_command(
+def test_a_coordinator_killed_during_a_change_of_plan_continues(
     config: Config, worker: Worker, tmp_path: Path
 ) -> None:
     config = config.with_changes(training={"rejoin_wait_s": 2.0})

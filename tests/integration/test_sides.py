@@ -38,7 +38,7 @@ INTERLEAVED = [
 @pytest.mark.parametrize(
     "adapter", [pytest.param(None, marks=pytest.mark.long), LORA], ids=["full", "lora"]
 )
-def test_inputs_of_single_layers_and_shared_keys_cross_and_their_gradients_come_back(
+def test_per_layer_inputs_and_shared_keys_cross_and_get_gradients(
     adapter, losses, tmp_path
 ) -> None:
     model = save_tiny("gemma3n_text", tmp_path / "model")
@@ -114,7 +114,7 @@ def test_the_loss_of_routers_crosses_processes_that_hold_several_stages(
         *((model_type, "nf4") for model_type in SETTINGS if model_type != "gemma3n_text"),
     ],
 )
-def test_runs_that_go_on_under_another_cut_and_over_other_links_equal_one_process(
+def test_runs_continued_under_other_cuts_and_links_equal_one_process(
     model_type: str, adapter: str | None, pool: Pool, texts: Path, tmp_path: Path
 ) -> None:
     model = {"name_or_path": str(save_tiny(model_type, tmp_path / "model"))}

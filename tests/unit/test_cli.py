@@ -58,7 +58,7 @@ def config_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_list_of_commands_needs_none_of_them() -> None:
+def test_the_list_of_commands_imports_none_of_them() -> None:
     """Nor configuration and pydantic, which take as long to import as Python to start."""
     program = (
         "import sys, contextlib\n"
@@ -107,7 +107,7 @@ def test_supervised_worker_reads_its_life_line_after_the_imports(config_file: Pa
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_imports_peft_only_for_an_adapter_and_never_datasets_or_the_compiler() -> None:
+def test_a_run_imports_peft_for_adapters_only_and_no_datasets() -> None:
     """They bring bitsandbytes, torch's compiler and pandas: half of what torch itself takes."""
     program = (
         "import sys\n"

@@ -299,7 +299,7 @@ def test_link_between_workers_that_breaks_while_one_loads_is_relayed_for(
 
 @pytest.mark.usefixtures("one_plan")
 @pytest.mark.parametrize("lost", [LinkLost(1, "reset"), DirectLost(1, 2, "reset")], ids=type)
-def test_link_that_breaks_while_workers_are_asked_whether_they_live_ends_none(
+def test_a_link_lost_during_the_liveness_question_ends_no_worker(
     lost: Exception, links: Links, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = started(links)

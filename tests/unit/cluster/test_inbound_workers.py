@@ -169,7 +169,7 @@ def test_run_says_where_a_worker_should_have_called(
         links._open(links._workers[1], 0.05)
 
 
-def test_name_that_only_the_coordinator_takes_for_itself_is_no_place_to_dial(
+def test_a_loopback_name_of_the_coordinator_cannot_be_dialled(
     links: WorkerLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(addresses, "is_loopback_by_name", lambda host: True)

@@ -244,7 +244,7 @@ def lost(served: Served) -> Callable[[], bool]:
         (7, "model.name_or_path: must be a text"),
     ],
 )
-def test_model_that_its_own_file_does_not_name_is_refused_and_it_stays(
+def test_a_worker_refuses_a_model_not_in_its_file_and_stays_up(
     name: Any, said: str, keep: bool, serve: Any
 ) -> None:
     served = serve(keep=keep)
@@ -261,7 +261,7 @@ def test_model_that_its_own_file_does_not_name_is_refused_and_it_stays(
     assert len(served.weights) == 1
 
 
-def test_cost_of_a_model_is_told_only_where_its_own_file_permits_that(serve: Any) -> None:
+def test_a_worker_measures_only_models_that_its_own_file_permits(serve: Any) -> None:
     """`hetero plan --measure` asks for it: "hetero.measure" is one more way to name a model."""
     served = serve()
     coordinator = served.dial().set_up()
@@ -695,7 +695,7 @@ def test_a_worker_goes_on_accepting_after_a_failed_accept(
     assert served._worker._acceptor.strangers == 0
 
 
-def test_frame_that_a_coordinator_may_announce_is_no_larger_than_half_of_the_memory(
+def test_a_coordinator_may_announce_frames_up_to_half_of_the_memory(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = SimpleNamespace(total=9000, available=9000)
@@ -769,7 +769,7 @@ def test_worker_that_is_told_to_end_does_not_wait_for_ever(serve: Any, gone: boo
 # ---- where it listens
 
 
-def test_own_name_that_means_loopback_is_refused_where_the_coordinator_is_elsewhere(
+def test_a_loopback_own_name_is_refused_with_a_remote_coordinator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(addresses, "resolve", lambda name: ("127.0.1.1",))

@@ -236,7 +236,9 @@ def test_memory_and_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "cuda:77" in found(diagnosis.memory, asked(absent))[0]
 
 
-def test_four_bits_where_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_bits_on_a_device_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Device, "four_bit", lambda self: Support(False, "bitsandbytes is absent"))
     made = view(tmp_path)
     assert found(diagnosis.four_bit, made) == []

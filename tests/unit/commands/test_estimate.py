@@ -145,7 +145,7 @@ def test_a_model_that_cannot_be_read_ends_with_2(
 
 
 @pytest.mark.parametrize("option", ["--model", "--device", "--bandwidth"])
-def test_options_of_a_dry_run_go_with_it(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_a_dry_run_need_dry_run(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--measure", option, "1=x"]) == 2
     assert f"{option} goes with --dry-run" in capsys.readouterr().err
 

@@ -59,7 +59,9 @@ def serve(bind: str, folder: Path, **options: Any) -> list[str]:
     return said
 
 
-def test_line_says_where_it_is_and_how_islands_get_in(tmp_path: Path, started: list[int]) -> None:
+def test_the_line_of_a_lighthouse_has_its_address_and_the_invite(
+    tmp_path: Path, started: list[int]
+) -> None:
     bind = f"127.0.0.1:{free_ports(1)[0]}"
     [line] = serve(bind, tmp_path / "none")
     assert f"the lighthouse is at {bind}, without authentication" in line

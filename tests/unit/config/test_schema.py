@@ -759,7 +759,9 @@ def test_sections_can_be_built_in_python() -> None:
         ("training.warmstart", "unknown key; docs/configuration.md lists all settings"),
     ],
 )
-def test_unknown_name_is_told_its_name_here_or_that_there_is_none(path: str, expected: str) -> None:
+def test_an_unknown_setting_is_refused_with_its_name_here_or_a_reason(
+    path: str, expected: str
+) -> None:
     assert expected in message(changed(path, 1))
 
 

@@ -264,7 +264,7 @@ def test_a_link_that_insists_waits_only_for_room() -> None:
     assert wire.told == [1]
 
 
-def test_frames_of_an_attempt_count_that_came_before_its_plan() -> None:
+def test_frames_that_came_before_the_plan_of_their_attempt_count() -> None:
     """Another worker may have heard of the step before us; what is left of the last one is not in
     the plan."""
     wire = Wire(reserves=True)

@@ -19,7 +19,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_answer_is_there_in_the_next_run_and_for_its_question_only(cache: Path) -> None:
+def test_a_cached_answer_is_found_by_the_next_run_for_its_question(cache: Path) -> None:
     assert recall("verdicts", "q") is None
     remember("verdicts", "q", {"passed": True})
     assert recall("verdicts", "q") == {"passed": True}
@@ -96,7 +96,7 @@ def test_writers_at_once_leave_one_whole_answer(cache: Path) -> None:
         ("linux", {"HETERO_CACHE": "/c"}, "/c"),
     ],
 )
-def test_place_is_the_platforms_unless_it_is_chosen(
+def test_the_cache_directory_is_the_platforms_unless_chosen(
     platform: str, variables: dict[str, str], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HETERO_CACHE")

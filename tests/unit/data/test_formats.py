@@ -282,7 +282,7 @@ GOOD = chat("Hello", "Hi")
         ("messages", {"messages": GOOD, "tools": "{"}, "the field tools: not JSON"),
     ],
 )
-def test_formatter_bad_example_says_where_and_what(name, fields, message):
+def test_formatter_names_place_and_fault_of_a_bad_example(name, fields, message):
     formatter = formatter_of(name, tiny_tokenizer(CHATML))
     with pytest.raises(DataError, match=message):
         formatter([Record("f:9", fields)])

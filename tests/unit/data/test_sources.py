@@ -195,7 +195,7 @@ def test_read_records_line_over_the_limit_is_refused(tmp_path, monkeypatch):
         ("folder", "the folder folder holds no file that can be read"),
     ],
 )
-def test_find_sources_absent_says_where_it_looked(tmp_path, spec, message):
+def test_find_sources_absent_names_the_searched_place(tmp_path, spec, message):
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match=message):
         find_sources(spec, tmp_path)

@@ -309,7 +309,7 @@ def test_choose_pad_token_without_a_choice_names_the_setting():
     assert "data.pad_token" in str(caught.value)
 
 
-def test_padding_free_makes_one_row_of_each_micro_batch_of_training_and_evaluation(tmp_path):
+def test_padding_free_makes_one_row_of_each_micro_batch(tmp_path):
     files = {"eval": "train.jsonl", "padding_free": True}
     training = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 3}
     padded = load(tmp_path, ROWS, eval="train.jsonl", training=training)

@@ -137,7 +137,7 @@ def test_a_backward_that_fails_leaves_nothing_behind(
     assert model.happened[4:] == [["2"], ["1"], "first layer", ["0"]]
 
 
-def test_the_parameters_are_left_alone_when_it_is_closed(model: Model) -> None:
+def test_closed_early_gradients_take_no_gradient(model: Model) -> None:
     model.early.begin(model)
     model.early.close()
     with model.early.last_backward():

@@ -229,7 +229,7 @@ def test_first_stage_needs_inputs_only() -> None:
     assert sent.heads == [("hidden", 1, 0)]
 
 
-def test_micro_batches_run_in_ascending_order_whatever_arrives_first() -> None:
+def test_micro_batches_run_in_ascending_order_for_any_arrival() -> None:
     stage = FakeStage(1)
     executor, sent, buffers = executor_of(stage)
     for k in (2, 1):

@@ -73,7 +73,7 @@ def test_an_awaited_tensor_is_accepted_once() -> None:
     awaited.check(*frame(Forward, HIDDEN, stage=3))
 
 
-def test_size_of_the_micro_batch_decides_where_its_inputs_have_come() -> None:
+def test_tensors_must_match_the_size_of_their_micro_batch() -> None:
     awaited = made()
     for k in (0, 1):
         awaited.inputs(1, 1, k, {"attention_mask": (2, 7)})

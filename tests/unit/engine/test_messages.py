@@ -63,7 +63,7 @@ def test_a_step_message_carries_info_and_schedule(schedule: StepSchedule, train:
 # ---- INPUTS
 
 
-def test_inputs_travel_in_half_of_their_bytes_and_masks_of_ones_in_none() -> None:
+def test_inputs_are_sent_in_half_of_their_bytes_and_masks_in_none() -> None:
     inputs = {
         "input_ids": torch.tensor([[1, 2, 250_000], [4, 5, 6]]),
         "attention_mask": torch.ones(2, 3, dtype=torch.int64),

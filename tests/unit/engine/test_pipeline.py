@@ -282,7 +282,7 @@ class Sums:
         return {name: torch.ones(1) for name in names}
 
 
-def test_sums_of_the_last_stage_are_taken_over_before_the_first_ones_last_backward(
+def test_last_stages_sums_are_loaded_before_the_first_stages_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its worker has no gradient for the first stage before it has the sums."""

@@ -550,7 +550,7 @@ def test_state_goes_into_a_fresh_stage_that_then_continues_equally(
         assert torch.equal(tensor, expected[name])
 
 
-def test_snapshot_is_of_its_step_whatever_later_steps_change(
+def test_a_snapshot_is_of_its_step_despite_later_steps(
     stage: Open, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some parts are read while the next step runs, others after it and the one after that have

@@ -161,7 +161,7 @@ def test_data_is_moved_to_a_device_of_one_thread_when_its_attempt_takes_it() -> 
     host.close()
 
 
-def test_data_of_an_attempt_to_come_waits_for_it_and_old_data_is_dropped(host: StageHost) -> None:
+def test_data_of_a_later_attempt_waits_and_old_data_is_dropped(host: StageHost) -> None:
     early = arrive(host, replace(INFO, attempt=5))
     host.begin(INFO, SCHEDULE)
     assert arrive(host, replace(INFO, attempt=0)) == [1]
@@ -241,7 +241,7 @@ def test_export_is_read_in_order(host: StageHost) -> None:
         host.state(1, "export", 3, None)
 
 
-def test_inputs_of_a_micro_batch_are_copied_to_the_device_and_waited_for_at_once() -> None:
+def test_inputs_of_a_micro_batch_are_copied_to_the_device_at_once() -> None:
     device = QueuedDevice(at_once=True)
     batch = {"input_ids": torch.ones(1, 2), "labels": torch.zeros(1, 2), "mask": torch.ones(1, 2)}
     found = inputs_in(device, batch)

@@ -18,7 +18,7 @@ def step_s(shares: Shares, seconds: dict[str, float], count: int) -> float:
     return max(n * seconds[name] for name, n in apportion(count, shares.of).items())
 
 
-def test_numbers_count_as_they_are_and_auto_is_for_all_or_none() -> None:
+def test_given_shares_are_kept_and_auto_is_for_all_or_none() -> None:
     assert given_shares({"a": 6, "b": 2.5}) == {"a": 6.0, "b": 2.5}
     assert given_shares({"a": "auto", "b": "auto"}) is None
     with pytest.raises(ConfigError, match='is a number of b, c and "auto" of a'):

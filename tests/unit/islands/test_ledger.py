@@ -184,7 +184,7 @@ DROPPED = {"samples of a step", "samples of an epoch", "steps"}
         ({"rows": 6, "accumulation": 1}, set()),
     ],
 )
-def test_islands_that_would_see_other_samples_are_told_apart(
+def test_islands_that_would_see_other_samples_are_detected(
     other: dict[str, object], differs: set[str]
 ) -> None:
     mine, theirs = order_facts(order(), "f"), order_facts(order(**other), "f")  # type: ignore[arg-type]

@@ -440,9 +440,7 @@ def test_a_finished_run_is_found_by_other_islands(
     assert b.find_finished("run 1", "facts", 0.0) == DONE
 
 
-def test_runs_are_known_by_name_and_new_islands_find_those_of_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_finished_runs_are_found_by_name_or_by_recent_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(module, "_MAX_FINISHED", 2)

@@ -165,7 +165,7 @@ def test_a_member_that_leaves_is_lost_to_all_at_once(coast: Coast) -> None:
                 tried()
 
 
-def test_an_island_that_leaves_in_order_is_told_as_left_and_not_as_lost(coast: Coast) -> None:
+def test_an_island_that_leaves_in_order_is_reported_as_left_not_lost(coast: Coast) -> None:
     links = list(map(coast.open, "abc"))
     a, _, c = together(*links)
     links[1].part(f"{LEAVES} (it was stopped by SIGTERM)")

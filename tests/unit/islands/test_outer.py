@@ -249,7 +249,7 @@ def test_no_operation_of_the_outer_step_is_fused() -> None:
         np.testing.assert_array_equal(outer.weights["w"].numpy(), weight)
 
 
-def test_weights_of_16_bits_are_agreed_on_in_float32_and_come_back_as_they_were() -> None:
+def test_weights_of_16_bits_are_averaged_in_float32_and_keep_their_type() -> None:
     local = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     outer = OuterFragment({"w": local}, settings(outer_momentum=0, outer_learning_rate=0.5))
     outer.step({"w": torch.tensor([2**-10, 0.0])})  # too little for 8 significant bits

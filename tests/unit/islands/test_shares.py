@@ -59,9 +59,7 @@ def test_apportioned_numbers_add_up_and_are_off_by_less_than_one(
     assert apportion(count, reversed_names, least) == dealt
 
 
-def test_a_fast_island_takes_more_steps_of_a_round_and_a_slow_one_enough_for_each_fragment() -> (
-    None
-):
+def test_a_fast_island_takes_more_steps_and_a_slow_one_enough_of_a_round() -> None:
     assert round_steps(20, {"a": 1.0, "b": 1.0}) == {"a": 20, "b": 20}
     assert round_steps(30, {"fast": 2.0, "slow": 1.0}) == {"fast": 40, "slow": 20}
     assert round_steps(20, {"fast": 99.0, "slow": 1.0}, fragments=2, delay_steps=2) == {

@@ -51,7 +51,7 @@ def test_no_gradient_is_sent_below_the_lowest_trained_layer() -> None:
     assert [fleet.activation_bytes(part) > 0 for part in layout] == [False, False, True, True]
 
 
-def test_a_gradient_goes_back_to_the_embedding_unless_it_is_known_not_to_be_trained() -> None:
+def test_the_embedding_gets_a_gradient_unless_known_to_be_frozen() -> None:
     profile = fleet_of(device("local"), device(1), layers=4)
     assert Fleet(profile).goes_back(0)
     frozen = Fleet(profile.model_copy(update={"embedding_is_trained": False}))

@@ -71,7 +71,7 @@ def test_memory_makes_stages_recompute_before_it_makes_them_smaller() -> None:
     assert without.predicted_step_s > found.predicted_step_s
 
 
-def test_a_quick_coordinator_short_of_memory_holds_both_ends_and_computes_little_again() -> None:
+def test_a_quick_coordinator_with_both_ends_recomputes_little() -> None:
     """Of its 15 layers those at the end store one forward each, so they are not computed again."""
     quick = device("local", memory_bytes=16.2 * GB)
     slow = device(1, layer_forward_s=0.012, layer_backward_s=0.024)

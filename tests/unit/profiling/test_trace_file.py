@@ -290,7 +290,7 @@ def test_a_missing_timeline_names_the_setting(tmp_path: Path) -> None:
             read_timeline(path)
 
 
-def test_file_that_is_none_of_ours_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_timeline_file_is_refused(tmp_path: Path) -> None:
     record(tmp_path, THREE, steps=[1])
     path = tmp_path / "timeline.json"
     good = path.read_text(encoding="utf-8")

@@ -148,7 +148,7 @@ def test_addresses_of_one_machine_are_one_group(peer: str, group: str) -> None:
     assert _Stranger(None, peer).group == group  # type: ignore[arg-type]
 
 
-def test_pace_allows_a_burst_and_then_so_many_per_second() -> None:
+def test_the_rate_limit_allows_a_burst_and_then_a_fixed_rate() -> None:
     pace = RateLimit()
     assert [pace.allows("a", 0.0) for _ in range(65)] == [True] * 64 + [False]
     assert pace.allows("b", 0.0)

@@ -158,9 +158,7 @@ def test_rotating_makes_a_new_cluster_and_lists_members_to_rejoin(tmp_path: Path
     assert keys.revoked() == frozenset()
 
 
-def test_keys_of_islands_lie_beside_those_of_workers_and_know_nothing_of_them(
-    tmp_path: Path,
-) -> None:
+def test_keys_of_islands_are_independent_of_those_of_workers(tmp_path: Path) -> None:
     workers = KeyDirectory(tmp_path / "keys")
     islands = workers.of_islands
     own, _ = certificates.ensure_authority(workers)
@@ -195,9 +193,7 @@ def rotated_in_another_process(keys: KeyDirectory, ready: Path) -> subprocess.Po
     return subprocess.Popen([sys.executable, "-c", program, str(keys.path), str(ready)])
 
 
-def test_keys_of_islands_survive_that_those_of_workers_are_replaced_all_the_time(
-    tmp_path: Path,
-) -> None:
+def test_keys_of_islands_survive_repeated_rotations_of_worker_keys(tmp_path: Path) -> None:
     keys, ready = KeyDirectory(tmp_path / "keys"), tmp_path / "ready"
     certificates.ensure_authority(keys)
     made, _ = certificates.ensure_authority(keys.of_islands)

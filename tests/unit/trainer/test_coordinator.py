@@ -297,7 +297,7 @@ def test_a_stop_before_anything_is_saved_says_so(
         train(with_evaluation(alone, tmp_path, eval_on_start=True))
 
 
-def test_a_stop_without_a_checkpoint_names_the_step_that_the_same_command_goes_on_after(
+def test_a_stop_without_a_checkpoint_names_the_step_to_continue_after(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C, and "n" to the question: the durable step is still there."""

@@ -152,7 +152,7 @@ def test_f30_a_lack_of_memory_comes_before_the_first_step_with_numbers(
     assert not (config.output_dir / "metrics.jsonl").exists()
 
 
-def test_f30_a_later_lack_of_memory_has_the_step_done_again_with_the_same_result(
+def test_f30_a_later_lack_of_memory_repeats_the_step_exactly(
     late: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, short = late("plain"), late("short", probe_longest_batch=False)

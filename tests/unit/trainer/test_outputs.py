@@ -66,9 +66,7 @@ def test_checkpoints_of_another_run_are_refused_and_untouched(alone: Alone, tmp_
     assert names(one.output_dir / "previous-1" / "checkpoints") == ["step_2", "step_4.tmp"]
 
 
-def test_checkpoints_elsewhere_that_say_nothing_of_their_run_are_refused(
-    alone: Alone, tmp_path: Path
-) -> None:
+def test_checkpoints_elsewhere_without_a_run_id_are_refused(alone: Alone, tmp_path: Path) -> None:
     config = alone(checkpoint_dir=str(tmp_path / "elsewhere"))
     save(config, 2)
     with entered(config) as directories, pytest.raises(ConfigError, match="of another run"):

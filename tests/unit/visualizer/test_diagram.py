@@ -350,7 +350,7 @@ def test_no_address_is_shown_twice() -> None:
     assert Diagram.of(named).places[1].lines == ("box1:9999", "device auto")
 
 
-def test_precision_is_shown_where_it_goes_by_machine() -> None:
+def test_precision_is_shown_where_it_differs_by_machine() -> None:
     raw = THREE.to_dict()
     raw |= {"adapter": {"r": 4}, "model": {"name_or_path": "m", "quantization": "nf4"}}
     raw["workers"][1]["quantization"] = "none"

@@ -186,7 +186,7 @@ def test_gradients_add_to_those_of_earlier_micro_batches() -> None:
             torch.testing.assert_close(shard.model.get_parameter(name).grad, 2 * gradient)
 
 
-def test_a_row_longer_than_the_table_of_positions_works_where_positions_begin_again() -> None:
+def test_a_row_longer_than_the_table_works_with_restarting_positions() -> None:
     (shard,) = build("gpt2", 0, 6)
     shard.train(False)
     ids = torch.randint(3, 160, (1, 300), generator=torch.Generator().manual_seed(0))

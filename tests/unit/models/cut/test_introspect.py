@@ -13,7 +13,7 @@ def test_layers_of_a_plain_model_are_all_alike() -> None:
     assert layer_kinds(AutoConfig.for_model("llama", **SMALL, num_hidden_layers=3)) == [0, 0, 0]
 
 
-def test_kinds_of_attention_are_told_apart_though_their_weights_are_not() -> None:
+def test_kinds_of_attention_are_distinguished_despite_equal_weights() -> None:
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     own = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3}
     config = AutoConfig.for_model("gemma3_text", **own, layer_types=types, sliding_window=8)

@@ -91,9 +91,7 @@ def test_checkpoint_from_shards_equals_the_librarys_own(name: str, tmp_path: Pat
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["base", "out"]
 
 
-def test_settings_that_the_library_would_not_save_are_kept_with_the_end_that_was_learned(
-    tmp_path: Path,
-) -> None:
+def test_settings_that_the_library_would_not_save_are_kept(tmp_path: Path) -> None:
     """As Llama 2's, whose temperature comes without sampling."""
     base = save_model(tmp_path / "base")
     published = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": 2}

@@ -205,9 +205,7 @@ def test_blocks_that_share_weights_in_turn_are_equal_under_any_cut() -> None:
     ("model_type", "module"),
     [("llama4_text", "router"), pytest.param("deepseek_v4", "o_a_proj", marks=pytest.mark.long)],
 )
-def test_an_adapter_of_a_module_that_is_no_linear_layer_is_refused_with_a_way_out(
-    model_type: str, module: str
-) -> None:
+def test_an_adapter_of_a_module_that_is_not_linear_is_refused(model_type: str, module: str) -> None:
     """Their classes are linear layers to PEFT; what they take or return is another thing."""
     config, settings = tiny_config(model_type), {"target_modules": "all-linear"}
     with pytest.raises(

@@ -41,7 +41,7 @@ def test_bound_of_unequal_stages_waits_for_the_slowest() -> None:
     assert step_bound(Profile.of([1, 4, 2], [2, 6, 3]), 5) == 3 + 5 * 10
 
 
-def test_bound_of_one_micro_batch_is_its_way_through_everything() -> None:
+def test_bound_of_one_micro_batch_is_its_path_through_all_stages() -> None:
     edges = [Edge(7, 11, 1), Edge(13, 17, 2)]
     profile = Profile.of([1, 4, 2], [2, 6, 3], edges=edges)
     assert step_bound(profile, 1) == 18 + (7 + 11 + 2) + (13 + 17 + 4)
@@ -76,7 +76,7 @@ def test_bound_of_relayed_boundaries_counts_them_at_the_relay() -> None:
     assert simulate(relayed, m, 8).seconds >= step_bound(relayed, m)
 
 
-def test_bound_of_a_stage_that_stores_few_waits_for_them_to_come_back() -> None:
+def test_bound_of_a_stage_with_a_small_limit_includes_round_trips() -> None:
     """Two at a time there and back: 5 in groups of 2, 2 and 1, and only the last group's way to the
     end counts twice."""
     profile = Profile.of([1, 4, 2], [2, 6, 3], edges=[Edge(7, 11, 1), Edge(13, 17, 2)])

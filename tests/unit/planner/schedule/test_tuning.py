@@ -154,9 +154,7 @@ def test_tune_is_never_worse_than_backward_first_with_the_default_limit(
         Profile.of([2, 4, 1], [8, 8, 4], devices=[0, 1, 0], edges=[Edge(2), Edge(0, 8)]),
     ],
 )
-def test_tune_is_not_led_astray_by_the_slower_boundaries_that_it_counts_on(
-    profile: Profile,
-) -> None:
+def test_tune_is_not_misled_by_its_margin_for_slower_boundaries(profile: Profile) -> None:
     """One or two in flight would be as good as any if edges were half as slow again."""
     first = simulate(profile, 4, default_max_in_flight(profile.num_stages)).seconds
     assert tune(profile, 4).forecast.seconds <= 1.005 * first

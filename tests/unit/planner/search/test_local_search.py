@@ -109,9 +109,7 @@ def test_with_many_stages_the_busiest_devices_give_to_the_idlest() -> None:
     assert not takers & givers
 
 
-def test_orders_are_cut_anew_as_long_as_there_is_work_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_orders_are_recut_while_work_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_search, "_ORDERS", 5)
     local, scores, _ = search_of(UNLIKE)
     scores.of(BAD)
