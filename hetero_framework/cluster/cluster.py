@@ -312,7 +312,7 @@ class Cluster:
         return fingerprint.whole_fingerprint(source, model.revision)
 
     def _await_ready(self, loading: Collection[WorkerId]) -> float:
-        """Wait until these workers have said READY; return the deadline of loading."""
+        """Wait until these workers have sent READY; return the deadline of loading."""
         told = time.monotonic()
         deadline = told + self._config.training.load_timeout_s
         while waiting := [str(worker) for worker in loading if worker not in self._peers.ready]:
@@ -385,13 +385,13 @@ class Cluster:
     def returned(self) -> dict[WorkerId, MachineFacts | None]:
         """The awaited workers that have come since the last call, with their devices; they are
         spare now. None for one that still has stages, whose memory is not free."""
-        found: dict[WorkerId, MachineFacts | None] = {}
+        machines: dict[WorkerId, MachineFacts | None] = {}
         for worker, welcome in self._peers.returned().items():
             has_stages = welcome.run_id == self.run_id
             self.members.on(worker, Event.BACK if has_stages else Event.FRESH)
             _log.info("worker %s is back", worker, extra=event("worker back", worker=worker))
-            found[worker] = None if has_stages else MachineFacts.of(welcome)
-        return found
+            machines[worker] = None if has_stages else MachineFacts.of(welcome)
+        return machines
 
     def begin(self, info: StepInfo, group: GradientSum | None = None) -> None:
         """Announce an attempt at a step to every stage; its number is set here. With `group`, the

@@ -1,6 +1,6 @@
 """Workers without a port, which dial the coordinator: their connections until the run takes them.
 
-The connection of a worker that has said CALL is parked until `take`. A second process with the id
+The connection of a worker that has sent CALL is parked until `take`. A second process with the id
 of a connected worker is refused. Only the process that owns the link may call again, since that
 means that it has lost the link.
 """

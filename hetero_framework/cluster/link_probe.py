@@ -71,10 +71,10 @@ def measure(ask: Ask, nbytes: int) -> LinkSpeed:
 def _repeat(seconds: Callable[[], float], times: int) -> list[float]:
     """`times` measurements after a warm-up; fewer, at least one, when they take long."""
     first = seconds()
-    found: list[float] = []
-    while len(found) < times and first + sum(found) < timeouts.PROBE_S:
-        found.append(seconds())
-    return found or [first]
+    timings: list[float] = []
+    while len(timings) < times and first + sum(timings) < timeouts.PROBE_S:
+        timings.append(seconds())
+    return timings or [first]
 
 
 def peer_question(number: int, peer: WorkerId, nbytes: int) -> Message:
@@ -83,11 +83,11 @@ def peer_question(number: int, peer: WorkerId, nbytes: int) -> Message:
 
 
 def peer_speed(answer: Message) -> LinkSpeed:
-    """The speed that the worker measured. Raises NetworkError with its reason if it could not."""
-    found = answer.expect(Control)
-    if found.error is not None:
-        raise NetworkError(shortened(found.error))
-    return LinkSpeed(**found.data)
+    """The speed that the worker measured. Raises NetworkError with its reason if that failed."""
+    reply = answer.expect(Control)
+    if reply.error is not None:
+        raise NetworkError(shortened(reply.error))
+    return LinkSpeed(**reply.data)
 
 
 def answer_for_peer(question: Control, ask_peer: Callable[..., Message]) -> Message:

@@ -103,8 +103,8 @@ class LocalWorkers:
         except OSError as error:
             raise ResourceError(f"cannot start worker {worker_id} again: {error}") from error
         what = f"it ended with {ended.how}"
-        said = event("worker restarted", worker=worker_id, reason=what)
-        _log.warning("worker %s: %s; started again", worker_id, what, extra=said)
+        restarted = event("worker restarted", worker=worker_id, reason=what)
+        _log.warning("worker %s: %s; started again", worker_id, what, extra=restarted)
 
     def was_told_to_end(self, worker_id: WorkerId) -> bool:
         """Whether a local worker was ended by a signal, at once or in order."""

@@ -194,7 +194,7 @@ class Membership:
     # Callable from any thread, since absent workers are dialled in threads of their own.
 
     def leaves(self, worker: WorkerId, reason: str) -> None:
-        """Note that a worker has said that it will end."""
+        """Note that a worker has announced its end."""
         self._absences[worker] = Absence(reason)
 
     def absence(self, worker: WorkerId) -> Absence:

@@ -18,36 +18,36 @@ from hetero_framework.errors import ConfigError
 EVERYTHING = "*"
 
 
-def check_permitted(asked: Config, own: Config, entry: WorkerConfig) -> Config:
+def check_permitted(asked: Config, local: Config, entry: WorkerConfig) -> Config:
     """Return `asked` with every folder resolved to the one that was checked, without symbolic
-    links. Raises ConfigError for a model or adapter that is permitted neither by `own`, the
+    links. Raises ConfigError for a model or adapter that is permitted neither by `local`, the
     worker's configuration, nor by the `models` of its `entry` there."""
-    _check_in_place(asked, own, entry)
+    _check_in_place(asked, local, entry)
     folders: dict[str, dict[str, str]] = {}
     for what, name in (("model", _model(asked)), ("adapter", _adapter(asked))):
         if name is None:
             continue
-        opened = _opened(own, name)
-        if not _is_permitted(opened, own, entry):
-            raise _refusal(f"the {what} {name!r}", own, entry)
+        opened = _opened(local, name)
+        if not _is_permitted(opened, local, entry):
+            raise _refusal(f"the {what} {name!r}", local, entry)
         if os.path.isdir(opened):
             folders[what] = {"name_or_path" if what == "model" else "init_from": opened}
     return asked.with_changes(**folders) if folders else asked
 
 
-def _check_in_place(asked: Config, own: Config, entry: WorkerConfig) -> None:
+def _check_in_place(asked: Config, local: Config, entry: WorkerConfig) -> None:
     """Check a model that is written in the configuration itself; the tiny one is for measuring."""
     fields = asked.model.from_config if asked.model is not None else None
     if fields is None or EVERYTHING in (entry.models or ()):
         return
-    if own.model is not None and own.model.from_config == fields:
+    if local.model is not None and local.model.from_config == fields:
         return
     if fields != {**TINY, "num_hidden_layers": len(asked.shard_plan)}:
-        raise _refusal("the model of model.from_config", own, entry)
+        raise _refusal("the model of model.from_config", local, entry)
 
 
-def _refusal(what: str, own: Config, entry: WorkerConfig) -> ConfigError:
-    named = [name for name in (_model(own), _adapter(own)) if name is not None]
+def _refusal(what: str, local: Config, entry: WorkerConfig) -> ConfigError:
+    named = [name for name in (_model(local), _adapter(local)) if name is not None]
     permitted = ", ".join(map(repr, [*named, *(entry.models or ())])) or "none"
     return ConfigError(
         f"worker {entry.id} may not load {what}: its own configuration permits {permitted}",
@@ -69,21 +69,21 @@ def _opened(config: Config, name: str) -> str:
     return os.path.realpath(config.path(name))
 
 
-def _is_permitted(asked: str, own: Config, entry: WorkerConfig) -> bool:
+def _is_permitted(asked: str, local: Config, entry: WorkerConfig) -> bool:
     patterns = entry.models or ()
     if EVERYTHING in patterns:
         return True
     # As paths, so that "models/../../etc" is not taken for one of "models/*".
-    named = [_opened(own, name) for name in (_model(own), _adapter(own)) if name is not None]
+    named = [_opened(local, name) for name in (_model(local), _adapter(local)) if name is not None]
     if any(os.path.normcase(asked) == os.path.normcase(name) for name in named):
         return True
-    return any(fnmatch.fnmatch(asked, _opened_pattern(own, pattern)) for pattern in patterns)
+    return any(fnmatch.fnmatch(asked, _opened_pattern(local, pattern)) for pattern in patterns)
 
 
-def _opened_pattern(own: Config, pattern: str) -> str:
+def _opened_pattern(local: Config, pattern: str) -> str:
     """A pattern of folders whose part before the first wildcard is resolved. Brackets in the name
     of the configuration's own folder are not a pattern."""
     parts = os.path.normpath(os.path.expanduser(pattern)).split(os.sep)
     plain = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     folder = os.sep.join(parts[:plain]) + os.sep if plain else "."
-    return os.path.join(glob.escape(_opened(own, folder)), *parts[plain:])
+    return os.path.join(glob.escape(_opened(local, folder)), *parts[plain:])

@@ -16,8 +16,8 @@ def out_of_memory_kills() -> int | None:
     """Number of processes of this machine that the kernel has killed for lack of memory; None where
     the system has no such counter."""
     with suppress(OSError, ValueError):
-        found = re.search(r"^oom_kill (\d+)$", _COUNTERS.read_text("ascii"), re.MULTILINE)
-        return int(found[1]) if found else None
+        line = re.search(r"^oom_kill (\d+)$", _COUNTERS.read_text("ascii"), re.MULTILINE)
+        return int(line[1]) if line else None
     return None
 
 
@@ -37,14 +37,14 @@ def on_kill(pid: int, kills_before: int | None) -> str:
 def _message_of(pid: int) -> str | None:
     """The kernel's log line about the end of this process, where we may read it (usually as
     root)."""
-    found = None
+    message = None
     with suppress(OSError):
         descriptor = os.open(_MESSAGES, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         try:
             for _ in range(_MAX_MESSAGES):
                 text = os.read(descriptor, 8192).decode("utf-8", "replace")  # one message each
                 if re.search(rf"\bKilled process {pid}\b", text):
-                    found = text.partition(";")[2].splitlines()[0]
+                    message = text.partition(";")[2].splitlines()[0]
         finally:
             os.close(descriptor)
-    return found
+    return message

@@ -73,7 +73,7 @@ class OutboundWorker:
             self._over.set()
 
     def _hold(self) -> bool:
-        """Dial, call and wait for the end of the connection; whether the coordinator said HELLO."""
+        """Dial, call and wait for the end of the connection; return whether HELLO came."""
         stream = self._dial()
         if stream is None:
             return False
@@ -85,7 +85,7 @@ class OutboundWorker:
             on_error.callback(stream.close)
             connection = self._connection = self._begin(stream)
             on_error.pop_all()
-        with suppress(HeteroError):  # `gone` is told of it
+        with suppress(HeteroError):  # `gone` is called for it
             connection.send(Message(self._call))
         while not (self._over.wait(timeouts.TICK_S) or connection.closed):
             pass

@@ -132,10 +132,10 @@ def pause_file_of(worker: PausableWorker) -> PauseFile | None:
 def supervised(worker_id: str) -> list[tuple[PauseFile, PausableWorker]]:
     """The workers with this id whose supervisors run on this machine, for this user."""
     directory, machine = cache_directory(), platform.node()
-    found = []
+    workers = []
     for path in sorted((directory / "workers").glob("*.json")) if directory is not None else ():
         pause_file = PauseFile(path.parent, path.stem)
         worker = pause_file.worker()
         if worker is not None and (worker.id, worker.machine) == (worker_id, machine):
-            found.append((pause_file, worker))
-    return [(pause_file, worker) for pause_file, worker in found if pause_file.is_held()]
+            workers.append((pause_file, worker))
+    return [(pause_file, worker) for pause_file, worker in workers if pause_file.is_held()]

@@ -1,6 +1,6 @@
 """A worker's links to other workers: dialling, handshake, traffic.
 
-The coordinator names the peers to dial, and says with every step which links carry tensors.
+The coordinator names the peers to dial; every STEP lists the links that carry tensors.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PeerLinks:
     def _dial(
         self, peer: m.PeerAddress, timeout_s: float, max_frame_bytes: int, stop: threading.Event
     ) -> str | None:
-        """Open a link to a worker; why that failed, or None."""
+        """Open a link to a worker; return the reason if that failed."""
         deadline = time.monotonic() + timeout_s
         worker = peer.id
         name, secure = f"worker {worker}", partial(self._access.dialled, process=worker)
@@ -104,11 +104,11 @@ class PeerLinks:
         try:
             answer = connection.ask(hello, deadline - time.monotonic(), stop)
             if answer is not None:
-                said = answer.body
-                if isinstance(said, m.PeerWelcome) and self._add(worker, connection, stop):
+                body = answer.body
+                if isinstance(body, m.PeerWelcome) and self._add(worker, connection, stop):
                     return None
-                if isinstance(said, (m.Reject, m.Error)):
-                    problem = said.message
+                if isinstance(body, (m.Reject, m.Error)):
+                    problem = body.message
         except HeteroError as error:
             problem = error.message
         connection.close(drain_s=0)
@@ -135,7 +135,7 @@ class PeerLinks:
     def _add(
         self, worker: WorkerId, connection: Connection, stop: threading.Event | None = None
     ) -> bool:
-        """Make this the link to a worker; False when `stop` says that the run has ended."""
+        """Make this the link to a worker; False when `stop` is set, since the run has ended."""
         watch = self.watch  # `close` takes it away
         if watch is not None:
             connection.link.on_moved = watch(worker)
@@ -210,8 +210,8 @@ class PeerLinks:
         """Round trips in seconds, of the peers that have answered a ping."""
         with self._lock:
             peers = dict(self._peers)
-        found = {worker: peer.link.clock.round_trip_s for worker, peer in peers.items()}
-        return {worker: seconds for worker, seconds in found.items() if seconds is not None}
+        measured = {worker: peer.link.clock.round_trip_s for worker, peer in peers.items()}
+        return {worker: seconds for worker, seconds in measured.items() if seconds is not None}
 
     def bytes_sent(self) -> int:
         """Bytes that the links of this run have sent so far."""

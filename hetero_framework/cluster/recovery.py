@@ -7,7 +7,7 @@
    it is back. If the worker still has its stages, nothing was lost: all abort the attempt, and the
    action is repeated.
 3. **Fence.** Otherwise the worker's process is another one (StagesLost), or will be
-   (WorkerLeaving). A worker that leaves first hands its state over. Then `forget_step` voids the
+   (WorkerLeaving). Before a worker leaves, it hands its state over. Then `forget_step` voids the
    attempt under way, unconfirmed commits and all answers of the old process.
 4. **Restore.** `_rejoin` has the new process load its stages, and `RunLoop.rewind` has all stages
    go back to the newest state that is kept. If a worker stays away (PeerLostError),
@@ -158,8 +158,8 @@ class Recovery:
                 if trouble is not None and not loads:
                     self._rejoin()
                 return action()
-            except (StagesLost, WorkerLeaving) as found:
-                trouble = found
+            except (StagesLost, WorkerLeaving) as lost:
+                trouble = lost
 
     def _part_with_leavers(self) -> None:
         """Let the workers go that leave, whose state is saved, and wait until they are back. A
@@ -240,15 +240,15 @@ class Recovery:
                     mend(mended)
                     del mended  # its traceback holds the tensors of the attempt
                 return action()
-            except StepTrouble as found:
-                stalls += isinstance(found, Stalled)
-                if isinstance(found, StepOutOfMemory):
-                    short.add(found.attempt)
-                if (isinstance(found, WorkerLeaving) and found.is_noted) or len(short) > 1:
+            except StepTrouble as caught:
+                stalls += isinstance(caught, Stalled)
+                if isinstance(caught, StepOutOfMemory):
+                    short.add(caught.attempt)
+                if (isinstance(caught, WorkerLeaving) and caught.is_noted) or len(short) > 1:
                     raise
                 if stalls > _MOST_STALLS:
-                    raise PeerLostError(f"{found}; that was attempt {stalls}") from None
-                trouble = found
+                    raise PeerLostError(f"{caught}; that was attempt {stalls}") from None
+                trouble = caught
 
     def _mend(self, trouble: StepTrouble) -> None:
         """Do what has to be done before an attempt that `trouble` ended is repeated. Raises what
@@ -377,9 +377,9 @@ class Recovery:
             return
         if not addresses.is_local_address(entry.ip):
             used.add(worker)
-            said = "worker %s is reached with small packets from now on: its link broke %d times"
-            said += " before a step was done, as where %s. hetero doctor --config tells; if so, %s"
-            _log.warning(said, worker, losses, DROPS_LARGE, MTU_ADVICE)
+            text = "worker %s is reached with small packets from now on: its link broke %d times"
+            text += " before a step was done, as where %s. hetero doctor --config tells; if so, %s"
+            _log.warning(text, worker, losses, DROPS_LARGE, MTU_ADVICE)
 
     def _give_up(self, worker: WorkerId, happened: Event, why: str) -> None:
         """Report that a worker is gone. `run` goes on without it, or ends."""

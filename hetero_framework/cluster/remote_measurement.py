@@ -59,15 +59,14 @@ class Measurement:
 def model_costs(
     config: Config, model: PretrainedConfig, device: Device, *, anew: bool
 ) -> Measurement:
-    """What `model`, that of `config` as a process holds it (`Config.held_by`), takes on a device of
-    this machine; measured where it is not known, or `anew`. Raises as `measure`."""
+    """The cost of `model`, held as in `config` (see `Config.held_by`), on a device of this machine: from the cache, if it is there and not `anew`. Raises as `measure`."""
     began = time.monotonic()
     asked = _question_of(config, model, device)
     if not anew and (known := cache.recall(_KIND, asked)) is not None:
         return Measurement(ModelCost.from_dict(known), time.monotonic() - began, True)
-    found = measure(config, model, device)
-    cache.remember(_KIND, asked, found.to_dict())
-    return Measurement(found, time.monotonic() - began, False)
+    cost = measure(config, model, device)
+    cache.remember(_KIND, asked, cost.to_dict())
+    return Measurement(cost, time.monotonic() - began, False)
 
 
 def _question_of(config: Config, model: PretrainedConfig, device: Device) -> str:
@@ -108,7 +107,7 @@ def question(
 
 
 def answer_of(message: Message) -> Measurement:
-    """What the worker found. Raises UserError with its reason if it could not."""
+    """The worker's measurement. Raises UserError with its reason if it failed."""
     raw = control.result(message)
     return Measurement(ModelCost.from_dict(raw["cost"]), raw["seconds"], raw["was_known"])
 
@@ -121,8 +120,8 @@ def _left_out(data: Any) -> None:
 
 @control.on(MEASURE)
 def _measure(data: Any) -> dict[str, Any]:
-    """Of `data["config"]`, a Config that this machine's own file permits. Where it has the model,
-    its own copy of the settings counts, else those that were sent."""
+    """Measure the model of `data["config"]`, which this machine's file permits. Its own copy of the
+    model's settings takes precedence over those that were sent."""
     config = data["config"]
     assert isinstance(config, Config)
     config = config.held_by(data["worker"])
@@ -135,8 +134,8 @@ def _measure(data: Any) -> dict[str, Any]:
     model = load_model_config(section, config.base_dir)
     device = open_device(config.worker(data["worker"]).device)
     _check_size(config, model, device)
-    found = model_costs(config, model, device, anew=bool(data.get("anew")))
-    return {"cost": found.cost.to_dict(), "seconds": found.seconds, "was_known": found.was_known}
+    costs = model_costs(config, model, device, anew=bool(data.get("anew")))
+    return {"cost": costs.cost.to_dict(), "seconds": costs.seconds, "was_known": costs.was_known}
 
 
 def _check_size(config: Config, model: PretrainedConfig, device: Device) -> None:

@@ -15,7 +15,7 @@ def is_crash(code: int) -> bool:
     """Whether a restart may help a process that ended with this exit code (minus the number of a
     signal): it was killed, or met a bug. A process that ended in order, or for wrong input, for its
     identity or for lack of memory would end in the same way again."""
-    return code < 0 or code == HeteroError.exit_code or code > 255  # Windows' own
+    return code < 0 or code == HeteroError.exit_code or code > 255  # on Windows
 
 
 class RestartPolicy:

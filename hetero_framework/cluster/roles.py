@@ -90,9 +90,9 @@ def local_worker_ids(config: Config, identity: MachineNames | None = None) -> tu
 
 def machine_of(config: Config, machine: Machine) -> str:
     """A key that is equal for entries of the same machine; loopback is the coordinator's."""
-    own = normal_host(config.coordinator.ip)
-    host = own if _is_loopback(machine) else normal_host(machine.ip)
-    return normal_host("localhost") if _is_loopback(config.coordinator) and host == own else host
+    home = normal_host(config.coordinator.ip)
+    host = home if _is_loopback(machine) else normal_host(machine.ip)
+    return normal_host("localhost") if _is_loopback(config.coordinator) and host == home else host
 
 
 def threads_for(

@@ -214,9 +214,9 @@ class _Supervisor:
         worker.leave_by = None
         worker.tell(pausing.PauseState.PAUSED, worker.info.freed_bytes)
         freed = f"; {units.size(worker.info.freed_bytes)} are free" * (worker.info.freed_bytes > 0)
-        said = "worker %s is paused%s; it goes on after: hetero resume %s"
+        text = "worker %s is paused%s; it goes on after: hetero resume %s"
         paused = _event("worker paused", worker)
-        _log.info(said, worker.id, freed, worker.id, extra=paused)
+        _log.info(text, worker.id, freed, worker.id, extra=paused)
 
     def _died(self, worker: SupervisedWorker, how: str) -> None:
         """Schedule the worker's restart. Raises PeerLostError when it has died too often."""
@@ -229,8 +229,8 @@ class _Supervisor:
         worker.start_at = time.monotonic() + pause_s
         when = f"in {pause_s:.0f} s" if pause_s else "at once"
         restarted = _event("worker restarted", worker, reason=how, pause_s=pause_s)
-        said = "worker %s: %s; it is started again %s"
-        _log.warning(said, worker.id, how, when, extra=restarted)
+        text = "worker %s: %s; it is started again %s"
+        _log.warning(text, worker.id, how, when, extra=restarted)
 
 
 def _event(what: str, worker: SupervisedWorker, **fields: Any) -> dict[str, Any]:

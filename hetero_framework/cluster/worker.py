@@ -137,7 +137,7 @@ class _WorkerSink:
     run: _Run
 
     def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
-        """Send a tensor to its stage, directly where the coordinator has said so."""
+        """Send a tensor to its stage, directly where the schedule says so."""
         stages, body = self.run.stages, message.expect(m.BoundaryTensor)
         assert stages is not None
         boundary = body.stage - 1 if isinstance(body, m.Forward) else body.stage
@@ -199,7 +199,7 @@ def serve(
     to_coordinator = log.Lines(worker.show_to_coordinator)
     to_coordinator.addFilter(
         lambda record: not hasattr(record, "peer")
-    )  # nothing that a stranger said
+    )  # no line that quotes a peer
     handlers: list[logging.Handler] = [log.Lines(log.to_stderr), to_coordinator]
     if logs is not None:
         events = log.Events(logs / log.EVENTS_FILE, f"worker {worker_id}")
@@ -381,7 +381,7 @@ class Worker:
         return True
 
     def _give_up(self) -> None:
-        """Without a coordinator: free stages that it will not come back for, and end at last."""
+        """Without a coordinator: free stages when its time to return is over, and end later."""
         if self._leave_by < math.inf:
             self._done = True
             return
@@ -476,8 +476,8 @@ class Worker:
             case m.LoadState():
                 self._on_load_state(message, body)
             case m.Rewind():
-                found = self._host.rewind(body.step)
-                kept = tuple(m.KeptStage(*entry) for entry in found.digests.items())
+                digests = self._host.rewind(body.step).digests
+                kept = tuple(m.KeptStage(*entry) for entry in digests.items())
                 self._send(Message(m.Rewound(kept)))
             case m.Control():
                 self._on_control(message, body)
@@ -486,9 +486,9 @@ class Worker:
                 _log.info("the coordinator left: %s", body.reason, extra=ended)
                 self._leave(stay=self._run is not None and self._run.measured)
             case m.Error() | m.Reject():
-                said = m.shortened(body.message)
-                failed = log.event("run failed", reason=said)
-                _log.warning("the coordinator stopped: %s", said, extra=failed)
+                reason = m.shortened(body.message)
+                failed = log.event("run failed", reason=reason)
+                _log.warning("the coordinator stopped: %s", reason, extra=failed)
                 # It may be started again soon.
                 self._leave(stay=True)
                 if not self._keep:
@@ -611,16 +611,16 @@ class Worker:
         the main thread has made room. Runs in the reader thread, since the main thread may compute
         for minutes."""
         failpoints.hit("join")
-        own, run = self._entry.id, self._run
-        if str(hello.worker_id) != str(own):
-            text = f"this is worker {own}, not {hello.worker_id}"
+        me, run = self._entry.id, self._run
+        if str(hello.worker_id) != str(me):
+            text = f"this is worker {me}, not {hello.worker_id}"
             hint = "two workers have exchanged their addresses in the configuration"
             self._refuse(connection, "identity", text, hint)
             return
         if self._only_run not in (None, hello.run_id):
             text = "it was started by another run of its machine, and ends with that"
             hint = (
-                f'give this run another "port" for worker {own} in the configuration, or wait '
+                f'give this run another "port" for worker {me} in the configuration, or wait '
                 "until the other one is over"
             )
             self._refuse(connection, "identity", text, hint)
@@ -784,31 +784,31 @@ class Worker:
 
     def _tell_missing_links(self, schedule: StepSchedule) -> None:
         """Report direct links that the coordinator still counts on, in case PEER_LOST was lost."""
-        own, owners = self._host.indexes, self._current.owners
+        ours, owners = self._host.indexes, self._current.owners
         for boundary in sorted(schedule.direct):
             ends = (boundary, boundary + 1)
-            others = [owners[stage] for stage in ends if stage not in own]
+            others = [owners[stage] for stage in ends if stage not in ours]
             if len(others) == 1 and not self.peers.reaches(others[0]):
                 self._send(Message(m.PeerLost(others[0], "it was lost before this step")))
 
     def _give_gradients(self, host: StageHost) -> None:
         """Send the gradients of stages that are done and that others sum to the coordinator."""
-        for found in host.gradients():
-            self._give(found)
+        for gradients in host.gradients():
+            self._give(gradients)
 
-    def _give(self, found: GradientPart) -> None:
+    def _give(self, gradients: GradientPart) -> None:
         assert self._host.info is not None
-        self._send(messages.gradients_message(self._host.info, found))
+        self._send(messages.gradients_message(self._host.info, gradients))
 
     def has_room(self) -> bool:
         """Whether the link is idle: otherwise a BACKWARD that another stage waits for would queue
         behind."""
         return self._connection is not None and self._connection.link.idle
 
-    def take(self, found: GradientPart) -> None:
+    def take(self, gradients: GradientPart) -> None:
         """Send gradients of a stage that still computes."""
         with suppress(LinkGone):  # its reader reports the same
-            self._give(found)
+            self._give(gradients)
 
     def _report_when_done(self, host: StageHost) -> None:
         """Send the norms to the coordinator once all micro-batches are done."""
@@ -845,8 +845,8 @@ class Worker:
             self._send(reply)
 
     def _checked(self, question: m.Control) -> Any:
-        """The data of a question. Raises ConfigError where it is about the cost of a model that
-        this worker's own file does not permit."""
+        """The data of a question. Raises ConfigError for the cost of a model that this worker's
+        configuration does not permit."""
         if question.name != MEASURE or not isinstance(question.data, dict):
             return question.data
         asked = Config.from_dict(question.data.get("config") or {}, self._config.base_dir)
@@ -889,7 +889,7 @@ class Worker:
         except PeerLostError as error:
             raise LinkGone from error
         except ProtocolError as error:
-            if connection.phase is Phase.CLOSED:  # it said goodbye while this was made
+            if connection.phase is Phase.CLOSED:  # closed by a BYE while this was made
                 raise LinkGone from error
             raise
 

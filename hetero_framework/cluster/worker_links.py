@@ -87,7 +87,7 @@ class _NotOpened(NetworkError):
 
 
 class _Reached(NamedTuple):
-    """A worker that has said WELCOME, on a connection that is not in use yet."""
+    """A worker that has sent WELCOME, on a connection that is not in use yet."""
 
     connection: Connection
     welcome: m.Welcome
@@ -206,16 +206,16 @@ class WorkerLinks:
         resolves to loopback on this machine (Debian's 127.0.1.1)."""
         if self._inbound is None:
             return
-        own = self._config.coordinator
+        entry = self._config.coordinator
         others = [w for w in self._workers.values() if not addresses.is_local_address(w.ip)]
-        if any(worker.dials for worker in others) and addresses.is_loopback_by_name(own.ip):
+        if any(worker.dials for worker in others) and addresses.is_loopback_by_name(entry.ip):
             raise NetworkError(
-                f"the name {own.ip!r} of the coordinator is a loopback address on this machine; "
+                f"the name {entry.ip!r} of the coordinator is a loopback address on this machine; "
                 "workers cannot dial it there",
                 hint=f'give its "ip" as {addresses.primary_address()}, or correct this machine\'s '
                 "/etc/hosts",
             )
-        self._inbound.listen(own.ip, own.port)
+        self._inbound.listen(entry.ip, entry.port)
 
     def connect_all(self, workers: Iterable[WorkerId] | None = None) -> dict[WorkerId, m.Welcome]:
         """Dial these workers (default: all) in parallel; return their WELCOMEs. Raises the first
@@ -261,7 +261,7 @@ class WorkerLinks:
     def returned(self) -> dict[WorkerId, m.Welcome]:
         """The awaited workers that have come since the last call. Their links are in use from now
         on."""
-        found: dict[WorkerId, m.Welcome] = {}
+        welcomes: dict[WorkerId, m.Welcome] = {}
         for worker in [w for w, reached in self._awaited.items() if reached.done()]:
             reached = self._awaited.pop(worker)
             if (error := reached.exception()) is not None:
@@ -271,8 +271,8 @@ class WorkerLinks:
             elif reached.result().connection.closed:
                 self.await_in_background(worker)
             else:
-                found[worker] = self._take_in(reached.result())
-        return found
+                welcomes[worker] = self._take_in(reached.result())
+        return welcomes
 
     def _open_again(self, worker_id: WorkerId, wait_s: float) -> _Reached:
         """As `reconnect` says, but the connection is not in use yet."""
@@ -404,16 +404,16 @@ class WorkerLinks:
             )
             text = f"the program at {where} does not behave like a worker: {why}"
             raise _NotOpened(kind, text, hint)
-        said = answer.body
-        if not isinstance(said, m.Welcome):
+        body = answer.body
+        if not isinstance(body, m.Welcome):
             connection.close()
-        if isinstance(said, m.Reject):
-            if said.code == "busy":
-                raise _NotOpened("busy", said.message)
-            text = f"{name} refused: {said.message}"
-            if said.code == "protocol":
-                raise ProtocolError(text, hint=said.hint)
-            raise _NotOpened("refused", text, said.hint)
+        if isinstance(body, m.Reject):
+            if body.code == "busy":
+                raise _NotOpened("busy", body.message)
+            text = f"{name} refused: {body.message}"
+            if body.code == "protocol":
+                raise ProtocolError(text, hint=body.hint)
+            raise _NotOpened("refused", text, body.hint)
         return _Reached(connection, answer.expect(m.Welcome))
 
     def _take_in(self, reached: _Reached) -> m.Welcome:
@@ -563,15 +563,15 @@ class WorkerLinks:
         assert event.message is not None
         body = event.message.body
         if isinstance(body, m.Error):
-            said = f"worker {event.worker}: {m.shortened(body.message)}"
-            error = errors.error_from_peer(m.shortened(body.kind), said)
+            text = f"worker {event.worker}: {m.shortened(body.message)}"
+            error = errors.error_from_peer(m.shortened(body.kind), text)
             error.hint = body.hint and m.shortened(body.hint)
             raise error
         if isinstance(body, m.PeerLost):
             lost = DirectLost(event.worker, body.worker_id, body.reason)
             if lost.pair in self.direct.open:
                 raise lost
-            return None  # the other end has told it already
+            return None  # the other end has reported it already
         if isinstance(body, m.StepFailed):
             if self._is_current(body):
                 text = f"worker {event.worker}: {body.message}"
@@ -670,7 +670,7 @@ class WorkerLinks:
         if self._inbound is not None:
             self._inbound.gone(connection)
         if connection.peer is None:
-            return  # it has not said who it is
+            return  # not identified yet
         if isinstance(reason, errors.ResourceError):
             self._inbox.put(reason)  # memory ran out here; to dial again would not help
         if connection.fault is not None:
