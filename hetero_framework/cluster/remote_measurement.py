@@ -59,7 +59,8 @@ class Measurement:
 def model_costs(
     config: Config, model: PretrainedConfig, device: Device, *, anew: bool
 ) -> Measurement:
-    """The cost of `model`, held as in `config` (see `Config.held_by`), on a device of this machine: from the cache, if it is there and not `anew`. Raises as `measure`."""
+    """The cost of `model`, held as in `config` (see `Config.held_by`), on a device of this machine;
+    from the cache, if it is there and not `anew`. Raises as `measure`."""
     began = time.monotonic()
     asked = _question_of(config, model, device)
     if not anew and (known := cache.recall(_KIND, asked)) is not None:

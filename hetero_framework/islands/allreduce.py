@@ -26,16 +26,16 @@ class SummedGradients:
     def __init__(self, session: IslandSession, number: int) -> None:
         self._session = session
         self._number = number
-        self._own: Tensors = {}
+        self._local: Tensors = {}
         self._ended = False
 
-    def give(self, found: GradientPart) -> None:
+    def give(self, gradients: GradientPart) -> None:
         new = {
             name: gradient.clone()
-            for name, gradient in found.part.tensors.items()
-            if name not in self._own
+            for name, gradient in gradients.part.tensors.items()
+            if name not in self._local
         }
-        self._own.update(new)
+        self._local.update(new)
         failpoints.hit("island-gradients")
         if new:
             self._session.send(self._number, "gradients", new, last=False)
@@ -49,31 +49,31 @@ class SummedGradients:
         parts: list[tuple[str, Tensors, bool]] = []
         for member in self._session.members:
             if member == self._session.me:
-                parts.append((member, self._own, True))
+                parts.append((member, self._local, True))
             else:
                 received = self._session.received(self._number, "gradients", member)
                 parts.append((member, received.tensors, received.is_whole))
-        found: Tensors = {}
+        sums: Tensors = {}
         for name in names:
             if not all(whole or name in tensors for _, tensors, whole in parts):
                 return None
             shares = [(member, tensors[name]) for member, tensors, _ in parts if name in tensors]
             if shares:
-                found[name] = self._sum(name, shares)
-        return found
+                sums[name] = self._sum(name, shares)
+        return sums
 
-    def losses(self, own: Sequence[float], check: Check) -> list[float]:
-        """Those of all islands' micro-batches."""
-        values = torch.tensor(list(own), dtype=torch.float64)
+    def losses(self, local: Sequence[float], check: Check) -> list[float]:
+        """The losses of all islands' micro-batches."""
+        values = torch.tensor(list(local), dtype=torch.float64)
         self._session.send(self._number, "losses", {"losses": values})
-        found = list(own)
+        losses = list(local)
         for name in self._session.others:
             received = self._session.receive(self._number, "losses", name, check).tensors
             with self._session.judging(name):
                 if received.keys() != {"losses"} or received["losses"].dtype != torch.float64:
                     raise ProtocolError(f"island {name} sends no losses")
-            found += received["losses"].flatten().tolist()
-        return found
+            losses += received["losses"].flatten().tolist()
+        return losses
 
     def _sum(self, name: str, shares: Sequence[tuple[str, Tensor]]) -> Tensor:
         """In the order of the members. The shape that most have is right, of equally many the

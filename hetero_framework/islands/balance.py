@@ -1,8 +1,7 @@
 """Shares of the samples for each island, by numbers or by measured speed. Pure: no clock.
 
 All islands know the same measurements, those that came with the last commit, and so compute the
-same shares. Shares change rarely: an island with a new share reads and pads other samples, and a
-record of many shares says little.
+same shares. Shares change rarely, since an island with a new share reads and pads other samples.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ from hetero_framework.errors import ProtocolError
 
 Kind = Literal["none", "bf16", "int8"]
 Packed = dict[str, list[Tensor]]
-"""What travels of each parameter."""
+"""How a parameter's change is encoded."""
 
-# A longer block than on the wire between stages: what a large value costs its neighbours comes with
-# the next change, and small numbers are more frequent, so that Huffman's code saves more.
+# Longer blocks than on the wire between stages: the rounding error beside a large value is sent
+# with the next change, and small numbers are more frequent, so that Huffman's code saves more.
 _CODECS: dict[Kind, Codec] = {"none": CODECS["none"], "bf16": CODECS["bf16"], "int8": Int8(256)}
-_RAW_DEFLATE = -15  # zlib's word for a stream without header and checksum: frames have their own
+_RAW_DEFLATE = -15  # zlib's wbits of a stream without header and checksum, which frames have
 
 
 class Compression:

@@ -321,13 +321,13 @@ class Group:
     def _check_unfinished(self, position: Position) -> None:
         """Raise GroupFinished where the others have trained all steps and left."""
         since_s = time.monotonic() - self._opened
-        found = self._lighthouse.find_finished(position.run, position.facts_digest, since_s)
-        if found is None:
+        finished = self._lighthouse.find_finished(position.run, position.facts_digest, since_s)
+        if finished is None:
             return
         raise GroupFinished(
-            f"the islands have finished their training after step {found.step}, without island"
+            f"the islands have finished their training after step {finished.step}, without island"
             f" {self._links.member.name}",
-            hint=f"the result is with {', '.join(found.islands)}; to train once more: --fresh",
+            hint=f"the result is with {', '.join(finished.islands)}; to train once more: --fresh",
         )
 
     def _ask(self) -> Future[View]:

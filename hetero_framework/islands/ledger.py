@@ -94,13 +94,13 @@ def first_steps(steps: Iterable[tuple[int, int]], count: int) -> Steps:
 
 def _part(steps: Iterable[tuple[int, int]], first: int, last: int) -> Steps:
     """Those from number `first` to before number `last`."""
-    found, before = [], 0
+    parts, before = [], 0
     for start, end in steps:
         a, b = max(start, start + first - before), min(end, start + last - before)
         if a < b:
-            found.append((a, b))
+            parts.append((a, b))
         before += end - start
-    return tuple(found)
+    return tuple(parts)
 
 
 def split_step(

@@ -67,8 +67,8 @@ class MemberLost(ReplicasChanged):
 
 @dataclass
 class Received:
-    """What has come from a member so far, of one kind in one exchange, in memory of its own, and
-    the time.monotonic() at which the last of it came."""
+    """Copies of the tensors and fields of one kind that a member has sent in one exchange, and the
+    time.monotonic() at which the last of them came."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
@@ -148,8 +148,8 @@ class IslandSession:
         """What has come from this member until now."""
         self.check()
         with self._changed:
-            found = self._received.get((number, kind, name)) or Received()
-            return Received(dict(found.tensors), dict(found.info), found.is_whole)
+            share = self._received.get((number, kind, name)) or Received()
+            return Received(dict(share.tensors), dict(share.info), share.is_whole)
 
     def receive(self, number: int, kind: ShareKind, name: str, check: Check) -> Received:
         """All that this member sends, once it is here; calls `check` while it waits. What came
@@ -261,17 +261,17 @@ class IslandSession:
         with self._changed:
             if body.number <= self._done:
                 return
-            found = self._received[body.number, body.kind, name]
-            found.nbytes += nbytes
+            share = self._received[body.number, body.kind, name]
+            share.nbytes += nbytes
             held = sum(
                 received.nbytes for (_, _, who), received in self._received.items() if who == name
             )
             if held > psutil.virtual_memory().total // 2:
                 raise ProtocolError(f"island {name} sends more than half of this memory holds")
-            found.tensors.update(tensors)
-            found.info.update(body.info)
-            found.is_whole = found.is_whole or body.last
-            found.came = time.monotonic()
+            share.tensors.update(tensors)
+            share.info.update(body.info)
+            share.is_whole = share.is_whole or body.last
+            share.came = time.monotonic()
             self._changed.notify_all()
 
     def accuse(self, name: str, error: m.Error) -> None:
@@ -343,9 +343,9 @@ class IslandLinks:
 
     def meet(self, view: View, timeout_s: float, check: Check) -> IslandSession:
         """New links to all other members, which do the same. Raises MemberLost for one that cannot
-        be reached in time, knows other members, or has said something wrong in an earlier session:
-        it is told once more, since it may not have heard it. Raises ProtocolError where that is
-        this island."""
+        be reached in time, knows other members, or broke the protocol in an earlier session: it
+        is refused once more, since the first refusal may be lost. Raises ProtocolError where that
+        is this island."""
         self.part("the members change")
         if self._wrong is not None:
             raise self._wrong
@@ -474,13 +474,13 @@ class IslandLinks:
             else:
                 known[0].take(known[1], message)
         elif isinstance(message.body, (m.Bye, m.Error, m.Reject)):
-            said = getattr(message.body, "reason", None) or getattr(message.body, "message", "")
+            reason = getattr(message.body, "reason", None) or getattr(message.body, "message", "")
             if (known := self._of.get(connection)) is None:
                 return
             if isinstance(message.body, m.Error) and message.body.kind == "ProtocolError":
                 known[0].accuse(known[1], message.body)
             else:
-                known[0].lose(known[1], str(said))
+                known[0].lose(known[1], str(reason))
 
     def _on_hello(self, connection: Connection, hello: m.IslandHello) -> None:
         self._acceptor.gone(connection.stream)
@@ -516,9 +516,9 @@ class IslandLinks:
             connection.refuse("stale", "the group has another process of this island")
             return
         self._belongs(session, name, connection)
-        with suppress(HeteroError):  # its reader says that it is gone
+        with suppress(HeteroError):  # its reader reports that it is gone
             connection.send(Message(m.IslandWelcome()))
-        session.add(name, connection)  # nothing is said to it before the welcome
+        session.add(name, connection)  # nothing is sent to it before the welcome
 
     def _belongs(self, session: IslandSession, name: str, connection: Connection) -> None:
         """What comes over this connection belongs to this session, unless that is over."""

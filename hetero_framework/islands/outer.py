@@ -107,10 +107,10 @@ class OuterFragment:
         return {f"{kind}/{name}": t for kind, held in kinds.items() for name, t in held.items()}
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Of another member or of a checkpoint. Raises CheckpointError where that is of another
+        """Load a member's or a checkpoint's state. Raises CheckpointError where that is of another
         fragment or of other settings."""
-        own = {key: tuple(tensor.shape) for key, tensor in self.state_dict().items()}
-        if own != {key: tuple(tensor.shape) for key, tensor in state.items()}:
+        shapes = {key: tuple(tensor.shape) for key, tensor in self.state_dict().items()}
+        if shapes != {key: tuple(tensor.shape) for key, tensor in state.items()}:
             raise CheckpointError(
                 "the outer optimizer's state is of other parameters or of another kind",
                 hint="model, adapter and the island section must be those of the run it comes from",
