@@ -82,11 +82,11 @@ class _Cell:
 
 def _stages_in(box: _Box, about: float, cell: _Cell) -> dict[int, _Box]:
     """The stages' boxes below the lines of a process."""
-    found, y = {}, box.y + about + 2 * _PAD
+    boxes, y = {}, box.y + about + 2 * _PAD
     for index, lines in cell.stages.items():
-        found[index] = _Box(box.x + _PAD, y, box.width - 2 * _PAD, _height(lines) + 2 * _PAD)
-        y += found[index].height + _GAP / 3
-    return found
+        boxes[index] = _Box(box.x + _PAD, y, box.width - 2 * _PAD, _height(lines) + 2 * _PAD)
+        y += boxes[index].height + _GAP / 3
+    return boxes
 
 
 class _Sheet:
@@ -131,11 +131,11 @@ class _Sheet:
         self._stages: dict[int, _Box] = {}
         self._lane_y: dict[int, float] = {}
         for row in range(self._row(len(cells) - 1) + 1):
-            own = range(row * PER_ROW, min(len(cells), (row + 1) * PER_ROW))
-            about = max(_height(cells[k].lines) for k in own if cells[k].stages)
-            heights = {k: cells[k].height(about) for k in own}
+            members = range(row * PER_ROW, min(len(cells), (row + 1) * PER_ROW))
+            about = max(_height(cells[k].lines) for k in members if cells[k].stages)
+            heights = {k: cells[k].height(about) for k in members}
             tallest = max(heights.values())
-            for k in own:
+            for k in members:
                 column = k % PER_ROW
                 spare = widths[column] - cells[k].width
                 box = _Box(self._left[column] + spare / 2, y, cells[k].width, heights[k])
@@ -159,9 +159,9 @@ class _Sheet:
             self._rounded(box, fill, line, "-" if cell.place else "--")
             self._texts(cell.lines, box.x + box.width / 2, box.y + _PAD)
             for index, lines in cell.stages.items():
-                own = self._stages[index]
-                self._rounded(own, "#ffffff", COLORS["edge"])
-                self._texts(lines, own.x + own.width / 2, own.y + _PAD)
+                inner = self._stages[index]
+                self._rounded(inner, "#ffffff", COLORS["edge"])
+                self._texts(lines, inner.x + inner.width / 2, inner.y + _PAD)
         if self._diagram.others:
             one, coordinator = self._boxes[0], self._boxes[1]
             ends = [(one.x + one.width, one.middle), (coordinator.x, one.middle)]

@@ -111,13 +111,13 @@ class Progress:
                 self._print_stages()
 
     def away(self, worker: int | str, state: str | None) -> None:
-        """A worker is waited for ("paused 0:02:10"); with None it is there again. Shown in the
-        table; as a line it is said by who waits."""
+        """Show in the table that a worker is waited for ("paused 0:02:10"), or with None that it is
+        back. Log lines about it come from the code that waits."""
         with self._lock:
-            own = [row for row in self._stages if row.owner == process_name(worker)]
-            for row in own:
+            rows = [row for row in self._stages if row.owner == process_name(worker)]
+            for row in rows:
                 row.away = state
-            if own and self._live is not None:
+            if rows and self._live is not None:
                 self._guard(self._live.refresh)
 
     def step(self, metrics: Mapping[str, Any]) -> None:

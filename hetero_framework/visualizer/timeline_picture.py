@@ -177,12 +177,12 @@ def _legend(picture: StepPicture) -> list[tuple[str | None, str]]:
     """A kind of bar, or None for a note, and what it means."""
     bars = [bar for row in picture.rows for bar in row.bars]
     kinds = {kind for bar in bars for kind in bar.kind.split("_")}
-    found: list[tuple[str | None, str]] = [(k, text) for k, text in _MEANINGS.items() if k in kinds]
+    items: list[tuple[str | None, str]] = [(k, text) for k, text in _MEANINGS.items() if k in kinds]
     if any(bar.shade for bar in bars):
-        found.append((None, "darker: a later stage of the process"))
+        items.append((None, "darker: a later stage of the process"))
     if any(row.sends or row.receives for row in picture.rows):
-        found.append((None, "out, in: tensors on its links"))
-    return found
+        items.append((None, "out, in: tensors on its links"))
+    return items
 
 
 def _legend_pt(picture: StepPicture) -> float:
