@@ -166,11 +166,11 @@ class CheckpointStore:
         problems = []
         for name in self._almost():
             _log.warning("ignored %s in %s: a checkpoint is called step_<number>", name, self.root)
-        # All that may be one, not only those with a manifest: what is passed over is said.
+        # Also those without a manifest, since each one that is passed over is reported.
         parsed = (_parsed(path.name) for path in self.paths())
         for step in sorted({step for step, kind in parsed if kind in (None, "old")}, reverse=True):
             try:
-                found = self.open(step).verify()
+                reader = self.open(step).verify()
             except RefusedCheckpoint:
                 raise
             except CheckpointError as error:
@@ -178,7 +178,7 @@ class CheckpointStore:
                 continue
             for problem in problems:
                 _log.warning("%s; using checkpoint %d", problem, step)
-            return found
+            return reader
         if problems:
             raise CheckpointError("; ".join(problems), hint=f"no valid checkpoint in {self.root}")
         hint = "start without a step to resume from, or point checkpoint_dir at the old run"
@@ -296,8 +296,8 @@ class CheckpointWriter:
         except (OSError, SafetensorError) as error:
             code = getattr(error, "errno", None)
             if code is None:  # safetensors reports the operating system's error as text
-                found = re.search(r"os error (\d+)", str(error))
-                code = int(found[1]) if found else None
+                match = re.search(r"os error (\d+)", str(error))
+                code = int(match[1]) if match else None
             if code not in _NO_SPACE:
                 raise _cannot_write(error, path) from error
             shutil.rmtree(self._directory, ignore_errors=True)  # both numbers: without any of it
@@ -370,7 +370,7 @@ class CheckpointReader:
         try:
             wrong = untrusted_reason(path, by_group=True)
         except FileNotFoundError:
-            return  # said by who reads it
+            return  # reported by the reader
         except OSError as error:
             raise self._damaged(f"{path.name} cannot be read ({error.strerror})") from error
         if wrong is not None:
@@ -406,8 +406,8 @@ class CheckpointReader:
         if content.pop("digest", None) != _digest(content):
             raise self._damaged(f"{MANIFEST} was changed after it was written")
         if (step := content.get("step")) != self.step:
-            found = f"{self.directory} holds the checkpoint of step {step}"
-            raise CheckpointError(found, hint=f"rename it to step_{step}")
+            problem = f"{self.directory} holds the checkpoint of step {step}"
+            raise CheckpointError(problem, hint=f"rename it to step_{step}")
         return content
 
     def _check_size(self, entry: dict[str, Any]) -> None:
@@ -416,22 +416,22 @@ class CheckpointReader:
             raise self._damaged(f"{name!r} is not a file of a checkpoint")
         self._refuse_planted(path)
         try:
-            found = path.stat().st_size
+            nbytes = path.stat().st_size
         except FileNotFoundError as error:
             raise self._damaged(f"{name} is missing") from error
         except OSError as error:
             raise self._damaged(f"{name} cannot be read ({error.strerror})") from error
-        if found != entry["bytes"]:
-            raise self._damaged(f"{name} has {found} bytes instead of {entry['bytes']}")
+        if nbytes != entry["bytes"]:
+            raise self._damaged(f"{name} has {nbytes} bytes instead of {entry['bytes']}")
 
     def _verify_file(self, entry: dict[str, Any]) -> None:
         if (name := entry["name"]) in self._verified:
             return
         try:
-            found = _sha256(self.directory / name)
+            digest = _sha256(self.directory / name)
         except OSError as error:
             raise self._damaged(f"{name} cannot be read ({error.strerror})") from error
-        if found != entry["sha256"]:
+        if digest != entry["sha256"]:
             raise self._damaged(f"{name} does not have the sha256 that its manifest says")
         self._verified.add(name)
 
@@ -441,9 +441,9 @@ class CheckpointReader:
 
 def _parsed(name: str) -> tuple[int, str | None]:
     """The step of "step_40" or "step_40.old", and the ending of the latter."""
-    found = _NAME.fullmatch(name)
-    assert found is not None
-    return int(found[1]), found[2]
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), match[2]
 
 
 def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

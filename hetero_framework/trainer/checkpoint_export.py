@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 def export_last_checkpoint(
     prepared: Prepared, checkpoints: RunCheckpoints, state: TrainState, lost: PeerLostError
 ) -> Path:
-    """Write the result from the last checkpoint and return its directory. Raises `lost`, or its
-    like with what the result contains, where that is not the state after the last step."""
+    """Write the result from the last checkpoint and return its directory. Raises `lost`
+    where there is none, and a like error that names the result where it lacks the last steps."""
     try:
         reader = checkpoints.last()
         if reader is None:
@@ -60,11 +60,11 @@ def export_last_checkpoint(
         raise lost from error
     total = prepared.data.total_steps
     what = f"step {reader.step} of {total}" + (", the last one" if reader.step == total else "")
-    said = f"{directory} is made of the checkpoint of {what}"
+    text = f"{directory} is made of the checkpoint of {what}"
     rescued = event("result rescued", "made of a checkpoint", step=reader.step, reason=lost.message)
-    _log.warning("%s; %s", lost.message, said, extra=rescued)
+    _log.warning("%s; %s", lost.message, text, extra=rescued)
     if reader.step < state.step:
-        raise PeerLostError(f"{lost.message}; {said}", hint=lost.hint)
+        raise PeerLostError(f"{lost.message}; {text}", hint=lost.hint)
     return directory
 
 
@@ -116,15 +116,15 @@ def _find(place: Path) -> CheckpointReader:
 
 
 def _configuration(reader: CheckpointReader, file: Path | None) -> Config:
-    """The run's own, or that of a file that means the same model and adapter."""
+    """The run's configuration, or that of a file with the same model and adapter."""
     if file is None:
-        own = reader.manifest.get("config")
-        if own is None:
+        saved = reader.manifest.get("config")
+        if saved is None:
             raise CheckpointError(
                 f"checkpoint {reader.step} is of a version that kept no configuration in it",
                 hint="name the run's: --config FILE",
             )
-        return Config.from_dict(own["settings"], own["base_dir"], name=str(reader.directory))
+        return Config.from_dict(saved["settings"], saved["base_dir"], name=str(reader.directory))
     config = load_config(file)
     config.require("model")
     if adapter_settings(config) != reader.manifest["identity"]["adapter"]:

@@ -75,23 +75,23 @@ def contents(tokenizer: PreTrainedTokenizerBase, data: TrainData) -> dict[str, s
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that decide how numbers are rounded and in which order samples come."""
-    found = {name: installed(name) for name in _LIBRARIES}
-    return {"hetero_framework": __version__} | {n: v for n, v in found.items() if v is not None}
+    """Versions of the libraries that decide the rounding of numbers and the order of samples."""
+    known = {name: installed(name) for name in _LIBRARIES}
+    return {"hetero_framework": __version__} | {n: v for n, v in known.items() if v is not None}
 
 
 def check_identity(
     reader: CheckpointReader, resolved: Resolved, data: TrainData, now: Mapping[str, Any]
 ) -> None:
     """Raise CheckpointError that names the settings that must not differ from the checkpoint's and
-    do; warn of what may. `now` are the `contents` of this run."""
+    do; warn of permitted differences. `now` is the `contents` of this run."""
     changed = list(_changed(reader.manifest, resolved))
     step, manifest = reader.step, reader.manifest
     refused = [line for name, line in changed if name in resuming.REFUSED]
-    said = [(name, line) for name, line in changed if name in resuming.SAID]
+    reported = [(name, line) for name, line in changed if name in resuming.SAID]
     if manifest["identity"]["data"] != data.fingerprint:
         was = manifest.get("contents", {})
-        causes = [line for name, line in said if name.startswith(("data.", "model."))]
+        causes = [line for name, line in reported if name.startswith(("data.", "model."))]
         for name in ("tokenizer", "chat template"):
             if was.get(name, now[name]) != now[name]:
                 causes.append(f"the {name} differs")
@@ -106,10 +106,10 @@ def check_identity(
             f"checkpoint {step} belongs to another run: {'; '.join(refused)}",
             hint=f"set {'it' if len(refused) == 1 else 'them'} back, or start without --resume",
         )
-    for _, line in said:
+    for _, line in reported:
         at = line.replace(", now it is ", f" at checkpoint {step}, now it is ", 1)
         _log.warning("%s; the run goes on with that", at)
-    for line in _unsaid(manifest, step, now):
+    for line in _inputs(manifest, step, now):
         _log.warning("%s", line)
     if rate := _rate_line(manifest, resolved.given.training, data):
         _log.warning("%s", rate)
@@ -130,7 +130,7 @@ def _changed(manifest: Mapping[str, Any], resolved: Resolved) -> Iterator[tuple[
         section = name.partition(".")[0]
         both = theirs.get(section) is not None and ours.get(section) is not None
         if name != section and not (both and name in theirs and name in ours):
-            continue  # said of the section, or a setting that one of the versions does not know
+            continue  # reported with the section, or a setting that one version does not know
         a, b = theirs.get(name), ours.get(name)
         if a != b and not _is_same(name, a, b, base, resolved.given):
             yield name, f"{name} was {_shown(a)}, now it is {_shown(b)}"
@@ -149,7 +149,7 @@ def _shown(value: Any) -> str:
     return "given" if value is True else json.dumps(value)
 
 
-def _unsaid(manifest: Mapping[str, Any], step: int, now: Mapping[str, Any]) -> Iterator[str]:
+def _inputs(manifest: Mapping[str, Any], step: int, now: Mapping[str, Any]) -> Iterator[str]:
     """Differences in inputs that are no settings."""
     was = manifest.get("contents", {})
     yield from (

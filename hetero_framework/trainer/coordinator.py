@@ -669,9 +669,9 @@ class Coordinator:
         NumericError if it keeps happening."""
         step = self._state.step
         if overflow:
-            said = "step %d: gradients overflow; step skipped, loss scale lowered to %g"
+            text = "step %d: gradients overflow; step skipped, loss scale lowered to %g"
             skipped = log.event("step skipped", "loss scale lowered")
-            _log.warning(said, step, self._state.loss_scale.value, extra=skipped)
+            _log.warning(text, step, self._state.loss_scale.value, extra=skipped)
             return
         order = self._data.order
         where = skipped_step.find(
@@ -725,10 +725,10 @@ def _replicas(
 
 def _memory_by_owner(prepared: setup.Prepared) -> Counter[WorkerId]:
     """Estimated bytes of memory by process."""
-    found: Counter[WorkerId] = Counter()
+    totals: Counter[WorkerId] = Counter()
     for memory in prepared.memory:
-        found[memory.stage.owner] += memory.total
-    return found
+        totals[memory.stage.owner] += memory.total
+    return totals
 
 
 @contextmanager

@@ -210,7 +210,7 @@ class DurableSteps:
         parts = gathering.parts.setdefault(stage, [])
         del parts[number:]  # read again over a new link
         parts.append(StatePart(tensors, dict(part.values), part.last))
-        ended = [k for k, found in gathering.parts.items() if found[-1].last]
+        ended = [k for k, received in gathering.parts.items() if received[-1].last]
         if len(ended) == len(self._cut):
             self._gathering = None
             self._take_sealed(wait_s=_SEAL_S)

@@ -24,10 +24,10 @@ def probe_longest_batch(
 ) -> None:
     """Run it forward and backward on every stage, unless the next step has one as large. Raises
     OutOfMemory that says what to change."""
-    found = data.largest_batch(state.step) if training.probe_longest_batch else None
-    if found is None or found[0] == state.step:
+    largest = data.largest_batch(state.step) if training.probe_longest_batch else None
+    if largest is None or largest[0] == state.step:
         return
-    step, batch = found
+    step, batch = largest
 
     def run() -> None:
         scale = state.loss_scale.value

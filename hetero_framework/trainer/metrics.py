@@ -99,10 +99,10 @@ class MetricsWriter:
             self._append((json.dumps(line) + "\n").encode())
         except OSError as error:
             if not self._num_lost:
-                said = (
+                text = (
                     "cannot write %s: %s. Training goes on; its lines are lost until there is room"
                 )
-                _log.warning(said, self.path, error.strerror)
+                _log.warning(text, self.path, error.strerror)
             self._num_lost += 1
         else:
             if self._num_lost:
@@ -146,7 +146,7 @@ def stage_lines(
     traffic when it began and ended, `predicted` is what was expected of each stage."""
     lines, nothing, seen = [], (0, 0, 0.0, 0), set()
     for spec in stages:
-        found = statistics[spec.index]
+        figures = statistics[spec.index]
         now, then = after.get(spec.owner, nothing), before.get(spec.owner, nothing)
         # A worker's links are counted once.
         bytes_in, bytes_out, wire_s, direct_bytes = (
@@ -157,19 +157,19 @@ def stage_lines(
             {
                 "index": spec.index,
                 "owner": spec.owner,
-                "busy_s": found.busy_s,
-                "forward_s": found.forward_s,
-                "backward_s": found.backward_s,
-                "wait_s": found.wait_s,
-                "activation_s": found.arrive_forward_s,
-                "gradient_s": found.arrive_backward_s,
+                "busy_s": figures.busy_s,
+                "forward_s": figures.forward_s,
+                "backward_s": figures.backward_s,
+                "wait_s": figures.wait_s,
+                "activation_s": figures.arrive_forward_s,
+                "gradient_s": figures.arrive_backward_s,
                 "wire_s": wire_s,
                 "bytes_in": bytes_in,
                 "bytes_out": bytes_out,
                 "direct_bytes_out": direct_bytes,
-                "queue_peak": found.queue_peak,
-                "held_peak": found.in_flight_peak,
-                "peak_memory": found.peak_memory_bytes,
+                "queue_peak": figures.queue_peak,
+                "held_peak": figures.in_flight_peak,
+                "peak_memory": figures.peak_memory_bytes,
                 "predicted": dict(predicted[spec.index]),
             }
         )
@@ -191,8 +191,8 @@ def _open_tensorboard(directory: Path, resumed_step: int, run_id: str) -> Any:
     except ImportError:
         _log.warning("report_to asks for tensorboard, which is not installed: no event files")
         return None
-    # purge_step hides the events of steps that a crash left behind and this run repeats; also other
-    # runs' in this directory, so a fresh run, whose own former events have gone, does without.
+    # purge_step hides the events of steps that a crash left behind and this run repeats, but also
+    # other runs' in this directory. A fresh run, which has no former events, does without.
     purge = resumed_step + 1 if resumed_step else None
     suffix = f".{run_id}" if run_id else ""
     return SummaryWriter(str(directory), purge_step=purge, filename_suffix=suffix)

@@ -109,7 +109,7 @@ class OuterRounds(SummedSteps):
         self._compression = Compression(self._island.compression)
         self._ledger = Ledger()
         self._round: Round | None = None
-        self._own: Steps = ()
+        self._dealt: Steps = ()
         self._plan: tuple[Synchronisation, ...] = ()
         self._syncs = self._syncs_before = 0  # in all, and when the session began
         self._items, self._sums_gradients = 0, False
@@ -152,7 +152,7 @@ class OuterRounds(SummedSteps):
                 state = self._deal(state)
             if (state := self._synchronised(state)).step >= total:
                 break
-            if self._round is not None and self._round.done < count_steps(self._own):
+            if self._round is not None and self._round.done < count_steps(self._dealt):
                 break  # there is a step to take
         return state
 
@@ -165,15 +165,15 @@ class OuterRounds(SummedSteps):
         if self._sums_gradients:
             return super().part(state, data, count_items)
         assert self._round is not None
-        number = _nth(self._own, self._round.done)
+        number = _nth(self._dealt, self._round.done)
         batches = data.step_batches(number)
         items = count_items(batches)
         self._items, self._tokens = items, sum(map(token_count, batches))
         self._step_began = time.monotonic()
         return StepPart(number, batches, items)
 
-    def losses(self, own: list[float]) -> list[float]:
-        return super().losses(own) if self._sums_gradients else own
+    def losses(self, local: list[float]) -> list[float]:
+        return super().losses(local) if self._sums_gradients else local
 
     def decide(self, finite: bool, norm: Tensor) -> tuple[bool, Tensor]:
         return super().decide(finite, norm) if self._sums_gradients else (finite, norm)
@@ -183,7 +183,7 @@ class OuterRounds(SummedSteps):
             self._syncs += 1
             self._ledger = self._ledger.commit([(before.step, state.step)])
             return super().after_step(before, state)
-        round_, h = self._round, count_steps(self._own)
+        round_, h = self._round, count_steps(self._dealt)
         assert round_ is not None
         self._round = round_ = replace(round_, done=round_.done + 1)
         self._label_tokens = [n + self._items for n in self._label_tokens]
@@ -198,17 +198,17 @@ class OuterRounds(SummedSteps):
             skipped += step - before.step
         state = replace(state, step=step, committed_steps=step - skipped)
         state = replace(state, group=self._remembered())
-        self._figures["data_step"] = _nth(self._own, round_.done - 1)
+        self._figures["data_step"] = _nth(self._dealt, round_.done - 1)
         return self._synchronised(state)
 
     def metrics(self) -> Mapping[str, Any]:
         if self._sums_gradients:
             return super().metrics()
-        said = super().metrics()["island"]
+        island = super().metrics()["island"]
         for key in ("samples", "sample_ids", "waited_s", "for_others_s"):
-            del said[key]
-        own, self._figures = self._figures, {}
-        return {"island": {**said, **own, "committed": self._ledger.count}}
+            del island[key]
+        figures, self._figures = self._figures, {}
+        return {"island": {**island, **figures, "committed": self._ledger.count}}
 
     def went_back(self, state: TrainState) -> None:
         """To a step after the last synchronisation the others need not know; to one before that
@@ -238,11 +238,11 @@ class OuterRounds(SummedSteps):
 
     def _enter(self, round_: Round | None, me: str) -> None:
         self._round = round_
-        self._own, self._plan = (), ()
+        self._dealt, self._plan = (), ()
         if round_ is None:
             return
-        self._own = round_.dealt.get(me, ())
-        steps, count = count_steps(self._own), self._island.fragments
+        self._dealt = round_.dealt.get(me, ())
+        steps, count = count_steps(self._dealt), self._island.fragments
         delay = 0 if round_.last else self._island.delay_steps
         fits = steps >= count * (delay + 1)
         self._plan = fragments.schedule(steps, count, delay if fits else 0)
@@ -332,11 +332,11 @@ class OuterRounds(SummedSteps):
         return self._commit(sending, after, steps, state)
 
     def _agreed(self, after: OuterFragment, began: float) -> dict[str, Steps]:
-        """The steps of each island that are committed now, once all say that they have the same
-        weights; this one has taken no step since `began`. Raises MemberLost."""
+        """The steps of each island that are committed now, once all report the same weights; this
+        one has taken no step since `began`. Raises MemberLost."""
         session, number, round_ = self._present, self._exchange, self._round
         assert round_ is not None
-        done = first_steps(_after(self._own, round_.committed), round_.done - round_.committed)
+        done = first_steps(_after(self._dealt, round_.committed), round_.done - round_.committed)
         vote = {
             "hash": _hash(after),
             "steps": [list(part) for part in done],
@@ -428,8 +428,8 @@ class OuterRounds(SummedSteps):
             self._retune(shares)
 
     def _give_back(self, after: OuterFragment, agreed: bool) -> None:
-        """The stages go on with what was `agreed`, or with that and `mixing` of their own. Raises
-        StagesLost."""
+        """Have the stages go on with the average alone if `agreed`, else mixed with their weights.
+        Raises StagesLost."""
         names = tuple(after.weights)
 
         def give() -> None:
@@ -460,8 +460,8 @@ class OuterRounds(SummedSteps):
         sizes = {name: weights[name].nbytes for name in names}
         self._fragments = list(fragments.cut(sizes, self._island.fragments))
         self._outer = [
-            OuterFragment({name: weights[name] for name in own}, self._island)
-            for own in self._fragments
+            OuterFragment({name: weights[name] for name in fragment}, self._island)
+            for fragment in self._fragments
         ]
         if restored := self._checkpoints.restored:
             self._load_outer(restored)
@@ -470,14 +470,14 @@ class OuterRounds(SummedSteps):
 
     def _recall(self, state: TrainState) -> None:
         """The group's part of `state`."""
-        said = state.group
+        group = state.group
         self._syncs = self._count(state)
-        self._ledger = Ledger.load_state_dict(said["ledger"]) if "ledger" in said else Ledger()
-        if "ledger" not in said and state.step:
+        self._ledger = Ledger.load_state_dict(group["ledger"]) if "ledger" in group else Ledger()
+        if "ledger" not in group and state.step:
             self._ledger = Ledger().commit([(0, state.step)])  # it was trained without islands
-        kept = said.get("round")
+        kept = group.get("round")
         self._enter(Round.load_state_dict(kept) if kept else None, self._island.name)
-        self._label_tokens = [int(n) for n in said.get("label_tokens", self._label_tokens)]
+        self._label_tokens = [int(n) for n in group.get("label_tokens", self._label_tokens)]
 
     def _remembered(self) -> dict[str, Any]:
         remembered = {
@@ -502,11 +502,11 @@ class OuterRounds(SummedSteps):
     def _load_outer(self, tensors: Mapping[str, Tensor]) -> None:
         for k, outer in enumerate(self._outer):
             prefix = f"{_OUTER}{k}/"
-            own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-            outer.load_state_dict(own)
+            state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            outer.load_state_dict(state)
 
     def _gather(self, take: Callable[[StatePart], None]) -> None:
-        """The agreed weights, in place of this island's own."""
+        """Gather the agreed weights in place of this island's."""
 
         if not self._outer:  # all that there is so far
             super()._gather(take)
@@ -543,10 +543,10 @@ class OuterRounds(SummedSteps):
         if not self._outer:  # it was warming up when the others began their rounds
             self._begin_with(TrainState())
         self._load_outer(outer)
-        found = {n: t for n, t in tensors.items() if n not in outer}
+        restored = {n: t for n, t in tensors.items() if n not in outer}
         for fragment in self._outer:
-            found |= {f"{WEIGHTS}/{name}": t for name, t in fragment.weights.items()}
-        return found
+            restored |= {f"{WEIGHTS}/{name}": t for name, t in fragment.weights.items()}
+        return restored
 
 
 def _nth(steps: Steps, number: int) -> int:
@@ -558,28 +558,28 @@ def _nth(steps: Steps, number: int) -> int:
 
 
 def _after(steps: Steps, count: int) -> Steps:
-    """Without the first `count`."""
-    found, left = [], count
+    """These without the first `count`."""
+    rest, left = [], count
     for start, end in steps:
         skipped = min(left, end - start)
         left -= skipped
         if start + skipped < end:
-            found.append((start + skipped, end))
-    return tuple(found)
+            rest.append((start + skipped, end))
+    return tuple(rest)
 
 
 def _refuse_other_weights(session: IslandSession, hashes: Mapping[str, Any]) -> None:
-    """For the leader: whoever has not come to what most have, of equally many to the leader's, is
-    told. Raises MemberLost then, or ProtocolError where that is the leader itself."""
-    counts, own = Counter(map(str, hashes.values())), str(hashes[session.me])
-    right = max(counts, key=lambda found: (counts[found], found == own))
+    """For the leader: refuse members with other weights than most have; in a tie the leader's are
+    right. Raises MemberLost then, or ProtocolError where the leader's are wrong."""
+    counts, mine = Counter(map(str, hashes.values())), str(hashes[session.me])
+    right = max(counts, key=lambda value: (counts[value], value == mine))
     wrong = ProtocolError(
         "it has come to other weights than the others",
         hint=SAME_VERSION,
     )
-    if own != right:
+    if mine != right:
         raise wrong
-    for name in [name for name, found in hashes.items() if str(found) != right]:
+    for name in [name for name, value in hashes.items() if str(value) != right]:
         session.refuse(name, wrong)
     session.check()
 

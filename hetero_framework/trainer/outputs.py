@@ -97,8 +97,8 @@ class RunDirectories:
                 refuse_link(directory, except_own=True)
                 _probe(setting, directory)
                 if (others := other_writers(directory)) is not None:
-                    said = "%s: %s may write into %s: what they put there is not all noticed"
-                    _log.warning(said, setting, others, directory)
+                    text = "%s: %s may write into %s: what they put there is not all noticed"
+                    _log.warning(text, setting, others, directory)
                 # What lies in output_dir is locked with it, unless another run uses it, too.
                 if is_outside or (directory / OWNER_FILE).exists():
                     locks.enter_context(_locked(setting, directory))
@@ -160,9 +160,9 @@ class RunDirectories:
             if (path := self._output / name).exists() and not self._is_read(path):
                 old[path] = Path(name)
         if old:
-            said = "moved what an earlier run left (%s) to %s"
+            text = "moved what an earlier run left (%s) to %s"
             kinds = dict.fromkeys(place.parts[0] for place in old.values())
-            _log.info(said, ", ".join(kinds), self._move(old))
+            _log.info(text, ", ".join(kinds), self._move(old))
         self.own_checkpoints()
 
     def tidy(self) -> None:
@@ -296,10 +296,10 @@ def _locked(setting: str, directory: Path) -> Iterator[None]:
 
 
 def _holder(file: Path) -> str:
-    """The holder of the lock, as it wrote itself."""
+    """The holder of the lock, from its entry there."""
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-        return f"process {int(said['process'])} on {one_line(str(said['host']))}"
+        holder = json.loads(file.read_text(encoding="utf-8"))
+        return f"process {int(holder['process'])} on {one_line(str(holder['host']))}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another run"
 
@@ -359,14 +359,14 @@ def write_result(
 
 def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]:
     """Label and place of everything that a run leaves."""
-    found = {result.name: result, "metrics": metrics, "checkpoints": config.checkpoints}
-    found["timeline"] = config.output_dir / TIMELINE_FILE
+    files = {result.name: result, "metrics": metrics, "checkpoints": config.checkpoints}
+    files["timeline"] = config.output_dir / TIMELINE_FILE
     for chosen in (config.training.visualization_format, "mmd"):
         picture = config.output_dir / f"architecture.{chosen}"
         if config.training.visualize and picture.exists():
-            found["diagram"] = picture
+            files["diagram"] = picture
             break
-    return {label: path for label, path in found.items() if path.exists()}
+    return {label: path for label, path in files.items() if path.exists()}
 
 
 def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
@@ -375,21 +375,21 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
     assert config.model is not None
     result, output = _shown(config.result_dir), _shown(config.output_dir)
     load = f"{stock_class(prepared.model_config).__name__}.from_pretrained"
-    found = {}
+    steps = {}
     if prepared.adapter_plan is None:
-        found["to load it"] = f"{load}({str(result)!r})"
+        steps["to load it"] = f"{load}({str(result)!r})"
     elif (base := config.model.name_or_path) is not None:
         place = config.path(base)
         base = str(_shown(place)) if place.is_dir() else base
-        found["to load it"] = f"PeftModel.from_pretrained({load}({base!r}), {str(result)!r})"
+        steps["to load it"] = f"PeftModel.from_pretrained({load}({base!r}), {str(result)!r})"
         merged = ("--adapter", result, "--model", base, "--output", output / "merged")
-        found["to merge it"] = _command("merge", *merged)
+        steps["to merge it"] = _command("merge", *merged)
     if (saved := files.get("checkpoints")) is not None and len(list(saved.glob("step_*"))) > 1:
         step = ("--checkpoint", _shown(saved) / "step_N", "--output", output / "step_N")
-        found["an earlier step"] = _command("export", *step)
+        steps["an earlier step"] = _command("export", *step)
     if "timeline" in files:
-        found["where time went"] = _command("timeline", output)
-    return found
+        steps["where time went"] = _command("timeline", output)
+    return steps
 
 
 def _command(*words: object) -> str:

@@ -47,9 +47,9 @@ def absence_s(config: Config) -> float:
 
 @dataclass(frozen=True)
 class PlanChange:
-    """A plan to take, ready to be loaded, and why. `away` are workers that it does without,
-    `planned_s` is what a step should take by what was seen under the plans before, where that
-    fits, `proposal` is what the judge said where it is for a shorter step."""
+    """A plan to take, ready to be loaded, and the reason. It does without the workers `away`.
+    `planned_s` is a step's expected time by measurements under earlier plans, where they fit;
+    `proposal` is the judge's, for a shorter step."""
 
     prepared: setup.Prepared
     reason: str
@@ -91,19 +91,19 @@ class Replanning:
         """A step has been done, with these times of stages and edges."""
         if len(self.facts) == 1:
             return
-        found = self._judge.note(seen, step_s)
+        advice = self._judge.note(seen, step_s)
         if self._policy == NEVER:
             return
-        if isinstance(found, Proposal):
-            self._return = found
-        elif found is not None and self._search is None:
+        if isinstance(advice, Proposal):
+            self._return = advice
+        elif advice is not None and self._search is None:
             _ = self._part_bytes  # here: making models is for one thread at a time
-            answer = partial(self._judge.answer, found)
-            self._search = found, in_background(answer, "search for a plan")
+            answer = partial(self._judge.answer, advice)
+            self._search = advice, in_background(answer, "search for a plan")
 
     def wanted(self, steps_left: int) -> PlanChange | None:
-        """A plan that is to be taken now, since the rest of the run then takes less; where the user
-        is to be asked it is said instead."""
+        """The plan to take now, since it shortens the rest of the run; under "ask" it is only
+        reported."""
         question, proposal = self._answer()
         if proposal is None:
             return None
@@ -132,14 +132,14 @@ class Replanning:
             return None, proposal
         if self._search is None or not self._search[1].done():
             return None, None
-        (question, found), self._search = self._search, None
-        if (error := found.exception()) is not None:  # of ours; a run does not end over advice
+        (question, future), self._search = self._search, None
+        if (error := future.exception()) is not None:  # our bug; a run does not end over advice
             self._policy = NEVER
             text = "no better plan is looked for any more: %s: %s"
             _log.warning(text, type(error).__name__, error)
             _log.debug("the search for a plan failed", exc_info=error)
             return None, None
-        proposal = found.result()
+        proposal = future.result()
         if question.stages != self._prepared.config.plan.stages:
             return None, None  # another plan was taken meanwhile
         if proposal is None:
@@ -230,23 +230,23 @@ class Replanning:
         chunks = {CHUNKS} if len(set(owners)) < len(owners) else set()
         fleet = self._fleet(self._judge.observed, away)
         try:
-            found = planner.plan(fleet, allow=chunks)
+            result = planner.plan(fleet, allow=chunks)
         except PlanError as error:
             if not isinstance(kinds := self._prepared.config.kinds, dict):
                 raise
             kept = f"layers keep their precision ({json.dumps(kinds)}), which differs by machine"
             raise PlanError(f"{error.message}; {kept}", hint=error.hint) from error
-        return self._with_settings(found.shard_plan)
+        return self._with_settings(result.shard_plan)
 
     def _with_settings(self, entries: setup.Entries) -> list[dict[str, Any]]:
-        """Where tensors go directly is the run's setting, and what the user said of a process's
-        checkpointing stays."""
+        """The layers of `entries` with the user's gradient_checkpointing of each process; direct
+        links are a setting of the run."""
         given = self._prepared.resolved.given.shard_plan
-        said = {entry.id: entry.gradient_checkpointing for entry in given}
+        recompute = {entry.id: entry.gradient_checkpointing for entry in given}
         return [
             {
                 **{name: entry[name] for name in ("id", "start", "end")},
-                "gradient_checkpointing": said.get(entry["id"]),
+                "gradient_checkpointing": recompute.get(entry["id"]),
             }
             for entry in entries
         ]
@@ -264,8 +264,8 @@ def _say(question: Question, proposal: Proposal) -> None:
         'would take %.0f %% less (training.replan "auto" takes such plans; hetero timeline says '
         "more)"
     )
-    said = event("better plan", "none", process=slowest, shares=shares, plan=better)
-    _log.info(text, slowest, shares, better, 100 * proposal.gain, extra=said)
+    fields = event("better plan", "none", process=slowest, shares=shares, plan=better)
+    _log.info(text, slowest, shares, better, 100 * proposal.gain, extra=fields)
 
 
 def layers_of(stages: Sequence[StageSpec]) -> str:

@@ -46,13 +46,13 @@ class ReplicaGroup(Protocol):
         batches = data.step_batches(state.step)
         return StepPart(state.step, batches, count_items(batches))
 
-    def losses(self, own: list[float]) -> list[float]:
-        """Those of the step's micro-batches on all replicas, from this one's."""
-        return own
+    def losses(self, local: list[float]) -> list[float]:
+        """The losses of the step's micro-batches on all replicas, given the `local` ones."""
+        return local
 
     def decide(self, finite: bool, norm: Tensor) -> tuple[bool, Tensor]:
         """Whether this step changes the weights, the same answer in every replica, and the norm of
-        the gradients; from what this one says of its own."""
+        the gradients, given those of this replica."""
         return finite, norm
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:

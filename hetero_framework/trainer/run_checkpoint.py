@@ -173,8 +173,8 @@ class RunCheckpoints:
             self._last = state.step, self._store.root
         total = self._prepared.data.total_steps
         if state.step > total:
-            said = "checkpoint %d lies beyond the %d steps of this run: nothing is left to train"
-            _log.warning(said, state.step, total)
+            text = "checkpoint %d lies beyond the %d steps of this run: nothing is left to train"
+            _log.warning(text, state.step, total)
         return state
 
     def advice(self, error: HeteroError | None = None) -> str:
@@ -198,12 +198,12 @@ class RunCheckpoints:
         except ResourceError as error:
             self.failures += 1
             failed = event("checkpoint failed", "the run goes on", step=state.step)
-            said = "checkpoint %d could not be written: %s"
-            _log.warning(said, state.step, error.message, extra=failed)
+            text = "checkpoint %d could not be written: %s"
+            _log.warning(text, state.step, error.message, extra=failed)
             return error
         self.failures = 0
         if path is None:
-            return None  # it has been said
+            return None  # reported already
         self._last = state.step, store.root
         _log.info("checkpoint: %s", path, extra=event("checkpoint written", step=state.step))
         return None
@@ -281,8 +281,8 @@ def _check_content(
             hint="it was written by a run with another model or adapter",
         )
     if state.step != reader.step:
-        found = f"it says that {state.step} steps were done"
-        raise CheckpointError(f"checkpoint {reader.step} is damaged: {found}")
+        problem = f"it says that {state.step} steps were done"
+        raise CheckpointError(f"checkpoint {reader.step} is damaged: {problem}")
     optim = reader.manifest["config"]["settings"]["training"].get("optim", "")
     if state.committed_steps and not with_state and optim != "sgd":
         raise CheckpointError(

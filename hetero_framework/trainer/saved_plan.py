@@ -22,13 +22,13 @@ class Planned:
     pipeline: Profile
 
 
-def save_plan(config: Config, found: Result) -> None:
-    """Write the plan that `config` now has into its output_dir, with what was predicted. Raises
+def save_plan(config: Config, result: Result) -> None:
+    """Write the plan that `config` now has into its output_dir, with the predicted times. Raises
     ResourceError."""
     kept = {
-        **found.to_dict(),
+        **result.to_dict(),
         "shard_plan": config.to_dict()["shard_plan"],
-        "pipeline": asdict(found.pipeline),
+        "pipeline": asdict(result.pipeline),
         "predicted_for": _conditions(config),
     }
     file = config.output_dir / PLAN_FILE

@@ -108,7 +108,7 @@ def prepare(
     of `config`, or `plan`, which an earlier part of the run has taken instead. Raises the UserError
     that fits what is wrong; no process is started and no weight read.
 
-    `say` takes what a person is to know, `most` limits the examples that are looked at.
+    `say` gets each line for the user; `most` limits the number of examples that are read.
     """
     resolved, adapter_plan = Resolved.start(config), None
     if plan is not None:
@@ -122,18 +122,18 @@ def prepare(
     for line in lines:
         say(f"warning: {line}")
     if held != config.model:
-        said = "the checkpoint holds both ends of its tied weights"
+        reason = "the checkpoint holds both ends of its tied weights"
         tied = held.tie_word_embeddings
-        resolved = resolved.decide("model.tie_word_embeddings", tied, said)
+        resolved = resolved.decide("model.tie_word_embeddings", tied, reason)
         config = resolved.config
     assert config.model is not None
     model_config = load_model_config(config.model, config.base_dir)
     for line in codec_lines(config, model_config):
         say(line)
     config.plan.covers(introspect(model_config).num_layers)
-    check_devices(config, model_config, devices_known(config, own=["local"]))
+    check_devices(config, model_config, devices_known(config, ["local"]))
     here: dict[int | str, str] = {}
-    with suppress(DeviceError):  # a device that is not there is said later
+    with suppress(DeviceError):  # a missing device is reported later
         here = {"local": open_device(config.coordinator.device).name}
     check_attention(config, here)
     for line in (*mixed_lines(config), *tower_lines(model_config)):
@@ -153,8 +153,8 @@ def prepare(
             _log.warning("%s", remark)
         explicit = explicit_settings(config.adapter, adapter_plan)
         if explicit != config.adapter:
-            said = f"adapter: the settings are those of {config.adapter.init_from}"
-            resolved = resolved.decide("adapter", explicit, said)
+            reason = f"adapter: the settings are those of {config.adapter.init_from}"
+            resolved = resolved.decide("adapter", explicit, reason)
         if config.training.verify_architecture:
             admit_adapter(model_config, adapter_plan)
     _admit_cut(config, model_config, say)
@@ -225,8 +225,8 @@ def without_padding(resolved: Resolved, model_config: PretrainedConfig) -> Resol
     where the model has none."""
     attention = admit_packing(model_config, shard_ranges(resolved.config))
     cost = "takes each sample by itself" if attention == VARLEN else "is the model's own"
-    said = f"a tiny {model_config.model_type} trains alike without padding; its attention {cost}"
-    return resolved.decide("model.attn_implementation", attention, said)
+    reason = f"a tiny {model_config.model_type} trains alike without padding; its attention {cost}"
+    return resolved.decide("model.attn_implementation", attention, reason)
 
 
 def resolve_loss_chunk(resolved: Resolved, model_config: PretrainedConfig, tokens: int) -> Resolved:
@@ -237,16 +237,16 @@ def resolve_loss_chunk(resolved: Resolved, model_config: PretrainedConfig, token
     if training.evaluation != "no" or training.eval_on_start:
         rows = max(rows, training.per_device_eval_batch_size)
     size = rows * tokens
-    limit, said = chunk_tokens(training.loss_chunk_tokens, model_config), ""
+    limit, text = chunk_tokens(training.loss_chunk_tokens, model_config), ""
     if limit is not None and size <= limit:
-        limit, said = None, f"the logits of a whole micro-batch, {size} tokens, fit at once"
+        limit, text = None, f"the logits of a whole micro-batch, {size} tokens, fit at once"
     elif limit is not None and (reason := why_not_chunked(model_config)) is not None:
-        limit, said = None, f"the logits of all tokens of a micro-batch exist at once: {reason}"
+        limit, text = None, f"the logits of all tokens of a micro-batch exist at once: {reason}"
     elif limit is not None:
-        said = f"the logits of {limit} tokens exist at once"
+        text = f"the logits of {limit} tokens exist at once"
     if limit == training.loss_chunk_tokens:
         return resolved
-    return resolved.decide("training.loss_chunk_tokens", limit, said)
+    return resolved.decide("training.loss_chunk_tokens", limit, text)
 
 
 def codec_lines(config: Config, model_config: PretrainedConfig) -> list[str]:
@@ -342,10 +342,10 @@ def fit_devices(prepared: Prepared, facts: Facts) -> Prepared:
         estimated = estimate_memory(changed, model, tokens=tokens, plan=plan, in_flight=in_flight)
         recomputing = placed(estimated)
         chosen = recompute_stages(memory, recomputing, optional, devices)
-        said = _checkpointing_line(chosen)
-        resolved = _checkpointing(resolved, {k: k in chosen for k in sorted(optional)}, said)
+        line = _checkpointing_line(chosen)
+        resolved = _checkpointing(resolved, {k: k in chosen for k in sorted(optional)}, line)
         memory = [recomputing[m.index] if m.index in chosen else m for m in memory]
-        _log.info("%s", said)
+        _log.info("%s", line)
     memory_limits = None
     if config.training.max_in_flight is None:
         limit = config.training.gradient_accumulation_steps
@@ -372,12 +372,12 @@ def _checkpointing_line(chosen: Collection[int]) -> str:
 
 def _devices(config: Config, facts: Facts) -> list[tuple[set[str | int], int]]:
     """The processes on each device, and the bytes that are free there."""
-    found: dict[tuple[str, str], tuple[set[str | int], int]] = {}
+    devices: dict[tuple[str, str], tuple[set[str | int], int]] = {}
     for owner, fact in facts.items():
         place = (machine_of(config, config.machine(owner)), fact.device)
-        owners, free = found.get(place, (set(), fact.memory_free))
-        found[place] = (owners | {owner}, min(free, fact.memory_free))
-    return list(found.values())
+        owners, free = devices.get(place, (set(), fact.memory_free))
+        devices[place] = (owners | {owner}, min(free, fact.memory_free))
+    return list(devices.values())
 
 
 def check_memory(prepared: Prepared, facts: Facts) -> None:
@@ -406,11 +406,11 @@ def load_initial_adapter(prepared: Prepared, pipeline: Pipeline) -> None:
 
     blocks = f"{PEFT_PREFIX}{introspect(prepared.model_config).blocks}."
     for spec in prepared.config.plan.stages:
-        own = {str(layer) for layer in range(spec.start, spec.end)}
+        layers = {str(layer) for layer in range(spec.start, spec.end)}
 
-        def wanted(key: str, own: set[str] = own) -> bool:
-            # What lies outside the blocks belongs to one of the ends; a stage takes what is its.
-            return not key.startswith(blocks) or key[len(blocks) :].partition(".")[0] in own
+        def wanted(key: str, layers: set[str] = layers) -> bool:
+            # Tensors outside the blocks belong to an end of the model; a stage takes those it has.
+            return not key.startswith(blocks) or key[len(blocks) :].partition(".")[0] in layers
 
         tensors = saved_tensors(plan, wanted)
         pipeline.load_state(spec.index, "adapter", in_parts((n, t, {}) for n, t in tensors.items()))

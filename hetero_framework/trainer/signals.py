@@ -30,9 +30,9 @@ STOPPED = 75
 
 @contextlib.contextmanager
 def hearing(words: Sequence[str]) -> Iterator[StopRequest | None]:
-    """Around a command of these words, where it takes part in a run and before anything of it is
-    imported: a signal ends the block in order, which is said. In a supervised worker, and in what
-    is no run, signals keep their meaning for the system, and the block is given None."""
+    """Around a command of these words that takes part in a run, before its modules are imported: a
+    signal ends the block in order, with one line on stderr. In a supervised worker and in other
+    commands, signals keep the system's meaning, and the block is given None."""
     if words[:1] not in (["train"], ["worker"]) or "--supervised" in words:
         yield None
         return

@@ -54,11 +54,11 @@ def find(
     reports: Sequence[GradientReport],
     samples: Sequence[Iterable[int]],
 ) -> NonFinite:
-    """Of a step that is not finite; `samples` are those of each micro-batch."""
-    found = [(k, stage) for stage, report in enumerate(reports) for k in report.nonfinite]
-    found += [(k, len(stages) - 1) for k, loss in enumerate(losses) if not math.isfinite(loss)]
-    if found:
-        micro_batch, stage = min(found)
+    """The first such value of a step that has one; `samples` are those of each micro-batch."""
+    places = [(k, stage) for stage, report in enumerate(reports) for k in report.nonfinite]
+    places += [(k, len(stages) - 1) for k, loss in enumerate(losses) if not math.isfinite(loss)]
+    if places:
+        micro_batch, stage = min(places)
         return NonFinite(stages[stage], micro_batch, tuple(map(int, samples[micro_batch])))
     everything = tuple(int(sample) for part in samples for sample in part)
     # Backward goes from the last stage to the first.

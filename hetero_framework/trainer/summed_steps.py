@@ -159,8 +159,8 @@ class SummedSteps(ReplicaGroup):
             return state
 
     def _repeats(self, state: TrainState) -> bool:
-        """Whether a step is done again among the same members, since a worker here was lost. What
-        they have heard of it stays said."""
+        """Whether a step is done again among the same members, since a worker here was lost. They
+        keep the tensors of it that they have received."""
         return self._under_way == state.step and not self._present.is_over
 
     def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
@@ -187,9 +187,9 @@ class SummedSteps(ReplicaGroup):
             first_micro_batch=-(-before // rows),
         )
 
-    def losses(self, own: list[float]) -> list[float]:
+    def losses(self, local: list[float]) -> list[float]:
         assert self._sums is not None
-        return self._sums.losses(own, self._heed_in_step)
+        return self._sums.losses(local, self._heed_in_step)
 
     def decide(self, finite: bool, norm: Tensor) -> tuple[bool, Tensor]:
         """The leader counts the votes: all have the sums, or nobody changes a weight."""
@@ -317,12 +317,12 @@ class SummedSteps(ReplicaGroup):
         return replace(state, group={**group, **self._remembered()})
 
     def _compare_members(self, were: Collection[str], are: Collection[str], step: int) -> None:
-        """Say it where a checkpoint was made by other islands than go on with it."""
+        """Warn where a checkpoint was made by other islands than those that go on with it."""
         if were and set(were) != set(are):
-            said = "checkpoint %d was made by %s (%s), %s on with it: %s"
+            text = "checkpoint %d was made by %s (%s), %s on with it: %s"
             go = plural(len(are), "island") + (" goes" if len(are) == 1 else " go")
             names = ", ".join(sorted(were)), ", ".join(sorted(are))
-            _log.warning(said, step, plural(len(were), "island"), names[0], go, names[1])
+            _log.warning(text, step, plural(len(were), "island"), names[0], go, names[1])
 
     def _as_source(self, joined: SessionStart, state: TrainState) -> TrainState:
         session, to = joined.session, joined.behind
@@ -398,8 +398,8 @@ class SummedSteps(ReplicaGroup):
     def _retune(self, shares: Shares) -> None:
         if shares != self._shares:
             total = sum(shares.of.values())
-            said = ", ".join(f"{name} {s / total:.0%}" for name, s in shares.of.items())
-            _log.info("shares by speed: %s", said, extra=event("shares", shares=said))
+            line = ", ".join(f"{name} {s / total:.0%}" for name, s in shares.of.items())
+            _log.info("shares by speed: %s", line, extra=event("shares", shares=line))
             self._shares = shares
 
     @property
@@ -481,12 +481,12 @@ def _shares_in(group: Mapping[str, Any]) -> Shares:
 
 
 def _decision(received: Received, session: IslandSession) -> tuple[dict[str, Any], Tensor]:
-    """The leader's, with the seconds of all, and its norm. Raises ProtocolError."""
+    """The leader's decision, with the seconds of all, and its norm. Raises ProtocolError."""
     norm, commit = received.tensors.get("norm"), received.info.get("commit")
     if norm is None or norm.dim() or not isinstance(commit, bool):
         raise ProtocolError(f"island {session.leader} sends no decision")
-    found = {key: seconds_of_all(received.info, key, session) for key in ("seconds", "for_others")}
-    return {"commit": commit, **found}, norm
+    times = {key: seconds_of_all(received.info, key, session) for key in ("seconds", "for_others")}
+    return {"commit": commit, **times}, norm
 
 
 def seconds_of_all(info: Mapping[str, Any], key: str, session: IslandSession) -> dict[str, float]:
