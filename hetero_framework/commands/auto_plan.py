@@ -19,14 +19,14 @@ def plan_run(config: Config, access: Access | None = None) -> Config:
     written into `output_dir`, and workers that it leaves out are told. Raises what `measure_fleet`
     raises, PlanError where nothing fits, and ResourceError where the plan cannot be written."""
     _log.info('shard_plan is "auto": the machines are measured, and the run planned for them')
-    found = plan_fleet(config, _plan, access=access)
-    planned = config.with_changes(shard_plan=entries_of(found.to_dict()))
-    save_plan(planned, found)
+    result = plan_fleet(config, _plan, access=access)
+    planned = config.with_changes(shard_plan=entries_of(result.to_dict()))
+    save_plan(planned, result)
     return planned
 
 
 def _plan(fleet: FleetProfile) -> Result:
-    found = make_plan(fleet, Wishes())
-    for line in text(described(found)).splitlines():
+    result = make_plan(fleet, Wishes())
+    for line in text(described(result)).splitlines():
         _log.info("%s", line)
-    return found
+    return result

@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace) -> None:
     from hetero_framework.commands.check_report import check, text
     from hetero_framework.visualizer.token_view import print_examples
 
-    found = check(config, show=arguments.show)
-    report(arguments, found, text)
-    if found["examples"] and not arguments.json:
+    facts = check(config, show=arguments.show)
+    report(arguments, facts, text)
+    if facts["examples"] and not arguments.json:
         print()
-        print_examples(found["examples"])
+        print_examples(facts["examples"])

@@ -1,6 +1,6 @@
 """The report of `hetero check`: each machine's part of the model and the memory for it.
 
-Says also whether `hetero train` would accept model and data. Loads no weights.
+Also reports whether `hetero train` would accept model and data. Loads no weights.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
     else:
         model_config = load_model_config(model, config.base_dir)
         config.plan.covers(introspect(model_config).num_layers)
-        check_devices(config, model_config, devices_known(config, _own(role)))
+        check_devices(config, model_config, devices_known(config, _ids(role)))
     if model_config is not None and config.data is not None and _is_coordinator(role):
         parts = prepare(config, say=notes.append, most=MOST_EXAMPLES)
         resolved, model_config, plan = parts.resolved, parts.model_config, parts.adapter_plan
@@ -151,7 +151,7 @@ def _unplanned(config: Config, role: Role | None, show: int) -> dict[str, Any]:
     if config.model is not None:
         model_config = load_model_config(config.model, config.base_dir)
         layers, model_type = introspect(model_config).num_layers, model_config.model_type
-        check_devices(config, model_config, devices_known(config, _own(role)))
+        check_devices(config, model_config, devices_known(config, _ids(role)))
         examples = _look_at_data(config, model_config, role, notes, show)
     else:
         _find_data(config, role, notes)
@@ -225,18 +225,18 @@ def forecast(config: Config) -> dict[str, Any]:
     }
 
 
-def _forecast_lines(found: dict[str, Any], stages: int) -> list[str]:
+def _forecast_lines(schedule: dict[str, Any], stages: int) -> list[str]:
     if stages == 1:
         return []
-    chunks = f", {found['chunks']} stages per process" if found["chunks"] > 1 else ""
-    in_flight = ", ".join(map(str, found["held"]))
+    chunks = f", {schedule['chunks']} stages per process" if schedule["chunks"] > 1 else ""
+    in_flight = ", ".join(map(str, schedule["held"]))
     lines = [
         "",
-        f"A step of {found['micro_batches']} micro-batches{chunks}: devices idle "
-        f"{share(found['bubble'])} of the time, by numbers of layers alone.",
-        f"  {found['window']} micro-batches under way; stages store up to {in_flight} forwards",
+        f"A step of {schedule['micro_batches']} micro-batches{chunks}: devices idle "
+        f"{share(schedule['bubble'])} of the time, by numbers of layers alone.",
+        f"  {schedule['window']} micro-batches under way; stages store up to {in_flight} forwards",
     ]
-    if found["bubble"] > _LARGE_BUBBLE:
+    if schedule["bubble"] > _LARGE_BUBBLE:
         lines += [
             "  a larger training.gradient_accumulation_steps, with smaller micro-batches, or equal",
             "  stages would keep them busier",
@@ -244,16 +244,16 @@ def _forecast_lines(found: dict[str, Any], stages: int) -> list[str]:
     return lines
 
 
-def text(found: dict[str, Any]) -> str:
+def text(facts: dict[str, Any]) -> str:
     """The report for a person."""
-    layers = f" with {found['layers']} layers" if found["layers"] is not None else ""
-    model = f"{found['model_type'] or 'a model'}{layers}"
-    count = len(found["processes"])
+    layers = f" with {facts['layers']} layers" if facts["layers"] is not None else ""
+    model = f"{facts['model_type'] or 'a model'}{layers}"
+    count = len(facts["processes"])
     processes = f"{count} processes" if count > 1 else "one process"
     lines = [f"The configuration is valid: {model} on {processes}.", ""]
     rows = []
-    shows_weights = any(process["weights"] != "none" for process in found["processes"])
-    for process in found["processes"]:
+    shows_weights = any(process["weights"] != "none" for process in facts["processes"])
+    for process in facts["processes"]:
         host = f"{process['hostname']}, " if process["hostname"] else ""
         port = f" port {process['port']}" if process["port"] else ", dials the coordinator"
         where = f"{host}{process['address']}{port}"
@@ -264,15 +264,15 @@ def text(found: dict[str, Any]) -> str:
         with_it = (size(less),) if less is not None else ()
         rows.append((process["name"], where, device, stages, memory, *with_it))
     lines += table(_HEAD[: len(rows[0])], rows, left=(0, 1, 2, 3))
-    count = sum(len(process["stages"]) for process in found["processes"])
-    if found["schedule"] is not None:
-        lines += _forecast_lines(found["schedule"], count)
-    lines += ["", f"This machine: {found['this_machine']['role']}."]
-    lines += [f"  {line}" for line in found["this_machine"]["devices"]]
-    for decision in found["decisions"]:
+    count = sum(len(process["stages"]) for process in facts["processes"])
+    if facts["schedule"] is not None:
+        lines += _forecast_lines(facts["schedule"], count)
+    lines += ["", f"This machine: {facts['this_machine']['role']}."]
+    lines += [f"  {line}" for line in facts["this_machine"]["devices"]]
+    for decision in facts["decisions"]:
         value = json.dumps(decision["value"])
         lines.append(f"Decided: {decision['setting']} = {value}: {decision['reason']}")
-    for note in found["notes"]:
+    for note in facts["notes"]:
         warning = note.removeprefix("warning: ")
         lines.append(f"Note: {note}" if warning == note else f"Warning: {warning}")
     return "\n".join(lines)
@@ -298,13 +298,13 @@ def _process(
     """`lessened` is the memory with gradient checkpointing where "auto" may choose it."""
     stages = []
     for stage in config.plan.of(owner):
-        found = {**asdict(stage), "contents": stage.contents, "memory": None}
+        entry = {**asdict(stage), "contents": stage.contents, "memory": None}
         if memory:
-            found["memory"] = {name: getattr(memory[stage.index], name) for name in _MEMORY}
-        stages.append(found)
+            entry["memory"] = {name: getattr(memory[stage.index], name) for name in _MEMORY}
+        stages.append(entry)
     needed, less = (
-        sum(m.total for m in found if m.stage.owner == owner) if found else None
-        for found in (memory, lessened)
+        sum(m.total for m in estimate if m.stage.owner == owner) if estimate else None
+        for estimate in (memory, lessened)
     )
     sizes = {"memory_bytes": needed, "memory_recomputing_bytes": less}
     return {**_machine(config, owner), **sizes, "stages": stages}
@@ -317,7 +317,7 @@ def _role(config: Config) -> Role | None:
         return None  # a configuration may be checked anywhere
 
 
-def _own(role: Role | None) -> tuple[WorkerId, ...]:
+def _ids(role: Role | None) -> tuple[WorkerId, ...]:
     """The processes of this machine."""
     return (*("local",) * role.is_coordinator, *role.worker_ids) if role is not None else ()
 
@@ -329,7 +329,7 @@ def _this_machine(
     if role is None:
         notes.append("nothing here names this machine; train on it needs --role or --worker-id")
         return {"role": "has no role in this configuration", "devices": []}
-    names = [process_name(owner) for owner in _own(role)]
+    names = [process_name(owner) for owner in _ids(role)]
     needed: dict[str, int] = {}
     least: dict[str, int] = {}
     free: dict[str, tuple[str, int]] = {}

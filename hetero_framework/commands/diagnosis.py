@@ -64,7 +64,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, and what to do about it; `check` is the name of what found it."""
+    """A problem and what to do about it; `check` is the name of the function that reported it."""
 
     check: str
     what: str
@@ -73,7 +73,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class WorkerAnswer:
-    """A worker as it was found: what it said, or why it said nothing."""
+    """A worker's answer, or the reason why it gave none."""
 
     problem: HeteroError | None = None
     busy: str | None = None
@@ -85,7 +85,7 @@ class WorkerAnswer:
 
 
 class MachineView:
-    """A configuration as this machine sees it; whatever takes time is found out once."""
+    """A configuration as this machine sees it; slow look-ups are made once."""
 
     def __init__(
         self, config: Config, role: Role | None, options: KeyOptions | None = None
@@ -102,7 +102,7 @@ class MachineView:
         return self.role is not None and self.role.is_coordinator
 
     @property
-    def own(self) -> tuple[WorkerId, ...]:
+    def local_ids(self) -> tuple[WorkerId, ...]:
         """The processes of this machine."""
         if self.role is None:
             return ()
@@ -116,13 +116,13 @@ class MachineView:
 
     @property
     def remote_workers(self) -> list[WorkerConfig]:
-        return [worker for worker in self.config.planned_workers if worker.id not in self.own]
+        return [worker for worker in self.config.planned_workers if worker.id not in self.local_ids]
 
     @cached_property
     def access(self) -> Access | UserError:
         """The credentials of a run here, or the reason why there are none."""
         try:
-            return access_of(self.config, (*self.own, "local")[0], self.options)
+            return access_of(self.config, (*self.local_ids, "local")[0], self.options)
         except UserError as error:
             return error
 
@@ -155,13 +155,13 @@ class MachineView:
         }
         calls_s = _CALL_S * sum(worker.dials for worker in self.remote_workers)
         deadline = time.monotonic() + calls_s + 2 * (_DIAL_S + timeouts.HANDSHAKE_S) + _ANSWER_S
-        found = {}
+        answers = {}
         for id, future in asked.items():
             try:
-                found[id] = future.result(max(0.1, deadline - time.monotonic()))
+                answers[id] = future.result(max(0.1, deadline - time.monotonic()))
             except TimeoutError:
-                found[id] = WorkerAnswer(NetworkError(f"worker {id} does not answer in time"))
-        return found
+                answers[id] = WorkerAnswer(NetworkError(f"worker {id} does not answer in time"))
+        return answers
 
 
 # -- asking ---------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ def knock(worker: WorkerConfig) -> WorkerAnswer:
 
 
 def ask_worker(view: MachineView, worker: WorkerConfig) -> WorkerAnswer:
-    """Greet a worker as a run would, ask what it is, measure its link, and let it go. Who is not
-    the coordinator, or has no key for it, only knocks."""
+    """Greet a worker as a run would, ask for its facts, measure its link, and let it go. A machine
+    that is not the coordinator, or has no key for it, only knocks."""
     access = view.access
     asked = knock(worker)
     if asked.problem is not None or not view.is_coordinator or isinstance(access, UserError):
@@ -187,11 +187,11 @@ def ask_worker(view: MachineView, worker: WorkerConfig) -> WorkerAnswer:
     if worker.dials:
         with view.port_in_use:
             return _greet(view, worker, access, _CALL_S)
-    found = _greet(view, worker, access, _DIAL_S)
-    if not isinstance(found.problem, (NetworkError, PeerLostError)):
-        return found
+    answer = _greet(view, worker, access, _DIAL_S)
+    if not isinstance(answer.problem, (NetworkError, PeerLostError)):
+        return answer
     again = _greet(view, worker, access, _DIAL_S, small_packets=True)
-    return found if again.problem is not None else replace(again, drops_large=True)
+    return answer if again.problem is not None else replace(again, drops_large=True)
 
 
 def _greet(
@@ -214,7 +214,7 @@ def _greet(
         access=access,
         small_packets=small_packets,
     )
-    said = m.Error("UserError", "hetero doctor has looked at it", None)
+    farewell = m.Error("UserError", "hetero doctor has looked at it", None)
     try:
         links.listen()
         welcome = links.connect_all()[worker.id]
@@ -236,7 +236,7 @@ def _greet(
     except (LinkLost, KeyError, TypeError) as error:
         return WorkerAnswer(PeerLostError(f"worker {worker.id} gave no answer ({error})"))
     finally:
-        links.close(Message(said), timeouts.STOP_S)
+        links.close(Message(farewell), timeouts.STOP_S)
 
 
 def _answer(
@@ -297,7 +297,7 @@ def names(view: MachineView) -> Found:
                 f"the name {machine.ip!r} of {process_name(id)} is not known here",
                 "check the spelling, or give the machine's IP address",
             )
-        elif id in view.own and not alone and addresses.is_loopback_by_name(machine.ip):
+        elif id in view.local_ids and not alone and addresses.is_loopback_by_name(machine.ip):
             yield (
                 f"the name {machine.ip!r} of {process_name(id)} is a loopback address on this"
                 " machine, which no other one can reach",
@@ -314,7 +314,7 @@ def own_address(view: MachineView) -> Found:
     for id, machine in view.entries:
         if _dials(machine):
             continue
-        if id in view.own and not addresses.is_local_address(machine.ip):
+        if id in view.local_ids and not addresses.is_local_address(machine.ip):
             yield (
                 f"{process_name(id)} is on this machine, which does not have its address"
                 f" {machine.ip}",
@@ -334,7 +334,7 @@ def keys(view: MachineView) -> Found:
 
 def port(view: MachineView) -> Found:
     """Ports of this machine that something else has."""
-    for id in view.own:
+    for id in view.local_ids:
         if id == "local":
             continue
         worker = view.config.worker(id)
@@ -404,14 +404,14 @@ def link(view: MachineView) -> Found:
 
 
 def model(view: MachineView) -> Found:
-    found = view.model
+    loaded = view.model
     try:
-        if isinstance(found, PretrainedConfig):
-            view.config.plan.covers(introspect(found).num_layers)
+        if isinstance(loaded, PretrainedConfig):
+            view.config.plan.covers(introspect(loaded).num_layers)
     except UserError as error:
-        found = error
-    if isinstance(found, UserError):
-        yield found.message, found.hint or "correct model.name_or_path or shard_plan"
+        loaded = error
+    if isinstance(loaded, UserError):
+        yield loaded.message, loaded.hint or "correct model.name_or_path or shard_plan"
 
 
 def data(view: MachineView) -> Found:
@@ -428,14 +428,14 @@ def data(view: MachineView) -> Found:
 def memory(view: MachineView) -> Found:
     for id, machine in view.entries:
         needed = sum(stage.total for stage in view.memory if stage.stage.owner == id)
-        if id in view.own:
+        if id in view.local_ids:
             try:
                 free = open_device(machine.device).memory().free
             except UserError as error:
                 yield f"{process_name(id)}: {error.message}", error.hint or "correct its device"
                 continue
-        elif id in view.workers and (said := view.workers[id].welcome) is not None:
-            free = said.memory_free
+        elif id in view.workers and (welcome := view.workers[id].welcome) is not None:
+            free = welcome.memory_free
         else:
             continue
         if needed > free:
@@ -449,7 +449,7 @@ def memory(view: MachineView) -> Found:
 def four_bit(view: MachineView) -> Found:
     if not isinstance(view.model, PretrainedConfig):
         return
-    reasons = devices_known(view.config, view.own)
+    reasons = devices_known(view.config, view.local_ids)
     for id, asked in view.workers.items():
         if asked.welcome is not None:
             reasons[id] = asked.welcome.no_four_bit or reasons.get(id)
@@ -462,8 +462,8 @@ def four_bit(view: MachineView) -> Found:
 def attention(view: MachineView) -> Found:
     """model.attn_implementation, which not every device trains with."""
     devices = {id: asked.welcome.device for id, asked in view.workers.items() if asked.welcome}
-    for id in view.own:
-        with suppress(UserError):  # `memory` says that the device is not there
+    for id in view.local_ids:
+        with suppress(UserError):  # `memory` reports a missing device
             devices[id] = open_device(view.config.machine(id).device).name
     try:
         if view.config.is_planned:
@@ -487,9 +487,9 @@ def disk(view: MachineView) -> Found:
         return
     for id, _ in view.entries:
         weights = sum(stage.weights for stage in view.memory if stage.stage.owner == id)
-        asked = view.workers.get(id) if id not in view.own else None
+        asked = view.workers.get(id) if id not in view.local_ids else None
         room = (asked.facts or {}).get("cache_free") if asked is not None else None
-        if id in view.own:
+        if id in view.local_ids:
             room = worker_info.free_bytes(worker_info.model_cache())
         if room is not None and room < weights:
             yield (
@@ -517,8 +517,8 @@ def _commit(view: MachineView) -> str | None:
 
     with suppress(OSError, ValueError):
         name, revision = view.config.model.name_or_path, view.config.model.revision
-        found = cached_file(str(name), "config.json", revision=revision, local_files_only=True)
-        return next(filter(_COMMIT.fullmatch, Path(str(found)).parts), None)
+        file = cached_file(str(name), "config.json", revision=revision, local_files_only=True)
+        return next(filter(_COMMIT.fullmatch, Path(str(file)).parts), None)
     return None
 
 
@@ -592,12 +592,12 @@ CHECKS: tuple[Callable[[MachineView], Found], ...] = (
 def diagnose(
     config: Config, *, worker_id: WorkerId | None = None, options: KeyOptions | None = None
 ) -> dict[str, Any]:
-    """All findings, as JSON types; `worker_id` says which worker this machine is."""
+    """All findings, as JSON types; `worker_id` is the worker of this machine."""
     view = MachineView(config, _role(config, worker_id, options), options)
-    findings = [Finding(check.__name__, *found) for check in CHECKS for found in check(view)]
-    own = " and ".join(map(process_name, view.own))
+    findings = [Finding(check.__name__, *problem) for check in CHECKS for problem in check(view)]
+    here = " and ".join(map(process_name, view.local_ids))
     return {
-        "this_machine": own or "nothing in this configuration",
+        "this_machine": here or "nothing in this configuration",
         "findings": [asdict(finding) for finding in findings],
         "notes": view.notes,
     }
@@ -611,13 +611,13 @@ def _role(config: Config, worker_id: WorkerId | None, options: KeyOptions | None
         return None
 
 
-def text(found: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """Two lines for each finding: what is wrong, what to do."""
-    lines = [f"this machine is {found['this_machine']}"]
-    for finding in found["findings"]:
+    lines = [f"this machine is {result['this_machine']}"]
+    for finding in result["findings"]:
         lines += [f"wrong: {_line(finding['what'])}", f"    do: {_line(finding['fix'])}"]
-    lines += [f"note: {_line(note)}" for note in found["notes"]]
-    return "\n".join(lines if found["findings"] else [*lines, "nothing is wrong"])
+    lines += [f"note: {_line(note)}" for note in result["notes"]]
+    return "\n".join(lines if result["findings"] else [*lines, "nothing is wrong"])
 
 
 def _line(text: str) -> str:

@@ -43,6 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     from hetero_framework.commands import diagnosis
 
     options = key_options(arguments)
-    found = diagnosis.diagnose(config, worker_id=arguments.worker_id, options=options)
-    report(arguments, found, diagnosis.text)
-    return UserError.exit_code if found["findings"] else 0
+    result = diagnosis.diagnose(config, worker_id=arguments.worker_id, options=options)
+    report(arguments, result, diagnosis.text)
+    return UserError.exit_code if result["findings"] else 0

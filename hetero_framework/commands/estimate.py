@@ -1,7 +1,7 @@
 """`hetero plan --dry-run`: a fleet's profile, estimated from config.json and makers' figures.
 
-Only the model's configuration is read, and no other machine is contacted. `Estimate.about` says
-what was assumed and how far the estimate may be off.
+Only the model's configuration is read, and no other machine is contacted. `Estimate.about` holds
+the assumptions and the factor by which the estimate may be off.
 """
 
 from __future__ import annotations
@@ -274,15 +274,15 @@ def _own_device(name: str) -> KnownDevice:
 
 def _rates(ids: Sequence[WorkerId], options: Sequence[str]) -> dict[WorkerId, float]:
     """Bytes per second of each process's network."""
-    found = dict.fromkeys(ids, _rate(DEFAULT_BANDWIDTH, DEFAULT_BANDWIDTH))
+    rates = dict.fromkeys(ids, _rate(DEFAULT_BANDWIDTH, DEFAULT_BANDWIDTH))
     for option in sorted(options, key=lambda option: "=" in option):  # that of all comes first
         owner, equals, rate = option.rpartition("=")
-        own = [id for id in ids if not equals or str(id) == owner]
-        if not own:
+        owners = [id for id in ids if not equals or str(id) == owner]
+        if not owners:
             known = ", ".join(map(str, ids))
             raise UserError(f"--bandwidth {option}: {owner!r} is not a process; there are: {known}")
-        found |= dict.fromkeys(own, _rate(rate, option))
-    return found
+        rates |= dict.fromkeys(owners, _rate(rate, option))
+    return rates
 
 
 def _rate(text: str, option: str) -> float:
@@ -321,16 +321,16 @@ def _links(
 def _cost(work: ModelWork, device: KnownDevice) -> ModelCost:
     """The costs of the parts on a device."""
 
-    def part(own: PartWork, kept: int = 0, again: int = 0) -> PartCost:
-        forward_s = device.seconds(own.forward_flops, own.forward_bytes, half=work.half)
+    def part(piece: PartWork, kept: int = 0, again: int = 0) -> PartCost:
+        forward_s = device.seconds(piece.forward_flops, piece.forward_bytes, half=work.half)
         backward_s = 0.0
-        if own.backward_flops or own.backward_bytes:
-            backward_s = device.seconds(own.backward_flops, own.backward_bytes, half=work.half)
+        if piece.backward_flops or piece.backward_bytes:
+            backward_s = device.seconds(piece.backward_flops, piece.backward_bytes, half=work.half)
         return PartCost(forward_s, backward_s, forward_s if backward_s else 0.0, kept, again)
 
     layers = {
-        k: part(own, work.memory[1 + k].per_micro_batch, work.recomputing[1 + k].per_micro_batch)
-        for k, own in enumerate(work.layers)
+        k: part(layer, work.memory[1 + k].per_micro_batch, work.recomputing[1 + k].per_micro_batch)
+        for k, layer in enumerate(work.layers)
     }
     itemsize = getattr(torch, work.dtype).itemsize
     return ModelCost(

@@ -56,15 +56,15 @@ def measure_fleet(
 def plan_fleet(
     config: Config, plan: Callable[[FleetProfile], Result], *, access: Access | None = None
 ) -> Result:
-    """Measure as `measure_fleet` does, and `plan` while the workers are here: those that are left
-    out are told and end, the others wait for the run. Raises what both raise."""
+    """Measure as `measure_fleet` does, and `plan` while the workers are here: workers left out
+    are told so and end, the others wait for the run. Raises what both raise."""
     with _measured(config, access, anew=False) as (cluster, profile):
-        found = plan(profile)
-        needed = {entry["id"] for entry in found.shard_plan}
+        result = plan(profile)
+        needed = {entry["id"] for entry in result.shard_plan}
         for worker in (w for w in cluster.workers if w not in needed):
             with suppress(HeteroError):  # one that is gone need not know
-                cluster.control(worker, remote_measurement.LEFT_OUT, found.why)
-        return found
+                cluster.control(worker, remote_measurement.LEFT_OUT, result.why)
+        return result
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def _measured(
     config.require("model")
     assert config.model is not None
     model = load_model_config(config.model, config.base_dir)
-    check_devices(config, model, devices_known(config, own=["local"]))
+    check_devices(config, model, devices_known(config, ["local"]))
     began = time.monotonic()
     with StopRequest(), tempfile.TemporaryDirectory(prefix="hetero-plan-") as folder:
         tiny = _tiny(config, folder)
@@ -117,18 +117,18 @@ class _Measuring:
 
     def costs(self) -> dict[WorkerId, ModelCost]:
         """Of the model's parts on each process, the coordinator's first."""
-        found: dict[WorkerId, remote_measurement.Measurement] = {}
+        measured: dict[WorkerId, remote_measurement.Measurement] = {}
         for together in turns(self._config):
             _log.info("measuring %s", ", ".join(map(process_name, together)))
-            found |= self._measured_at_once(together)
+            measured |= self._measured_at_once(together)
         order: list[WorkerId] = ["local", *self._cluster.workers]
-        return {id: found[id].cost for id in order}
+        return {id: measured[id].cost for id in order}
 
     def _measured_at_once(
         self, together: Sequence[WorkerId]
     ) -> dict[WorkerId, remote_measurement.Measurement]:
-        """All of these, while this thread measures its own process."""
-        cluster, found = self._cluster, {}
+        """The costs of all of these; this thread measures its own process."""
+        cluster, measured = self._cluster, {}
         asked = {
             worker: remote_measurement.question(
                 next(self._numbers), self._config, self._model, worker, anew=self._anew
@@ -138,44 +138,44 @@ class _Measuring:
         }
 
         def note(id: WorkerId, one: remote_measurement.Measurement) -> None:
-            found[id] = one
-            _log.info("%s: %s", process_name(id), _said_of(one))
+            measured[id] = one
+            _log.info("%s: %s", process_name(id), _summary(one))
 
         def all_answered() -> bool:
             for worker, question in asked.items():
-                if worker in found:
+                if worker in measured:
                     continue
                 answer = cluster.loaded.remotes[worker].answer(question)
                 if answer is not None:
                     note(worker, remote_measurement.answer_of(answer))
                     answer.release()
-            return len(found) == len(together)
+            return len(measured) == len(together)
 
         if "local" in together:
             if asked:
                 all_answered()  # sends the questions
             config = self._config.held_by("local")
-            own = remote_measurement.model_costs(
+            local = remote_measurement.model_costs(
                 config, self._model, cluster.device, anew=self._anew
             )
-            note("local", own)
+            note("local", local)
         names = ", ".join(f"worker {worker}" for worker in asked)
         cluster.pipeline.until(all_answered, f"what {names} measures")
-        return found
+        return measured
 
     def links(self, hidden_bytes: int) -> list[dict[str, Any]]:
         """Every pair of processes, both ways, with messages as large as the boundary's tensors."""
         least, most = _LINK_BYTES
         nbytes = max(least, min(hidden_bytes, most))
         cluster = self._cluster
-        found: list[dict[str, Any]] = []
+        links: list[dict[str, Any]] = []
 
         def note(one: WorkerId, other: WorkerId, speed: link_probe.LinkSpeed) -> None:
             up, down, trip_s = speed.up_bytes_per_s, speed.down_bytes_per_s, speed.round_trip_s
             text = "%s to %s: %s there, %s back, both at once %.1f x as long, round trip %s"
             names = process_name(one), process_name(other)
             _log.info(text, *names, bit_rate(up), bit_rate(down), speed.both_ways, seconds(trip_s))
-            found.extend(directions(one, other, speed))
+            links.extend(directions(one, other, speed))
 
         for worker in cluster.workers:
             note("local", worker, link_probe.measure(partial(cluster.ask, worker), nbytes))
@@ -193,7 +193,7 @@ class _Measuring:
                 _log.info("workers %s and %s: not measured (%s)", one, other, error.message)
             finally:
                 answer.release()
-        return found
+        return links
 
 
 def directions(
@@ -220,12 +220,12 @@ def turns(config: Config) -> Iterator[list[WorkerId]]:
         yield [owner for owner in column if owner is not None]
 
 
-def _said_of(found: remote_measurement.Measurement) -> str:
-    layers = len(found.cost.kinds)
+def _summary(measured: remote_measurement.Measurement) -> str:
+    layers = len(measured.cost.kinds)
     forward_s, backward_s = (
-        sum(found.cost.of_layers(name)) / layers for name in ("forward_s", "backward_s")
+        sum(measured.cost.of_layers(name)) / layers for name in ("forward_s", "backward_s")
     )
-    how = "remembered" if found.was_known else f"measured in {seconds(found.seconds)}"
+    how = "remembered" if measured.was_known else f"measured in {seconds(measured.seconds)}"
     return f"a layer takes {seconds(forward_s)} forward, {seconds(backward_s)} backward ({how})"
 
 

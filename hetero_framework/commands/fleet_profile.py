@@ -23,7 +23,7 @@ def profile_of(
     links: Sequence[Mapping[str, Any]],
 ) -> FleetProfile:
     """`memory` is that of embedding, layers and head as each process holds them, `memory_bytes`
-    what it may fill."""
+    its limit."""
     devices = [
         {
             "id": id,
@@ -45,14 +45,14 @@ def profile_of(
         for id, cost in costs.items()
         for embedding, *layers, head in [memory[id]]
     ]
-    own = costs["local"]
+    local = costs["local"]
     return FleetProfile.from_dict(
         {
             "version": 1,
-            "layers": len(own.kinds),
+            "layers": len(local.kinds),
             "micro_batches": config.training.gradient_accumulation_steps,
-            "activation_bytes": _wire_bytes(own, config.wire.activations),
-            "gradient_bytes": _wire_bytes(own, config.wire.gradients),
+            "activation_bytes": _wire_bytes(local, config.wire.activations),
+            "gradient_bytes": _wire_bytes(local, config.wire.gradients),
             "embedding_is_trained": memory["local"][0].gradients > 0,
             "devices": devices,
             "links": [dict(link) for link in links],

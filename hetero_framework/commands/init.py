@@ -251,7 +251,7 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
         answers, model=_beside(answers.model, output), data=_beside(answers.data, output)
     )
     if answers.coordinator is None and answers.adapter == "qlora":
-        # "auto" may be one of a kind that cannot.
+        # "auto" may open a device without 4 bits.
         answers = replace(answers, device=_own_device(answers.device or "auto"))
     raw = propose(
         answers,
@@ -260,7 +260,7 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
         own_address=addresses.primary_address(),
     )
     config = Config.from_dict(raw, output.absolute().parent, name="the answers")
-    _check_quantised(config, own=[] if answers.coordinator else ["local"])
+    _check_quantised(config, [] if answers.coordinator else ["local"])
     try:
         write_file(output, json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
@@ -272,7 +272,7 @@ def _own_device(name: str) -> str:
     """The kind of a device here that has no 4 bits; else the name as it was given."""
     from hetero_framework.core.devices import open_device
 
-    with suppress(HeteroError):  # one that is not there is said by `hetero check`
+    with suppress(HeteroError):  # `hetero check` reports a missing one
         kind = open_device(name).kind
         return kind if _lacks_four_bit(kind) else name
     return name
@@ -284,7 +284,7 @@ def _lacks_four_bit(kind: str) -> bool:
     return kind in WITHOUT_FOUR_BIT
 
 
-def _check_quantised(config: Config, own: Sequence[str]) -> None:
+def _check_quantised(config: Config, here: Sequence[str]) -> None:
     """Raise ConfigError for machines that are to hold quantised weights and cannot."""
     if config.model is None:
         return
@@ -301,8 +301,8 @@ def _check_quantised(config: Config, own: Sequence[str]) -> None:
     try:
         model = load_model_config(config.model, config.base_dir)
     except HeteroError:
-        return  # the number of its layers was told: the model is elsewhere
-    check_devices(config, model, devices_known(config, own))
+        return  # its number of layers was given: the model is elsewhere
+    check_devices(config, model, devices_known(config, here))
 
 
 def precision_lines(config: Config) -> list[str]:
@@ -370,7 +370,7 @@ class _Questions:
             except UserError as error:
                 self.say(f"  {error}")
             except (EOFError, KeyboardInterrupt):
-                self.say("")  # what ends the command is said below the question
+                self.say("")  # the reason is printed below the question
                 raise
 
     def ask_all(self) -> None:
@@ -396,8 +396,8 @@ class _Questions:
             default = _USUAL_DATA if Path(_USUAL_DATA).is_file() else None
             self._take(data=self.ask("Training data: a file or a dataset name", default, _data))
 
-    def _take(self, **found: Any) -> None:
-        self.answers = replace(self.answers, **found)
+    def _take(self, **given: Any) -> None:
+        self.answers = replace(self.answers, **given)
 
     def _find_layers(self) -> None:
         """The number of the model's layers; forgets the model where another is to be named."""
@@ -469,8 +469,8 @@ def _coordinator(
         others.append(_host(answers.lighthouse))
     only_here = all(addresses.is_loopback(host) for host in others)
     ip = "127.0.0.1" if only_here else own_address
-    found: dict[str, Any] = {"ip": ip, "port": COORDINATOR_PORT, "device": answers.device or "auto"}
-    return {"hostname": hostname, **found} if hostname else found
+    entry: dict[str, Any] = {"ip": ip, "port": COORDINATOR_PORT, "device": answers.device or "auto"}
+    return {"hostname": hostname, **entry} if hostname else entry
 
 
 def _host(lighthouse: str) -> str:
@@ -501,9 +501,9 @@ def _beside(path: str | None, output: Path) -> str | None:
     """A path of this directory as the file `output` has to write it; a hub name unchanged."""
     if path is None or not Path(path).expanduser().exists():
         return path
-    found, folder = Path(path).expanduser().resolve(), output.absolute().parent.resolve()
-    is_inside = found.is_relative_to(folder)
-    return found.relative_to(folder).as_posix() if is_inside else str(found)
+    place, folder = Path(path).expanduser().resolve(), output.absolute().parent.resolve()
+    is_inside = place.is_relative_to(folder)
+    return place.relative_to(folder).as_posix() if is_inside else str(place)
 
 
 def _validated(parts: dict[str, Any], text: str) -> None:

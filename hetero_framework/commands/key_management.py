@@ -93,10 +93,10 @@ def invite_islands(
 
 
 def lighthouse_address(config: Config | None, host: str | None) -> tuple[str, int]:
-    """Where islands reach this machine: at `host`, if it is given."""
+    """The address at which islands reach this machine: at `host`, if it is given."""
     if config is not None and config.island is not None:
-        own, port = config.island.lighthouse_address
-        return host or own, port
+        configured, port = config.island.lighthouse_address
+        return host or configured, port
     return host or addresses.primary_address(), LIGHTHOUSE_PORT
 
 
@@ -174,14 +174,14 @@ def _wait(inviting: Inviting, listener: Listener) -> None:
 
 
 def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> PairedMachine:
-    """Make this machine what it was invited as. Of a worker, write the key, and the configuration
-    as `file`; what stood there and differs is kept beside it. Of an island, write the key."""
+    """Make this machine the worker or island that it was invited as: write its key, and a worker's
+    configuration as `file`; another file of that name is kept beside it."""
     try:
         host, port = split_address(address.strip())
     except ValueError as error:
         hint = "paste the whole line of `hetero invite`"
         raise UserError(f"the address {error}", hint=hint) from None
-    found = Token.parse(token)
+    parsed = Token.parse(token)
 
     def keep(joined: PairedMachine) -> None:
         given = joined.configuration
@@ -195,7 +195,7 @@ def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> Pa
         _keep(keys, joined)
         _write_configuration(file, given.text)
 
-    return join(host, port, found, keep)
+    return join(host, port, parsed, keep)
 
 
 def _keep(keys: KeyDirectory, joined: PairedMachine) -> None:
@@ -267,13 +267,13 @@ def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:
         yield f"there are no keys in {keys.path}", again
         return
     try:
-        own = certificates.read_authority(keys).cluster if keys.has_authority else None
+        ours = certificates.read_authority(keys).cluster if keys.has_authority else None
         listed = {int(entry.serial, 16): entry for entry in certificates.issued(keys)}
         gone = keys.revoked()
     except IdentityError as error:
         yield error.message, error.hint or "hetero keys rotate makes all of it anew"
         return
-    cluster = own
+    cluster = ours
     for process in processes:
         file = keys.bundle(process)
         try:
@@ -284,18 +284,18 @@ def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:
         problem = x509.bundle_problem(pem, identity)
         cluster = cluster or identity.cluster
         if problem is None and identity.cluster != cluster:
-            other = "the authority here" if own else "another key here"
+            other = "the authority here" if ours else "another key here"
             problem = f"it is of cluster {identity.cluster}, and {other} of {cluster}"
         elif problem is None and (serial := x509.serial_of(pem)) in gone:
             problem = "it was revoked"
-        elif problem is None and own and serial not in listed:
+        elif problem is None and ours and serial not in listed:
             problem = f"{ISSUED} lacks its certificate, which cannot be revoked by name"
         problem = problem or _not_configured(config, process)
         if problem is not None:
             yield f"{file}: {problem}", _again(keys, process)
         elif (late := tls.clock_problem(tls.context(file, server=False))) is not None:
             yield f"{file.name}: {late}", tls.SET_CLOCK
-    yield from _wrong_lists(keys, own, listed, gone)
+    yield from _wrong_lists(keys, ours, listed, gone)
 
 
 def _not_configured(config: Config | None, process: str) -> str | None:
@@ -312,11 +312,11 @@ def _again(keys: KeyDirectory, process: str) -> str:
 
 
 def _wrong_lists(
-    keys: KeyDirectory, own: str | None, listed: Mapping[int, certificates.Issued], gone: Set[int]
+    keys: KeyDirectory, ours: str | None, listed: Mapping[int, certificates.Issued], gone: Set[int]
 ) -> Iterator[Problem]:
-    """Contradictions to the authority here, whose cluster is `own`."""
+    """Contradictions to the authority here, whose cluster is `ours`."""
     path = keys.path / ISSUED
-    if own is None:
+    if ours is None:
         if listed:
             where = f"copy {AUTHORITY} here from where you keep it"
             yield f"{path} is here without the {AUTHORITY} that it belongs to", where
@@ -325,8 +325,8 @@ def _wrong_lists(
         text = f"there is no {keys.bundle('local')}, the key of {keys.kind.called('local')}"
         yield text, "the next `hetero invite` makes it"
     anew = "restore the list, or replace the authority and all keys: hetero keys rotate"
-    if others := {entry.cluster for entry in listed.values()} - {"", own}:
-        yield f"{path} is the list of cluster {', '.join(others)}; the authority is of {own}", anew
+    if others := {entry.cluster for entry in listed.values()} - {"", ours}:
+        yield f"{path} is the list of cluster {', '.join(others)}; the authority is of {ours}", anew
     if missing := gone - listed.keys():
         text = f"{len(missing)} of the certificates in {keys.path / REVOKED} are not in {ISSUED}"
         yield f"{text}: one of the two is of another authority, or has lost entries", anew
@@ -336,10 +336,10 @@ def revoke(keys: KeyDirectory, process: str) -> str:
     """Take back the certificates of a member, or of "coordinator", or "lighthouse"."""
     kind, keeper = keys.kind, keys.kind.called("local")
     process = "local" if process == kind.keeper else process
-    found = certificates.revoke(keys, process)
+    taken = certificates.revoke(keys, process)
     more = f"; {keeper} has a new key" if process == "local" else ""
     return (
-        f"{kind.called(process)}: {len(found)} revoked{more}. {kind.member.capitalize()}s hear of "
+        f"{kind.called(process)}: {len(taken)} revoked{more}. {kind.member.capitalize()}s hear of "
         f"it with their next connection to {keeper}; links that are open stay until then"
     )
 

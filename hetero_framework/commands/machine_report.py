@@ -38,7 +38,7 @@ def examine() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "memory_available_bytes": psutil.virtual_memory().available,
         "devices": [_device(device) for device in list_devices()],
-        "attention": {name: _answer(found) for name, found in _attention().items()},
+        "attention": {name: _answer(kernel) for name, kernel in _attention().items()},
         "graphviz": shutil.which("dot"),
         "ports": {
             str(port): "free" if addresses.port_is_free("0.0.0.0", port) else "in use"
@@ -47,18 +47,18 @@ def examine() -> dict[str, Any]:
     }
 
 
-def text(found: dict[str, Any]) -> str:
-    """The findings of `examine` as text."""
+def text(facts: dict[str, Any]) -> str:
+    """The report of `examine` as text."""
     lines = [
-        f"hetero {found['hetero_framework']}, Python {found['python']}, {found['system']}",
-        "packages: " + ", ".join(f"{n} {v or '(absent)'}" for n, v in found["packages"].items()),
-        f"names: {', '.join(found['host_names'])}",
-        f"addresses: {', '.join(found['addresses'])}",
-        f"cores: {found['cores']}; memory: {size(found['memory_bytes'])},"
-        f" {size(found['memory_available_bytes'])} available",
+        f"hetero {facts['hetero_framework']}, Python {facts['python']}, {facts['system']}",
+        "packages: " + ", ".join(f"{n} {v or '(absent)'}" for n, v in facts["packages"].items()),
+        f"names: {', '.join(facts['host_names'])}",
+        f"addresses: {', '.join(facts['addresses'])}",
+        f"cores: {facts['cores']}; memory: {size(facts['memory_bytes'])},"
+        f" {size(facts['memory_available_bytes'])} available",
         "",
     ]
-    for device in found["devices"]:
+    for device in facts["devices"]:
         lines.append(
             f"device {device['name']}: {device['label']}, {size(device['memory_bytes'])},"
             f" {size(device['memory_free_bytes'])} free"
@@ -66,10 +66,10 @@ def text(found: dict[str, Any]) -> str:
         for name, answer in [*device["dtypes"].items(), ("4-bit (nf4)", device["four_bit"])]:
             lines.append(f"  {name}: {_words(answer)}")
     lines += ["", "attention:"]
-    lines += [f"  {name}: {_words(answer)}" for name, answer in found["attention"].items()]
-    dot = found["graphviz"] or "dot is not installed: diagrams are drawn plainer"
+    lines += [f"  {name}: {_words(answer)}" for name, answer in facts["attention"].items()]
+    dot = facts["graphviz"] or "dot is not installed: diagrams are drawn plainer"
     lines += ["", f"graphviz: {dot}"]
-    lines += [f"port {port}: {state}" for port, state in found["ports"].items()]
+    lines += [f"port {port}: {state}" for port, state in facts["ports"].items()]
     return "\n".join(lines)
 
 

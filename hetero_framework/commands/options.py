@@ -86,9 +86,9 @@ def load(arguments: argparse.Namespace, *, saved_plan: bool = True) -> Any:
 
 
 def report(
-    arguments: argparse.Namespace, found: dict[str, Any], text: Callable[[dict[str, Any]], str]
+    arguments: argparse.Namespace, data: dict[str, Any], text: Callable[[dict[str, Any]], str]
 ) -> None:
-    print(json.dumps(found, indent=2) if arguments.json else printable(text(found)))
+    print(json.dumps(data, indent=2) if arguments.json else printable(text(data)))
 
 
 def access_for(config: Any, process: int | str, arguments: argparse.Namespace) -> Any:

@@ -32,12 +32,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def pause(worker_id: str, address: str | None = None) -> str:
-    """Have a worker of this machine let go of its run and its memory; what there is to say of it.
-    Raises UserError when none of that name is served here, PeerLostError when it does not."""
+    """Have a worker of this machine leave its run and free its memory; return text for the user.
+    Raises UserError when none of that name is served here, PeerLostError without an answer."""
     pause_file, worker = _find(worker_id, address)
     if not _want(pause_file, True) and worker.state == PauseState.PAUSED.value:
         return f"worker {worker_id} is paused already; it goes on after: hetero resume {worker_id}"
-    paused = _await(pause_file, worker, lambda found: found.state == PauseState.PAUSED.value)
+    paused = _await(pause_file, worker, lambda now: now.state == PauseState.PAUSED.value)
     freed = f" ({units.size(paused.freed_bytes)} of it)" * (paused.freed_bytes > 0)
     return (
         f"worker {worker_id} is paused: its process has ended, its memory{freed} and its device "
@@ -50,29 +50,29 @@ def resume(worker_id: str, address: str | None = None) -> str:
     pause_file, worker = _find(worker_id, address)
     if not _want(pause_file, False) and worker.state == PauseState.RUNNING.value:
         return f"worker {worker_id} is not paused"
-    _await(pause_file, worker, lambda found: found.state == PauseState.RUNNING.value)
+    _await(pause_file, worker, lambda now: now.state == PauseState.RUNNING.value)
     return f"worker {worker_id} is started again; its run goes on when it is ready"
 
 
 def _find(worker_id: str, address: str | None) -> tuple[PauseFile, PausableWorker]:
-    """The one that is meant."""
-    found = supervised(worker_id)
+    """The only worker with this id and, if given, this address."""
+    known = supervised(worker_id)
     if address is not None:
-        found = [(pause_file, worker) for pause_file, worker in found if worker.address == address]
+        known = [(pause_file, worker) for pause_file, worker in known if worker.address == address]
     where = f" at {address}" if address is not None else ""
-    if not found:
+    if not known:
         raise UserError(
             f"no worker {worker_id}{where} is served on this machine by this user",
             hint="it is paused where it runs: on its machine, as the user who started hetero worker"
             " or hetero train there. Workers of the coordinator's own machine end with the run",
         )
-    if len(found) > 1:
-        addresses = ", ".join(worker.address for _, worker in found)
+    if len(known) > 1:
+        addresses = ", ".join(worker.address for _, worker in known)
         raise UserError(
             f"several workers {worker_id} are served on this machine: {addresses}",
             hint="say which one: --address HOST:PORT",
         )
-    return found[0]
+    return known[0]
 
 
 def _want(pause_file: PauseFile, paused: bool) -> bool:
@@ -85,13 +85,13 @@ def _want(pause_file: PauseFile, paused: bool) -> bool:
 def _await(
     pause_file: PauseFile, before: PausableWorker, is_done: Callable[[PausableWorker], bool]
 ) -> PausableWorker:
-    """The worker's state once it is as it should be."""
+    """The worker's state once `is_done` holds."""
     deadline = time.monotonic() + _PATIENCE_S
-    while not ((found := pause_file.worker()) is not None and is_done(found)):
+    while not ((state := pause_file.worker()) is not None and is_done(state)):
         if time.monotonic() > deadline or not pause_file.is_held():
             raise PeerLostError(
                 f"the supervisor of worker {before.id} (process {before.pid}) does not answer",
                 hint="look at its screen; the wish stays, and it is granted when it is started",
             )
         time.sleep(timeouts.TICK_S)
-    return found
+    return state

@@ -110,28 +110,28 @@ def run(arguments: argparse.Namespace) -> None:
     from hetero_framework.commands.plan_report import Wishes
 
     profile, about = _profile(arguments)
-    # An estimate leaves out whom it need not know.
+    # An estimate has left them out already.
     excluded = () if arguments.dry_run else arguments.exclude
     wishes = Wishes(arguments.pin, excluded, arguments.margin, arguments.allow)
     if arguments.evaluate is not None:
         result = plan_report.judge_plan(profile, Path(arguments.evaluate), wishes)
     else:
         result = plan_report.make_plan(profile, wishes)
-    found = {**plan_report.described(result), **about}
+    described = {**plan_report.described(result), **about}
     if arguments.measure:
-        found["measured_links"] = plan_report.links_of(profile)
+        described["measured_links"] = plan_report.links_of(profile)
     if about:
         from hetero_framework.commands.estimate import pace
 
-        found["estimate"]["pace"] = pace(about["estimate"]["job"], result.predicted_step_s)
-    report(arguments, found, plan_report.text)
+        described["estimate"]["pace"] = pace(about["estimate"]["job"], result.predicted_step_s)
+    report(arguments, described, plan_report.text)
     if arguments.picture is not None:
         from hetero_framework.commands.plan_drawings import draw_plan
 
         for file in draw_plan(result, arguments.picture, is_estimate=bool(about)):
             _log.info("drawn: %s", file)
     if arguments.write:
-        config = plan_report.write_plan(found, Path(arguments.config))
+        config = plan_report.write_plan(described, Path(arguments.config))
         _log.info("wrote the plan into %s", arguments.config)
         if config.model is not None and not about:  # an estimate is nothing to hold a run to
             from hetero_framework.trainer.saved_plan import save_plan
@@ -177,8 +177,8 @@ def _profile(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         config = _paper_config(arguments)
         from hetero_framework.commands.estimate import estimate_fleet
 
-        found = estimate_fleet(config, arguments.device, arguments.bandwidth, arguments.exclude)
-        profile, about = found.profile, {"estimate": found.about}
+        estimate = estimate_fleet(config, arguments.device, arguments.bandwidth, arguments.exclude)
+        profile, about = estimate.profile, {"estimate": estimate.about}
     else:
         profile = _measured(arguments)
     if arguments.save_profile is not None:

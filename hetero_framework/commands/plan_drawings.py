@@ -37,10 +37,10 @@ def plan(result: Result, kind: str = "Predicted") -> PlanPicture:
             for k, e in enumerate(result.shard_plan)
             if e["id"] == use.id
         ]
-        own = held_text([(one.start, one.end) for one in held])
+        text = held_text([(one.start, one.end) for one in held])
         capacity = use.memory_bytes + max(0, use.free_bytes)
         name = process_name(use.id)
-        rows.append(PlanRow(name, own, held, use.memory_bytes, capacity, use.busy))
+        rows.append(PlanRow(name, text, held, use.memory_bytes, capacity, use.busy))
     rows += [PlanRow(process_name(id), "not used") for id in result.unused]
     subtitle = (
         f"{plural(layers, 'layer')} on {plural(len(result.devices), 'process')}; {kind.lower()}"
@@ -59,8 +59,8 @@ def step(result: Result, kind: str = "Predicted") -> StepPicture:
 
     def bar(span: SimulatedSpan) -> Bar:
         stage = span.task.stage
-        own = [k for k, owner in enumerate(owners) if owner == owners[stage]]
-        shade = own.index(stage) / max(1, len(own) - 1)
+        stages = [k for k, owner in enumerate(owners) if owner == owners[stage]]
+        shade = stages.index(stage) / max(1, len(stages) - 1)
         both = stage == last and not span.is_transfer
         name = "forward" if span.task.kind == FORWARD else "backward"
         what = "forward_backward" if both else name
@@ -74,11 +74,11 @@ def step(result: Result, kind: str = "Predicted") -> StepPicture:
     received = [passed_on.get(span.task, span) for span in sent]
     rows = []
     for owner in dict.fromkeys(owners):
-        own = [k for k, other in enumerate(owners) if other == owner]
+        stages = [k for k, other in enumerate(owners) if other == owner]
         rows.append(
             Row(
                 process_name(owner),
-                f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}",
+                f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}",
                 [bar(s) for s in spans if not s.is_transfer and owners[s.task.stage] == owner],
                 [_plain(bar(s)) for s in sent if owners[sender(s)] == owner],
                 [_plain(bar(s)) for s in received if owners[s.task.stage] == owner],

@@ -113,13 +113,13 @@ def links_of(profile: FleetProfile) -> list[dict[str, Any]]:
     return [link.model_dump(mode="json", by_alias=True) for link in profile.links]
 
 
-def write_plan(found: Mapping[str, Any], file: Path) -> Config:
+def write_plan(facts: Mapping[str, Any], file: Path) -> Config:
     """Put a plan into a configuration, which is returned; its other settings and their order stay.
     Raises ConfigError for one that it does not fit, and UserError where the file cannot be written.
     """
     raw = read_json_object(file)
-    raw["shard_plan"] = entries_of(found)
-    changes = found["changes"]
+    raw["shard_plan"] = entries_of(facts)
+    changes = facts["changes"]
     if "wire" in changes:
         raw["wire"] = {**(raw.get("wire") or {}), **changes["wire"]}
     if "micro_batches" in changes:
@@ -133,12 +133,12 @@ def write_plan(found: Mapping[str, Any], file: Path) -> Config:
     return config
 
 
-def entries_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def entries_of(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The entries of shard_plan that a plan asks for."""
-    again = found["gradient_checkpointing"]
+    again = facts["gradient_checkpointing"]
     return [
         {**entry, **({"gradient_checkpointing": True} if again.get(str(k)) else {})}
-        for k, entry in enumerate(found["shard_plan"])
+        for k, entry in enumerate(facts["shard_plan"])
     ]
 
 
@@ -156,36 +156,36 @@ def _split_samples(raw: dict[str, Any], micro_batches: int) -> None:
     training["gradient_accumulation_steps"] = micro_batches
 
 
-def text(found: dict[str, Any]) -> str:
+def text(facts: dict[str, Any]) -> str:
     """The plan for a person."""
     rows = []
-    for device in found["devices"]:
-        own = [entry for entry in found["shard_plan"] if entry["id"] == device["id"]]
+    for device in facts["devices"]:
+        entries = [entry for entry in facts["shard_plan"] if entry["id"] == device["id"]]
         rows.append(
             (
                 process_name(device["id"]),
-                held_text([(entry["start"], entry["end"]) for entry in own]),
+                held_text([(entry["start"], entry["end"]) for entry in entries]),
                 share(device["busy"]),
                 device["limit"],
                 size(device["memory_bytes"]),
                 size(max(0, device["free_bytes"])),
             )
         )
-    lines = [*table(_HEAD, rows, left=(0, 1, 3)), "", *_stage_table(found), "", *_lines(found)]
-    if "estimate" in found:
-        lines = [*_estimate_lines(found["estimate"]), "", *lines]
+    lines = [*table(_HEAD, rows, left=(0, 1, 3)), "", *_stage_table(facts), "", *_lines(facts)]
+    if "estimate" in facts:
+        lines = [*_estimate_lines(facts["estimate"]), "", *lines]
     return "\n".join(lines)
 
 
-def _stage_table(found: Mapping[str, Any]) -> list[str]:
+def _stage_table(facts: Mapping[str, Any]) -> list[str]:
     """Each stage's seconds for one micro-batch, and those of its boundary to the next stage."""
     rows = []
-    for k, (entry, stage) in enumerate(zip(found["shard_plan"], found["stages"], strict=True)):
+    for k, (entry, stage) in enumerate(zip(facts["shard_plan"], facts["stages"], strict=True)):
         held = held_text([(entry["start"], entry["end"])])
         row = [str(k), process_name(entry["id"]), held]
         row += map(seconds, (stage["forward_s"], stage["backward_s"]))
-        if k < len(found["boundaries"]):
-            edge = found["boundaries"][k]
+        if k < len(facts["boundaries"]):
+            edge = facts["boundaries"][k]
             times = (edge["activation_s"], edge["gradient_s"], edge["latency_s"])
             row += [edge["way"], *map(seconds, times)]
         rows.append([*row, *[""] * (len(_STAGE_HEAD) - len(row))])
@@ -196,8 +196,8 @@ def held_text(ranges: Sequence[tuple[int, int]]) -> str:
     """The layers of a process, whose stages hold layers [start, end): "layers 0-7, 19-31"."""
     ends = {True: "embedding", False: "head"}  # of a stage without layers, by where it is
     parts = [layers_text(a, b) if b > a else ends[a == 0] for a, b in ranges]
-    found = ", ".join(parts)
-    return found.replace(", layers ", ", ") if found.startswith("layers") else found
+    joined = ", ".join(parts)
+    return joined.replace(", layers ", ", ") if joined.startswith("layers") else joined
 
 
 def _estimate_lines(about: Mapping[str, Any]) -> list[str]:
@@ -238,45 +238,45 @@ def _long(hours: float) -> str:
     return f"{hours:.3g} h" if hours >= 1 else f"{60 * hours:.3g} min"
 
 
-def _lines(found: Mapping[str, Any]) -> list[str]:
-    step_s = found["predicted_step_s"]
-    lines = [f"A step is predicted to take {_step(found)}{_optimal(found)}."]
-    if found["alone"]:
-        single, name = found["alone"]["step_s"], process_name(found["alone"]["id"])
+def _lines(facts: Mapping[str, Any]) -> list[str]:
+    step_s = facts["predicted_step_s"]
+    lines = [f"A step is predicted to take {_step(facts)}{_optimal(facts)}."]
+    if facts["alone"]:
+        single, name = facts["alone"]["step_s"], process_name(facts["alone"]["id"])
         faster = f" ({single / step_s:.2f} times as long)" if step_s > 0 else ""
         lines.append(f"  {name} alone, the fastest that could: {seconds(single)}{faster}")
-    in_flight = ", ".join(map(str, found["in_flight"]))
+    in_flight = ", ".join(map(str, facts["in_flight"]))
     held = f"stages store up to {in_flight} forwards"
-    lines.append(f"  {found['max_in_flight']} micro-batches under way; {held}")
-    again = [k for k, on in found["gradient_checkpointing"].items() if on]
+    lines.append(f"  {facts['max_in_flight']} micro-batches under way; {held}")
+    again = [k for k, on in facts["gradient_checkpointing"].items() if on]
     if again:
         lines.append(f"  gradient_checkpointing on stage {', '.join(again)}")
     direct = [
         f"{process_name(before['id'])} to {process_name(entry['id'])}"
-        for before, entry in zip(found["shard_plan"], found["shard_plan"][1:], strict=False)
+        for before, entry in zip(facts["shard_plan"], facts["shard_plan"][1:], strict=False)
         if entry.get("links") == "direct"
     ]
     if direct:
         lines.append(f"  direct: {', '.join(direct)}")
-    if found["changes"]:
-        lines.append(f"  it needs {json.dumps(found['changes'])}")
-    if found["unused"]:
-        lines += ["", f"Not used: {found['why']}."]
-    if found["advice"]:
-        lines += ["", "What would help, the most first:", *(f"  {x}" for x in found["advice"])]
+    if facts["changes"]:
+        lines.append(f"  it needs {json.dumps(facts['changes'])}")
+    if facts["unused"]:
+        lines += ["", f"Not used: {facts['why']}."]
+    if facts["advice"]:
+        lines += ["", "What would help, the most first:", *(f"  {x}" for x in facts["advice"])]
     return lines
 
 
-def _step(found: Mapping[str, Any]) -> str:
-    step_s = found["predicted_step_s"]
-    if "estimate" not in found:
+def _step(facts: Mapping[str, Any]) -> str:
+    step_s = facts["predicted_step_s"]
+    if "estimate" not in facts:
         return seconds(step_s)
-    factor = found["estimate"]["factor"]
+    factor = facts["estimate"]["factor"]
     return f"{seconds(step_s)} ({seconds(step_s / factor)} to {seconds(step_s * factor)})"
 
 
-def _optimal(found: Mapping[str, Any]) -> str:
-    return "; no plan is better" if found["proved_optimal"] else ""
+def _optimal(facts: Mapping[str, Any]) -> str:
+    return "; no plan is better" if facts["proved_optimal"] else ""
 
 
 def _known(name: str, ids: Sequence[WorkerId]) -> WorkerId:
@@ -289,16 +289,16 @@ def _owner(text: str, ids: Sequence[WorkerId]) -> WorkerId:
 
 
 def _pins(texts: Sequence[str], ids: Sequence[WorkerId]) -> dict[WorkerId, tuple[int, int]]:
-    found: dict[WorkerId, tuple[int, int]] = {}
+    pins: dict[WorkerId, tuple[int, int]] = {}
     for text in texts:
-        _check_once("--pin", owner := _owner(text, ids), found)
-        found[owner] = _layers(text)
-    return found
+        _check_once("--pin", owner := _owner(text, ids), pins)
+        pins[owner] = _layers(text)
+    return pins
 
 
-def _check_once(option: str, owner: WorkerId, found: Collection[WorkerId]) -> None:
-    """Raise UserError where an option says of a process twice what can be said once."""
-    if owner in found:
+def _check_once(option: str, owner: WorkerId, given: Collection[WorkerId]) -> None:
+    """Raise UserError where an option is given twice for a process."""
+    if owner in given:
         raise UserError(f"{option} is given twice for {process_name(owner)}; keep one")
 
 
@@ -313,13 +313,13 @@ def _layers(text: str) -> tuple[int, int]:
 
 
 def _margins(texts: Sequence[str], ids: Sequence[WorkerId]) -> dict[WorkerId, float]:
-    found: dict[WorkerId, float] = {}
+    margins: dict[WorkerId, float] = {}
     for text in texts:
         match = _SIZE.fullmatch(text.partition("=")[2])
         if match is None or match[2].upper() not in _UNITS:
             raise UserError(
                 f"--margin {text} is not of the form ID=SIZE", hint="for example: --margin 1=2GiB"
             )
-        _check_once("--margin", owner := _owner(text, ids), found)
-        found[owner] = float(match[1]) * _UNITS[match[2].upper()]
-    return found
+        _check_once("--margin", owner := _owner(text, ids), margins)
+        margins[owner] = float(match[1]) * _UNITS[match[2].upper()]
+    return margins

@@ -23,26 +23,26 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def preflight(config: Config, *, data: bool = True, writes: bool = False) -> None:
-    """Raise the UserError that says what is wrong, one for all if there is more than one thing.
+    """Raise the UserError of the one problem, or one that lists them all.
     `data`: the data are needed; `writes`: the output directories are."""
     checks: list[Callable[[Config], Iterator[UserError]]] = [_optimizer, _model]
     checks += [_data] * data + [_directories] * writes
-    found = [error for check in checks for error in check(config)]
-    if len(found) == 1:
-        raise found[0]
-    if found:
-        lines = [f"the configuration has {len(found)} problems:"]
-        for error in found:
+    problems = [error for check in checks for error in check(config)]
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        lines = [f"the configuration has {len(problems)} problems:"]
+        for error in problems:
             lines += [f"  {error.message}", *([f"    {error.hint}"] if error.hint else [])]
         raise ConfigError("\n".join(lines))
 
 
 def declared_layers(fields: dict[str, Any]) -> int | None:
-    """How many layers a config.json says that its language model has; None where it does not."""
+    """Number of layers of the language model in a config.json; None where it gives none."""
     text = fields.get("text_config")
     fields = text if isinstance(text, dict) else fields
-    found = [fields[name] for name in _LAYERS if isinstance(fields.get(name), int)]
-    return found[0] if len(found) == 1 else None
+    counts = [fields[name] for name in _LAYERS if isinstance(fields.get(name), int)]
+    return counts[0] if len(counts) == 1 else None
 
 
 def _optimizer(config: Config) -> Iterator[UserError]:

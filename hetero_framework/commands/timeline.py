@@ -36,9 +36,9 @@ def run(arguments: argparse.Namespace) -> None:
     from hetero_framework.visualizer.timeline_picture import draw
 
     trace = read_timeline(arguments.place)
-    found = diagnose(trace)
+    diagnosis = diagnose(trace)
     steps = [step + 1 for step in trace.steps]
-    step = arguments.step if arguments.step is not None else found.steps[-1]
+    step = arguments.step if arguments.step is not None else diagnosis.steps[-1]
     if step not in steps:
         raise UserError(
             f"step {step} was not recorded",
@@ -46,12 +46,12 @@ def run(arguments: argparse.Namespace) -> None:
         )
     place = Path(arguments.place)
     folder = place if place.is_dir() else place.parent
-    held = prediction_error.read_account(folder, found.steps)
+    held = prediction_error.read_account(folder, diagnosis.steps)
     between = read_between(folder)
-    figures = {**found.to_dict(), "account": held.to_dict() if held is not None else None}
+    figures = {**diagnosis.to_dict(), "account": held.to_dict() if held is not None else None}
     if between is not None:
         figures["islands"] = between.to_dict()
-    shown = [text(found), *(["", *prediction_error.text(held)] if held is not None else [])]
+    shown = [text(diagnosis), *(["", *prediction_error.text(held)] if held is not None else [])]
     shown += ["", *between.text()] if between is not None else []
     report(arguments, figures, lambda _: "\n".join(shown))
     if arguments.output is None and arguments.json:
