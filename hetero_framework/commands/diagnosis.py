@@ -257,10 +257,10 @@ def _answer(
 
 # -- checks ---------------------------------------------------------------------------------------
 
-Found = Iterator[tuple[str, str]]
+Problems = Iterator[tuple[str, str]]
 
 
-def version(view: MachineView) -> Found:
+def version(view: MachineView) -> Problems:
     for name, needed, here in versions.too_old():
         yield f"{name} {here} is here, {name} {needed} is needed", "install the newer one"
     here = worker_info.facts()["versions"]
@@ -278,7 +278,7 @@ def _release(text: Any) -> str:
     return str(text).partition("+")[0]
 
 
-def role(view: MachineView) -> Found:
+def role(view: MachineView) -> Problems:
     if view.role is None:
         yield (
             "nothing in the configuration names this machine",
@@ -286,7 +286,7 @@ def role(view: MachineView) -> Found:
         )
 
 
-def names(view: MachineView) -> Found:
+def names(view: MachineView) -> Problems:
     """DNS, also the name that a machine takes for itself alone (Debian's 127.0.1.1)."""
     alone = len({machine_of(view.config, machine) for _, machine in view.entries}) == 1
     for id, machine in view.entries:
@@ -310,7 +310,7 @@ def _dials(machine: Machine) -> bool:
     return isinstance(machine, WorkerConfig) and machine.dials
 
 
-def own_address(view: MachineView) -> Found:
+def own_address(view: MachineView) -> Problems:
     for id, machine in view.entries:
         if _dials(machine):
             continue
@@ -322,7 +322,7 @@ def own_address(view: MachineView) -> Found:
             )
 
 
-def keys(view: MachineView) -> Found:
+def keys(view: MachineView) -> Problems:
     try:
         if isinstance(view.access, UserError):
             raise view.access
@@ -332,7 +332,7 @@ def keys(view: MachineView) -> Found:
         yield error.message, error.hint or "hetero keys check says more"
 
 
-def port(view: MachineView) -> Found:
+def port(view: MachineView) -> Problems:
     """Ports of this machine that something else has."""
     for id in view.local_ids:
         if id == "local":
@@ -353,7 +353,7 @@ def port(view: MachineView) -> Found:
             )
 
 
-def reach(view: MachineView) -> Found:
+def reach(view: MachineView) -> Problems:
     """Refused, no answer and no route are three things."""
     for id, asked in view.workers.items():
         if asked.busy is not None:
@@ -372,7 +372,7 @@ def reach(view: MachineView) -> Found:
             yield asked.problem.message, asked.problem.hint or "look at its screen or log"
 
 
-def clock(view: MachineView) -> Found:
+def clock(view: MachineView) -> Problems:
     for id, asked in view.workers.items():
         if asked.facts is not None and abs(asked.clock_s) > _CLOCK_S:
             way = "ahead of" if asked.clock_s > 0 else "behind"
@@ -382,12 +382,12 @@ def clock(view: MachineView) -> Found:
             )
 
 
-def islands(view: MachineView) -> Found:
+def islands(view: MachineView) -> Problems:
     if view.is_coordinator:
         yield from island_diagnosis.problems(view.config, view.options, _CLOCK_S)
 
 
-def link(view: MachineView) -> Found:
+def link(view: MachineView) -> Problems:
     for id, asked in view.workers.items():
         if asked.drops_large:
             yield f"worker {id} answers in small packets only: {DROPS_LARGE}", MTU_ADVICE
@@ -403,7 +403,7 @@ def link(view: MachineView) -> Found:
             )
 
 
-def model(view: MachineView) -> Found:
+def model(view: MachineView) -> Problems:
     loaded = view.model
     try:
         if isinstance(loaded, PretrainedConfig):
@@ -414,7 +414,7 @@ def model(view: MachineView) -> Found:
         yield loaded.message, loaded.hint or "correct model.name_or_path or shard_plan"
 
 
-def data(view: MachineView) -> Found:
+def data(view: MachineView) -> Problems:
     if not view.is_coordinator or view.config.data is None:
         return
     for spec in (view.config.data.train, view.config.data.eval or ()):
@@ -425,7 +425,7 @@ def data(view: MachineView) -> Found:
             yield error.message, error.hint or "correct data.train or data.eval"
 
 
-def memory(view: MachineView) -> Found:
+def memory(view: MachineView) -> Problems:
     for id, machine in view.entries:
         needed = sum(stage.total for stage in view.memory if stage.stage.owner == id)
         if id in view.local_ids:
@@ -446,7 +446,7 @@ def memory(view: MachineView) -> Found:
             )
 
 
-def four_bit(view: MachineView) -> Found:
+def four_bit(view: MachineView) -> Problems:
     if not isinstance(view.model, PretrainedConfig):
         return
     reasons = devices_known(view.config, view.local_ids)
@@ -459,7 +459,7 @@ def four_bit(view: MachineView) -> Found:
         yield from ((line, error.hint or "") for line in error.message.splitlines())
 
 
-def attention(view: MachineView) -> Found:
+def attention(view: MachineView) -> Problems:
     """model.attn_implementation, which not every device trains with."""
     devices = {id: asked.welcome.device for id, asked in view.workers.items() if asked.welcome}
     for id in view.local_ids:
@@ -472,7 +472,7 @@ def attention(view: MachineView) -> Found:
         yield error.message, error.hint or ""
 
 
-def disk(view: MachineView) -> Found:
+def disk(view: MachineView) -> Problems:
     """Two checkpoints on the coordinator; the weights where a hub model is not there yet."""
     state = sum(stage.gradients + stage.optimizer for stage in view.memory)
     if view.is_coordinator and view.config.training.save_strategy != "no":
@@ -522,7 +522,7 @@ def _commit(view: MachineView) -> str | None:
     return None
 
 
-def revision(view: MachineView) -> Found:
+def revision(view: MachineView) -> Problems:
     """A note: what a branch of the hub holds may change between two runs."""
     settings = view.config.model
     if _is_on_hub(view.config) and not _COMMIT.fullmatch(str(settings and settings.revision)):
@@ -532,7 +532,7 @@ def revision(view: MachineView) -> Found:
     yield from ()
 
 
-def graphviz(view: MachineView) -> Found:
+def graphviz(view: MachineView) -> Problems:
     training = view.config.training
     drawn = training.visualize and training.visualization_format != "mmd"
     if not (view.is_coordinator and drawn) or shutil.which("dot") is not None:
@@ -547,7 +547,7 @@ def graphviz(view: MachineView) -> Found:
     )
 
 
-def directory(view: MachineView) -> Found:
+def directory(view: MachineView) -> Problems:
     if not view.is_coordinator:
         return
     for folder in dict.fromkeys((view.config.output_dir, view.config.checkpoints)):
@@ -562,7 +562,7 @@ def directory(view: MachineView) -> Found:
             yield f"cannot lock {folder}: {error.strerror}", "make it writable, or choose another"
 
 
-def failpoint(view: MachineView) -> Found:
+def failpoint(view: MachineView) -> Problems:
     places = ["this machine"] if os.environ.get(failpoints.VARIABLE) else []
     asked = view.workers.items()
     places += [f"worker {id}" for id, a in asked if a.facts is not None and a.facts["failpoint"]]
@@ -570,7 +570,7 @@ def failpoint(view: MachineView) -> Found:
         yield f"{failpoints.VARIABLE} is set on {place}: faults are made there", "unset it there"
 
 
-CHECKS: tuple[Callable[[MachineView], Found], ...] = (
+CHECKS: tuple[Callable[[MachineView], Problems], ...] = (
     *(
         version,
         role,

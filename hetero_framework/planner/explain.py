@@ -24,13 +24,13 @@ _NEARLY = 0.9  # of what the largest card would save: a smaller one that saves t
 _EXPLAINED = 4  # devices that are left out, by name
 
 
-def device_uses(found: Evaluated) -> tuple[DeviceUse, ...]:
+def device_uses(plan: Evaluated) -> tuple[DeviceUse, ...]:
     """Every device of a plan."""
-    fleet, layout = found.fleet, found.layout
-    step = found.schedule.forecast
+    fleet, layout = plan.fleet, plan.layout
+    step = plan.schedule.forecast
     devices = list(dict.fromkeys(part.device for part in layout))
     busy = dict(zip(devices, step.busy, strict=True))
-    wire = _wire_shares(found)
+    wire = _wire_shares(plan)
     most = max(busy.values())
     uses = []
     for d in devices:
@@ -47,9 +47,9 @@ def device_uses(found: Evaluated) -> tuple[DeviceUse, ...]:
     return tuple(uses)
 
 
-def _wire_shares(found: Evaluated) -> dict[int, float]:
+def _wire_shares(plan: Evaluated) -> dict[int, float]:
     """The share of the step in which each device's busier NIC carries something."""
-    profile = found.schedule.profile
+    profile = plan.schedule.profile
     work: dict[tuple[int, str], float] = {}
     for k, edge in enumerate(profile.edges):
         for kind, edge_s in (("forward", edge.forward_s), ("backward", edge.backward_s)):
@@ -57,8 +57,8 @@ def _wire_shares(found: Evaluated) -> dict[int, float]:
                 work[nic] = work.get(nic, 0.0) + edge_s
     shares: dict[int, float] = {}
     for (d, _), work_s in work.items():
-        if found.seconds:
-            part = found.schedule.micro_batches * work_s / found.seconds
+        if plan.seconds:
+            part = plan.schedule.micro_batches * work_s / plan.seconds
             shares[d] = max(shares.get(d, 0.0), part)
     return shares
 
@@ -84,36 +84,36 @@ def _is_full(fleet: Fleet, layout: Layout, device: int) -> bool:
 
 def alone(fleet: Fleet, devices: Collection[int]) -> Alone | None:
     """The fastest device that could hold and train everything by itself."""
-    found = []
+    steps = []
     for d in devices:
         for recompute in (False, True):
             whole = (Part(d, 0, fleet.layers, recompute),)
             if fleet.memory_limits(whole) is not None:
                 profile = fleet.pipeline(whole)
                 step_s = fleet.micro_batches * (profile.forward_s[0] + profile.backward_s[0])
-                found.append((step_s, d))
-    if not found:
+                steps.append((step_s, d))
+    if not steps:
         return None
-    step_s, d = min(found)
+    step_s, d = min(steps)
     return Alone(fleet.ids[d], step_s)
 
 
-def left_out(found: Evaluated, rules: Rules) -> str:
+def left_out(plan: Evaluated, rules: Rules) -> str:
     """Why devices that could take part do not."""
-    fleet, layout = found.fleet, found.layout
+    fleet, layout = plan.fleet, plan.layout
     used = {part.device for part in layout}
     texts = []
     for d in rules.devices:
         if d not in used:
-            texts.append(f"{process_name(fleet.ids[d])} {_why_not(found, d)}")
+            texts.append(f"{process_name(fleet.ids[d])} {_why_not(plan, d)}")
     if len(texts) > _EXPLAINED:
         texts = [*texts[:_EXPLAINED], f"and {len(texts) - _EXPLAINED} more"]
     return "; ".join(texts)
 
 
-def _why_not(found: Evaluated, d: int) -> str:
-    fleet = found.fleet
-    pace_s = found.seconds / fleet.micro_batches
+def _why_not(plan: Evaluated, d: int) -> str:
+    fleet = plan.fleet
+    pace_s = plan.seconds / fleet.micro_batches
     one = fleet.costs[d]
     least = min(b - a for a, b in pairwise(one.layer_bytes))
     kept = min(b - a for a, b in pairwise(one.recomputed_bytes))
@@ -134,10 +134,10 @@ def _why_not(found: Evaluated, d: int) -> str:
     return "is slower than the link to it pays for"
 
 
-def advice(found: Evaluated, rules: Rules, uses: Sequence[DeviceUse]) -> tuple[str, ...]:
+def advice(plan: Evaluated, rules: Rules, uses: Sequence[DeviceUse]) -> tuple[str, ...]:
     """The changes that shorten the step most, with about how much, the best first. Of larger cards
     those for the device that computes least for want of memory."""
-    fleet, layout = found.fleet, found.layout
+    fleet, layout = plan.fleet, plan.layout
     now_s = Search(rules).evened_s(layout)
 
     def gain_of(variant: what_if.Variant) -> tuple[float, str]:

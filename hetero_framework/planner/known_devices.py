@@ -27,10 +27,10 @@ _CPU = re.compile(
     r"|ampere altra|neoverse|cortex)\b",
     re.IGNORECASE,
 )
-_ASSUMED_CORES, _ASSUMED_GIB = 8, 16  # of a CPU, where nothing is said of them
+_ASSUMED_CORES, _ASSUMED_GIB = 8, 16  # of a CPU whose text has neither
 _WORD = re.compile(r"[a-z]+|\d+")
 _VARIANTS = frozenset({"ti", "super", "pro", "max", "ultra", "xt", "xtx", "gre"})
-"""Right behind a name they make another device of it, with other figures."""
+"""Words right behind a name that make it another device, with other figures."""
 _MAKERS = ("nvidia", "geforce", "amd", "intel", "apple", "radeon", "r", "tm")
 _GIB = 2**30
 
@@ -83,7 +83,7 @@ def factor() -> float:
 def known_device(text: str, *, memory_bytes: float | None = None) -> KnownDevice:
     """The device that a person or a driver calls so: "RTX 3090", "NVIDIA GeForce RTX 3090", "Apple
     M2 Max 64GB", "8-core CPU 32GB", "cpu", or by figures of its own: "24GB, 71 TFLOPS, 936 GB/s".
-    Of several that fit, the one that says most. `memory_bytes` is what is known of its memory; a
+    Of several that fit, the one with the longest name. `memory_bytes` is its memory, where known; a
     CPU that is only named has 16 GB. Raises UserError for one that is not in the table, and
     where its memory is not known."""
     if figures := _FIGURES.fullmatch(text.strip()):
@@ -92,25 +92,25 @@ def known_device(text: str, *, memory_bytes: float | None = None) -> KnownDevice
             text.strip(), "gpu", gib * _GIB, tflops * 1e12, tflops * 1e12, gbs * 1e9, "as given"
         )
     fitting = [row for row in _table()["devices"] if _is_called(row[0], text)]
-    found = _of(max(fitting, key=lambda row: len(row[0]))) if fitting else _cpu(text)
-    if found is None:
+    device = _of(max(fitting, key=lambda row: len(row[0]))) if fitting else _cpu(text)
+    if device is None:
         raise UserError(f"{text!r} is not a known device", hint=_hint(text))
-    said = _MEMORY.search(text)
+    memory = _MEMORY.search(text)
     if memory_bytes is not None:
-        return replace(found, memory_bytes=memory_bytes)
-    if said is not None:
-        own = found.name.startswith(text.strip())  # with what was assumed behind it
-        name = found.name if own else text.strip()
-        return replace(found, memory_bytes=float(said[1]) * _GIB, name=name)
-    if found.kind == "cpu" and not found.memory_bytes and not _CORES.search(text):
-        name = f"{found.name}, {_ASSUMED_GIB} GB assumed"
-        return replace(found, memory_bytes=_ASSUMED_GIB * _GIB, name=name)
-    if not found.memory_bytes:
+        return replace(device, memory_bytes=memory_bytes)
+    if memory is not None:
+        is_named = device.name.startswith(text.strip())  # with what was assumed behind it
+        name = device.name if is_named else text.strip()
+        return replace(device, memory_bytes=float(memory[1]) * _GIB, name=name)
+    if device.kind == "cpu" and not device.memory_bytes and not _CORES.search(text):
+        name = f"{device.name}, {_ASSUMED_GIB} GB assumed"
+        return replace(device, memory_bytes=_ASSUMED_GIB * _GIB, name=name)
+    if not device.memory_bytes:
         raise UserError(
             f"how much memory {text!r} has depends on the machine",
             hint=f'add it, as in "{text.strip()} 32GB"',
         )
-    return found
+    return device
 
 
 def describe(device: KnownDevice, *, half: bool) -> str:
@@ -129,11 +129,11 @@ def _table() -> dict[str, Any]:
 
 
 def _is_called(name: str, text: str) -> bool:
-    """Whether a device of the table can be meant: its words are there, one after the other, with
-    its memory where the name says that, and the word behind them makes no other device of it. One
-    for laptops is slower than its namesake."""
-    own, said = _MEMORY.search(name), _MEMORY.search(text)
-    if own is not None and (said is None or said[1] != own[1]):
+    """Whether `text` can mean a device of the table: it has the words of the name in a row, the
+    memory of the name, if any, and no word behind them that makes it another device. A laptop's
+    device is slower than its namesake."""
+    named, given = _MEMORY.search(name), _MEMORY.search(text)
+    if named is not None and (given is None or given[1] != named[1]):
         return False
     words, there = _words(name), _words(text)
     if "laptop" in there and "laptop" not in words:
@@ -159,12 +159,12 @@ def _of(row: list[Any]) -> KnownDevice:
 
 def _cpu(text: str) -> KnownDevice | None:
     """A CPU of which no more is known than its cores, or their usual number."""
-    said, name = _CORES.search(text), text.strip()
-    if said is None:
+    count, name = _CORES.search(text), text.strip()
+    if count is None:
         if _CPU.search(text) is None:
             return None
         name += f", {_ASSUMED_CORES} cores assumed"
-    cores, each = int(said[1]) if said else _ASSUMED_CORES, _table()["unknown_cpu"]
+    cores, each = int(count[1]) if count else _ASSUMED_CORES, _table()["unknown_cpu"]
     half, single = (cores * each[f"{x}_tflops_per_core"] * 1e12 for x in ("half", "float"))
     return KnownDevice(name, "cpu", 0, half, single, each["bandwidth_gbs"] * 1e9, "an assumed core")
 

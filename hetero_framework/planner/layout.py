@@ -125,12 +125,12 @@ class Fleet:
     def linked(self) -> list[set[int]]:
         """For each device the workers with which it has direct links, both ways."""
         index = {owner: d for d, owner in enumerate(self.ids)}
-        found: list[set[int]] = [set() for _ in self.ids]
+        linked: list[set[int]] = [set() for _ in self.ids]
         for sender, receiver in self._links:
             a, b = index[sender], index[receiver]
             if self.can_go_direct(a, b):
-                found[a].add(b)
-        return found
+                linked[a].add(b)
+        return linked
 
     def goes_back(self, position: int) -> bool:
         """Whether a gradient crosses a boundary in front of layer `position`."""
@@ -195,14 +195,14 @@ class Fleet:
         """Bytes that a device holds all the time: weights, gradients, optimizer, and while a layer
         is computed again, what it keeps of one micro-batch."""
         costs, total = self.costs[device], 0.0
-        own = [part for part in layout if part.device == device]
-        for part in own:
+        parts = [part for part in layout if part.device == device]
+        for part in parts:
             total += costs.layer_bytes[part.end] - costs.layer_bytes[part.start]
         if layout[0].device == device:
             total += costs.device.embedding_bytes
         if layout[-1].device == device:
             total += costs.device.head_bytes
-        again = any(part.recompute and part.end > part.start for part in own)
+        again = any(part.recompute and part.end > part.start for part in parts)
         return total + (costs.largest_bytes if again else 0.0)
 
     def may_fit(self, part: Part) -> bool:

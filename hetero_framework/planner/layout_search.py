@@ -40,7 +40,7 @@ _FINAL_TASKS = 3_000
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The best layout, and whether all others were looked at and none is to be preferred."""
 
     best: Evaluated
@@ -57,7 +57,7 @@ class Search:
         self._steps = FastEvaluation(self._rules, self._scores)
         self._local = LocalSearch(self._rules, self._scores, self._steps)
 
-    def run(self) -> Found | None:
+    def run(self) -> SearchResult | None:
         """None where nothing fits."""
         climbed = self._climbed()
         if not climbed:
@@ -66,7 +66,7 @@ class Search:
         if self._rules.interleaves:
             best, proved = self._interleaved(climbed, best, proved)
         assert best is not None
-        return Found(
+        return SearchResult(
             best, proved and self._has_all and self._rules.interleaves == self._rules.chunks
         )
 
@@ -110,28 +110,28 @@ class Search:
         """With one stage for each device: the best on the way from the initial ones upwards."""
         for layout in initial_layouts.simple(self._rules, self._scores):
             self._local.climb(layout)
-        if not (found := self._fitting()):
+        if not (layouts := self._fitting()):
             self._scores.allow(_STAGES)
             for layout in self._first_that_fit():
                 self._local.climb(layout)
-            found = self._fitting()
-        return found
+            layouts = self._fitting()
+        return layouts
 
     def _fitting(self) -> list[Layout]:
-        found = self._scores.best(_CANDIDATES)
-        return [layout for layout in found if self._scores.of(layout) < math.inf]
+        layouts = self._scores.best(_CANDIDATES)
+        return [layout for layout in layouts if self._scores.of(layout) < math.inf]
 
     def _first_that_fit(self) -> list[Layout]:
         """For memory so tight that stages as long as they can be leave no room for the others, or
         that only the coordinator has room for the head."""
-        rules, found = self._rules, list[Layout]()
+        rules, layouts = self._rules, list[Layout]()
         every = Enumeration(rules, math.inf, nodes=_NODES).layouts()
         if rules.interleaves:
             every = (other for one in every for other in (one, *moves.closed(rules, one)))
         fit = (layout for layout in every if self._scores.of(layout) < math.inf)
         with contextlib.suppress(TooMany):
-            found.extend(islice(fit, _FITTING))
-        return found
+            layouts.extend(islice(fit, _FITTING))
+        return layouts
 
     def _fastest(self, where: Callable[[Layout], bool] = lambda layout: True) -> list[Layout]:
         """Those that are tuned, more of them where steps are short."""
@@ -141,9 +141,9 @@ class Search:
 
     def _tuned(self, layouts: Iterable[Layout], *known: Evaluated) -> Evaluated:
         """The best of these as the product would run them."""
-        found = list(known)
+        candidates = list(known)
         for layout in dict.fromkeys(layouts):
             one = evaluated(self._rules.fleet, layout)
             assert one is not None  # only what fits is simulated
-            found.append(one)
-        return min(found, key=lambda one: one.preference)
+            candidates.append(one)
+        return min(candidates, key=lambda one: one.preference)

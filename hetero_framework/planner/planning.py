@@ -17,7 +17,7 @@ from hetero_framework.errors import PlanError, UserError
 from hetero_framework.planner import explain, what_if
 from hetero_framework.planner.evaluated import evaluated
 from hetero_framework.planner.layout import Fleet, Layout, Part, WorkerId
-from hetero_framework.planner.layout_search import Found, Search
+from hetero_framework.planner.layout_search import Search, SearchResult
 from hetero_framework.planner.profile import FleetProfile, ids_text
 from hetero_framework.planner.result import Result
 from hetero_framework.planner.rules import Rules
@@ -51,17 +51,17 @@ def plan(
     if problems := list(_option_problems(profile, pins, excluded, margins, allow)):
         raise UserError(_listed(problems))
     rules = _rules(Fleet(profile, margins=margins), pins, excluded, allow)
-    found = Search(rules).run()
+    result = Search(rules).run()
     changes: dict[str, Any] = {}
     for variant in what_if.settings(profile):
         if variant.allowed_by in allow:
             other = _rules(Fleet(variant.profile, margins=margins), pins, excluded, allow)
             candidate = Search(other).run()
-            if candidate and (not found or candidate.best.seconds < found.best.seconds):
-                rules, found, changes = other, candidate, variant.changes
-    if found is None:
+            if candidate and (not result or candidate.best.seconds < result.best.seconds):
+                rules, result, changes = other, candidate, variant.changes
+    if result is None:
         raise explain.nothing_fits(rules, margins)
-    return replace(_result(rules, found, changes), seconds=time.perf_counter() - began)
+    return replace(_result(rules, result, changes), seconds=time.perf_counter() - began)
 
 
 def evaluate(
@@ -81,11 +81,11 @@ def evaluate(
         raise UserError(_listed(problems))
     fleet = Fleet(profile, margins=margins)
     layout = _layout(fleet, shard_plan, gradient_checkpointing or {})
-    found = evaluated(fleet, layout, max_in_flight=max_in_flight)
-    if found is None:
+    step = evaluated(fleet, layout, max_in_flight=max_in_flight)
+    if step is None:
         raise _does_not_fit(fleet, layout)
     rules = _rules(fleet, {}, (), ALLOWED)
-    result = _result(rules, Found(found, False), {})
+    result = _result(rules, SearchResult(step, False), {})
     return replace(result, seconds=time.perf_counter() - began)
 
 
@@ -109,8 +109,8 @@ def _rules(
     )
 
 
-def _result(rules: Rules, found: Found, changes: Mapping[str, Any]) -> Result:
-    best, fleet = found.best, rules.fleet
+def _result(rules: Rules, search: SearchResult, changes: Mapping[str, Any]) -> Result:
+    best, fleet = search.best, rules.fleet
     uses = explain.device_uses(best)
     used = {use.id for use in uses}
     return Result(
@@ -118,7 +118,7 @@ def _result(rules: Rules, found: Found, changes: Mapping[str, Any]) -> Result:
         gradient_checkpointing={str(k): part.recompute for k, part in enumerate(best.layout)},
         max_in_flight=best.schedule.max_in_flight,
         predicted_step_s=best.seconds,
-        proved_optimal=found.proved,
+        proved_optimal=search.proved,
         devices=uses,
         unused=tuple(fleet.ids[d] for d in rules.devices if fleet.ids[d] not in used),
         why=explain.left_out(best, rules),
@@ -172,8 +172,8 @@ def _plan_entries(fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]]) -> list
         try:
             entries.append(PlanEntry.model_validate(dict(raw)))
         except ValidationError as error:
-            for found in problems_of(error.errors(include_url=False), PlanEntry, dict(raw)):
-                problems.append(Problem(f"shard_plan[{k}].{found.path}", found.text))
+            for problem in problems_of(error.errors(include_url=False), PlanEntry, dict(raw)):
+                problems.append(Problem(f"shard_plan[{k}].{problem.path}", problem.text))
     if not problems:
         problems = [*plan_problems(entries), *owner_problems(entries, fleet.ids[1:])]
         problems += [

@@ -55,7 +55,7 @@ _OF_LAYERS = (
 
 
 class DeviceProfile(Section):
-    """One process and its device. What is said of layers is one number for all, or a list."""
+    """One process and its device. A field of layers is one number for all, or a list."""
 
     id: WorkerId
     """ "local" (the coordinator) or the id of a worker."""
@@ -113,8 +113,8 @@ class FleetProfile(WholeFile):
     gradient_bytes: Bytes = 0.0
     """Bytes that cross a boundary backward."""
     embedding_is_trained: bool | None = None
-    """Whether gradients go back as far as the embedding. If it is not said, they do where the first
-    layer is trained."""
+    """Whether gradients go back as far as the embedding. By default they do where the first layer
+    is trained."""
     devices: tuple[DeviceProfile, ...]
     """The processes."""
     links: tuple[LinkProfile, ...] = ()

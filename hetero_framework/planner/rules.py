@@ -46,11 +46,11 @@ class Rules:
     @cached_property
     def kinds(self) -> dict[int, int]:
         """For each device the first one that differs from it in nothing but its name."""
-        found: dict[int, int] = {}
+        kinds: dict[int, int] = {}
         for d in self.devices:
-            alike = (first for first in dict.fromkeys(found.values()) if self._alike(first, d))
-            found[d] = next(alike, d)
-        return found
+            alike = (first for first in dict.fromkeys(kinds.values()) if self._alike(first, d))
+            kinds[d] = next(alike, d)
+        return kinds
 
     def _alike(self, a: int, b: int) -> bool:
         if 0 in (a, b) or a in self.pins or b in self.pins:

@@ -121,16 +121,16 @@ class Enumeration:
         return max(received_s, (m - 1) * back_s + m * sent_s)
 
     def _ways(self, layout: Layout) -> Iterator[Layout]:
-        """The layout with each choice of how its boundaries are crossed."""
+        """The layout with each choice of ways across its boundaries."""
         if not self._rules.permits(layout):
             return
-        found = [layout[:1]]
+        layouts = [layout[:1]]
         for before, part in pairwise(layout):
             ways = self._rules.ways(before.device, part.device, part.start)
-            found = [
-                (*parts, part._replace(direct=direct)) for parts in found for _, direct in ways
+            layouts = [
+                (*parts, part._replace(direct=direct)) for parts in layouts for _, direct in ways
             ]
-        yield from found
+        yield from layouts
 
 
 def _least(ways: Sequence[tuple[Edge, bool]]) -> tuple[float, float]:

@@ -40,18 +40,18 @@ class Proof:
             tasks += 2 * looks * len(layout) * m
             if quick_s < _HOPELESS * best.seconds:
                 tasks += _TUNED * len(layout) * m
-                found = evaluated(self._rules.fleet, layout)
-                assert found is not None  # only what fits is open
-                best = min(best, found, key=lambda one: one.preference)
+                other = evaluated(self._rules.fleet, layout)
+                assert other is not None  # only what fits is open
+                best = min(best, other, key=lambda one: one.preference)
             if tasks > _TASKS[self._few]:
                 return best, False
         return best, is_all
 
     def _open(self, best: Evaluated, several: bool) -> tuple[list[Layout], bool]:
         """Layouts that could be faster, and whether these are all; of many devices and of several
-        stages all or none, since a few say nothing."""
+        stages all or none, since a few prove nothing."""
         most_s = (1 - _EXACTLY) * best.seconds
-        found: list[Layout] = []
+        layouts: list[Layout] = []
         self._scores.allow(_STAGES[self._few])
         nodes = _SEVERAL_NODES if several else _NODES[self._few]
         every = Enumeration(self._rules, most_s, nodes=nodes, several=several)
@@ -60,18 +60,18 @@ class Proof:
                 if self._scores.is_over:
                     raise TooMany
                 if self._scores.bound(layout) < most_s:
-                    found.append(layout)
+                    layouts.append(layout)
         except TooMany:
-            return (found if self._few and not several else []), False
-        return found, True
+            return (layouts if self._few and not several else []), False
+        return layouts, True
 
     def _fast_evaluation(self, layout: Layout) -> tuple[float, int]:
         """Seconds of a step by the best of a few schedules, and how many these are."""
         fleet, m = self._rules.fleet, self._rules.fleet.micro_batches
         limits, profile = fleet.memory_limits(layout), fleet.pipeline(layout)
         assert limits is not None  # only what fits is open
-        found = [
+        times = [
             simulate(profile, m, size, policy=policy, in_flight_limits=held).seconds
             for size, policy, held in schedules_of(profile, m, limits)
         ]
-        return min(found), len(found)
+        return min(times), len(times)

@@ -17,9 +17,9 @@ from hetero_framework.planner.profile import FleetProfile
 from hetero_framework.planner.schedule.simulator import Profile
 
 WorkerId = int | str
-_BYTES = 1e6  # that are said to cross a boundary: seconds were measured, not bytes
+_BYTES = 1e6  # a nominal tensor: seconds were measured, not bytes
 _LEAST_S = 1e-9  # of a tensor on a link, so that a rate is finite
-_FORWARD = 1 / 3  # of the time, where no stage has told
+_FORWARD = 1 / 3  # of the time, where no stage was measured
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class LayerWork:
     head_work: float
 
     def of(self, stage: StageSpec) -> float:
-        """Of a stage; the embedding counts as none."""
-        own = sum(self.layer_work[stage.start : stage.end])
-        return own + (self.head_work if stage.is_last else 0.0)
+        """Work of a stage; the embedding counts as none."""
+        layers = sum(self.layer_work[stage.start : stage.end])
+        return layers + (self.head_work if stage.is_last else 0.0)
 
 
 class Observed:
@@ -151,6 +151,6 @@ class Observed:
 
     def _nic_s(self, device: WorkerId) -> float:
         """The quickest that a device was seen to send or receive a tensor."""
-        own = [seconds for pair, seconds in self._wire_s.items() if device in pair]
-        known = own or self._wire_s.values()
+        times = [seconds for pair, seconds in self._wire_s.items() if device in pair]
+        known = times or self._wire_s.values()
         return min(known, default=0.0)

@@ -1,7 +1,7 @@
 """Decides from the times of its steps whether a run should take another plan. Pure: no clock, no
 thread.
 
-1. `Judge.note` is called after every step. When each quarter of the last STEPS steps says that the
+1. `Judge.note` is called after every step. When each quarter of the last STEPS steps shows that the
    work could be spread much better, it asks a `Question`.
 2. `answer` searches for the plan that would gain most. It proposes that plan if the simulator shows
    a gain of GAIN or more, and a plan half of the way to it where the quarters disagree on the gain.
@@ -151,10 +151,10 @@ class Judge:
         another thread while steps go on."""
         present, fleet = question.stages, Fleet(self._fleet(self._after(question, question.median)))
         try:
-            found = plan(fleet.profile, allow=_allowed(present))
+            result = plan(fleet.profile, allow=_allowed(present))
         except PlanError:
             return None
-        best = _stages([(e["id"], e["start"], e["end"]) for e in found.shard_plan])
+        best = _stages([(e["id"], e["start"], e["end"]) for e in result.shard_plan])
         wanted = _half_way(present, best) if _disagree(question.quarters) else best
         for stages in dict.fromkeys((wanted, best)):
             if stages in (present, *self._banned):
@@ -231,15 +231,15 @@ class Judge:
 
     def _gain(self, question: Question, fleet: Fleet, stages: Stages) -> float:
         """Of a plan over the present one, in the median; 0 where a quarter of the steps promises
-        less than is asked for."""
+        less than GAIN."""
         present = tuned(fleet, question.stages)
         other = tuned(fleet, stages)
         if present is None or other is None:
             return 0.0
         for quarter in question.quarters:
-            own = Fleet(self._fleet(self._after(question, quarter)))
-            now_s = _simulated(own, question.stages, present)
-            if 1 - _simulated(own, stages, other) / now_s < GAIN:
+            measured = Fleet(self._fleet(self._after(question, quarter)))
+            now_s = _simulated(measured, question.stages, present)
+            if 1 - _simulated(measured, stages, other) / now_s < GAIN:
                 return 0.0
         return 1 - other.forecast.seconds / present.forecast.seconds
 
@@ -276,11 +276,11 @@ def _are_alike(one: Profile, other: Profile) -> bool:
 
 def _spreads(quarters: Sequence[Profile]) -> list[float]:
     """For each stage, how far the quarters are apart, as a share of its time."""
-    found = []
+    spreads = []
     for times in zip(*map(_busy, quarters), strict=True):
         middle = statistics.median(times)
-        found.append((max(times) - min(times)) / middle if middle > 0 else 0.0)
-    return found
+        spreads.append((max(times) - min(times)) / middle if middle > 0 else 0.0)
+    return spreads
 
 
 def _noise(quarters: Sequence[Profile]) -> float:
@@ -321,11 +321,11 @@ def _half(way: int) -> int:
 def _layout(fleet: Fleet, stages: Stages) -> Layout:
     """A plan as the planner sees it, direct where it can be."""
     index = {owner: d for d, owner in enumerate(fleet.ids)}
-    own = [index[stage.owner] for stage in stages]
-    direct = [False, *(fleet.can_go_direct(a, b) for a, b in pairwise(own))]
+    devices = [index[stage.owner] for stage in stages]
+    direct = [False, *(fleet.can_go_direct(a, b) for a, b in pairwise(devices))]
     return tuple(
         Part(d, stage.start, stage.end, False, is_direct)
-        for d, stage, is_direct in zip(own, stages, direct, strict=True)
+        for d, stage, is_direct in zip(devices, stages, direct, strict=True)
     )
 
 

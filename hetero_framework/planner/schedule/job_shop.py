@@ -37,7 +37,7 @@ def shortened(
     found; sorted by beginning. No stage stores more than its `in_flight_limits` of forwards, no
     more than `max_in_flight` micro-batches are under way. The search ends at `bound_s`. Where
     tensors are relayed the order stays as it is: a relay sends on what still comes in, and does so
-    in other pieces than are simulated, so what an exchange gains there a run loses again.
+    in other pieces than are simulated, so a run would lose the gain of an exchange.
     """
     bound_s *= 1 + _SAME
     simulated_s = max((span.ended for span in spans), default=0.0)
@@ -210,23 +210,23 @@ class JobShop:
     def _rest_from(self, v: int, behind: Iterable[int]) -> float:
         """Least seconds from the beginning of v to the end of the step with these right behind."""
         rest = self._rest
-        longest = own = self._seconds[v]
+        longest = task_s = self._seconds[v]
         for w, lag_s in self._followers[v]:
             if (left := lag_s + rest[w]) > longest:
                 longest = left
         for w in behind:
-            if (left := own + rest[w]) > longest:
+            if (left := task_s + rest[w]) > longest:
                 longest = left
         return longest
 
 
 def _followers(operations: Sequence[Operation]) -> list[list[tuple[int, float]]]:
     """The successors of each operation, with the least delay from its start."""
-    found: list[list[tuple[int, float]]] = [[] for _ in operations]
+    followers: list[list[tuple[int, float]]] = [[] for _ in operations]
     for v, operation in enumerate(operations):
         for w, lag_s in operation.after:
-            found[w].append((v, lag_s))
-    return found
+            followers[w].append((v, lag_s))
+    return followers
 
 
 Neighbours = list[dict[int | Nic, int]]
@@ -257,11 +257,11 @@ def _operations(
     order, and so do its backwards, and a boundary's tensors of a direction."""
     last = profile.num_stages - 1
     numbers: dict[tuple[Task, bool], int] = {}
-    found: list[Operation] = []
+    operations: list[Operation] = []
 
     def end_of(task: Task, is_transfer: bool = False) -> tuple[int, float]:
         v = numbers[task, is_transfer]
-        return v, found[v].seconds
+        return v, operations[v].seconds
 
     for task, _, _, is_transfer, _ in spans:
         kind, stage, k = task
@@ -286,9 +286,9 @@ def _operations(
                 after.append(end_of(Task(BACKWARD, stage, k - limits[stage])))
         if k and machines:
             after.append(end_of(Task(kind, stage, k - 1), is_transfer))
-        numbers[task, is_transfer] = len(found)
-        found.append(Operation(seconds, machines, tuple(after)))
-    return found
+        numbers[task, is_transfer] = len(operations)
+        operations.append(Operation(seconds, machines, tuple(after)))
+    return operations
 
 
 def _sender(task: Task, last: int) -> Task:

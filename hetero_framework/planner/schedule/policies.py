@@ -87,13 +87,12 @@ def _path(profile: Profile) -> tuple[list[float], list[_Gap]]:
 
 
 def _first_begins(tasks: Sequence[float], gaps: Sequence[_Gap]) -> list[tuple[float, float]]:
-    """When each task of the first micro-batch could begin, and how much later that of each further
-    one."""
-    found = []
+    """The earliest begin of each task of the first micro-batch, and the delay of each later one."""
+    begins = []
     begins_s = pace_s = 0.0
     for seconds, gap in zip(tasks, [*gaps, _Gap(0.0, 0.0)], strict=True):
         pace_s = max(pace_s, seconds)
-        found.append((begins_s, pace_s))
+        begins.append((begins_s, pace_s))
         begins_s += seconds + gap.seconds
         pace_s = max(pace_s, gap.wire_s)
-    return found
+    return begins

@@ -137,7 +137,7 @@ class SimulatedSpan(NamedTuple):
 
 
 def outcome(profile: Profile, spans: Sequence[SimulatedSpan]) -> Simulation:
-    """The outcome of a step of which it is known what happens when, sorted by beginning."""
+    """The outcome of a step with these tasks and transfers, sorted by beginning."""
     last = profile.num_stages - 1
     busy_s = dict.fromkeys(profile.devices, 0.0)
     events: list[tuple[float, int, int]] = []  # of stored forwards: one less before one more
@@ -154,7 +154,7 @@ def outcome(profile: Profile, spans: Sequence[SimulatedSpan]) -> Simulation:
         stored[stage] += change
         peaks[stage] = max(peaks[stage], stored[stage])
     seconds = max((span.ended for span in spans), default=0.0)
-    busy = tuple(own / seconds if seconds else 0.0 for own in busy_s.values())
+    busy = tuple(work_s / seconds if seconds else 0.0 for work_s in busy_s.values())
     return Simulation(seconds, busy, tuple(peaks))
 
 
@@ -174,7 +174,7 @@ def simulate(
     `spread` each task and transfer takes up to that share more or less, always the same. The last
     stage does forward and backward of a micro-batch as one task, as the real one does. A tensor
     passes the NICs of both its ends at once; a relay sends it on while it comes in, or keeps it
-    until there is room on its way. `spans` gets what happened when. Raises ValueError for a limit
+    until there is room on its way. `spans` gets tasks and transfers. Raises ValueError for a limit
     below one.
     """
     if max_in_flight < 1 or (in_flight_limits is not None and min(in_flight_limits) < 1):
@@ -183,7 +183,7 @@ def simulate(
     for stage, device in enumerate(profile.devices):
         limit = max_in_flight if in_flight_limits is None else in_flight_limits[stage]
         limits.setdefault(device, {})[stage] = limit
-    readiness = {device: Readiness(own, policy) for device, own in limits.items()}
+    readiness = {device: Readiness(stages, policy) for device, stages in limits.items()}
     admission = Admission(micro_batches, max_in_flight)
     nics = _NicQueues(profile)
     return _Simulator(profile, micro_batches, admission, readiness, nics, spread, spans).run()
@@ -245,11 +245,11 @@ class _NicQueues:
             legs = ((),)  # nothing to carry waits for nobody
         # Before any has gone: in the order of the edges, backward first.
         turn = len(self._lanes) - 2 * len(profile.edges)
-        own = [_Lane(nics, seconds, leg, turn) for leg, nics in enumerate(legs)]
-        own[0].following = own[1] if len(own) > 1 else None
-        own[-1].latency_s = profile.edges[boundary].latency_s
-        self._lanes[receiver.lane] = own[0]
-        for lane in own:
+        lanes = [_Lane(nics, seconds, leg, turn) for leg, nics in enumerate(legs)]
+        lanes[0].following = lanes[1] if len(lanes) > 1 else None
+        lanes[-1].latency_s = profile.edges[boundary].latency_s
+        self._lanes[receiver.lane] = lanes[0]
+        for lane in lanes:
             for nic in lane.nics:
                 self._users.setdefault(nic, []).append(lane)
 

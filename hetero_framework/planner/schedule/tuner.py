@@ -65,8 +65,8 @@ def make_profile(
 class Tuner:
     """The in-flight limits and the policy of a run's steps.
 
-    `max_in_flight` is the user's choice, None for our own; `memory_limits[k]` is how many forwards
-    stage k has memory for; `planned` are the times that the plan was made with, where it was.
+    `max_in_flight` is the user's choice, None for ours; `memory_limits[k]` is the number of
+    forwards that stage k has memory for; `planned` are the plan's times, if there is a plan.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Tuner:
     def _retune(self, jobs: list[tuple[tuple[int, frozenset[int]], Profile]], now: int) -> None:
         for key, profile in jobs:
             choice = self._tuned(profile, *key)
-            _ = choice.schedule  # is found here, not while a step waits for it
+            _ = choice.schedule  # computed here, not while a step waits for it
             if self._observed < 2 * now:  # else a later one has begun
                 self._choices[key] = choice
 

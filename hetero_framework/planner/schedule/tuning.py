@@ -51,8 +51,8 @@ class TunedSchedule:
     @cached_property
     def forecast(self) -> Simulation:
         """The planned step; never less than its bound, as sums rounded in another order may be."""
-        found = outcome(self.profile, self.spans)
-        return replace(found, seconds=max(found.seconds, self.bound_s))
+        step = outcome(self.profile, self.spans)
+        return replace(step, seconds=max(step.seconds, self.bound_s))
 
     @cached_property
     def spans(self) -> Sequence[SimulatedSpan]:

@@ -71,9 +71,9 @@ class FastEvaluation:
 
     def look(self, layout: Layout, like: Layout | None = None, *, alone: bool = False) -> float:
         """Seconds of a step by the better of the schedules; infinite where the layout does not fit,
-        its bound is no better than the best of all, or there is no work left. Where the schedule
-        that is the best one of a layout `like` it (or the first of all) is no faster, others are
-        not tried, and with `alone` none is."""
+        its bound is no better than the best of all, or there is no work left. With a layout
+        `like` it, that one's best schedule comes first, and others are tried only if it is faster;
+        with `alone`, only the first one is tried."""
         if layout in self._seconds:
             return self._seconds[layout]
         limits = self._fleet.memory_limits(layout)
@@ -87,16 +87,16 @@ class FastEvaluation:
         schedules = list(enumerate(schedules_of(profile, m, limits)))
         if like is not None:
             schedules.sort(key=lambda entry: entry[0] != self._by[like])
-        found = []
+        times = []
         for number, schedule in schedules:
             spans: list[SimulatedSpan] | None = [] if alone else None
             taken = self._run(profile, m, schedule, spans)
             if spans is not None:
                 self._recorded = (layout, spans)
-            found.append((taken + rest_s, number))
+            times.append((taken + rest_s, number))
             if alone or (like is not None and taken + rest_s > _NO_FASTER * self._seconds[like]):
                 break
-        self._seconds[layout], self._by[layout] = min(found)
+        self._seconds[layout], self._by[layout] = min(times)
         return self._seconds[layout]
 
     def critical_path(self, layout: Layout) -> list[OnPath]:
@@ -133,7 +133,7 @@ def schedules_of(
     profile: Profile, micro_batches: int, limits: tuple[int, ...]
 ) -> list[ScheduleChoice]:
     """A few windows and policies, of which one is near the best; no stage stores more forwards than
-    `limits` say. First comes what is best most often."""
+    `limits` say. The one that is best most often comes first."""
     p = profile.num_stages
     bound = step_bound(profile, micro_batches)
     path = math.ceil(profile.path_s * micro_batches / bound) if bound > 0 else p
@@ -150,8 +150,8 @@ def schedules_of(
         ]
     few, many = (min(micro_batches, times * max(p, path)) for times in (1, 3))
     ahead = _tapered(many, limits) if min(limits[:-1], default=many) < micro_batches else limits
-    found = [ScheduleChoice(many, policies[0], limits), ScheduleChoice(many, policies[1], ahead)]
-    return [*found, ScheduleChoice(few, policies[0], limits)] if p <= MANY else found
+    choices = [ScheduleChoice(many, policies[0], limits), ScheduleChoice(many, policies[1], ahead)]
+    return [*choices, ScheduleChoice(few, policies[0], limits)] if p <= MANY else choices
 
 
 def _tapered(size: int, limits: tuple[int, ...]) -> tuple[int, ...]:

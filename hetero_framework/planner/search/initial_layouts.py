@@ -46,11 +46,11 @@ def simple(rules: Rules, scores: Scores) -> list[Layout]:
             break
         # What fits with more micro-batches in flight fits with fewer.
         high = _seeded(programme, scores, low, high)
-    found = scores.best(_SEEDS)
-    if min(map(scores.of, found), default=math.inf) == math.inf:
+    layouts = scores.best(_SEEDS)
+    if min(map(scores.of, layouts), default=math.inf) == math.inf:
         _seeded(LayerProgramme(rules, depth=0.0), scores, low, high)  # memory for one micro-batch
-        found = scores.best(_SEEDS)
-    return found
+        layouts = scores.best(_SEEDS)
+    return layouts
 
 
 def _seeded(programme: LayerProgramme, scores: Scores, low: float, high: float) -> float:
@@ -101,11 +101,11 @@ def interleaved(
     """The best of each way to give the devices of layouts, the best first, several stages."""
     if not rules.interleaves:
         return []
-    found: dict[Layout, None] = {}
+    chosen: dict[Layout, None] = {}
 
     def take(changed: Iterable[Layout]) -> None:
         fit = {layout for layout in changed if scores.of(layout) < math.inf}
-        found.update(dict.fromkeys(heapq.nsmallest(2, fit, key=scores.of)))
+        chosen.update(dict.fromkeys(heapq.nsmallest(2, fit, key=scores.of)))
 
     few = len(layouts[0]) <= MANY
     closed = [other for layout in layouts for other in moves.closed(rules, layout)]
@@ -115,7 +115,7 @@ def interleaved(
     for chunks in _CHUNKS if few else _CHUNKS_OF_MANY:
         changed = (moves.interleaved(rules, layout, chunks) for layout in layouts[: 1 + few])
         take(evened(layout) for layout in changed if layout is not None)
-    return list(found)
+    return list(chosen)
 
 
 def wrapped(rules: Rules, layouts: Iterable[Layout]) -> Iterator[Layout]:

@@ -90,11 +90,11 @@ class LocalSearch:
         return ends
 
     def _interleaved(self) -> list[Layout]:
-        """The fastest ones, each of another number of stages."""
-        found: dict[int, Layout] = {}
+        """The fastest layouts, one for each number of stages."""
+        fastest: dict[int, Layout] = {}
         for layout in self._steps.fastest(where=has_chunks):
-            found.setdefault(len(layout), layout)
-        return list(found.values())[:_STARTS]
+            fastest.setdefault(len(layout), layout)
+        return list(fastest.values())[:_STARTS]
 
     def _variants(self, layouts: Sequence[Layout]) -> list[Layout]:
         """The fastest layouts in which the first devices of a layout come again, or some layers of
@@ -104,10 +104,10 @@ class LocalSearch:
             *initial_layouts.wrapped(self._rules, layouts),
             *heapq.nsmallest(_SPLIT, splits, key=self._scores.of),
         ]
-        found = {layout: self._steps.look(layout, alone=True) for layout in others}
+        looks = {layout: self._steps.look(layout, alone=True) for layout in others}
         most_s = _PROMISING * self._steps.least_s
-        fit = [layout for layout, seconds in found.items() if seconds < most_s]
-        return heapq.nsmallest(_VARIANTS, fit, key=found.__getitem__)
+        fit = [layout for layout, seconds in looks.items() if seconds < most_s]
+        return heapq.nsmallest(_VARIANTS, fit, key=looks.__getitem__)
 
     def _descend(self, layout: Layout, most_tasks: int, *, several: bool = False) -> Layout:
         """To a faster neighbour as long as there is one: of those that relieve the critical path,
@@ -127,7 +127,7 @@ class LocalSearch:
     def _first_faster(
         self, near: Iterable[Layout], layout: Layout, most_tasks: int
     ) -> Layout | None:
-        """The first neighbour that is faster by the layout's own schedule, of those not simulated
+        """The first neighbour that is faster by the layout's schedule, of those not simulated
         before; None after a few that are not."""
         steps, now = self._steps, self._steps[layout]
         new = (x for x in near if x not in steps and self._scores.bound(x) < now)

@@ -66,7 +66,7 @@ def reordered(
     rules: Rules, programme: LayerProgramme, layout: Layout, step_s: float
 ) -> Iterator[Layout]:
     """Two devices exchanged, one replaced by an unused one, left out, or taken in; cut anew.
-    `step_s` is about what the layout takes."""
+    `step_s` is about the step of the layout."""
     order = [part.device for part in layout]
     if len(set(order)) < len(order):
         return
@@ -88,15 +88,15 @@ def reordered(
     for k in range(1, len(order) + 1):
         orders += [[*order[:k], d, *order[k:]] for d in unused.values()]
     for changed in orders:
-        if (found := balanced(programme, changed, step_s)) is not None:
-            yield found
+        if (neighbour := balanced(programme, changed, step_s)) is not None:
+            yield neighbour
 
 
 def balanced(programme: LayerProgramme, order: Sequence[int], step_s: float) -> Layout | None:
     """The layout of these devices in this order for the shortest step, which is looked for around
     `step_s`; None where there is none."""
     high = step_s
-    while (found := programme.along(order, high)) is None:
+    while (layout := programme.along(order, high)) is None:
         high *= 1.25
         if high > 2 * step_s:
             return None
@@ -107,8 +107,8 @@ def balanced(programme: LayerProgramme, order: Sequence[int], step_s: float) -> 
         if better is None:
             low = middle
         else:
-            found, high = better, middle
-    return found
+            layout, high = better, middle
+    return layout
 
 
 def interleaved(rules: Rules, layout: Layout, chunks: int) -> Layout | None:
@@ -123,9 +123,9 @@ def interleaved(rules: Rules, layout: Layout, chunks: int) -> Layout | None:
         for k, part in enumerate(layout):
             # As even as whole layers allow, and those left over in different rounds.
             upto = (counts[k] * turn + k % chunks) // chunks if turn < chunks else counts[k]
-            own, given[k] = upto - given[k], upto
-            if own or (turn == 1 and k == 0):
-                stages.append((part, own))
+            count, given[k] = upto - given[k], upto
+            if count or (turn == 1 and k == 0):
+                stages.append((part, count))
     return _built(rules, stages)
 
 
@@ -136,9 +136,9 @@ def wrapped(rules: Rules, layout: Layout, front: int, share: float) -> Layout:
     kept, behind = [], []
     for k, part in enumerate(layout[:front]):
         count = part.end - part.start
-        own = min(count, max(1 if k else 0, round(share * count)))
-        kept.append((part, own))
-        behind.append((part, count - own))
+        stays = min(count, max(1 if k else 0, round(share * count)))
+        kept.append((part, stays))
+        behind.append((part, count - stays))
     rest = [(part, part.end - part.start) for part in layout[front:]]
     return _built(rules, [*kept, *rest, *(stage for stage in behind if stage[1])])
 
@@ -154,19 +154,19 @@ def relieved(rules: Rules, layout: Layout, source: int, target: int) -> Layout:
 
 
 def split(rules: Rules, layout: Layout) -> Iterator[Layout]:
-    """Some layers of a stage as a stage of their own elsewhere; all of them only of the first one,
-    which keeps the embedding, and none only behind all, where the head is."""
+    """A new stage elsewhere with some layers of a stage: with all of them only from the first one,
+    which keeps the embedding; with none only at the end, where the head is."""
     stages = [(part, part.end - part.start) for part in layout]
     for k, (part, count) in enumerate(stages):
         moved = {0, 1, count // 4, count // 2, count if k == 0 else 0}
-        for own, place in product(sorted(moved), range(1, len(layout) + 1)):
+        for taken, place in product(sorted(moved), range(1, len(layout) + 1)):
             beside = {one.device for one in layout[place - 1 : place + 1]}
-            if not own < count + (k == 0) or part.device in beside:
+            if not taken < count + (k == 0) or part.device in beside:
                 continue
-            if own or (place == len(layout) and layout[-1].end > layout[-1].start):
-                rest = [*stages[:k], (part, count - own), *stages[k + 1 :]]
+            if taken or (place == len(layout) and layout[-1].end > layout[-1].start):
+                rest = [*stages[:k], (part, count - taken), *stages[k + 1 :]]
                 for again in {False, part.recompute}:
-                    new = (part._replace(recompute=again), own)
+                    new = (part._replace(recompute=again), taken)
                     yield _built(rules, [*rest[:place], new, *rest[place:]])
 
 
@@ -174,9 +174,9 @@ def joined(rules: Rules, layout: Layout) -> Iterator[Layout]:
     """One stage less: its layers go to another one of its device, or to a neighbour."""
     stages = [(part, part.end - part.start) for part in layout]
     for k, (part, count) in enumerate(stages):
-        for other, (taker, own) in enumerate(stages):
+        for other, (taker, held) in enumerate(stages):
             if k and (other in (k - 1, k + 1) or (taker.device == part.device and other != k)):
-                rest = [*stages[:other], (taker, own + count), *stages[other + 1 :]]
+                rest = [*stages[:other], (taker, held + count), *stages[other + 1 :]]
                 yield _built(rules, [*rest[:k], *rest[k + 1 :]])
 
 
@@ -203,23 +203,23 @@ def closed(rules: Rules, layout: Layout) -> Iterator[Layout]:
     counts = [part.end - part.start for part in layout]
     if len(layout) < 2 or layout[-1].device == 0:
         return
-    for own in sorted({0, counts[0] // 2, counts[0]}):
-        way = rules.ways(layout[-1].device, 0, rules.fleet.layers - own)[0]
+    for behind in sorted({0, counts[0] // 2, counts[0]}):
+        way = rules.ways(layout[-1].device, 0, rules.fleet.layers - behind)[0]
         last = Part(0, 0, 0, False, way[1])
-        parts = recut((*layout, last), [counts[0] - own, *counts[1:], own])
+        parts = recut((*layout, last), [counts[0] - behind, *counts[1:], behind])
         again = parts[0].recompute and parts[0].end > 0
         yield (parts[0]._replace(recompute=again), *parts[1:])
 
 
 def merged(parts: Sequence[Part]) -> Layout:
     """Neighbours on one device become one stage."""
-    found: list[Part] = []
+    stages: list[Part] = []
     for part in parts:
-        if found and found[-1].device == part.device:
-            found[-1] = found[-1]._replace(end=part.end)
+        if stages and stages[-1].device == part.device:
+            stages[-1] = stages[-1]._replace(end=part.end)
         else:
-            found.append(part)
-    return tuple(found)
+            stages.append(part)
+    return tuple(stages)
 
 
 def _with(layout: Layout, k: int, part: Part) -> Layout:

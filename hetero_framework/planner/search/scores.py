@@ -36,12 +36,12 @@ class Scores:
     def of(self, layout: Layout) -> float:
         """An estimate of the step: above its bound, the more devices and NICs are near
         it, since they cannot all be busy at the right moment. Infinite where it does not fit or is
-        not permitted, and for what is new when the work is over."""
+        not permitted, and for a new layout when the work is spent."""
         if layout not in self._scores:
             if self.is_over:
                 return math.inf
             self._stages_left -= len(layout)
-            self._scores[layout], self._bounds[layout] = self._found(layout)
+            self._scores[layout], self._bounds[layout] = self._computed(layout)
         return self._scores[layout]
 
     def bound(self, layout: Layout) -> float:
@@ -53,7 +53,7 @@ class Scores:
         """Of all that were scored, those that do not fit last."""
         return heapq.nsmallest(count, self._scores, key=self.of)
 
-    def _found(self, layout: Layout) -> tuple[float, float]:
+    def _computed(self, layout: Layout) -> tuple[float, float]:
         fleet = self._rules.fleet
         limits = fleet.memory_limits(layout)
         if limits is None or not self._rules.permits(layout):

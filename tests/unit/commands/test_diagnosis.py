@@ -52,7 +52,7 @@ def asked(made: MachineView, **said: Any) -> MachineView:
     return made
 
 
-def found(check: Callable[[MachineView], diagnosis.Found], made: MachineView) -> list[str]:
+def found(check: Callable[[MachineView], diagnosis.Problems], made: MachineView) -> list[str]:
     return [f"{what} -> {fix}" for what, fix in check(made)]
 
 

@@ -8,7 +8,7 @@ from hetero_framework.planner import evaluated as evaluated_layouts
 from hetero_framework.planner import plan
 from hetero_framework.planner.evaluated import evaluated
 from hetero_framework.planner.layout import Part, has_chunks
-from hetero_framework.planner.layout_search import Found, Search
+from hetero_framework.planner.layout_search import Search, SearchResult
 from hetero_framework.planner.optimality import proof
 from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.search import initial_layouts, moves
@@ -29,7 +29,7 @@ FEW_LAYERS = fleet_of(
 HALVES = (Part(0, 0, 4), Part(1, 4, 8))
 
 
-def searched(rules: Rules) -> Found:
+def searched(rules: Rules) -> SearchResult:
     found = Search(rules).run()
     assert found is not None
     return found
