@@ -49,13 +49,13 @@ def _main(words: Sequence[str], stop: StopRequest | None) -> int:
         parser.error(f"there is no command {words[0]!r}{near or '; hetero --help lists them'}")
     arguments, unknown = parser.parse_known_args(words)
     if unknown:  # print the usage of this command, not of all
-        own = getattr(arguments, "parser", parser)
-        options = [name for action in own._actions for name in action.option_strings]
+        command = getattr(arguments, "parser", parser)
+        options = [name for action in command._actions for name in action.option_strings]
         first = unknown[0].partition("=")[0]
         if first in options:  # in front of the command
-            own.error(f"{first} goes after the command: {own.prog} {first}")
+            command.error(f"{first} goes after the command: {command.prog} {first}")
         near = _did_you_mean(first, options)
-        own.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     if arguments.command is None:
         parser.print_help()
         return 2
@@ -130,14 +130,14 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in SUMMARIES.items():
-        own = commands.add_parser(
+        command = commands.add_parser(
             name,
             help=summary,
             description=summary[0].upper() + summary[1:] + ".",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if only in (None, name):
-            _add_options(own, _command(name))
+            _add_options(command, _command(name))
     return parser
 
 

@@ -138,11 +138,11 @@ def answer(message: Message, checked: Callable[[Control], Any] = _data) -> Messa
 
 def result(message: Message) -> Any:
     """The data of an answer. Raises UserError with the `error` that it carries instead."""
-    found = message.expect(Control)
-    if found.error is not None:
+    reply = message.expect(Control)
+    if reply.error is not None:
         raise UserError(
-            shortened(found.error),
+            shortened(reply.error),
             hint="a worker knows the handlers of the files that its own --import options name",
         )
-    # What a handler of the user's says is the user's to read; what the framework asks is printed.
-    return one_lines(found.data) if found.name.startswith("hetero.") else found.data
+    # The framework prints the answers to its own questions; others are for the user's code.
+    return one_lines(reply.data) if reply.name.startswith("hetero.") else reply.data

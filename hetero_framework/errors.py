@@ -130,8 +130,8 @@ def error_from_peer(kind: str, message: str) -> HeteroError:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of whatever device: torch says it in a class of its own on GPUs, and
-    by the words of a plain RuntimeError on the CPU, on MPS and in the libraries below."""
+    """Whether memory ran out, of whatever device: torch has a class for it on GPUs, and a plain
+    RuntimeError with certain words on the CPU, on MPS and in the libraries below."""
     if isinstance(error, (MemoryError, OutOfMemory)):
         return True
     if any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):

@@ -24,29 +24,29 @@ class Untrusted:
 
 
 def untrusted_reason(path: Path, *, by_group: bool = False) -> Untrusted | None:
-    """The problem with a file or a directory; None if there is none. `by_group`: that a group of
-    several users may change it counts, too. Raises OSError."""
-    found = path.lstat()
-    if stat.S_ISLNK(found.st_mode):
+    """The problem with a file or a directory; None if there is none. `by_group`: also where a
+    group of several users may change it. Raises OSError."""
+    entry = path.lstat()
+    if stat.S_ISLNK(entry.st_mode):
         return Untrusted("is a symbolic link", f"put what it points to in its place: {path}")
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISREG(entry.st_mode) and not stat.S_ISDIR(entry.st_mode):
         return Untrusted("is neither a file nor a directory", f"remove it: {path}")
-    if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
+    if stat.S_ISREG(entry.st_mode) and entry.st_nlink > 1:
         copy = "copy the directory and use the copy: cp -r"
-        return Untrusted(f"has {found.st_nlink} names (hard links)", f"{copy} {path.parent} ...")
+        return Untrusted(f"has {entry.st_nlink} names (hard links)", f"{copy} {path.parent} ...")
     if os.name == "nt":  # no modes, and owners are not numbers
         return None
-    own, directory = os.geteuid(), _directory(path)
-    if found.st_uid not in (0, own):
-        mend = f"if it is yours all the same: chown -R {own} {directory}"
-        wrong = Untrusted(f"belongs to user {found.st_uid}, and this is user {own}", mend)
-    elif found.st_mode & stat.S_IWOTH or (by_group and _group(path) and _admits_group(directory)):
+    user, directory = os.geteuid(), _directory(path)
+    if entry.st_uid not in (0, user):
+        mend = f"if it is yours all the same: chown -R {user} {directory}"
+        wrong = Untrusted(f"belongs to user {entry.st_uid}, and this is user {user}", mend)
+    elif entry.st_mode & stat.S_IWOTH or (by_group and _group(path) and _admits_group(directory)):
         mend = f"if nobody has: chmod -R go-w {directory}"
-        whom = "everybody" if found.st_mode & stat.S_IWOTH else _group(path)
-        wrong = Untrusted(f"can be changed by {whom} (mode {stat.S_IMODE(found.st_mode):o})", mend)
+        whom = "everybody" if entry.st_mode & stat.S_IWOTH else _group(path)
+        wrong = Untrusted(f"can be changed by {whom} (mode {stat.S_IMODE(entry.st_mode):o})", mend)
     else:
         return None
-    return None if _says_nothing_here(directory, found) else wrong
+    return None if _hides_owners(directory, entry) else wrong
 
 
 def other_writers(directory: Path) -> str | None:
@@ -54,24 +54,24 @@ def other_writers(directory: Path) -> str | None:
     system does not tell. Raises OSError."""
     if os.name == "nt":
         return None
-    found = directory.stat()
-    if found.st_uid not in (0, os.geteuid()):
-        whom: str | None = f"user {found.st_uid}, whose it is"
+    entry = directory.stat()
+    if entry.st_uid not in (0, os.geteuid()):
+        whom: str | None = f"user {entry.st_uid}, whose it is"
     else:
-        whom = "everybody" if found.st_mode & stat.S_IWOTH else _group(directory)
-    return None if whom is None or _says_nothing_here(directory, found) else whom
+        whom = "everybody" if entry.st_mode & stat.S_IWOTH else _group(directory)
+    return None if whom is None or _hides_owners(directory, entry) else whom
 
 
 def refuse_link(path: Path, *, except_own: bool = False) -> None:
     """Raise ConfigError if a run would write through a link at `path`; `except_own`: through one
     that this user has not made."""
     try:
-        found = path.lstat()
+        entry = path.lstat()
     except OSError:
         return
-    is_own = os.name == "nt" or found.st_uid in (0, os.geteuid())
-    if stat.S_ISLNK(found.st_mode) and not (except_own and is_own):
-        whose = "" if is_own else f" of user {found.st_uid}"
+    is_own = os.name == "nt" or entry.st_uid in (0, os.geteuid())
+    if stat.S_ISLNK(entry.st_mode) and not (except_own and is_own):
+        whose = "" if is_own else f" of user {entry.st_uid}"
         raise ConfigError(
             f"training.output_dir: {path} is a symbolic link{whose}, and no run writes through it",
             hint="remove the link, or choose another directory: --output-dir DIR",
@@ -79,15 +79,15 @@ def refuse_link(path: Path, *, except_own: bool = False) -> None:
 
 
 def _group(path: Path) -> str | None:
-    """The group that may write, unless it is the one that only the owner is in."""
-    found = path.stat()
-    if not found.st_mode & stat.S_IWGRP:
+    """The group that may write, unless only the owner is in it."""
+    entry = path.stat()
+    if not entry.st_mode & stat.S_IWGRP:
         return None
     try:
         name = path.group()
         return f"group {name}" if name != path.owner() else None
     except KeyError:
-        return f"group {found.st_gid}"
+        return f"group {entry.st_gid}"
 
 
 def _admits_group(directory: Path) -> bool:
@@ -98,14 +98,14 @@ def _directory(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def _says_nothing_here(directory: Path, found: os.stat_result) -> bool:
-    """Whether a new file looks alike, which was made for this user alone: FAT, and network disks
-    that give all files one owner and one mode."""
+def _hides_owners(directory: Path, entry: os.stat_result) -> bool:
+    """Whether the file system gives all files one owner and one mode, as FAT and some network disks
+    do: then a new file, made for this user alone, looks alike."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             new = os.fstat(file.fileno())
     except OSError:
         return False
-    if found.st_uid not in (0, os.geteuid()):
-        return new.st_uid == found.st_uid
-    return bool(new.st_mode & found.st_mode & (stat.S_IWOTH | stat.S_IWGRP))
+    if entry.st_uid not in (0, os.geteuid()):
+        return new.st_uid == entry.st_uid
+    return bool(new.st_mode & entry.st_mode & (stat.S_IWOTH | stat.S_IWGRP))

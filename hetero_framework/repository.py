@@ -94,7 +94,7 @@ def refuse_elsewhere(name: str, base_dir: Path, kind: type[UserError]) -> None:
 
 
 def settings_files(source: str, revision: str | None, names: Iterable[str]) -> Iterator[Path]:
-    """Those of the files `names` that a repository has; of a folder its processor's, too."""
+    """Those of the files `names` that a repository has; in a folder also its processor's."""
     folder = Path(source)
     if folder.is_dir():
         names = (*names, *PROCESSORS)
@@ -103,16 +103,16 @@ def settings_files(source: str, revision: str | None, names: Iterable[str]) -> I
     from transformers.utils.hub import cached_file  # slow; folders need none
 
     for name in names:
-        with suppress(OSError):  # absent or out of reach: whoever reads it says so
-            found = cached_file(
+        with suppress(OSError):  # absent or out of reach: its reader reports that
+            file = cached_file(
                 source,
                 name,
                 revision=revision,
                 _raise_exceptions_for_missing_entries=False,
                 _raise_exceptions_for_connection_errors=False,
             )
-            if found is not None:
-                yield Path(found)
+            if file is not None:
+                yield Path(file)
 
 
 def read_json(
@@ -169,7 +169,7 @@ def settings_in(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _code(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Place and meaning of whatever would have code loaded."""
+    """Place and meaning of each setting that would load code."""
     for place, item in settings_in(fields):
         key = place.rpartition(".")[2]
         if key in _CODE_KEYS and item:

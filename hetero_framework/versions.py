@@ -22,17 +22,17 @@ def too_old() -> list[tuple[str, str, str]]:
         about = importlib.metadata.metadata(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return []
-    found = []
+    old = []
     python = SpecifierSet(about["Requires-Python"] or "")
     if not python.contains(platform.python_version(), prereleases=True):
-        found.append(("Python", str(python), platform.python_version()))
+        old.append(("Python", str(python), platform.python_version()))
     for needed in map(Requirement, about.get_all("Requires-Dist") or ()):
         here = installed(needed.name) or "absent"
         if needed.name in LIBRARIES and not (
             here != "absent" and needed.specifier.contains(here, prereleases=True)
         ):
-            found.append((needed.name, str(needed.specifier), here))
-    return found
+            old.append((needed.name, str(needed.specifier), here))
+    return old
 
 
 def check() -> None:

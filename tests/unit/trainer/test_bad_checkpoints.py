@@ -288,7 +288,7 @@ def test_a_bad_checkpoint(row: Row, resume: Callable[..., tuple[int, str]], tmp_
 def test_94_a_checkpoint_of_another_user(resume, monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.geteuid()
     monkeypatch.setattr(file_trust.os, "geteuid", lambda: own + 1)
-    monkeypatch.setattr(file_trust, "_says_nothing_here", lambda directory, found: False)
+    monkeypatch.setattr(file_trust, "_hides_owners", lambda directory, entry: False)
     if own == 0:  # root's files are trusted, as root could do anything
         assert resume("latest")[0] == 0
         return
