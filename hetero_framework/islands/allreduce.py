@@ -20,8 +20,7 @@ from hetero_framework.islands.links import SAME_VERSION, Check, IslandSession
 
 class SummedGradients:
     """A `GradientSum` of exchange `number` of a session. Raises MemberLost, also for a member whose
-    gradients have another shape than here. A step that is begun again gives the same once more, of
-    which nothing is sent twice."""
+    gradients have another shape than here. When a step is begun again, nothing is sent twice."""
 
     def __init__(self, session: IslandSession, number: int) -> None:
         self._session = session
@@ -76,8 +75,8 @@ class SummedGradients:
         return losses
 
     def _sum(self, name: str, shares: Sequence[tuple[str, Tensor]]) -> Tensor:
-        """In the order of the members. The shape that most have is right, of equally many the
-        first by name, so all blame the same member. Raises ProtocolError for this island."""
+        """The sum in the order of the members. The most frequent shape is right, in a tie that of
+        the first name, so all blame the same member. Raises ProtocolError for this island."""
         kinds = {member: (tensor.shape, tensor.dtype) for member, tensor in shares}
         [(right, _)] = Counter(kinds.values()).most_common(1)
         for member in [member for member, kind in kinds.items() if kind != right]:

@@ -15,13 +15,13 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.islands.shares import apportion
 
 STEPS = 20
-"""Steps, or rounds, that shares stay at least."""
+"""The fewest steps, or rounds, between two changes of the shares."""
 GAIN = 0.10
-"""What other shares must save of the time of a step."""
+"""The least part of a step that other shares must save."""
 
 
 def given_shares(settings: Mapping[str, float | Literal["auto"]]) -> dict[str, float] | None:
-    """By the islands' numbers; None where all say "auto". ConfigError where some do."""
+    """Shares by the islands' numbers; None where all are "auto". ConfigError where some are."""
     numbers = {name: share for name, share in settings.items() if share != "auto"}
     if numbers and len(numbers) < len(settings):
         automatic = ", ".join(sorted(set(settings) - set(numbers)))
@@ -35,13 +35,13 @@ def given_shares(settings: Mapping[str, float | Literal["auto"]]) -> dict[str, f
 @dataclass(frozen=True)
 class Shares:
     """The shares of the islands that take part (they need not sum to 1), and the number of steps or
-    rounds that were done when they were taken. A value: what changes them gives another one."""
+    rounds that were done when they were taken. A change gives another value."""
 
     of: Mapping[str, float] = field(default_factory=dict)
     taken_at: int = 0
 
     def for_members(self, names: Iterable[str]) -> Shares:
-        """For those who take part now; who is new is taken for one of average speed."""
+        """The shares of the present members; a new one counts as one of average speed."""
         known = {name: self.of[name] for name in names if name in self.of}
         average = statistics.fmean(known.values()) if known else 1.0
         return Shares({name: known.get(name, average) for name in sorted(names)}, self.taken_at)
@@ -57,7 +57,7 @@ class Shares:
         measured = {name: s for name, s in seconds.items() if name in self.of and s > 0}
         if done - self.taken_at < STEPS or len(measured) < 2:
             return self
-        # Those measured deal among themselves what they have together.
+        # The measured islands divide what they have together.
         together = sum(self.of[name] for name in measured)
         speed = sum(1 / s for s in measured.values())
         wanted = {name: together / s / speed for name, s in measured.items()}

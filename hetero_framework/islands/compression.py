@@ -27,8 +27,8 @@ _RAW_DEFLATE = -15  # zlib's wbits of a stream without header and checksum, whic
 
 
 class Compression:
-    """What one island sends of its changes. `lost`: what rounding has held back so far, for a
-    checkpoint; an island that joins has lost nothing."""
+    """The encoder of one island's changes. `lost`: the rounding errors so far, for a checkpoint; an
+    island that joins has none."""
 
     def __init__(self, kind: Kind, lost: Mapping[str, Tensor] | None = None) -> None:
         self._kind = kind
@@ -36,7 +36,7 @@ class Compression:
         self._next_lost: dict[str, Tensor] = {}
 
     def pack(self, changes: Mapping[str, Tensor]) -> Packed:
-        """What to send instead of these changes (float32, on the CPU)."""
+        """The encoding of these changes (float32, on the CPU)."""
         packed: Packed = {}
         for name, change in changes.items():
             meant = change + self.lost[name] if name in self.lost else change
@@ -46,22 +46,22 @@ class Compression:
         return packed
 
     def committed(self) -> None:
-        """What was packed has become part of the weights. Otherwise it is packed anew next time,
-        as if it had not been before."""
+        """Note that the packed changes are part of the weights now; otherwise they are packed anew
+        next time."""
         self.lost.update(self._next_lost)
         self._next_lost = {}
 
 
 def unpack(packed: Packed, like: Mapping[str, Tensor], kind: Kind) -> dict[str, Tensor]:
     """The changes of another island, of the names and shapes of `like`. Raises ProtocolError for
-    what cannot be read as these."""
+    data that are no such changes."""
     if packed.keys() != like.keys():
         raise ProtocolError("another island sends changes of other parameters")
     return {name: _decode(packed[name], tensor.shape, kind) for name, tensor in like.items()}
 
 
 def packed_bytes(packed: Packed) -> int:
-    """Bytes of all tensors that travel."""
+    """Bytes of all tensors that are sent."""
     return sum(tensor.nbytes for parts in packed.values() for tensor in parts)
 
 

@@ -9,9 +9,9 @@ FEW_ROUNDS = 10
 """With fewer synchronisations DiLoCo's outer optimizer hardly gets going, and a run loses to one
 that sums its gradients."""
 STEEP_ROUNDS = 100
-"""A run of fewer is for a good part where the loss falls steeply, which averages do not replace."""
+"""For a good part of a shorter run the loss falls steeply, and averaging slows that."""
 _WARM_UP = 10
-"""Steps that sum gradients, a tenth of such a run, made up for it (see decisions.md)."""
+"""A tenth of such a run with summed gradients made up for it (see decisions.md)."""
 _BYTES = {"none": 4.0, "bf16": 2.0, "int8": 0.95}  # of a value, int8 as normally distributed ones
 
 
@@ -37,8 +37,8 @@ def island_lines(island: IslandConfig, trained: int, steps: int | None = None) -
 
 
 def short_run(island: IslandConfig, steps: int, islands: int) -> str | None:
-    """Why this run would rather have `sync_steps` 1, or a warm-up, if so; `steps` are those of the
-    data."""
+    """The reason for `sync_steps` 1 or a warm-up in this run, if there is one; `steps` are those of
+    the data."""
     rounds = steps // (island.sync_steps * islands)
     warm_up = steps // _WARM_UP
     if island.sync_steps == 1 or rounds >= STEEP_ROUNDS:

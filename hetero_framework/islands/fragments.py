@@ -1,4 +1,4 @@
-"""The parts of a model that islands average one after the other, and when in a round. Pure.
+"""The parts of a model that islands average one after the other in a round. Pure.
 
 A round is `sync_steps` steps of one island. Fragments are cut by layers, so that they are the same
 on every island, whatever its plan.
@@ -16,8 +16,8 @@ from hetero_framework.models.files.fingerprint import layer_group
 
 @dataclass(frozen=True)
 class Synchronisation:
-    """Of one fragment: what has changed by `sent_after` steps of a round is sent, and what comes
-    back is applied after `applied_after` steps."""
+    """A fragment's synchronisation: its change is sent after `sent_after` steps of a round, and the
+    average is applied after `applied_after`."""
 
     fragment: int
     sent_after: int
@@ -46,7 +46,7 @@ def cut(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _even_ends(weights: Sequence[int], count: int) -> list[int]:
-    """Where each of `count` runs of `weights` ends: the least sum of the squares of the runs."""
+    """The end of each of `count` runs of `weights`: the least sum of the squares of the runs."""
     before = list(accumulate(weights, initial=0))
     total = len(weights)
     best = [weight**2 for weight in before]  # of the first k weights in one run

@@ -50,10 +50,10 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True)
 class Position:
-    """Where a member's training stands: steps done, and the commits that led there. `trains`: it
+    """A member's place in its training: steps done, and the commits that led there. `trains`: it
     has taken part in a commit since it was started, or has healed from one that had; `is_done`: all
-    is trained. `run`, which is not sent, tells one run from another. `facts` must be equal on all
-    members; what it `says` need not."""
+    steps are done. `run`, which is not sent, tells one run from another. `facts` must be equal on
+    all members, `says` need not."""
 
     step: int = 0
     lineage: str = ""
@@ -103,8 +103,8 @@ class Position:
 
 def source_of(positions: Mapping[str, Position]) -> str:
     """The member whose state the others take over: of the members that have trained together, if
-    there are any, the furthest one. Of equally far ones the largest number that agree, also on
-    their facts, counts, and of these the first by name."""
+    there are any, the furthest one. Among equally far ones the largest set that agrees, also on
+    facts, counts, and of it the first name."""
     those = {name: p for name, p in positions.items() if p.trains} or dict(positions)
     furthest = max(p.step for p in those.values())
     at = {n: (p.lineage, p.facts_text) for n, p in sorted(those.items()) if p.step == furthest}
@@ -139,8 +139,8 @@ class SessionStart:
 
 
 class Group:
-    """This island's place among the others, from view to view. `check` is called while it waits;
-    what it raises ends the waiting. `wait_s` is how long fewer than `min_islands` wait."""
+    """This island's place among the others, from view to view. `check` is called while it waits; an
+    error in it ends the waiting. `wait_s` is how long fewer than `min_islands` wait."""
 
     def __init__(
         self,
@@ -215,13 +215,13 @@ class Group:
             self._waiting_since = None
 
     def finish(self, session: IslandSession, position: Position, step: int) -> None:
-        """The members have done all steps and need nothing of each other: the lighthouse is told,
-        for islands that come later."""
+        """Tell the lighthouse, for islands that come later, that the members have done all steps
+        and need nothing of each other."""
         run, facts = position.run, position.facts_digest
         self._lighthouse.note_finished(FinishedRun(run, facts, step, session.members))
 
     def leave(self, reason: str) -> None:
-        """The present session is over here; the others notice at once."""
+        """End the present session here; the others notice at once."""
         self.session = None
         self._links.part(reason)
 
@@ -233,7 +233,7 @@ class Group:
     # -- inside ---------------------------------------------------------------------------------
 
     def _asked(self) -> View | None:
-        """The answer to what `stay` asked; None where the lighthouse has not given one."""
+        """The answer to the question of `stay`; None where the lighthouse has not given one."""
         if self._asking is None:
             return None
         self._wait(self._asking, lambda: self._lighthouse.in_reach)
@@ -264,8 +264,8 @@ class Group:
             self._pause(_RETRY_S)
 
     def _may_pass(self, error: NetworkError | PeerAwayError) -> bool:
-        """Whether it helps to ask again: not where keys are wrong, and a lighthouse that never
-        answered is perhaps none."""
+        """Whether asking again may help: not where keys are wrong, nor where the lighthouse has
+        never answered."""
         if isinstance(error, PeerAwayError):
             return True
         return self._has_met and not isinstance(error, IdentityError)
@@ -338,8 +338,8 @@ class Group:
 
     def _newer_view(self, view: View) -> Check:
         """A check that ends a meeting to which not all come, since they died or wait for the next
-        view: this island asks for that, too. Those that only finish a step before they come have
-        not asked, so there is no other one before they are here."""
+        view: this island asks for that, too. Members that finish a step first have not asked, so
+        there is no next view before they are here."""
         began = time.monotonic()
 
         def check() -> None:
@@ -353,7 +353,7 @@ class Group:
         return check
 
     def _refuse(self, source: str, keys: list[str], positions: Mapping[str, Position]) -> None:
-        """This island's settings are not the group's."""
+        """Raise ConfigError: this island's settings are not the group's."""
         ours, theirs = positions[self._links.member.name].facts, positions[source].facts
         key = keys[0]
         raise ConfigError(

@@ -51,7 +51,7 @@ class Ledger:
         return dict(zip(sorted(counts), parts, strict=True))
 
     def commit(self, steps: Iterable[tuple[int, int]]) -> Ledger:
-        """With these steps, too. Raises ValueError for one that is committed already."""
+        """The ledger with these steps, too. Raises ValueError for one that is committed already."""
         merged: list[tuple[int, int]] = []
         for start, end in sorted([*self.committed, *steps]):
             if not 0 <= start < end:
@@ -93,7 +93,7 @@ def first_steps(steps: Iterable[tuple[int, int]], count: int) -> Steps:
 
 
 def _part(steps: Iterable[tuple[int, int]], first: int, last: int) -> Steps:
-    """Those from number `first` to before number `last`."""
+    """The steps from number `first` to before number `last`."""
     parts, before = [], 0
     for start, end in steps:
         a, b = max(start, start + first - before), min(end, start + last - before)
@@ -123,8 +123,8 @@ def split_step(
 
 
 def order_facts(order: SampleOrder, fingerprint: str) -> dict[str, Any]:
-    """What must be equal on all islands, so that a step means the same samples on each: by the
-    names that errors use. `fingerprint` is that of the examples."""
+    """The facts that must be equal on all islands for a step to have the same samples on each, by
+    the names that errors use. `fingerprint` is that of the examples."""
     training = order.training
     return {
         "data": fingerprint,

@@ -57,7 +57,7 @@ class _Island:
 
     @property
     def id(self) -> str:
-        """As torchft knows it."""
+        """The name by which torchft knows it."""
         return f"{self.member.name}:{self.member.process}"
 
 
@@ -103,7 +103,7 @@ class Lighthouse:
         return self._listener.port
 
     def wait(self, seconds: float) -> None:
-        """Serve for this long. Raises what ended a thread, if that was an unexpected error."""
+        """Serve for this long. Raises an unexpected error that ended a thread."""
         self._closed.wait(seconds)
         for future in [one for one in list(self._running) if one.done()]:
             self._running.discard(future)
@@ -173,7 +173,7 @@ class Lighthouse:
         _log.info("island %s is here, from %s", member.name, connection.stream.peer)
 
     def _added(self, island: _Island) -> _Island | None:
-        """Why it was not added: the island that has its name, or with too many any other one."""
+        """Add the island, or return the one that has its name, or any where there are too many."""
         with self._lock:
             for other in self._islands.values():
                 if other.member.name == island.member.name or len(self._islands) >= _MAX_ISLANDS:
@@ -198,7 +198,7 @@ class Lighthouse:
                 self._quorums.beat(island.id)
 
     def _ask(self, island: _Island, asked: int | None) -> None:
-        """Until the island has a view, or has left."""
+        """Ask torchft until the island has a view or has left."""
         self._closed.wait(self._since + SETTLE_S - time.monotonic())
         while (asked := self._renewed(island, asked)) is not None:
             quorum = self._quorums.ask(island.id, asked, _ASK_S)

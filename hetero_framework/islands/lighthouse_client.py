@@ -34,8 +34,8 @@ _ANSWER_S = 5.0
 
 
 class LighthouseClient:
-    """`member` at the lighthouse of `address`. It is there, and others wait for it, while it asks
-    for a view and while `lively()` says so, which is called from a thread."""
+    """`member` at the lighthouse of `address`. Others wait for it while it asks for a view and
+    while `lively()`, called from a thread, is true."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class LighthouseClient:
         self._changed = threading.Condition()
         self._link: Connection | None = None
         self._asked: Connection | None = None  # the link on which the next view was asked for
-        self._view: View | None = None  # that has come, and was not taken yet
+        self._view: View | None = None  # has come, and was not taken yet
         self._asks = False
         self._lost_at = time.monotonic()
-        self._trouble: NetworkError | None = None  # why there is no link
+        self._trouble: NetworkError | None = None  # the reason why there is no link
         self._closed = threading.Event()
         self._keeping = in_background(self._keep, "link to the lighthouse")
 
@@ -92,7 +92,7 @@ class LighthouseClient:
         return self._ask(m.FindFinished(run, facts, since_s))
 
     def close(self) -> None:
-        """This island takes part no more. Safe to call twice, and from other threads."""
+        """Leave for good. Safe to call twice, and from other threads."""
         self._closed.set()
         wait_for([self._keeping], timeouts.EXIT_S)
 
@@ -108,7 +108,7 @@ class LighthouseClient:
         return None
 
     def _check(self, deadline: float) -> None:
-        """Raise why there will be no view, or none in time."""
+        """Raise the reason why there will be no view, or none in time."""
         if self._closed.is_set():
             raise NetworkError(f"island {self._member.name} has left the others")
         if self._keeping.done():
@@ -129,8 +129,8 @@ class LighthouseClient:
     # -- the link -------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        """Open the link where there is none, and leave while the island stalls. Raises what waiting
-        does not help against."""
+        """Open the link where there is none, and leave while the island stalls. Raises errors that
+        waiting cannot mend."""
         try:
             while not self._closed.is_set():
                 if not (self._asks or self._lively()):

@@ -45,7 +45,7 @@ LEAVES = "leaves in order"
 """Beginning of the reason of an island that ends on purpose."""
 _AHEAD = 4
 """Exchanges that a member may be ahead of the last one that is over here: positions and state, in
-which not all take part, are two of them, and it may have heard a decision before we have."""
+which not all take part, are two of them, and a decision may reach it before us."""
 
 
 class MemberLost(ReplicasChanged):
@@ -145,15 +145,15 @@ class IslandSession:
                 self.lose(name, error.message)
 
     def received(self, number: int, kind: ShareKind, name: str) -> Received:
-        """What has come from this member until now."""
+        """This member's part, as far as it has arrived."""
         self.check()
         with self._changed:
             share = self._received.get((number, kind, name)) or Received()
             return Received(dict(share.tensors), dict(share.info), share.is_whole)
 
     def receive(self, number: int, kind: ShareKind, name: str, check: Check) -> Received:
-        """All that this member sends, once it is here; calls `check` while it waits. What came
-        before a member left counts: the leader may be done with the run after its decision."""
+        """This member's part, once all of it is here; calls `check` while it waits. A part that
+        came before the member left counts: the leader may be done after its decision."""
         deadline = time.monotonic() + timeouts.ISLAND_S
         while True:
             with self._changed:
@@ -201,12 +201,12 @@ class IslandSession:
             check()
 
     def wait_for_more(self, timeout_s: float) -> None:
-        """Until anything arrives, or the time is over."""
+        """Wait until anything arrives, or the time is over."""
         with self._changed:
             self._changed.wait(timeout_s)
 
     def forget(self, number: int) -> None:
-        """Exchanges up to this one are over."""
+        """Drop the exchanges up to this one, which are over."""
         with self._changed:
             self._done = max(self._done, number)
             for key in [key for key in self._received if key[0] <= number]:
@@ -237,7 +237,7 @@ class IslandSession:
             self.lose(name, "its link broke")
 
     def gone(self, name: str, connection: Connection, reason: str) -> None:
-        """A link has ended. Where it was not added yet, the thread that opens it sees to that."""
+        """Note that a link has ended. Where it was not added yet, the thread that opens it does."""
         if self._links.get(name) is connection:
             self.lose(name, reason)
 
@@ -246,8 +246,8 @@ class IslandSession:
         return [name for name in self.others if name not in self._links]
 
     def take(self, name: str, message: Message) -> None:
-        """In a reader thread: a part of what a member sends. Raises ProtocolError for an exchange
-        that no member can be in yet."""
+        """Take in a part of a member's message, in a reader thread. Raises ProtocolError for an
+        exchange that no member can be in yet."""
         body = message.expect(m.Share)
         if body.number > self._done + _AHEAD:
             over = f"{self._done} is the last that is over"
@@ -418,7 +418,7 @@ class IslandLinks:
     def _dial(
         self, session: IslandSession, member: Member, timeout_s: float, stop: threading.Event
     ) -> str | None:
-        """Why there is no link to this member; None when there is one."""
+        """Open a link to this member; return the reason if that failed."""
         who, deadline = f"island {member.name}", time.monotonic() + timeout_s
         host, _, port = member.address.rpartition(":")
         host = host.strip("[]")
@@ -521,7 +521,7 @@ class IslandLinks:
         session.add(name, connection)  # nothing is sent to it before the welcome
 
     def _belongs(self, session: IslandSession, name: str, connection: Connection) -> None:
-        """What comes over this connection belongs to this session, unless that is over."""
+        """Assign this connection's messages to this session, unless that is over."""
         connection.peer = name
         with self._lock:
             if self._session is session:

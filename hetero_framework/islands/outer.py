@@ -22,8 +22,8 @@ Tensors = Mapping[str, Tensor]
 
 def weighted_mean(parts: Sequence[tuple[int, Tensors]]) -> dict[str, Tensor]:
     """The mean of what islands sent, each with its weight, the label tokens that it has trained;
-    `parts` stand in the order of the islands' names, and what has no weight is not looked at.
-    Raises ValueError where nothing has any.
+    `parts` stand in the order of the islands' names, and parts without weight are left out. Raises
+    ValueError where none has any.
 
     Products with a weight below 2**29 are exact in float64, so the mean of equal tensors is that
     tensor, to the bit.
@@ -40,7 +40,7 @@ def weighted_mean(parts: Sequence[tuple[int, Tensors]]) -> dict[str, Tensor]:
 
 
 class OuterFragment:
-    """What the islands have agreed on of one fragment, and the outer optimizer's momentum.
+    """The weights of one fragment that the islands agreed on, and the outer optimizer's momentum.
 
     At a synchronisation `change` goes out, the mean of all comes back to `step`, once everybody
     has it, and `mixed` is what the island trains on with. After a failure it is `weights` again.
@@ -61,14 +61,14 @@ class OuterFragment:
         self._momentum = {name: torch.zeros_like(self.weights[name]) for name in names}
 
     def copy(self) -> OuterFragment:
-        """Another one, whose steps leave this one as it is."""
+        """A copy whose steps leave this one as it is."""
         made = copy.copy(self)
         made.weights, made._momentum = dict(self.weights), dict(self._momentum)
         return made
 
     def change(self, local: Tensors) -> dict[str, Tensor]:
-        """What this island says of its weights: the outer gradient, agreed - local; or the local
-        weights where their mean is all that is asked for."""
+        """What this island sends: the outer gradient, agreed - local, or the local weights where
+        only their mean is needed."""
         if self._sends_weights:
             return {name: _held(local[name]) for name in self.weights}
         return {name: old - _held(local[name]) for name, old in self.weights.items()}
@@ -92,8 +92,8 @@ class OuterFragment:
         return self._momentum[name]
 
     def mixed(self, local: Tensors, *, agreed: bool = False) -> dict[str, Tensor]:
-        """The weights to go on with, of the type of `local`, of which `mixing` stays; with `agreed`
-        nothing does."""
+        """The weights to go on with, in the dtype of `local`: mixed with the share `mixing` of
+        `local`, or with `agreed` without it."""
         if agreed or not self._mixing:
             return {name: new.to(local[name].dtype) for name, new in self.weights.items()}
         return {

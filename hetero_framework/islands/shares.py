@@ -15,7 +15,7 @@ def apportion(count: int, shares: Mapping[str, float], least: int = 0) -> dict[s
     if count < least * len(shares) or not shares or min(shares.values()) <= 0:
         raise ValueError(f"{count} cannot be dealt to {dict(shares)}, at least {least} to each")
     dealt: dict[str, int] = {}
-    while True:  # who would get less than the least gets that, and the others share what is left
+    while True:  # a share below the least becomes the least, and the others divide what is left
         left = count - least * len(dealt)
         exact = {name: Fraction(shares[name]) for name in sorted(shares) if name not in dealt}
         total = sum(exact.values())

@@ -12,7 +12,7 @@ from hetero_framework.core.messages import Member
 
 @dataclass(frozen=True)
 class View:
-    """The same on each of its members, until they ask for the next one."""
+    """One view, the same on each of its members until they ask for the next one."""
 
     members: tuple[Member, ...]  # by name
 

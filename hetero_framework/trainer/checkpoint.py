@@ -57,15 +57,15 @@ _log = logging.getLogger(__name__)
 
 
 class RefusedCheckpoint(CheckpointError):
-    """A checkpoint that is complete, as far as can be told, and is not taken: no other step stands
-    in for it, since a person has to decide."""
+    """A checkpoint that may be complete and is not taken. No other step stands in for it, since a
+    person has to decide."""
 
 
 class CheckpointStore:
     """The checkpoints of one run; what it does to them unasked is logged.
 
     `save_total_limit` >= 1 is how many complete ones are kept (None: all). Those that are not
-    `lasting` outlive the process, but not a power cut: nobody waits for the disk.
+    `lasting` outlive the process but not a power cut, since writing does not wait for the disk.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class CheckpointStore:
         """Names here that a person may take for a checkpoint's."""
         try:
             names = sorted(path.name for path in self.root.iterdir())
-        except OSError:  # `paths` says what is wrong
+        except OSError:  # `paths` reports what is wrong
             return []
         return [name for name in names if _ALMOST.fullmatch(name) and not _NAME.fullmatch(name)]
 
@@ -226,7 +226,7 @@ class CheckpointStore:
 
 
 def durable_store(config: Config) -> CheckpointStore:
-    """Where a run's durable step lies (trainer/durable.py), for the process that continues it."""
+    """The store of a run's durable step (trainer/durable.py), for the process that continues it."""
     return CheckpointStore(config.output_dir / ".durable", 1, lasting=False)
 
 
@@ -300,7 +300,7 @@ class CheckpointWriter:
                 code = int(match[1]) if match else None
             if code not in _NO_SPACE:
                 raise _cannot_write(error, path) from error
-            shutil.rmtree(self._directory, ignore_errors=True)  # both numbers: without any of it
+            shutil.rmtree(self._directory, ignore_errors=True)  # both sizes are those without it
             try:
                 free = f"{size(shutil.disk_usage(self._store.root).free)} are free"
             except OSError as problem:

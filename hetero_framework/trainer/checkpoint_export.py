@@ -71,7 +71,7 @@ def export_last_checkpoint(
 def export_checkpoint(
     place: Path, output: OutputDirectory, config_file: Path | None = None
 ) -> CheckpointReader:
-    """Write what the run would have written had it ended at this checkpoint; returns that.
+    """Write the result of the run as if it had ended at this checkpoint; return the checkpoint.
 
     `place` is a `step_N` directory, or a run's `output_dir` or `checkpoint_dir`: then its latest.
     The configuration is the checkpoint's, unless `config_file` names one. Raises CheckpointError

@@ -116,10 +116,10 @@ def check_identity(
 
 
 def _changed(manifest: Mapping[str, Any], resolved: Resolved) -> Iterator[tuple[str, str]]:
-    """(setting, "it was A, now it is B") for all that differ."""
+    """(setting, "it was A, now it is B") of each setting that differs."""
     if "given" in manifest:
         was, now = manifest["given"], resolved.given.to_dict()
-    else:  # an older version kept what was decided, and of what was given only the identity
+    else:  # an older version kept the decided settings, and of the given ones only the identity
         was = {**manifest["config"]["settings"], "adapter": manifest["identity"]["adapter"]}
         now = {**resolved.config.to_dict(), "adapter": adapter_settings(resolved.given)}
     theirs, ours = resuming.flat(was), resuming.flat(now)
@@ -177,7 +177,7 @@ def _rate_line(manifest: Mapping[str, Any], now: TrainingConfig, data: TrainData
         before = LearningRate(was, order.total_steps).rate(done)
         after = LearningRate(now, data.total_steps).rate(done)
     except (ValidationError, UserError, KeyError):
-        return None  # of a version that knew other settings
+        return None  # by a version with other settings
     if before == after:
         return None
     line = f"the learning rate of the next step was {before:.2e} and is {after:.2e} now"

@@ -119,7 +119,7 @@ def train(
             keys that lie beside the configuration.
         build: Builds the stages of this process.
 
-    Raises the HeteroError that fits what happened.
+    Raises the HeteroError that fits the failure.
     """
     config.require("model", "data")
     access = access or access_of(config, "local")
@@ -355,7 +355,7 @@ class Coordinator:
         )
 
     def _return_to(self, state: TrainState) -> None:
-        """Take this state, which all stages have; drop what was recorded of later steps."""
+        """Take this state, which all stages have; drop the records of later steps."""
         if state.step < self._state.step:  # due again with its step
             self._evaluation_is_due = self._save_is_due = False
         self._state = state
@@ -456,8 +456,7 @@ class Coordinator:
         return self.finish()
 
     def _note_what_is_due(self, before: int) -> None:
-        """Note what follows the steps since `before`. It is done later where a worker is lost
-        first."""
+        """Note the actions due after the steps since `before`; a lost worker delays them."""
         training, total = self._config.training, self._data.total_steps
         eval_steps = training.eval_steps or training.logging_steps
         # As the Trainer does, evaluate at the end as well; `finish` saves then.
@@ -467,7 +466,7 @@ class Coordinator:
         self._save_is_due |= self._is_due(training.save_strategy, training.save_steps, before)
 
     def _do_what_is_due(self) -> None:
-        """Do what follows a step and is not done yet."""
+        """Do the due actions that are not done yet."""
         if self._evaluation_is_due:
             self.evaluate()
             self._evaluation_is_due = False
@@ -610,7 +609,7 @@ class Coordinator:
             raise errors.ResourceError(error.message, hint=self._checkpoints.advice(error))
 
     def finish(self) -> RunSummary:
-        """Gather and write the result, and show where everything is."""
+        """Gather and write the result, and show the paths of all files."""
         self._cluster.pipeline.check = self._heed_stop
         saves = self._config.training.save_strategy != "no" and self._replicas.saves
         self._replicas.close("its training is done")
@@ -694,7 +693,7 @@ class Coordinator:
 
     def _heed_stop(self) -> None:
         """The pipeline's `check`: after a request to stop, interrupt what exceeds its time and
-        waits for silent workers. What is interrupted has changed no weight."""
+        waits for silent workers. Nothing interrupted has changed a weight."""
         waited_s, idle_s = self._stop.waited_s, self._cluster.pipeline.idle_s
         is_silent = idle_s > timeouts.STOP_PATIENCE_S < waited_s and math.isinf(self._may_last_s)
         if self._stop.requested is not None and (waited_s >= self._may_last_s or is_silent):

@@ -36,7 +36,7 @@ from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.units import plural
 
 SHARE = 0.05
-"""Of the time that copying may take; see `interval_steps`."""
+"""Share of the time that copying may take; see `interval_steps`."""
 MAX_STEPS = 100
 MAX_WORK_S = 300.0
 _FIRST_STEPS = 3
@@ -87,8 +87,8 @@ class DurableSteps:
         manifest: Callable[[TrainState, dict[str, Any]], dict[str, Any]],
         beside: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> None:
-        """`manifest(state, values)` is what a checkpoint says beside its tensors, `beside()` gives
-        tensors of this process that belong to the state and are never changed in place."""
+        """`manifest(state, values)` is the manifest of a checkpoint; `beside()` gives tensors of
+        this process that belong to the state and are never changed in place."""
         self._every = config.training.replicate_steps
         self._cut = _cut(config)
         self._cluster = cluster
@@ -106,14 +106,14 @@ class DurableSteps:
 
     @property
     def newest(self) -> DurableStep | None:
-        """The durable step, once what has arrived of a later one has been looked at."""
+        """The durable step, after a look at whether a later one is complete."""
         if self._sealing is not None:
             wait_for([self._sealing], _SEAL_S)
             self._take_sealed()
         return self._newest
 
     def written_step(self) -> int:
-        """The newest step on the disk, once what is being written is there; 0 where none is."""
+        """The newest step on the disk, after waiting for a write under way; 0 without any."""
         _ = self.newest
         return max(self._store.complete_steps(), default=0)
 
@@ -130,7 +130,7 @@ class DurableSteps:
         return newest.stages if newest is not None and newest.state == state else None
 
     def after_step(self, state: TrainState, seconds: float) -> None:
-        """A step is done and took `seconds`. Raises LinkLost."""
+        """Note that a step is done and took `seconds`. Raises LinkLost."""
         self._take_sealed()
         if not self._step_s:
             # With the optimizer's state, which the first commit makes, its size is known.
@@ -157,7 +157,7 @@ class DurableSteps:
         return steps
 
     def replanned(self, config: Config) -> None:
-        """The run has other stages from now on; the durable step, of the former ones, stays."""
+        """Note that the run has other stages now; the durable step, of the former ones, stays."""
         self._take_sealed(wait_s=_SEAL_S)
         self._gathering, self._cut = None, _cut(config)
         self._step_s.clear()
@@ -185,12 +185,12 @@ class DurableSteps:
         return step.state
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for a write under way."""
         if self._sealing is not None:
             wait_for([self._sealing], _SEAL_S)
 
     def remove(self) -> None:
-        """The run is finished: nobody goes on from here."""
+        """Remove it all, since the run is finished."""
         self.close()
         self._store.remove()
 
@@ -198,7 +198,7 @@ class DurableSteps:
 
     def _begin(self, state: TrainState, *, write: bool = True) -> None:
         pipeline = self._cluster.pipeline
-        pipeline.snapshot(self._arrived)  # a link that breaks here leaves everything as it was
+        pipeline.snapshot(self._arrived)  # a link that breaks here changes nothing
         self._gathering = _Gathering(state, pipeline.committed, write, self._beside())
         self._begun_step = state.step
 
@@ -217,7 +217,7 @@ class DurableSteps:
             self._sealing = in_background(lambda: self._seal(gathering), "durable step")
 
     def _seal(self, gathering: _Gathering) -> DurableStep | None:
-        """In a thread of its own: the durable step, written; None where it is not fit to be one."""
+        """Make and write the durable step, in a thread; None where it is not finite."""
         state = gathering.state
         for stage, parts in sorted(gathering.parts.items()):
             for part in parts:
@@ -278,10 +278,10 @@ def write_stages(
 
 
 BESIDE = "beside/"
-"""Tensors of this name in a checkpoint are no stage's."""
+"""Prefix of the tensors in a checkpoint that are no stage's."""
 
 
 def write_beside(writer: CheckpointWriter, number: int, beside: Mapping[str, torch.Tensor]) -> None:
-    """As if of a stage `number`, behind the last one."""
+    """Write as if of a stage `number`, behind the last one."""
     if beside:
         writer.add(number, 0, {f"{BESIDE}{name}": tensor for name, tensor in beside.items()})

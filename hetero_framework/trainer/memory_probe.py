@@ -23,7 +23,7 @@ def probe_longest_batch(
     cluster: Cluster, data: TrainData, training: TrainingConfig, state: TrainState
 ) -> None:
     """Run it forward and backward on every stage, unless the next step has one as large. Raises
-    OutOfMemory that says what to change."""
+    OutOfMemory with advice."""
     largest = data.largest_batch(state.step) if training.probe_longest_batch else None
     if largest is None or largest[0] == state.step:
         return
@@ -52,7 +52,7 @@ def shape(batch: MicroBatch) -> str:
 def advised(
     error: OutOfMemory, batch: MicroBatch, training: TrainingConfig, what: str
 ) -> OutOfMemory:
-    """The error with the micro-batch and with what would need less memory."""
+    """The error with the micro-batch, and with the changes that would need less memory."""
     rows, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     smaller = "lower data.max_length"
     if rows > 1:

@@ -111,7 +111,7 @@ class MetricsWriter:
         self._show(line)
 
     def _append(self, data: bytes) -> None:
-        """Add `data` whole; what an attempt that failed left of it is cut off first."""
+        """Add `data` whole; the rest of a failed attempt is cut off first."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab", buffering=0, opener=not_through_links) as file:
             if self._bytes is None:
@@ -142,8 +142,8 @@ def stage_lines(
     after: Mapping[str | int, Traffic],
     predicted: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The stages' figures of one step, for its line; `before` and `after` are each worker's
-    traffic when it began and ended, `predicted` is what was expected of each stage."""
+    """The stages' figures of one step, for its line; `before` and `after` are each worker's traffic
+    when it began and ended, `predicted` holds each stage's prediction."""
     lines, nothing, seen = [], (0, 0, 0.0, 0), set()
     for spec in stages:
         figures = statistics[spec.index]
@@ -178,7 +178,7 @@ def stage_lines(
 
 @contextlib.contextmanager
 def _tolerated(what: str) -> Iterator[None]:
-    """Where `what` cannot be written, say so and go on."""
+    """Warn where `what` cannot be written, and go on."""
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: its file is closed

@@ -1,4 +1,4 @@
-"""Islands that take steps alone and average what has changed: LocalSGD and DiLoCo.
+"""Islands that take steps alone and average their changes: LocalSGD and DiLoCo.
 
 A round is a number of steps that each island takes alone, more for a faster one. In it each
 fragment of the model is synchronised once: its change goes to all other islands, and when all have
@@ -125,7 +125,7 @@ class OuterRounds(SummedSteps):
 
     @property
     def saves(self) -> bool:  # type: ignore[override]
-        """At the end of a round, where this island has what all agree on."""
+        """Only between rounds, when all islands have the same weights."""
         return super().saves and (self._round is None or self._round.done == 0)
 
     def _is_done(self, state: TrainState) -> bool:
@@ -211,8 +211,7 @@ class OuterRounds(SummedSteps):
         return {"island": {**island, **figures, "committed": self._ledger.count}}
 
     def went_back(self, state: TrainState) -> None:
-        """To a step after the last synchronisation the others need not know; to one before that
-        they do."""
+        """Others learn of it only if the step is before the last synchronisation."""
         self._sending = None
         if self._count(state) != self._syncs:
             self._outer, self._before = self._before, []
@@ -222,7 +221,7 @@ class OuterRounds(SummedSteps):
     # -- rounds ---------------------------------------------------------------------------------
 
     def _deal(self, state: TrainState) -> TrainState:
-        """A new round: all members deal the same steps."""
+        """Begin a new round: all members deal the same steps."""
         session, island = self._present, self._island
         counts = round_steps(
             island.sync_steps,
@@ -246,11 +245,11 @@ class OuterRounds(SummedSteps):
         delay = 0 if round_.last else self._island.delay_steps
         fits = steps >= count * (delay + 1)
         self._plan = fragments.schedule(steps, count, delay if fits else 0)
-        if round_.last:  # the run ends with what all agree on, in every fragment
+        if round_.last:  # the run ends with agreed weights in every fragment
             self._plan += tuple(Synchronisation(k, steps, steps) for k in range(count - 1))
 
     def _synchronised(self, state: TrainState) -> TrainState:
-        """All that is due of synchronisations after the steps that were done."""
+        """Do all synchronisations that are due after the steps done."""
         while (round_ := self._round) is not None:
             sync = self._plan[round_.synced]
             if self._sending is None and round_.done >= sync.sent_after:
@@ -310,7 +309,7 @@ class OuterRounds(SummedSteps):
         return STATE + 1 + self._syncs - self._syncs_before
 
     def _apply(self, sending: _Sending, state: TrainState) -> TrainState:
-        """Take over what all have come to, or, where a member left, begin again with the others."""
+        """Apply the change that all agree on; where a member left, begin again with the others."""
         began = time.monotonic()
         try:
             if not self._stays(state):
@@ -454,7 +453,7 @@ class OuterRounds(SummedSteps):
         return state
 
     def _begin_with(self, state: TrainState) -> None:
-        """The outer state of the checkpoint that the run began with, or of the weights."""
+        """Begin with the outer state of the run's starting checkpoint, or of the weights."""
         names = self._cluster.loaded.trained_names
         weights = self._cluster.retrying(lambda: self._cluster.pipeline.weights(names))
         sizes = {name: weights[name].nbytes for name in names}
@@ -469,7 +468,7 @@ class OuterRounds(SummedSteps):
         self._recall(state)
 
     def _recall(self, state: TrainState) -> None:
-        """The group's part of `state`."""
+        """Take the group's part of `state`."""
         group = state.group
         self._syncs = self._count(state)
         self._ledger = Ledger.load_state_dict(group["ledger"]) if "ledger" in group else Ledger()
@@ -491,7 +490,7 @@ class OuterRounds(SummedSteps):
         return remembered
 
     def _beside(self) -> dict[str, Tensor]:
-        if not self._outer:  # the run has gone on after a checkpoint, and met nobody yet
+        if not self._outer:  # the run has gone on after a checkpoint, and has no session yet
             return self._checkpoints.restored
         return {
             f"{_OUTER}{k}/{name}": tensor
@@ -508,7 +507,7 @@ class OuterRounds(SummedSteps):
     def _gather(self, take: Callable[[StatePart], None]) -> None:
         """Gather the agreed weights in place of this island's."""
 
-        if not self._outer:  # all that there is so far
+        if not self._outer:  # still warming up
             super()._gather(take)
             return
 
@@ -536,7 +535,7 @@ class OuterRounds(SummedSteps):
         return state
 
     def _loaded(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The stages' part of it, with the agreed weights."""
+        """The stages' part of these tensors, with the agreed weights."""
         outer = {n: t for n, t in tensors.items() if n.startswith(_OUTER)}
         if not outer:
             return tensors
@@ -619,4 +618,4 @@ def _hash(fragment: OuterFragment) -> str:
 
 
 def _nothing() -> None:
-    """Waiting in the background; whoever waits for the result looks after signals."""
+    """No check in the background: the thread that waits for the result heeds signals."""

@@ -116,13 +116,13 @@ class RunDirectories:
 
     @property
     def tensorboard(self) -> Path | None:
-        """Where TensorBoard's files go, if any are wanted."""
+        """The directory of TensorBoard's files, if any are wanted."""
         wanted = self._config.training.report_to == "tensorboard"
         return self._config.logging_dir if wanted else None
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a run of this `output_dir` has begun and not come to its end."""
+        """Whether a run of this `output_dir` has begun and not finished."""
         return (self._output / UNFINISHED_FILE).exists()
 
     def mark_unfinished(self) -> None:
@@ -166,8 +166,8 @@ class RunDirectories:
         self.own_checkpoints()
 
     def tidy(self) -> None:
-        """Remove what interrupted writes of checkpoints left, and say so. What cannot be removed
-        keeps no run from starting: the next checkpoint meets it."""
+        """Remove the rests of interrupted writes of checkpoints, and log it. A rest that cannot be
+        removed keeps no run from starting: the next checkpoint meets it."""
         try:
             self.store.clean()
         except (OSError, HeteroError) as error:
@@ -398,6 +398,6 @@ def _command(*words: object) -> str:
 
 
 def _shown(path: Path) -> Path:
-    """`path` as one types it here."""
+    """`path` as typed in this directory."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

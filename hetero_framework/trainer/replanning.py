@@ -88,7 +88,7 @@ class Replanning:
     # -- for a shorter step ---------------------------------------------------------------------
 
     def after_step(self, seen: Profile, step_s: float) -> None:
-        """A step has been done, with these times of stages and edges."""
+        """Note that a step was done, with these times of stages and edges."""
         if len(self.facts) == 1:
             return
         advice = self._judge.note(seen, step_s)
@@ -158,7 +158,7 @@ class Replanning:
     # -- for workers that come and go -----------------------------------------------------------
 
     def without(self, away: Collection[WorkerId]) -> PlanChange:
-        """The best plan of those that are here. Raises PlanError where they cannot hold it all."""
+        """The best plan of the present workers. Raises PlanError if they cannot hold it all."""
         names = ", ".join(map(str, away))
         entries = self._searched(away)
         return self._change(entries, f"worker {names} stays away", tuple(away))
@@ -171,7 +171,7 @@ class Replanning:
         return self._change(entries, f"worker {names} is back", tuple(away))
 
     def taken(self, change: PlanChange) -> None:
-        """This plan is in force."""
+        """Note that this plan is in force."""
         self._prepared, self.lacking = change.prepared, set(change.away)
         if not self.lacking:
             self._home = plan_entries(change.prepared.config)
@@ -181,8 +181,8 @@ class Replanning:
 
     @cached_property
     def _part_bytes(self) -> dict[WorkerId, PartBytes]:
-        """As each process holds the parts. It takes seconds for large models, so not before it is
-        needed."""
+        """The bytes of the parts on each process. Made when needed: it takes seconds for large
+        models."""
         given, prepared = self._prepared.resolved.given, self._prepared
         return given.per_quantization(self.facts, lambda owner: _part_bytes(prepared, owner))
 
@@ -211,8 +211,8 @@ class Replanning:
         )
 
     def _holdable(self, owner: WorkerId, free: float) -> PartBytes:
-        """Needs of the parts on a process: of those that others hold in another precision, which
-        are to keep it, more than is free."""
+        """The needs of the parts on a process. Parts that others hold in another precision need
+        more than is free, since they keep it."""
         config, parts = self._prepared.config, self._part_bytes[owner]
         kind = config.quantization(owner)
         others = {s.index for s in config.plan.stages if config.quantization(s.owner) != kind}
@@ -274,7 +274,7 @@ def layers_of(stages: Sequence[StageSpec]) -> str:
 
 
 def _model_work(prepared: setup.Prepared) -> LayerWork:
-    """Counted in weights: what a matrix product costs for a token."""
+    """The work in weights, as matrix products cost it for a token."""
     model = meta_model(prepared.model_config)
     blocks = model.get_submodule(introspect(prepared.model_config).blocks)
     layers = [sum(p.numel() for p in block.parameters()) for block in blocks.children()]
@@ -286,7 +286,7 @@ def _model_work(prepared: setup.Prepared) -> LayerWork:
 def _part_bytes(prepared: setup.Prepared, owner: WorkerId) -> PartBytes:
     layers = introspect(prepared.model_config).num_layers
     config, tokens = prepared.config.held_by(owner), prepared.data.row_tokens
-    if config.training.gradient_checkpointing:  # "auto": wherever it takes that
+    if config.training.gradient_checkpointing:  # "auto": wherever it is needed
         config = config.with_changes(training={"gradient_checkpointing": True})
     embedding, *blocks, head = memory_of_parts(
         config, prepared.model_config, layers, prepared.adapter_plan, tokens

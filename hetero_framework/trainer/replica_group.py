@@ -34,7 +34,7 @@ class ReplicaGroup(Protocol):
     the order in which they stand here; all but the first may raise ReplicasChanged."""
 
     saves: bool = True
-    """Whether this replica writes the checkpoints, and its state is one that all agree on."""
+    """Whether this replica writes the checkpoints, and all agree on its state."""
 
     def ready(self, state: TrainState) -> TrainState:
         """Before a step: the state that it begins with, which is that of `state` unless this
@@ -42,7 +42,7 @@ class ReplicaGroup(Protocol):
         return state
 
     def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
-        """Of the next step."""
+        """This replica's part of the next step."""
         batches = data.step_batches(state.step)
         return StepPart(state.step, batches, count_items(batches))
 
@@ -56,23 +56,23 @@ class ReplicaGroup(Protocol):
         return finite, norm
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:
-        """The step is done, and led from `before` to `state`: what to go on with."""
+        """After the step, which led from `before` to `state`: the state to go on with."""
         return state
 
     def metrics(self) -> Mapping[str, Any]:
-        """For the step's line."""
+        """Metrics for the step's line."""
         return {}
 
     def went_back(self, state: TrainState) -> None:
-        """This replica has returned to an earlier state, and will be `ready` with it."""
+        """Note that this replica has returned to an earlier state; `ready` with it follows."""
         return
 
     def finished(self, state: TrainState) -> TrainState:
-        """All steps are done: the state that the run ends with, which all replicas have."""
+        """After all steps: the state that the run ends with, which all replicas have."""
         return state
 
     def close(self, reason: str) -> None:
-        """This replica ends, or has done its steps; more than once, as it may come."""
+        """End this replica, whose steps may be done; safe to call more than once."""
         return
 
 

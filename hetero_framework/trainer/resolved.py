@@ -20,8 +20,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class Resolved:
-    """One configuration for the whole run, and how it came about. Everything that runs reads
-    `config`; `given`, what the user wrote, says whether a checkpoint belongs to this run."""
+    """One configuration for the whole run, and its decisions. Everything that runs reads `config`;
+    `given`, what the user wrote, says whether a checkpoint belongs to this run."""
 
     given: Config
     config: Config
@@ -33,7 +33,7 @@ class Resolved:
         return cls(config, config)
 
     def decide(self, setting: str, value: Any, reason: str) -> Resolved:
-        """With one more setting decided; the whole configuration is validated again.
+        """A copy with one more setting decided; the whole configuration is validated again.
 
         `setting` is a section, "section.key" or "shard_plan[k].key". Raises ConfigError for a
         value that the configuration does not allow.

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunCheckpoints:
-    """The checkpoints of one run: written, taken up, and what they mean for who goes on."""
+    """The checkpoints of one run: writes and restores them, and advises how to continue."""
 
     def __init__(self, store: CheckpointStore, cluster: Cluster, prepared: Prepared) -> None:
         self._store = store
@@ -64,15 +64,15 @@ class RunCheckpoints:
             self._cluster.retrying(lambda: durable.after_step(state, seconds))
 
     def hold(self, state: TrainState) -> bool:
-        """Keep the state that the stages have now, for `rewind`; whether that was done. Raises
+        """Keep the present state of the stages, for `rewind`; return whether that was done. Raises
         StagesLost and WorkerLeaving."""
         if (durable := self._durable) is not None:
             return self._cluster.retrying(lambda: durable.take(state)) is not None
         return state.step == 0 or self.keep(state)
 
     def replanned(self, prepared: Prepared) -> None:
-        """The run has another plan now. What is kept stays; `rewind` gives it to the new stages,
-        and `begin` follows."""
+        """Note that the run has another plan. The kept state stays; `rewind` gives it to the new
+        stages, and `begin` follows."""
         self._prepared = prepared
         if self._durable is not None:
             self._durable.replanned(prepared.config)
@@ -103,7 +103,7 @@ class RunCheckpoints:
     def take_over(
         self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], state: TrainState
     ) -> None:
-        """Give every stage what another replica had at `state`. Raises StagesLost."""
+        """Give every stage another replica's tensors at `state`. Raises StagesLost."""
         held = TensorsInMemory([StatePart(dict(tensors))])
 
         def load() -> None:
@@ -114,7 +114,7 @@ class RunCheckpoints:
         self.begin(state)
 
     def keep_newest(self) -> None:
-        """A worker does not come back: make a checkpoint of the newest state that is here."""
+        """Make a checkpoint of the newest state that is here, since a worker does not come back."""
         newest = self._durable.newest if self._durable is not None else None
         if newest is None or (self._last is not None and self._last[0] >= newest.state.step):
             return
@@ -123,17 +123,17 @@ class RunCheckpoints:
             self._last = newest.state.step, self._store.root
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for a write under way."""
         if self._durable is not None:
             self._durable.close()
 
     def finished(self) -> None:
-        """The run has its result: what was kept for going on is of no use any more."""
+        """Drop the state kept for going on, since the run has its result."""
         if self._durable is not None:
             self._durable.remove()
 
     def save(self, state: TrainState) -> ResourceError | None:
-        """Gather every stage's state into `step_<n>`; say where it is, or return why not."""
+        """Gather every stage's state into `step_<n>`; log its place, or return the error."""
         return self._save(self._store, state)
 
     def keep(self, state: TrainState) -> bool:
@@ -151,7 +151,7 @@ class RunCheckpoints:
         return self._last is not None and self._last[0] == state.step
 
     def last(self) -> CheckpointReader | None:
-        """The last one of this run that is whole; None where there is none. Raises CheckpointError
+        """The run's last complete checkpoint; None where there is none. Raises CheckpointError
         where none can be read."""
         if self._last is None:
             return None
@@ -209,7 +209,7 @@ class RunCheckpoints:
         return None
 
     def _write(self, store: CheckpointStore, state: TrainState) -> Path | None:
-        """The checkpoint of what the stages have now; None where it is not finite."""
+        """Write the present state of the stages; None where it is not finite."""
         if self._durable is not None:
             stages = self._durable.take(state, write=False)
             return self._write_parts(store, state, stages) if stages is not None else None
@@ -314,7 +314,7 @@ def newest_state(
 ) -> CheckpointReader | None:
     """The state that `which` means: that of a step, the newest of "latest", durable steps among
     them, None for None. With `may_lack` None also where there is none at all. Raises
-    CheckpointError; what is damaged is passed over for "latest" alone."""
+    CheckpointError; damaged ones are passed over for "latest" alone."""
     if which != "latest":
         return store.resolve(which) if which is not None else None
     durable = durable_store(config)
@@ -334,8 +334,7 @@ def newest_state(
 def same_run(
     reader: CheckpointReader, prepared: Prepared, *, must: bool
 ) -> CheckpointReader | None:
-    """`reader`, if it is of a run with these settings; else CheckpointError, or None without
-    `must`."""
+    """`reader`, if its run has these settings; else None, or with `must` CheckpointError."""
     try:
         check_identity(reader, prepared.resolved, prepared.data, prepared.contents)
     except CheckpointError as error:

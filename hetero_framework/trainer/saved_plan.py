@@ -40,8 +40,8 @@ def save_plan(config: Config, result: Result) -> None:
 
 
 def planned(config: Config) -> Planned | None:
-    """The prediction for the plan of `config`; None where nothing was, or for another plan or
-    other micro-batches."""
+    """The prediction for the plan of `config`; None without one, and for another plan or other
+    micro-batches."""
     try:
         kept = json.loads((config.output_dir / PLAN_FILE).read_bytes())
         entries = config.to_dict()["shard_plan"]

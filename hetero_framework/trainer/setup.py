@@ -106,7 +106,7 @@ def prepare(
 ) -> Prepared:
     """Read the model's configuration, the tokenizer and the data, and check the plan on them: that
     of `config`, or `plan`, which an earlier part of the run has taken instead. Raises the UserError
-    that fits what is wrong; no process is started and no weight read.
+    that fits the problem; no process is started and no weight read.
 
     `say` gets each line for the user; `most` limits the number of examples that are read.
     """
@@ -139,7 +139,7 @@ def prepare(
     for line in (*mixed_lines(config), *tower_lines(model_config)):
         say(line)
     if config.adapter is None:
-        non_text_weights(config.model, config.base_dir, model_config)  # that it can be written
+        non_text_weights(config.model, config.base_dir, model_config)  # or raises
     generation = base_generation(config.model, config.base_dir, model_config)
     check_compiled(config, model_config)
     tokenizer, data = read_data(config, model_config, most=most)
@@ -221,7 +221,7 @@ def _stage_memory(
 
 
 def without_padding(resolved: Resolved, model_config: PretrainedConfig) -> Resolved:
-    """With the attention decided that keeps samples of one row apart. Raises ArchitectureError
+    """The settings with the attention that keeps samples of one row apart. Raises ArchitectureError
     where the model has none."""
     attention = admit_packing(model_config, shard_ranges(resolved.config))
     cost = "takes each sample by itself" if attention == VARLEN else "is the model's own"
@@ -230,8 +230,8 @@ def without_padding(resolved: Resolved, model_config: PretrainedConfig) -> Resol
 
 
 def resolve_loss_chunk(resolved: Resolved, model_config: PretrainedConfig, tokens: int) -> Resolved:
-    """With the tokens of a loss chunk decided; null where the loss stays whole. `tokens` is the
-    longest row."""
+    """The settings with the tokens of a loss chunk; null where the loss stays whole. `tokens` is
+    the longest row."""
     training = resolved.config.training
     rows = training.per_device_train_batch_size
     if training.evaluation != "no" or training.eval_on_start:
@@ -268,7 +268,7 @@ def codec_lines(config: Config, model_config: PretrainedConfig) -> list[str]:
 
 
 def check_compiled(config: Config, model_config: PretrainedConfig) -> None:
-    """Raise ConfigError where the layers are to be compiled and the loss needs what they report."""
+    """Raise ConfigError where the layers are to be compiled and the loss needs their reports."""
     if config.training.compiles and introspect(model_config).reports:
         raise ConfigError(
             "training.torch_compile is set, but what the routers of compiled layers report does not"
@@ -319,11 +319,10 @@ def largest_frame(model_config: PretrainedConfig, boundary_bytes: int) -> int:
 
 
 def fit_devices(prepared: Prepared, facts: Facts) -> Prepared:
-    """Decide what depends on the devices' free memory, before anything is loaded: which stages with
+    """Decide by the devices' free memory, before anything is loaded, which stages with
     checkpointing "auto" compute their layers again, and how many micro-batches each stage may hold.
     Raises PlanError if a stage does not fit its device even so, ConfigError for one of quantised
-    weights whose device cannot hold such.
-    """
+    weights on a device without them."""
     resolved, config = prepared.resolved, prepared.resolved.config
     no_four_bit = {owner: fact.no_four_bit for owner, fact in facts.items()}
     check_devices(config, prepared.model_config, no_four_bit)
@@ -357,7 +356,7 @@ def fit_devices(prepared: Prepared, facts: Facts) -> Prepared:
 
 
 def _checkpointing(resolved: Resolved, chosen: Mapping[int, bool], reason: str) -> Resolved:
-    """With gradient_checkpointing of these stages decided."""
+    """The settings with gradient_checkpointing of these stages."""
     for stage, value in chosen.items():
         resolved = resolved.decide(f"shard_plan[{stage}].gradient_checkpointing", value, reason)
     return resolved

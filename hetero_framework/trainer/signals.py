@@ -75,7 +75,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, the first signal is only noted; whoever works there looks at `requested`."""
+        """Inside, the first signal is only noted; the code there looks at `requested`."""
         self._waiting = True
         try:
             yield
@@ -94,8 +94,8 @@ class StopRequest:
             time.sleep(min(_POLL_S, seconds))
 
     def wants_checkpoint(self, question: str) -> bool:
-        """Whether to save: asked after Ctrl-C on a terminal, otherwise yes. A signal that asks
-        nobody ends the question with yes, a second Ctrl-C with no."""
+        """Whether to save: asked after Ctrl-C on a terminal, otherwise yes. Any other signal
+        answers the question with yes, a second Ctrl-C with no."""
         if self.requested != "SIGINT" or not _is_interactive():
             return True
         self._asking = True

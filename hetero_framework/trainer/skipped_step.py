@@ -18,9 +18,8 @@ _SHOWN = 16
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first value of a step that was not finite: out of which stage, in which micro-batch (None
-    for a gradient, which is the sum of all), and that one's samples, by their number in the data.
-    """
+    """The first non-finite value of a step: its stage, its micro-batch (None for a gradient, the
+    sum of all), and the samples of that, by their number in the data."""
 
     stage: StageSpec
     micro_batch: int | None

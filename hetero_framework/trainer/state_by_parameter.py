@@ -22,7 +22,7 @@ class NamedTensors(Protocol):
 
     def names(self) -> Sequence[str]: ...
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each of these with its name. Raises CheckpointError for names that are absent."""
+        """Yield each of these with its name. Raises CheckpointError for names that are absent."""
 
 
 class TensorsInMemory:
@@ -39,7 +39,7 @@ class TensorsInMemory:
 
 
 def load_by_name(loaded: LoadedPipeline, tensors: NamedTensors, values: Mapping[str, Any]) -> None:
-    """Have every stage take over what is trained in it. Raises LinkLost and StagesLost, and
+    """Have every stage take over its trained parameters. Raises LinkLost and StagesLost, and
     CheckpointError for a weight without a tensor."""
     states, value_names = by_parameter(tensors.names()), by_parameter(values)
     for stage, parameters in enumerate(loaded.trainable):

@@ -42,15 +42,15 @@ from hetero_framework.units import plural
 _log = logging.getLogger(__name__)
 _LEAST_PATIENCE_S = 30.0
 _PATIENCE = 10.0
-"""An island stalls when nothing moves for this many usual steps,"""
+"""Usual steps without any progress after which an island stalls."""
 _KNOWN_STEPS = 3
-"""known after this many steps; before that, when nothing moves for step_timeout_s."""
+"""Steps after which the usual step is known; before that step_timeout_s counts."""
 _SAME = re.compile(
     "learning_rate|lr_.*|warmup_.*|weight_decay|adam_.*|max_grad_norm|optim.*|fp16|bf16|seed"
     "|max_skipped_steps"
 )
 _PATHS = {"name_or_path", "revision", "init_from"}
-"""Where it lies may be another place on each machine; what lies there is told by its bytes."""
+"""Its place may differ by machine; its content is compared by its bytes."""
 _AGREED = (
     *("sync_steps", "warmup_steps", "method", "fragments", "delay_steps", "mixing", "compression"),
     *("outer_learning_rate", "outer_momentum", "outer_nesterov"),
@@ -87,14 +87,14 @@ class SummedSteps(ReplicaGroup):
         self._bytes = (0, 0)
 
     def open(self, group: Group) -> None:
-        """With this place among the others."""
+        """Take this place among the others."""
         self._group = group
 
     # -- a step ---------------------------------------------------------------------------------
 
     @property
     def saves(self) -> bool:  # type: ignore[override]
-        """One of them writes the group's checkpoints."""
+        """Only one island writes the group's checkpoints."""
         return self._session is None or self._session.me == self._session.leader
 
     def ready(self, state: TrainState) -> TrainState:
@@ -108,7 +108,7 @@ class SummedSteps(ReplicaGroup):
 
     @contextmanager
     def _keeping(self, state: TrainState) -> Iterator[None]:
-        """Where the run is to end while others are waited for, what the stages have is kept."""
+        """Keep the state of the stages if the run is to end while this island waits for others."""
         try:
             yield
         except (StopWanted, PeerAwayError):
@@ -117,7 +117,7 @@ class SummedSteps(ReplicaGroup):
             raise
 
     def _stand(self, state: TrainState) -> Position:
-        """Where this island is with `state`."""
+        """This island's position with `state`."""
         return replace(
             self._position,
             step=self._count(state),
@@ -129,19 +129,19 @@ class SummedSteps(ReplicaGroup):
         )
 
     def _is_done(self, state: TrainState) -> bool:
-        """Whether nothing is left to do with the others."""
+        """Whether no step with the others is left."""
         return state.step >= self._prepared.data.total_steps
 
     def _count(self, state: TrainState) -> int:
-        """The commits of the group that led to `state`, as it says."""
+        """The number of the group's commits that `state` records."""
         return state.step
 
     def _done(self, state: TrainState) -> int:
-        """The same of a step that is done, before it is remembered in `state`."""
+        """The same after a step, before `state` records that."""
         return state.step
 
     def _joined(self, state: TrainState) -> TrainState:
-        """Among whoever is there now, and where they are."""
+        """Join the islands that are there now, at their position."""
         self._session = None
         self._position = self._stand(state)
         while True:
@@ -259,7 +259,7 @@ class SummedSteps(ReplicaGroup):
         }
 
     def went_back(self, state: TrainState) -> None:
-        """The others go on without; this island takes over their state when it is ready."""
+        """The others go on without this island, which takes over their state when it is ready."""
         if self._count(state) == self._position.step:
             return
         self._session = None
@@ -297,7 +297,7 @@ class SummedSteps(ReplicaGroup):
     # -- among the others -----------------------------------------------------------------------
 
     def _settled(self, joined: SessionStart, state: TrainState) -> TrainState:
-        """All members are where their source is."""
+        """Bring all members to the position of their source."""
         session = joined.session
         if session.me == joined.source:
             state = self._as_source(joined, state)
@@ -347,7 +347,7 @@ class SummedSteps(ReplicaGroup):
         return state
 
     def _gather(self, take: Callable[[StatePart], None]) -> None:
-        """All that another island needs to stand where this one does."""
+        """All tensors that another island needs to come to this position."""
         self._checkpoints.gather(take)
 
     def _take_over(self, session: IslandSession, source: str) -> TrainState:
@@ -367,7 +367,7 @@ class SummedSteps(ReplicaGroup):
         return state
 
     def _adopted(self, state: TrainState, session: IslandSession) -> TrainState:
-        """Another island's state, as stages here hold it."""
+        """Another island's state, as this island goes on with it."""
         return state
 
     def _loaded(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -434,7 +434,7 @@ class SummedSteps(ReplicaGroup):
         return False
 
     def heed_stop(self) -> None:
-        """Between steps, while others are waited for."""
+        """Heed a request to stop between steps, while waiting for others."""
         if self._stop.requested is not None:
             raise StopWanted("another island")
 
@@ -443,7 +443,7 @@ class SummedSteps(ReplicaGroup):
         self.heed_stop()
 
     def _heed_in_step(self) -> None:
-        """The others end the step, too, and nobody waits for long after a request to stop."""
+        """Raise ReplicasChanged STEP_END_S after a request to stop."""
         self._moved_at = time.monotonic()
         if self._stop.waited_s > timeouts.STEP_END_S:
             raise ReplicasChanged("this run is to stop")
@@ -466,11 +466,11 @@ class _Timed(SummedGradients):
 
     @property
     def since_end_s(self) -> float:
-        """Since then: what is not hidden behind computing, or is waited for slower islands."""
+        """Seconds since then: transfers not hidden by computing, or waiting for slower islands."""
         return 0.0 if self._ended_at is None else time.monotonic() - self._ended_at
 
     def seconds_per(self, samples: int) -> float:
-        """Of a sample, waiting for others left out; 0 where it had none."""
+        """Seconds of a sample without waiting for others; 0 where it had none."""
         if self._ended_at is None or not samples:
             return 0.0
         return (self._ended_at - self._began) / samples
@@ -498,7 +498,7 @@ def seconds_of_all(info: Mapping[str, Any], key: str, session: IslandSession) ->
 
 
 def seconds_in(info: Mapping[str, Any], key: str, name: str) -> float:
-    """Of island `name`. Raises ProtocolError."""
+    """The seconds of island `name`. Raises ProtocolError."""
     seconds = info.get(key)
     if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
         raise ProtocolError(f"island {name} has been measured at {seconds!r}")
@@ -506,7 +506,7 @@ def seconds_in(info: Mapping[str, Any], key: str, name: str) -> float:
 
 
 def _share(position: Position, name: str) -> float | Literal["auto"]:
-    """As its configuration has it. Raises ProtocolError."""
+    """The share in its configuration. Raises ProtocolError."""
     share = position.says.get("share")
     if share == "auto" or (isinstance(share, (int, float)) and 0 < share < math.inf):
         return share  # type: ignore[return-value]

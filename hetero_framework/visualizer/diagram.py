@@ -32,7 +32,7 @@ WORDS: Mapping[How, tuple[str, ...]] = {
 }
 _AUTO = "direct where they reach each other, else through the coordinator"
 STYLES: Mapping[How, str] = {"relay": "dashed", "auto": "dotted"}
-"""Of the lines that are not solid, in Graphviz's words."""
+"""Styles of the lines that are not solid, in Graphviz's words."""
 COLORS = {"ink": _INK, "faint": _FAINT, "paper": _PAPER, "edge": _STAGE_EDGE, "line": _LINE}
 
 

@@ -90,7 +90,7 @@ def _stages_in(box: _Box, about: float, cell: _Cell) -> dict[int, _Box]:
 
 
 class _Sheet:
-    """Where everything stands, then the Figure."""
+    """The place of everything, then the Figure."""
 
     def __init__(self, diagram: Diagram) -> None:
         self._diagram = diagram
@@ -222,8 +222,8 @@ class _Sheet:
         return counts[key]
 
     def _turn(self, column: int, edge: float, way: int) -> float:
-        """Where an arrow runs up or down in the gap in front of a column, from one `edge` of the
-        gap on; each at a place of its own as far as there is room."""
+        """The x of an arrow that runs up or down in the gap in front of a column, from one `edge`
+        of the gap on; another one for each arrow as far as there is room."""
         number = self._next(self._turns, way * (column + 1)) % 4
         return self._left[column] + edge + way * (_PAD + number * (self._gap / 2 - _PAD) / 4)
 

@@ -64,7 +64,7 @@ def write_picture(path: Path, content: bytes) -> Path:
 
 
 def text_pt(text: str, size_pt: float, *, bold: bool = False) -> float:
-    """A line of that size."""
+    """The width of a line in this size."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
@@ -74,10 +74,10 @@ def text_pt(text: str, size_pt: float, *, bold: bool = False) -> float:
 
 
 def names_pt(rows: Iterable[tuple[str, str]]) -> float:
-    """The widest of names and of what stands below each."""
+    """The width of the widest name, or line below a name."""
     return max(max(text_pt(a, 10, bold=True), text_pt(b, 8.5)) for a, b in rows)
 
 
 def heading_pt(title: str, subtitle: str) -> float:
-    """A picture that is wide enough for its heading."""
+    """The width of a picture with room for its heading."""
     return 32 + max(text_pt(title, 14, bold=True), text_pt(subtitle, 10.5))

@@ -124,7 +124,7 @@ def _draw_layers(axes: Any, row: PlanRow, top: int, points_per_layer: float) -> 
 
 
 def _draw_memory(axes: Any, row: PlanRow, top: int, most: float) -> None:
-    """Of the largest memory: what there is, and what the plan takes of it."""
+    """Draw a process's memory, and the plan's part of it, as shares of the largest memory."""
     y = top + 0.5
     axes.barh(y, row.capacity_bytes / most, 0.22, color=_IDLE, edgecolor=_GRID, linewidth=0.6)
     axes.barh(y, row.memory_bytes / most, 0.22, color=_MEMORY)

@@ -33,7 +33,7 @@ _NEEDS_COLUMNS = {"device": 58, "queue": 58, "layers": 50, "memory": 40}
 
 @dataclass
 class StageRow:
-    """One line of the display: who runs which layers `[start, end)` on what."""
+    """One line of the display: layers `[start, end)` with their process and device."""
 
     owner: str
     start: int
@@ -264,7 +264,7 @@ class Progress:
             for index, row in enumerate(self._stages)
         ]
         names = [name for name in rows[0] if width >= _NEEDS_COLUMNS.get(name, 0)]
-        if any(row.away for row in self._stages):  # who computes nothing now, and why
+        if any(row.away for row in self._stages):  # idle processes, and why
             names = [name for name in names if name not in ("busy", "queue", "memory")]
         else:
             names.remove("state")

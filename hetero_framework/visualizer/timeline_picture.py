@@ -16,7 +16,7 @@ from hetero_framework.units import seconds
 from hetero_framework.visualizer.pictures import heading_pt, names_pt, save, text_pt
 
 SHADES = {"forward": ("#9ccdf0", "#1f6fae"), "backward": ("#f7c568", "#c46a00")}
-"""Of the first and of the last stage of a process."""
+"""Colours of the first and of the last stage of a process."""
 PLAIN = {"update": "#8b8b8b", "activations": "#dfeaf3", "gradients": "#fbeeda"}
 _MEANINGS = {
     "forward": "forward",
@@ -27,7 +27,7 @@ _MEANINGS = {
 }
 _IDLE, _PAPER, _INK, _FAINT, _BOUND = "#f1f0ec", "#fdfdfb", "#222222", "#5f6670", "#a3195b"
 _TASK, _OUT, _IN, _STRIP = 0.0, 0.5, 0.62, 0.1
-"""Of a row of height 1, downwards: where its tasks and its links' transfers are."""
+"""The places of tasks and of the links' transfers in a row of height 1, downwards."""
 _BAR = 0.45
 _WIDTH_PT = (620.0, 2400.0)
 _NUMBER_PT = 15.0
