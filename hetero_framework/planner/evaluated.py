@@ -8,7 +8,7 @@ from functools import cached_property
 from hetero_framework.planner.layout import Fleet, Layout, has_chunks
 from hetero_framework.planner.schedule.tuning import TunedSchedule, tune
 
-_EXACTLY = 1e-9  # for each stage more: what is equal otherwise has fewer stages
+_EXACTLY = 1e-9  # for each stage more: of equal layouts that with fewer stages counts
 _WORTH_CHUNKS, _WORTH_RELAYS = 1.01, 1.03
 """Times the step of several stages on a device, and one stage for each has to take longer; the
 second number where a boundary is relayed."""
@@ -48,7 +48,7 @@ def evaluated(
         return None
     profile, m = fleet.pipeline(layout), fleet.micro_batches
     if max_in_flight is None:
-        # The plan names the window, and the run then tunes what is left.
+        # The plan names the window, and the run then tunes the rest.
         max_in_flight = tune(profile, m, in_flight_limits=limits).max_in_flight
     schedule = tune(profile, m, max_in_flight=max_in_flight, in_flight_limits=limits)
     return Evaluated(fleet, layout, schedule)

@@ -17,10 +17,10 @@ from hetero_framework.planner.rules import Rules
 from hetero_framework.units import seconds as seconds_text
 from hetero_framework.units import share, size
 
-_WORTH = 0.02  # of a step: advice that saves less is about what such comparisons are wrong by
+_WORTH = 0.02  # of a step: smaller savings are within the error of such comparisons
 _MOST_ADVICE = 4
-_NOT_BUSY = 0.9  # of the busiest device: who computes less is held up by memory or links
-_NEARLY = 0.9  # of what the largest card would save: a smaller one that saves this is named
+_NOT_BUSY = 0.9  # of the busiest device: a device below it is held up by memory or links
+_NEARLY = 0.9  # of the saving of the largest card: a smaller one that saves this is named
 _EXPLAINED = 4  # devices that are left out, by name
 
 
@@ -135,8 +135,8 @@ def _why_not(plan: Evaluated, d: int) -> str:
 
 
 def advice(plan: Evaluated, rules: Rules, uses: Sequence[DeviceUse]) -> tuple[str, ...]:
-    """The changes that shorten the step most, with about how much, the best first. Of larger cards
-    those for the device that computes least for want of memory."""
+    """The changes that shorten the step most, the best first, each with its approximate gain.
+    Larger cards are those for the device that computes least for want of memory."""
     fleet, layout = plan.fleet, plan.layout
     now_s = Search(rules).evened_s(layout)
 
@@ -157,8 +157,7 @@ def advice(plan: Evaluated, rules: Rules, uses: Sequence[DeviceUse]) -> tuple[st
 
 
 def cards_worth(cards: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Of cards in the order of their size, each with its gain, the smallest that brings nearly as
-    much as the best; none of none."""
+    """Of cards by size, with their gains, the smallest that gains nearly as much as the best."""
     most = max((gain for gain, _ in cards), default=0.0)
     return [entry for entry in cards if entry[0] >= _NEARLY * most][:1]
 
@@ -177,7 +176,7 @@ def _with_direct(fleet: Fleet, layout: Layout) -> Layout:
 
 
 def _what_is_in_the_way(rules: Rules) -> str:
-    """Of a fleet that has room for all layers."""
+    """The obstacle in a fleet that has room for all layers."""
     fleet = rules.fleet
     first = fleet.costs[0]
     short = first.device.embedding_bytes - first.memory_bytes

@@ -69,14 +69,14 @@ class KnownDevice:
         return self.memory_bytes * self.efficiency.usable_memory
 
     def seconds(self, flops: float, nbytes: float, *, half: bool) -> float:
-        """Of work on the device: bounded by its arithmetic or by its memory."""
+        """Seconds of work on the device, bounded by its arithmetic or by its memory."""
         reached, peak = self.efficiency, self.half_flops if half else self.float_flops
         computing_s = flops / (peak * reached.compute)
         return reached.start_s + max(computing_s, nbytes / (self.bandwidth * reached.bandwidth))
 
 
 def factor() -> float:
-    """A step takes between the estimate divided and multiplied by it."""
+    """A step takes between the estimate divided by this and multiplied by it."""
     return float(_table()["factor"])
 
 
@@ -146,7 +146,7 @@ def _is_called(name: str, text: str) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    """Letters and numbers apart: "RTX3090" is "RTX 3090". Who makes it says nothing."""
+    """Letters and numbers apart: "RTX3090" is "RTX 3090". The maker's name is left out."""
     without_memory = _MEMORY.sub(" ", name.lower())
     return [word for word in _WORD.findall(without_memory) if word not in _MAKERS]
 
@@ -158,7 +158,7 @@ def _of(row: list[Any]) -> KnownDevice:
 
 
 def _cpu(text: str) -> KnownDevice | None:
-    """A CPU of which no more is known than its cores, or their usual number."""
+    """A CPU known by its cores alone, or by their usual number."""
     count, name = _CORES.search(text), text.strip()
     if count is None:
         if _CPU.search(text) is None:

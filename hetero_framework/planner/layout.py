@@ -11,7 +11,7 @@ from hetero_framework.planner.profile import DeviceProfile, FleetProfile
 from hetero_framework.planner.schedule.simulator import Edge, Profile
 
 WorkerId = int | str
-_EXACTLY = 1e-9  # of bytes: sums in another order
+_EXACTLY = 1e-9  # of bytes: tolerance for sums in another order
 
 
 class Part(NamedTuple):
@@ -58,7 +58,7 @@ class _Costs:
 
 class Fleet:
     """A profile made ready for search: the coordinator is device 0, and memory is what is left
-    after margins and what the processes hold besides."""
+    after margins and the processes' other needs."""
 
     def __init__(
         self,
@@ -90,13 +90,13 @@ class Fleet:
         self._trained_from = -1 if embedding else lowest
 
     def with_profile(self, profile: FleetProfile) -> Fleet:
-        """The same devices with other numbers."""
+        """A fleet of the same devices with other numbers."""
         return Fleet(profile, margins=self.margins)
 
     # -- time -----------------------------------------------------------------------------------
 
     def seconds(self, part: Part) -> tuple[float, float]:
-        """Forward and backward of a stage's layers, without embedding and head."""
+        """Seconds of forward and backward of a stage's layers, without embedding and head."""
         costs = self.costs[part.device]
         backward_s = costs.recompute_s if part.recompute else costs.backward_s
         return (

@@ -30,12 +30,12 @@ from hetero_framework.planner.search.fast_evaluation import MANY, FastEvaluation
 from hetero_framework.planner.search.local_search import LocalSearch
 from hetero_framework.planner.search.scores import Scores
 
-# docs/maintainers/experiments/planner.md has what half and twice as much of the search's limits do.
-_STAGES = 30_000  # that are scored in each phase of the search
-_CANDIDATES = 24  # with one stage for each device, that are simulated
-_NODES = 40_000  # of the enumeration, where the dynamic programme finds nothing that fits
-_FITTING = 4  # that are climbed from then
-_FINALISTS = 2  # that are tuned, and three times as many where steps are short:
+# docs/maintainers/experiments/planner.md has the effects of half and twice these limits.
+_STAGES = 30_000  # scored in each phase of the search
+_CANDIDATES = 24  # layouts with one stage for each device that are simulated
+_NODES = 40_000  # of the enumeration where the dynamic programme finds no layout
+_FITTING = 4  # layouts that are climbed from then
+_FINALISTS = 2  # layouts that are tuned; three times as many where steps are short:
 _FINAL_TASKS = 3_000
 
 
@@ -58,7 +58,7 @@ class Search:
         self._local = LocalSearch(self._rules, self._scores, self._steps)
 
     def run(self) -> SearchResult | None:
-        """None where nothing fits."""
+        """Return the best layout; None where nothing fits."""
         climbed = self._climbed()
         if not climbed:
             return None
@@ -71,8 +71,8 @@ class Search:
         )
 
     def evened_s(self, layout: Layout) -> float:
-        """About what a step takes once layers have been moved between these stages, infinite where
-        that does not fit; for comparing profiles, not for plans."""
+        """The approximate step after moving layers between these stages, infinite where that does
+        not fit; for comparing profiles, not for plans."""
         return self._steps.look(self._local.evened(layout))
 
     def _simple(self, layouts: list[Layout]) -> tuple[Evaluated | None, bool]:
@@ -107,7 +107,7 @@ class Search:
         return Proof(self._rules, self._scores).run(best, several=True)
 
     def _climbed(self) -> list[Layout]:
-        """With one stage for each device: the best on the way from the initial ones upwards."""
+        """The best layouts with one stage for each device, climbing from the initial ones."""
         for layout in initial_layouts.simple(self._rules, self._scores):
             self._local.climb(layout)
         if not (layouts := self._fitting()):
@@ -122,8 +122,8 @@ class Search:
         return [layout for layout in layouts if self._scores.of(layout) < math.inf]
 
     def _first_that_fit(self) -> list[Layout]:
-        """For memory so tight that stages as long as they can be leave no room for the others, or
-        that only the coordinator has room for the head."""
+        """Layouts for tight memory, where stages of the greatest length leave no room for the
+        others, or only the coordinator has room for the head."""
         rules, layouts = self._rules, list[Layout]()
         every = Enumeration(rules, math.inf, nodes=_NODES).layouts()
         if rules.interleaves:
@@ -134,7 +134,7 @@ class Search:
         return layouts
 
     def _fastest(self, where: Callable[[Layout], bool] = lambda layout: True) -> list[Layout]:
-        """Those that are tuned, more of them where steps are short."""
+        """The layouts to be tuned, more of them where steps are short."""
         largest = self._steps.largest(where)
         count = max(_FINALISTS, min(3 * _FINALISTS, _FINAL_TASKS // largest))
         return self._steps.fastest(count, where)

@@ -144,8 +144,7 @@ def _entries(fleet: Fleet, layout: Layout) -> tuple[dict[str, Any], ...]:
 def _layout(
     fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]], again: Mapping[str, bool]
 ) -> Layout:
-    """The layout of a plan in a file; a boundary that says nothing of its way goes directly where
-    it can."""
+    """The layout of a plan in a file; a boundary without a setting goes directly where it can."""
     entries = _plan_entries(fleet, shard_plan)
     if problems := list(_checkpointing_problems(again, len(entries))):
         raise PlanError(report("the plan", problems))

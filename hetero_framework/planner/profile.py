@@ -26,7 +26,7 @@ _LEAST_S, _LEAST_BYTES = 1e-12, 1e-6
 
 
 def _zero_or_from(least: float) -> AfterValidator:
-    """Smaller numbers than any machine has: their quotients are no numbers any more."""
+    """Refuse numbers smaller than any machine has: their quotients would not be finite."""
 
     def check(value: float) -> float:
         if 0 < value < least:
@@ -93,9 +93,9 @@ class LinkProfile(Section):
     receiver: WorkerId = Field(alias="to")
     """The receiver."""
     bytes_per_s: Annotated[float, with_unit("bytes per second", ge=1e-3, le=1e24)]
-    """How fast large frames arrive."""
+    """Rate at which large frames arrive."""
     latency_s: Time = 0.0
-    """How long the first byte takes."""
+    """Delay of the first byte."""
 
 
 class FleetProfile(WholeFile):
@@ -154,7 +154,7 @@ def load_profile(path: str | Path) -> FleetProfile:
 
 
 def ids_text(ids: Sequence[int | str]) -> str:
-    """The ids of devices in a message, of many the first ones."""
+    """The ids of devices in a message; only the first ones of many."""
     more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
     return ", ".join(map(shown, ids[:_SHOWN_IDS])) + more
 

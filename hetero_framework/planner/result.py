@@ -15,7 +15,7 @@ WorkerId = int | str
 @dataclass(frozen=True)
 class DeviceUse:
     """One process of a plan: `busy` is the share of the step in which it computes, `memory_bytes`
-    what it needs in all, `free_bytes` what that leaves, and `limit` what keeps it from doing more:
+    its need in all, `free_bytes` the rest, and `limit` the reason why it does not do more:
     "compute", "memory" or "link"."""
 
     id: WorkerId
@@ -36,9 +36,9 @@ class Alone:
 
 @dataclass(frozen=True)
 class Result:
-    """A plan with what it is predicted to take. `changes` are settings that it needs besides, for
-    those that were allowed to change; `schedule` is what was simulated, `in_flight` the forwards
-    that each stage stores in it at most, and `seconds` what the search took."""
+    """A plan with its prediction. `changes` are the allowed changes of settings that it needs
+    besides; `schedule` is the simulated one, `in_flight` the most forwards that each stage stores
+    in it, and `seconds` the time of the search."""
 
     shard_plan: tuple[Mapping[str, Any], ...]
     gradient_checkpointing: Mapping[str, bool]
@@ -57,7 +57,7 @@ class Result:
 
     @property
     def pipeline(self) -> Profile:
-        """The times that were simulated."""
+        """The simulated times."""
         return self.schedule.profile
 
     @property

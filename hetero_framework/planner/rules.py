@@ -13,7 +13,7 @@ from hetero_framework.planner.schedule.simulator import Edge
 @dataclass(frozen=True)
 class Rules:
     """Rules of layouts: the devices that may take part (the coordinator, 0, always does), the
-    layers that are pinned to some of them, and what the search may choose."""
+    layers that are pinned to some of them, and the choices of the search."""
 
     fleet: Fleet
     devices: tuple[int, ...]
@@ -74,8 +74,8 @@ class Rules:
         return {}
 
     def ways(self, a: int, b: int, position: int) -> list[tuple[Edge, bool]]:
-        """How the boundary from a to b in front of layer `position` can be crossed, and whether
-        that is direct; the quickest first, and none that is worse in everything."""
+        """The ways over the boundary from a to b in front of layer `position`, and whether each is
+        direct; the quickest first, and none that is worse in everything."""
         key = (a, b, self.fleet.goes_back(position))
         if key not in self._known_ways:
             self._known_ways[key] = self._found_ways(a, b, position)

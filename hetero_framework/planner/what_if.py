@@ -35,7 +35,7 @@ class Variant:
 
 
 def settings(profile: FleetProfile) -> Iterator[Variant]:
-    """Other settings of the run, that change the numbers of the result a little."""
+    """Variants with other settings of the run, which change the numbers of the result a little."""
     tensors = ("activation_bytes", "gradient_bytes")
     codec = {name: _INT8 * getattr(profile, name) for name in tensors}
     if any(codec.values()):
@@ -61,8 +61,8 @@ def settings(profile: FleetProfile) -> Iterator[Variant]:
 
 
 def direct_links(fleet: Fleet, layout: Layout) -> Iterator[Variant]:
-    """A direct link, as quick as the slower half of the way there is, for each boundary of the
-    layout that is relayed."""
+    """A direct link for each relayed boundary of the layout, as quick as the slower half of its
+    way."""
     profile = fleet.profile
     for before, part in pairwise(layout):
         a, b = fleet.ids[before.device], fleet.ids[part.device]

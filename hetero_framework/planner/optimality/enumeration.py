@@ -38,7 +38,7 @@ class Enumeration:
         }
 
     def layouts(self) -> Iterator[Layout]:
-        """Raises TooMany."""
+        """Yield them all. Raises TooMany."""
         device = self._fleet.costs[0].device
         begin = device.embedding_forward_s + device.embedding_backward_s
         yield from self._from((), 0, 0.0, begin)

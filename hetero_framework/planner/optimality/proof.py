@@ -15,8 +15,8 @@ _NODES = (20_000, 40_000)  # of the enumeration, for many devices and for few
 _SEVERAL_NODES = 6_000  # where a device may have several stages: a model of few layers
 _STAGES = (30_000, 120_000)  # that are scored
 _TASKS = (200_000, 400_000)  # that are simulated
-_TUNED = 60  # times as many tasks are simulated to tune a layout as it has
-_HOPELESS = 1.06  # of the best step: where a few schedules take longer no other one will do
+_TUNED = 60  # tasks simulated to tune a layout, per task of its step
+_HOPELESS = 1.06  # of the best step: if a few schedules take longer, no other is fast enough
 _EXACTLY = 1e-9  # sums in another order differ by less
 
 
@@ -29,8 +29,8 @@ class Proof:
         self._few = len(rules.devices) <= FEW
 
     def run(self, best: Evaluated, *, several: bool = False) -> tuple[Evaluated, bool]:
-        """The best of all layouts with one stage for each device, with `several` of any number, and
-        True; or the best of those that were looked at."""
+        """The best of all layouts with one stage for each device (with `several`, of any number)
+        and True; or the best of those looked at and False."""
         layouts, is_all = self._open(best, several)
         m, tasks = self._rules.fleet.micro_batches, 0
         for layout in sorted(layouts, key=self._scores.bound):
@@ -66,7 +66,7 @@ class Proof:
         return layouts, True
 
     def _fast_evaluation(self, layout: Layout) -> tuple[float, int]:
-        """Seconds of a step by the best of a few schedules, and how many these are."""
+        """Seconds of a step by the best of a few schedules, and the number of these."""
         fleet, m = self._rules.fleet, self._rules.fleet.micro_batches
         limits, profile = fleet.memory_limits(layout), fleet.pipeline(layout)
         assert limits is not None  # only what fits is open

@@ -73,7 +73,7 @@ class Observed:
         for (before, after), edge in zip(pairwise(stages), seen.edges, strict=True):
             if before.owner == after.owner:
                 continue
-            # A relayed tensor was timed on its way to who needs it.
+            # A relayed tensor was timed from the coordinator to its receiver.
             one = before.owner if edge.relay is None else "local"
             other = after.owner if edge.relay is None else "local"
             wires = {(one, after.owner): edge.forward_s, (other, before.owner): edge.backward_s}
@@ -82,11 +82,11 @@ class Observed:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no step has told what work takes."""
+        """Whether no step was measured yet."""
         return not self._pace_s
 
     def keep_pace(self, earlier: Observed, devices: Iterable[WorkerId]) -> None:
-        """Of these devices take what was known earlier."""
+        """Take over the earlier times of these devices."""
         for device in devices:
             if device in earlier._pace_s:
                 self._pace_s[device] = earlier._pace_s[device]
@@ -99,8 +99,8 @@ class Observed:
         *,
         relayed: bool,
     ) -> FleetProfile:
-        """The profile of these devices, with what each has free for the model. One that has not
-        been seen at work counts as the median of the others; `relayed`: workers have no links."""
+        """The profile of these devices, with the free bytes of each. A device without measurements
+        counts as the median of the others; `relayed`: workers have no links."""
         devices = [self._device(d, free, parts[d]) for d, free in memory_bytes.items()]
         pairs: Iterable[tuple[WorkerId, WorkerId]] = permutations(memory_bytes, 2)
         links = [
@@ -144,13 +144,13 @@ class Observed:
         }
 
     def _link_s(self, one: WorkerId, other: WorkerId) -> float:
-        """Of a tensor from one to the other: measured, or as the slower one's measured links."""
+        """Seconds of a tensor from one to the other: measured, or of the slower one's links."""
         if (seconds := self._wire_s.get((one, other), self._wire_s.get((other, one)))) is not None:
             return seconds
         return max(self._nic_s(one), self._nic_s(other))
 
     def _nic_s(self, device: WorkerId) -> float:
-        """The quickest that a device was seen to send or receive a tensor."""
+        """The least time in which a device sent or received a tensor."""
         times = [seconds for pair, seconds in self._wire_s.items() if device in pair]
         known = times or self._wire_s.values()
         return min(known, default=0.0)

@@ -29,20 +29,20 @@ from hetero_framework.planner.schedule.simulator import Edge, Profile, simulate
 from hetero_framework.planner.schedule.tuning import TunedSchedule, tune
 
 STEPS = 20
-"""That are judged together, and the first pause after a change. Of twice as many a slower device is
-noticed twice as late; of half as many a quarter is the median of two or three."""
+"""Steps that are judged together, and the first pause after a change. With twice as many a slower
+device is noticed twice as late; with half as many a quarter is the median of two or three."""
 GAIN = 0.10
-"""The share of a step that a plan must promise to save. Half of it is what noisy steps
-promise easily, and each change costs a transfer of layers."""
+"""The share of a step that a plan must promise to save. Noisy steps easily promise half of it, and
+each change costs a transfer of layers."""
 _QUARTERS = 4
 _LEAST_GAIN = 0.02
-"""Of a step: a plan that saves less, or less than a quarter of what it promised, is given back."""
-_WARM = 2  # steps after a change that are not typical
+"""Share of a step: a plan that saves less, or less than a quarter of its promise, is given back."""
+_WARM = 2  # atypical steps after a change
 _ALIKE = 0.10
-"""Of a stage's time: profiles that differ by no more are not searched again once refused."""
+"""Share of a stage's time: profiles that differ by no more are not searched again once refused."""
 _UNCERTAIN = 0.25
-"""Of a stage's time: quarters that are further apart do not say how much work to move, so half of
-the way is tried first."""
+"""Share of a stage's time: quarters that are further apart do not tell how much work to move, so
+half of the way is tried first."""
 WorkerId = int | str
 Stages = tuple[StageSpec, ...]
 MakeFleet = Callable[[Observed], FleetProfile]
@@ -50,8 +50,8 @@ MakeFleet = Callable[[Observed], FleetProfile]
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan to take, and the share of the step that it is predicted to save; `returns` where it is
-    the plan before, since this one's gain has not come."""
+    """A plan to take, and the share of the step that it is predicted to save; `returns` if it is
+    the plan before, since the present one's gain has not come."""
 
     stages: Stages
     gain: float
@@ -60,7 +60,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class _Awaited:
-    """A gain that was promised: the plan before, what its step took, and what was known then."""
+    """A gain that was promised: the plan before, its step, and the evidence at that time."""
 
     stages: Stages
     step_s: float
@@ -70,8 +70,8 @@ class _Awaited:
 
 @dataclass(frozen=True)
 class Question:
-    """The last steps under a plan: the medians of their quarters, and of all; and
-    what was known then of all devices."""
+    """The last steps under a plan: the medians of their quarters and of all, and the evidence on
+    all devices at that time."""
 
     stages: Stages
     observed: Observed
@@ -80,8 +80,8 @@ class Question:
 
 
 class Judge:
-    """Told of every step of a run. `work` is that of the model's layers, `stages` the plan in
-    force, and `fleet` makes a profile of what has been observed."""
+    """Judges the steps of a run, each of which is noted. `work` is that of the model's layers,
+    `stages` the plan in force, and `fleet` makes a profile of the observations."""
 
     def __init__(self, work: LayerWork, stages: Sequence[StageSpec], fleet: MakeFleet) -> None:
         self.observed = Observed(work)
@@ -106,8 +106,8 @@ class Judge:
         return statistics.median(self._step_s) if self._step_s else 0.0
 
     def note(self, seen: Profile, step_s: float) -> Question | Proposal | None:
-        """A step took `step_s` seconds, with these times of stages and edges. Returns
-        what to search for (`answer`), or the plan before where this one's gain has not come."""
+        """Note a step of `step_s` seconds, with these times of stages and edges. Return a question
+        to search for (`answer`), or the plan before where this one's gain has not come."""
         self._steps += 1
         if self._steps <= _WARM:
             return None
@@ -130,12 +130,12 @@ class Judge:
         return STEPS * 2 ** (self._changes - 1) if self._changes else 0
 
     def refuse(self, question: Question) -> None:
-        """The answer was none, or is not taken: times like these are not judged again."""
+        """Note that no answer is taken: times like these are not judged again."""
         if question.stages == self._stages:
             self._refused = question.median
 
     def taken(self, stages: Sequence[StageSpec], proposal: Proposal | None = None) -> None:
-        """Another plan is in force: the proposed one, or one that was taken for other reasons."""
+        """Note that another plan is in force: the proposed one, or one taken for other reasons."""
         self._awaited = None
         if proposal is not None and proposal.returns:
             self._banned.append(self._stages)
@@ -181,9 +181,9 @@ class Judge:
 
     def _checked(self, awaited: _Awaited) -> Proposal | None:
         """None where the gain of the plan in force has come, else the plan before. It is measured
-        over what the plan before would take now: the step that it took, times what its simulated
-        step has grown since. A device with no more work than before that is slower now would be so
-        under both plans; where one has got more work, its old pace counts."""
+        against the present step of the plan before: the step that it took, times the growth of its
+        simulated step since then. A device with no more work than before that is slower now would
+        be so under both plans; where one has got more work, its old pace counts."""
         now = deepcopy(self.observed)
         more_work = [
             d
@@ -208,9 +208,9 @@ class Judge:
         return sum(self._work.of(stage) for stage in stages if stage.owner == owner)
 
     def _may_gain(self, seen: Profile) -> bool:
-        """Whether it would gain enough to spread all work perfectly over these devices, without
-        a word of links: a cheap look, before a search. Per micro-batch the pipeline takes what its
-        slowest device or boundary does; perfectly spread it would take work / sum of speeds."""
+        """Whether spreading all work perfectly over these devices, links left out, would gain
+        enough: a cheap look before a search. Per micro-batch the pipeline takes what its slowest
+        device or boundary does; perfectly spread it would take work / sum of speeds."""
         busy: dict[int, float] = {}
         work: dict[int, float] = {}
         for k, stage in enumerate(self._stages):
@@ -224,7 +224,7 @@ class Judge:
 
     @staticmethod
     def _after(question: Question, seen: Profile) -> Observed:
-        """The evidence if these times are the last ones."""
+        """The evidence with these times as the last ones."""
         observed = deepcopy(question.observed)
         observed.note(question.stages, seen)
         return observed
@@ -284,8 +284,8 @@ def _spreads(quarters: Sequence[Profile]) -> list[float]:
 
 
 def _noise(quarters: Sequence[Profile]) -> float:
-    """By how much more than GAIN a plan must gain: of many plans a search finds the one that noise
-    favours. Half the mean spread of the stages' times."""
+    """The further gain over GAIN that a plan must promise, since a search finds the plan that noise
+    favours: half the mean spread of the stages' times."""
     return statistics.fmean(_spreads(quarters)) / 2
 
 
@@ -314,7 +314,7 @@ def _half_way(present: Stages, best: Stages) -> Stages:
 
 
 def _half(way: int) -> int:
-    """Rounded away from 0."""
+    """Half of it, rounded away from 0."""
     return (way + 1) // 2 if way > 0 else -((1 - way) // 2)
 
 
@@ -330,7 +330,7 @@ def _layout(fleet: Fleet, stages: Stages) -> Layout:
 
 
 def tuned(fleet: Fleet, stages: Stages) -> TunedSchedule | None:
-    """How the product would run a plan on these devices; None where it does not fit."""
+    """The schedule of a plan on these devices as a run tunes it; None where it does not fit."""
     layout = _layout(fleet, stages)
     limits = fleet.memory_limits(layout)
     if limits is None:

@@ -122,7 +122,7 @@ def _one_machine_s(flows: Sequence[_Flow], m: int, limit: int) -> float:
 
 
 def _idle_s(flow: _Flow, span_s: float, limit: int) -> tuple[float, int]:
-    """By how much the bound grows if J has the first k tasks of a flow not, for the best k up to
+    """The growth of the bound if the first k tasks of a flow are not in J, for the best k up to
     `limit`, and that k; 0 for none.
 
     For forwards (for backwards the same from the end of the step): without the first k of them the

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD, Task
 from hetero_framework.planner.schedule.simulator import Nic, Profile, SimulatedSpan
 
-_SAME_S = 1e-9  # of a moment: sums in another order
+_SAME_S = 1e-9  # of a moment: tolerance for sums in another order
 
 
 class OnPath(NamedTuple):
@@ -56,7 +56,7 @@ class _Before:
             latest.update(dict.fromkeys(users, span))
 
     def of(self, span: SimulatedSpan) -> SimulatedSpan | None:
-        """None for the first task, and where something else was waited for."""
+        """None for the first task, and where the wait had another reason."""
         for other in self._previous[span]:
             if abs(other.ended - span.began) < _SAME_S:
                 return other
@@ -74,7 +74,7 @@ class _Before:
         return Task(FORWARD if stage + 2 == self._profile.num_stages else BACKWARD, stage + 1, k)
 
     def _nics(self, transfer: SimulatedSpan) -> tuple[Nic, ...]:
-        """Those that it passes; none without bytes."""
+        """The NICs that it passes; none without bytes."""
         kind, stage, _ = transfer.task
         legs = self._profile.legs(stage - 1 if kind == FORWARD else stage, kind)
         return legs[transfer.leg]

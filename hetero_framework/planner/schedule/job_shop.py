@@ -18,7 +18,7 @@ from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD, Task
 from hetero_framework.planner.schedule.simulator import Nic, Profile, SimulatedSpan
 
 _VISITS = 200_000
-"""Operations that are timed in all, at most 0.3 s; of larger steps fewer orders are tried."""
+"""Operations that are timed in all, at most 0.3 s; fewer orders of larger steps are tried."""
 _LEAST_MOVES = 20  # with fewer nothing is gained
 _PATIENCE = 150  # moves after the last shorter step
 _TENURE = 8  # moves for which a pair does not change back, plus one per number of operations:
@@ -66,14 +66,14 @@ class Operation(NamedTuple):
 
 
 class JobShop:
-    """Operations in an order that can be carried out: each begins once what stands before it on its
-    machines has ended and whatever it comes `after` allows it.
+    """Operations in an order that can be carried out: each begins once those before it on its
+    machines have ended and those that it comes `after` allow it.
 
     `begins[v]` are the seconds until operation v begins, `length` those until all have ended.
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
-        """In the order to begin with."""
+        """Begin with the operations in this order."""
         self._operations = operations
         count = len(operations)
         # One more, of no length, stands before the first and behind the last on each machine.
@@ -158,7 +158,7 @@ class JobShop:
 
     def _swap(self, u: int, v: int) -> bool:
         """Let v go before u, which is right before it on a machine, and time all anew; False where
-        v needs something that needs u."""
+        v needs u, if only indirectly."""
         begin, end = self._place[u], self._place[v]
         needed, first, others = {v}, [], []
         for w in reversed(self._order[begin : end + 1]):
@@ -196,7 +196,7 @@ class JobShop:
             self._rest[v] = self._rest_from(v, self._later[v].values())
 
     def _begin(self, v: int, before: Iterable[int]) -> float:
-        """When v can begin with these right before it on its machines."""
+        """The begin of v with these right before it on its machines."""
         begins, seconds = self.begins, self._seconds
         begin = 0.0
         for w, lag_s in self._after[v]:
@@ -253,8 +253,8 @@ def _neighbours(
 def _operations(
     profile: Profile, spans: Sequence[SimulatedSpan], limits: Sequence[int]
 ) -> list[Operation]:
-    """Those of a simulated step without relays, in its order. A stage's forwards stay in ascending
-    order, and so do its backwards, and a boundary's tensors of a direction."""
+    """The operations of a simulated step without relays, in its order. A stage's forwards stay in
+    ascending order, and so do its backwards, and a boundary's tensors of a direction."""
     last = profile.num_stages - 1
     numbers: dict[tuple[Task, bool], int] = {}
     operations: list[Operation] = []

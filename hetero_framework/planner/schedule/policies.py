@@ -43,14 +43,14 @@ def by_depth(num_stages: int) -> Policy:
 
 
 def due_dates(profile: Profile, micro_batches: int, head_weight: float) -> Policy:
-    """For several stages on a device: first what has the longest way to the end of the step, and in
-    part (`head_weight`, 0 to 1) what could have begun first.
+    """For several stages on a device: first the task with the longest way to the end of the step,
+    and in part (`head_weight`, 0 to 1) the one that could have begun first.
 
     A task's head is the least time before it, its tail that from its beginning to the end of the
     step, both if nothing waited but for tensors and for the micro-batch before; a task is due at
-    head_weight * head - (1 - head_weight) * tail. Both grow by what the slowest stage or boundary
-    on the way takes for each micro-batch. Of the rules for job shops, most work remaining is this
-    one with weight 0 (Panwalkar and Iskander 1977).
+    head_weight * head - (1 - head_weight) * tail. Both grow by the time of the slowest stage or
+    boundary on the way for each micro-batch. Of the rules for job shops, most work remaining is
+    this one with weight 0 (Panwalkar and Iskander 1977).
     """
     tasks, gaps = _path(profile)
     heads = _first_begins(tasks, gaps)
@@ -73,8 +73,8 @@ class _Gap(NamedTuple):
 
 
 def _path(profile: Profile) -> tuple[list[float], list[_Gap]]:
-    """The seconds of a micro-batch's tasks, from the first forward to the last backward, and what
-    is between them."""
+    """The seconds of a micro-batch's tasks, from the first forward to the last backward, and the
+    gaps between them."""
     *forward_s, last_forward_s = profile.forward_s
     *backward_s, last_backward_s = profile.backward_s
     there, back = [], []

@@ -50,7 +50,7 @@ class DueDates(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """Which of several ready tasks of one device is run: that which is due first.
+    """The choice among several ready tasks of one device: the one that is due first is run.
 
     `stages` has the due dates of each stage of the pipeline, in any unit. Without them: backward
     before forward, then the oldest micro-batch.
@@ -88,7 +88,7 @@ class Readiness:
     """The tasks of one device in one step.
 
     `in_flight_limits[k]` is how many forwards stage k, one of this device, may store. An `order`
-    decides of what is on it, the policy of the rest.
+    decides on the tasks in it, the policy on the rest.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Readiness:
         return min(ready, key=lambda task: (order.place(task.lane), key(task)))
 
     def start(self, task: Task, *, stores: bool) -> None:
-        """A task begins; with `stores` it is a forward that is kept until `release`."""
+        """Note that a task begins; with `stores` it is a forward that is kept until `release`."""
         lane = self._lane(task)
         lane.arrived.remove(task.micro_batch)
         lane.started += 1
@@ -137,11 +137,11 @@ class Readiness:
             self._peak[task.stage] = max(self._peak[task.stage], count)
 
     def release(self, stage: int) -> None:
-        """A stored forward is needed no more."""
+        """Note that a stored forward is needed no more."""
         self._in_flight[stage] -= 1
 
     def started(self, kind: str, stage: int) -> int:
-        """How many tasks of this kind a stage has begun."""
+        """The number of tasks of this kind that a stage has begun."""
         return (self._forward if kind == FORWARD else self._backward)[stage].started
 
     def peak_in_flight(self, stage: int) -> int:
@@ -153,7 +153,7 @@ class Readiness:
 
 
 class Admission:
-    """Which micro-batch enters the pipeline next: at most `max_in_flight` are in it."""
+    """The entry of micro-batches into the pipeline: at most `max_in_flight` are in it."""
 
     def __init__(self, micro_batches: int, max_in_flight: int) -> None:
         self._micro_batches = micro_batches
@@ -166,5 +166,5 @@ class Admission:
         return None if full or self._admitted >= self._micro_batches else self._admitted
 
     def admit(self) -> None:
-        """The next micro-batch has entered."""
+        """Note that the next micro-batch has entered."""
         self._admitted += 1

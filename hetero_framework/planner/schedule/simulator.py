@@ -99,7 +99,7 @@ class Profile:
 
     def legs(self, stage: int, kind: str) -> tuple[tuple[Nic, ...], ...]:
         """The NICs that a tensor on the edge after `stage` passes at once: the sender's and the
-        receiver's, and with a relay those of its way there and of that on from there."""
+        receiver's, and with a relay those of the way to it and of the way on."""
         sender, receiver = self.devices[stage], self.devices[stage + 1]
         if sender == receiver:
             return ()
@@ -191,12 +191,10 @@ def simulate(
 
 class _Lane:
     """The tensors of one direction of one edge, or of one leg of a relayed one, oldest first, that
-    wait for their NICs; `following` is the leg behind this one, `whole_at` says when all of a
-    tensor will have come here, and the latency is that of the last leg.
-
-    `turn` says when its last one went, as the number of all tensors before; negative before that.
-    `sharing` are the lanes that use one of its NICs, itself among them.
-    """
+    wait for their NICs; `following` is the leg behind this one, `whole_at` is the time when all of
+    a tensor will have come here, and the latency is that of the last leg. `turn` is the number of
+    all tensors before its last one; negative before that. `sharing` are the lanes that use one of
+    its NICs, itself among them."""
 
     __slots__ = (
         *("following", "latency_s", "leg", "nics", "seconds", "sharing", "turn", "waiting"),
@@ -219,9 +217,9 @@ class _NicQueues:
     """The NICs of all devices: each carries one tensor at a time.
 
     A NIC chooses its next tensor when it becomes free, not when one is ready. Edges and directions
-    take turns: of the tensors whose NICs are all free, that whose lane has waited longest since
-    its last one; a tensor that still comes in at its relay after those that are all here. What is
-    small (losses, control) passes at once and is not simulated.
+    take turns: of the tensors whose NICs are all free, that whose lane has waited longest since its
+    last one; a tensor that still comes in at its relay after those that are all here. Small frames
+    (losses, control) pass at once and are not simulated.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -242,7 +240,7 @@ class _NicQueues:
         if not legs:
             return
         if not seconds:
-            legs = ((),)  # nothing to carry waits for nobody
+            legs = ((),)  # without bytes there is no wait
         # Before any has gone: in the order of the edges, backward first.
         turn = len(self._lanes) - 2 * len(profile.edges)
         lanes = [_Lane(nics, seconds, leg, turn) for leg, nics in enumerate(legs)]
@@ -283,8 +281,8 @@ _turn = attrgetter("turn")
 
 class _Simulator:
     """One simulation: an event queue of tensors that cross and arrive, and of tasks that end. Each
-    entry is when it happens, a serial number (of equal moments the first posted comes first), the
-    method to call, and what it is called with."""
+    entry has its time, a serial number (of equal times the first posted comes first), the method to
+    call, and its arguments."""
 
     def __init__(
         self,

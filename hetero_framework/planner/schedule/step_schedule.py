@@ -52,16 +52,16 @@ class StepSchedule:
     direct: frozenset[int] = frozenset()
 
     def in_order_of(self, spans: Sequence[SimulatedSpan]) -> StepSchedule:
-        """With the order of a simulated step. What has no bytes waits for nobody and is not in
-        it."""
+        """The schedule with the order of a simulated step. Tensors without bytes do not wait and
+        are not in it."""
         tasks = tuple(span.task.lane for span in spans if not span.is_transfer)
         carried = (span for span in spans if span.is_transfer and span.ended > span.began)
         transfers = tuple(Transfer(span.task.lane, span.leg) for span in carried)
         return replace(self, tasks=tasks, transfers=transfers)
 
     def for_process(self, stages: Collection[int], relays: bool = False) -> StepSchedule:
-        """The part of the process that holds these stages; with `relays` it passes on what goes
-        from worker to worker and is not direct."""
+        """The part of the process that holds these stages; with `relays` it passes on tensors from
+        worker to worker that are not direct."""
         key = (tuple(stages), relays)
         if key not in self._known:
             self._known[key] = self._for_process(*key)
@@ -69,7 +69,7 @@ class StepSchedule:
 
     @cached_property
     def _known(self) -> dict[tuple[tuple[int, ...], bool], StepSchedule]:
-        """Every step asks for the same."""
+        """Cached, since every step asks for the same."""
         return {}
 
     def _for_process(self, stages: Collection[int], relays: bool) -> StepSchedule:

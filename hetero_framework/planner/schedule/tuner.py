@@ -90,7 +90,7 @@ class Tuner:
         self._choices: dict[tuple[int, frozenset[int]], TunedSchedule] = {}
 
     def profile(self, direct: frozenset[int]) -> Profile:
-        """The times of stages and edges: measured, planned with, or else assumed."""
+        """The times of stages and edges: measured, those of the plan, or else assumed."""
         if not self._seconds:
             return self._planned or assumed_profile(self._stages, direct)
         return make_profile(self._stages, self._seconds, self._latency_s, direct)
@@ -107,7 +107,7 @@ class Tuner:
         return None if choice.assumed else choice
 
     def observe(self, seconds: Mapping[int, StageSeconds], latency_s: Mapping[int, float]) -> None:
-        """Take in what a step took; the second one replaces the first, which is not typical.
+        """Take in the times of a step; those of the second one replace the atypical first ones.
 
         Choices are made anew after 1, 2, 4, 8, ... steps; devices and links rarely change.
         """

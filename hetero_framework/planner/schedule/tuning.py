@@ -26,19 +26,19 @@ _GOOD_ENOUGH = 1.005
 up to 1 % longer for less memory; at 1.0 chance decides between equals."""
 _WORTH_ITS_MEMORY = 0.99
 """Times the step of backward first, below which a policy that stores more forwards is taken."""
-_SLOWER = 1.5  # times an edge's seconds, when things go worse
+_SLOWER = 1.5  # factor on an edge's seconds in worse conditions
 _SPREAD = 0.3  # of a task's or transfer's seconds, likewise
 _MOST_MICRO_BATCHES = 64
-"""By which a step is judged: what differs between schedules is how they fill and drain."""
+"""The micro-batches by which a step is judged: schedules differ in how they fill and drain."""
 _MOST_TASKS = 16_000
-"""That `tune` simulates in all; about a tenth of a second. With half of it half as many windows
-are tried where they are too many to try each."""
+"""Tasks that `tune` simulates in all; about a tenth of a second. With half of them half as many
+windows are tried where there are too many to try each."""
 
 
 @dataclass(frozen=True)
 class TunedSchedule:
-    """What was chosen for steps of this profile, and what it promises. Times of a profile that is
-    only `assumed` are not waited for."""
+    """The choice for steps of this profile, and its prediction. A run does not wait by the times of
+    a profile that is only `assumed`."""
 
     policy: Policy
     max_in_flight: int
@@ -76,7 +76,7 @@ class TunedSchedule:
 
     @cached_property
     def schedule(self) -> StepSchedule:
-        """In the order of the planned step."""
+        """The schedule in the order of the planned step."""
         timeout_s = 0.0 if self.assumed else self.order_timeout_s
         return replace(self.unordered, order_timeout_s=timeout_s).in_order_of(self.spans)
 
@@ -87,9 +87,9 @@ class TunedSchedule:
 
     @property
     def order_timeout_s(self) -> float:
-        """How long a device or NIC waits for the one whose turn it is: a mean task. Of random
-        times up to 30 % off and edges up to half as slow again that makes less than a tenth of it,
-        or none, make more of."""
+        """How long a device or NIC waits for the one whose turn it is: a mean task. With random
+        times up to 30 % off and edges up to half as slow again a tenth of it, or none, costs more.
+        """
         profile = self.profile
         tasks = [*profile.forward_s, *profile.backward_s]
         return sum(tasks) / len(tasks)
@@ -175,8 +175,8 @@ class _Candidate(NamedTuple):
 def _candidates(
     windows: Sequence[int], num_stages: int, most: Sequence[int] | None, policies: int
 ) -> Iterator[_Candidate]:
-    """For each value of `max_in_flight` equal and tapered limits, of stages that store `most`, and
-    every policy."""
+    """Candidates: for each value of `max_in_flight` equal and tapered limits, of stages that store
+    `most`, and every policy."""
     for window in windows:
         shapes = [(window,) * num_stages, tapered_limits(window, num_stages)]
         if most is not None:
@@ -198,8 +198,8 @@ def _worth_their_memory(seconds: Mapping[_Candidate, float]) -> dict[_Candidate,
 
 
 def _with_few_in_flight(seconds: Mapping[_Candidate, float]) -> _Candidate:
-    """Of those near the best one with the second smallest window, as long as that is no more than a
-    quarter larger than the smallest: the smallest that still suffices has nothing to spare."""
+    """The candidate near the best with the second smallest window, if that is at most a quarter
+    larger than the smallest, which has nothing to spare."""
     good = sorted(
         _near_the_best(seconds), key=lambda one: (one.max_in_flight, sum(one.limits), seconds[one])
     )

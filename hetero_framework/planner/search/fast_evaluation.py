@@ -18,10 +18,10 @@ from hetero_framework.planner.schedule.tuning import tapered_limits
 from hetero_framework.planner.search.scores import Scores
 
 MANY = 8
-"""Stages; of more, not all moves are looked at: there are as many as pairs of stages."""
+"""Stages up to which all moves are looked at: there are as many as pairs of stages."""
 MOST_TASKS = 150_000  # of all simulations; a task is a forward or a backward of a micro-batch
 _TASKS = 1_500  # of one
-_NO_FASTER = 1.005  # times as long: no schedule will make it faster
+_NO_FASTER = 1.005  # times as long: too slow for any schedule to make it faster
 
 
 class ScheduleChoice(NamedTuple):
@@ -41,10 +41,10 @@ class FastEvaluation:
         self._m = rules.fleet.micro_batches
         self._scores = scores
         self._seconds: dict[Layout, float] = {}
-        self._by: dict[Layout, int] = {}  # which of the schedules took that
-        self._recorded: tuple[Layout, list[SimulatedSpan]] = ((), [])  # the last that was
+        self._by: dict[Layout, int] = {}  # the schedule that took that
+        self._recorded: tuple[Layout, list[SimulatedSpan]] = ((), [])  # the last recorded one
         self.tasks = 0
-        """That have been simulated."""
+        """Tasks that have been simulated."""
 
     def __contains__(self, layout: Layout) -> bool:
         return layout in self._seconds
@@ -111,7 +111,7 @@ class FastEvaluation:
         return critical_path(profile, spans)
 
     def _judged(self, layout: Layout) -> int:
-        """By how many micro-batches a layout is judged."""
+        """The number of micro-batches by which a layout is judged."""
         p = len(layout)
         return min(self._m, max(2 * p, _TASKS // (2 * p)))
 

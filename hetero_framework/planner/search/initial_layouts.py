@@ -16,7 +16,7 @@ from hetero_framework.planner.search.layer_dp import LayerProgramme, step_range
 from hetero_framework.planner.search.scores import Scores
 
 # One stage for each device.
-_SEEDS = 6  # that are climbed from; each is about as much work
+_SEEDS = 6  # layouts that are climbed from; each is about as much work
 _DEPTHS = (1.0, 0.4)  # shares of the micro-batches in flight that stages are to have memory for
 _LONGER = (
     1.0,
@@ -24,7 +24,7 @@ _LONGER = (
     1.06,
     1.15,
     1.4,
-)  # times the shortest step, that layouts are made for
+)  # factors on the shortest step for which layouts are made
 _DOUBLINGS = 12  # of a step that is too short
 _PRECISION = 0.01  # of the shortest step
 _MOST_DEVICES = 96  # of larger fleets the quickest take part
@@ -32,13 +32,13 @@ _MOST_DEVICES = 96  # of larger fleets the quickest take part
 # Several.
 _CHUNKS = (2, 3, 4, 5, 6, 8)
 _CHUNKS_OF_MANY = (2, 3)
-_FRONT = (0.3, 0.5, 0.7)  # of the devices come again behind all
-_SHARES = (0.25, 0.4)  # of their layers are in front
+_FRONT = (0.3, 0.5, 0.7)  # shares of the devices that come again behind all
+_SHARES = (0.25, 0.4)  # shares of their layers in front
 
 
 def simple(rules: Rules, scores: Scores) -> list[Layout]:
-    """With one stage for each device: those of the shortest steps that the dynamic programme
-    reaches, and of some longer ones."""
+    """Layouts with one stage for each device: those of the shortest steps that the dynamic
+    programme reaches, and of some longer ones."""
     low, high = step_range(rules.fleet, rules.devices)
     for depth in _DEPTHS:
         programme = LayerProgramme(rules, depth=depth)
@@ -98,7 +98,7 @@ def without_the_weakest(rules: Rules) -> Rules:
 def interleaved(
     rules: Rules, scores: Scores, evened: Callable[[Layout], Layout], layouts: Sequence[Layout]
 ) -> list[Layout]:
-    """The best of each way to give the devices of layouts, the best first, several stages."""
+    """The best of each way to give the devices of `layouts` (the best first) several stages."""
     if not rules.interleaves:
         return []
     chosen: dict[Layout, None] = {}
@@ -109,7 +109,7 @@ def interleaved(
 
     few = len(layouts[0]) <= MANY
     closed = [other for layout in layouts for other in moves.closed(rules, layout)]
-    # The bound knows little of what few stored forwards cost: even may be worse.
+    # The bound hardly sees the cost of few stored forwards: an even layout may be worse.
     take(closed)
     take(map(evened, heapq.nsmallest(2, closed, key=scores.of)))
     for chunks in _CHUNKS if few else _CHUNKS_OF_MANY:
@@ -119,7 +119,7 @@ def interleaved(
 
 
 def wrapped(rules: Rules, layouts: Iterable[Layout]) -> Iterator[Layout]:
-    """Those in which the first devices of a layout come again behind all."""
+    """Layouts in which the first devices of a layout come again behind all."""
     if not rules.interleaves:
         return
     for layout, front, share in product(layouts, _FRONT, _SHARES):

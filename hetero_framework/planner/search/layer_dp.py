@@ -48,8 +48,8 @@ class _Front(NamedTuple):
 
 
 class _StagePosition(NamedTuple):
-    """Where a stage stands: how many are in front, how many there may be in all, whether it has the
-    head, and how many layers have to stay for others."""
+    """A stage's position: the stages in front, the most in all, whether it has the head, and the
+    layers that have to stay for others."""
 
     number: int
     most: int
@@ -58,8 +58,8 @@ class _StagePosition(NamedTuple):
 
 
 class LayerProgramme:
-    """The dynamic programme. `depth` says how many of the micro-batches that a full pipeline has in
-    a stage are counted: 1 all of them, 0 one, for fleets without the memory for more."""
+    """The dynamic programme. `depth` is the share of a full pipeline's micro-batches in a stage
+    that is counted: 1 all of them, 0 one, for fleets without the memory for more."""
 
     def __init__(self, rules: Rules, *, depth: float = 1.0, beam: int | None = None) -> None:
         self._rules = rules
@@ -259,8 +259,8 @@ class LayerProgramme:
 
 def step_range(fleet: Fleet, devices: Sequence[int]) -> tuple[float, float]:
     """Seconds of a step that no layout of these devices can beat, and that the slowest of them
-    takes for everything. Together they do at most the sum of what each does in a second, so a step
-    is no shorter than 1 / sum(1 / step alone)."""
+    takes for everything. Their speeds at most add up, so a step is no shorter than 1 / sum(1 / step
+    alone)."""
 
     def alone(d: int, recompute: bool) -> float:
         costs = fleet.costs[d]

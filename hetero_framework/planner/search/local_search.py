@@ -17,20 +17,20 @@ FEW = 6
 """Devices up to which more moves are looked at, and proofs may visit more."""
 # By scores.
 _MOVES = 40  # from one layout
-_EVENING_MOVES = 10  # of layers alone, where no order is changed
-_ORDERS = 400  # of devices that are cut anew, in a search
+_EVENING_MOVES = 10  # moves of layers alone, in the same order
+_ORDERS = 400  # changes of devices, each cut anew, in a search
 # By simulation.
 _STARTS = 4  # interleaved layouts of different numbers of stages
-_VARIANTS = 3  # of those in which first devices come again, or layers of one stage are elsewhere
-_SPLIT = 24  # of these latter that are simulated
-_PROMISING = 1.2  # times the best step: variants that take longer are no such start
-_AGAIN = 2  # from the best of what the others have not come by
-_NEIGHBOURS = 10  # that bounds promise most of
-_TRIED = 8  # that take most from the critical path
+_VARIANTS = 3  # variants in which first devices come again, or layers of one stage are elsewhere
+_SPLIT = 24  # of the latter that are simulated
+_PROMISING = 1.2  # times the best step: variants that take longer are not started from
+_AGAIN = 2  # from the best layouts that the others have not visited
+_NEIGHBOURS = 10  # neighbours with the best bounds
+_TRIED = 8  # neighbours that take most from the critical path
 
 
 class LocalSearch:
-    """Goes from layouts to better ones. `scores` and `steps` know all that it has come by."""
+    """Goes from layouts to better ones. `scores` and `steps` know all layouts on its way."""
 
     def __init__(self, rules: Rules, scores: Scores, steps: FastEvaluation) -> None:
         self._rules = rules
@@ -43,7 +43,7 @@ class LocalSearch:
     # -- by scores ------------------------------------------------------------------------------
 
     def climb(self, layout: Layout) -> None:
-        """To the best neighbour as long as there is a better one."""
+        """Go to the best neighbour until none is better."""
         for _ in range(_MOVES):
             better = self._best(self._cheap(layout), layout)
             if better == layout:
@@ -53,7 +53,7 @@ class LocalSearch:
             layout = better
 
     def evened(self, layout: Layout) -> Layout:
-        """Layers moved, and stages made to compute again or not, as long as that is better."""
+        """Move layers, and have stages compute again or not, until that is no better."""
         for _ in range(_EVENING_MOVES):
             better = self._best(self._cheap(layout), layout)
             if better == layout:
@@ -69,14 +69,13 @@ class LocalSearch:
     # -- by simulation --------------------------------------------------------------------------
 
     def descend_simple(self) -> None:
-        """From the fastest layout with one stage for each device."""
+        """Descend from the fastest layout with one stage for each device."""
         for start in self._steps.fastest(1, lambda layout: not has_chunks(layout)):
             self._descend(start, MOST_TASKS // 2)
 
     def descend_interleaved(self, *, few: bool) -> list[Layout]:
-        """Where descents end that begin at the fastest simple layout, at interleaved ones (with
-        `few` stages, of all kinds), at variants of the simple one, and then at the best of all that
-        none has come by."""
+        """Descend from the fastest simple layout, from interleaved ones (with `few` stages, of all
+        kinds), from variants of the simple one, and then from the best layouts not visited."""
         steps = self._steps
         simple = steps.fastest(1, lambda layout: not has_chunks(layout))
         starts = [*simple, *(self._interleaved() if few else ()), *self._variants(simple)]
@@ -110,8 +109,8 @@ class LocalSearch:
         return heapq.nsmallest(_VARIANTS, fit, key=looks.__getitem__)
 
     def _descend(self, layout: Layout, most_tasks: int, *, several: bool = False) -> Layout:
-        """To a faster neighbour as long as there is one: of those that relieve the critical path,
-        of the near ones, and with `several` of further ones."""
+        """Go to a faster neighbour until there is none: one that relieves the critical path, a near
+        one, or with `several` a further one."""
         better: Layout | None = layout
         while better is not None:
             layout = better
@@ -139,8 +138,8 @@ class LocalSearch:
         return None
 
     def _fastest(self, near: Iterator[Layout], layout: Layout, most_tasks: int) -> Layout | None:
-        """The fastest of some neighbours, those simulated that promise most; None if none is faster
-        than the layout."""
+        """The fastest of some neighbours, of which the most promising are simulated; None if none
+        is faster than the layout."""
         steps, now, every = self._steps, self._steps[layout], set(near)
         promising = [x for x in every if x not in steps and self._scores.bound(x) < now]
         for other in heapq.nsmallest(_NEIGHBOURS, promising, key=self._scores.of):
@@ -158,12 +157,12 @@ class LocalSearch:
         yield from self._reordered(layout)
 
     def _cheap(self, layout: Layout) -> Iterator[Layout]:
-        """Those for which nothing has to be cut anew."""
+        """The neighbours in the same order, for which nothing is cut anew."""
         yield from self._shifted(layout)
         yield from moves.toggled(self._rules, layout)
 
     def _shifted(self, layout: Layout) -> Iterator[Layout]:
-        """One layer moved, away from the devices with most work where there are many stages."""
+        """Neighbours with one layer moved, away from the busiest devices if stages are many."""
         if len(layout) <= MANY:
             return moves.shifted(layout)
         profile = self._rules.fleet.pipeline(layout)
@@ -178,7 +177,7 @@ class LocalSearch:
         return moves.shifted(layout, sources, targets)
 
     def _reordered(self, layout: Layout) -> Iterator[Layout]:
-        """Other devices, or in another order, as long as there is work left for it."""
+        """Neighbours with other devices, or in another order, while there is work left for them."""
         step_s = self._scores.bound(layout)
         for other in moves.reordered(self._rules, self._programme, layout, step_s):
             self._orders += 1
@@ -195,8 +194,9 @@ class LocalSearch:
             yield from moves.joined(self._rules, layout)
 
     def _relieved(self, layout: Layout) -> Iterator[Layout]:
-        """Of interleaved layouts those with one layer moved, first the ones that take most from the
-        critical path of the simulated step. With one stage for each device bounds say as much."""
+        """Neighbours of an interleaved layout with one layer moved, first those that take most from
+        the critical path of the simulated step. With one stage for each device bounds do as well.
+        """
         if not has_chunks(layout):
             return
         costs = []  # seconds of the path that a layer of each stage takes

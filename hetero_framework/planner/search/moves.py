@@ -11,7 +11,7 @@ from hetero_framework.planner.search.layer_dp import LayerProgramme
 
 _HALVINGS = 6  # of a fifth of a step, to 0.3 % of it; each is one more cut of the same order
 _ALL_SWAPS = 8  # stages; in longer pipelines devices change places with the next two only
-_MOST_EXCHANGES = 48  # of a stage's device for an unused one; the quickest unused are tried
+_MOST_EXCHANGES = 48  # exchanges for unused devices, of which the quickest are tried
 
 
 def recut(layout: Layout, counts: Sequence[int]) -> Layout:
@@ -43,8 +43,8 @@ def shifted(
 
 
 def toggled(rules: Rules, layout: Layout) -> Iterator[Layout]:
-    """One stage that computes again or no longer does, or all in front of a stage that do, since
-    the one that stores fewest limits those behind it; one boundary crossed the other way."""
+    """One stage computes again or no longer does, or all in front of a stage do, since the one that
+    stores fewest limits those behind it; or one boundary is crossed the other way."""
     short = [
         rules.checkpointing and not part.recompute and rules.fleet.is_short_of_memory(part)
         for part in layout
@@ -121,7 +121,7 @@ def interleaved(rules: Rules, layout: Layout, chunks: int) -> Layout | None:
     given = [0] * len(layout)
     for turn in range(1, chunks + 1):
         for k, part in enumerate(layout):
-            # As even as whole layers allow, and those left over in different rounds.
+            # As even as whole layers allow, the remainders in different rounds.
             upto = (counts[k] * turn + k % chunks) // chunks if turn < chunks else counts[k]
             count, given[k] = upto - given[k], upto
             if count or (turn == 1 and k == 0):
@@ -144,7 +144,7 @@ def wrapped(rules: Rules, layout: Layout, front: int, share: float) -> Layout:
 
 
 def relieved(rules: Rules, layout: Layout, source: int, target: int) -> Layout:
-    """One layer moved from a stage to another; a stage that had no other is no more."""
+    """One layer moved from a stage to another; a stage without layers is left out."""
     counts = [part.end - part.start for part in layout]
     counts[source] -= 1
     counts[target] += 1

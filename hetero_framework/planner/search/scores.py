@@ -10,8 +10,8 @@ from hetero_framework.planner.rules import Rules
 from hetero_framework.planner.schedule.bounds import machine_bounds
 
 _SHARPNESS = 20
-"""Of the norm of bounds that stands for a step: ten equal ones count 12 % more than one; at 10 they
-count 26 % more, at 40 6 %."""
+"""Exponent of the norm of bounds that stands for a step: ten equal ones count 12 % more than one;
+at 10 they count 26 % more, at 40 6 %."""
 
 
 class Scores:
@@ -50,7 +50,7 @@ class Scores:
         return self._bounds.get(layout, math.inf)
 
     def best(self, count: int) -> list[Layout]:
-        """Of all that were scored, those that do not fit last."""
+        """The best of all scored layouts; those that do not fit come last."""
         return heapq.nsmallest(count, self._scores, key=self.of)
 
     def _computed(self, layout: Layout) -> tuple[float, float]:
