@@ -158,7 +158,7 @@ def _say_error(message: str, kind: str = "error") -> None:
 
 
 def _prepare_screens() -> None:
-    """Let file names and model names print anywhere: a console's own encoding may lack them, and a
+    """Let file names and model names print anywhere: a console's encoding may lack them, and a
     process may have been started without any screen (`1>&-`, a service)."""
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is None:

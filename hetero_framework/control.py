@@ -57,7 +57,7 @@ _handlers: dict[str, Handler] = {}
 _watchers: list[Watcher] = []
 _imported: list[Path] = []
 
-# What a handler raises goes to the one who asked; it must not end a run that is hours old.
+# A handler's error is part of the answer; it must not end a run that is hours old.
 _FAILURES = (
     *(HeteroError, ArithmeticError, AttributeError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError),
@@ -65,8 +65,8 @@ _FAILURES = (
 
 
 def on(name: str) -> Callable[[_H], _H]:
-    """Decorator: answer requests called `name` with what the function, the last one of this name,
-    returns for their data. It runs in the worker's computing thread: keep it to milliseconds."""
+    """Decorator: answer requests called `name` with the function's result for their data; the last
+    function of a name counts. It runs in the worker's computing thread: keep it to milliseconds."""
 
     def register(handler: _H) -> _H:
         _handlers[name] = handler
@@ -77,7 +77,7 @@ def on(name: str) -> Callable[[_H], _H]:
 
 def after_step(watcher: _W) -> _W:
     """Decorator: call the function as `watcher(step, cluster)` in the coordinator after each step,
-    counted from 1. The next step waits for it; what it raises ends the run."""
+    counted from 1. The next step waits for it; an error in it ends the run."""
     _watchers.append(watcher)
     return watcher
 
@@ -110,14 +110,14 @@ def _data(question: Control) -> Any:
 
 
 def request(number: int, name: str, data: Any, tensors: tuple[WireTensor, ...] = ()) -> Message:
-    """The message that asks; `number` comes back with the answer."""
+    """The message of a question; `number` comes back with the answer."""
     return Message(Control(name, data, request=number), tensors)
 
 
 def answer(message: Message, checked: Callable[[Control], Any] = _data) -> Message | None:
-    """Let this process's handler see what `checked` makes of a CONTROL message's data; the answer,
-    if one was asked for. An unknown name, a check or a handler that fails, and data that cannot
-    travel become its `error`."""
+    """Call this process's handler with a CONTROL message's data after `checked`; return the answer,
+    if one was asked for. An unknown name, a check or a handler that fails, and data that cannot be
+    sent become its `error`."""
     question = message.expect(Control)
     name, number = question.name, question.request
     handler = _handlers.get(name)

@@ -54,7 +54,7 @@ class ArchitectureError(ModelError):
 
 
 class DeviceError(UserError):
-    """A device is absent or lacks what was asked of it."""
+    """A device is absent or lacks an ability that was asked for."""
 
 
 class NetworkError(UserError):
@@ -62,7 +62,7 @@ class NetworkError(UserError):
 
 
 class IdentityError(NetworkError):
-    """A peer is not who it should be, or keys are missing, wrong or readable by others."""
+    """A peer has the wrong identity, or keys are missing, wrong or readable by others."""
 
     exit_code = 3
 
@@ -114,7 +114,7 @@ class StoppedEarly(HeteroError):
 
 
 class GroupFinished(HeteroError):
-    """The islands that this one trains with have done so to the end, without it."""
+    """The other islands have finished the training without this one."""
 
     exit_code = 0
 
@@ -143,7 +143,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def as_hetero_error(error: BaseException) -> HeteroError | None:
-    """`error` itself, or what memory and disk errors of other libraries mean; None for a bug."""
+    """`error`, or one for memory and disk errors of other libraries; None for a bug."""
     if isinstance(error, HeteroError):
         return error
     if is_out_of_memory(error):

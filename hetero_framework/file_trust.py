@@ -17,7 +17,7 @@ from hetero_framework.errors import ConfigError
 
 @dataclass(frozen=True)
 class Untrusted:
-    """Why a file or directory is not trusted, and what to do when it is all right nevertheless."""
+    """The reason why a file or directory is not trusted, and the remedy if it is all right."""
 
     problem: str
     mend: str

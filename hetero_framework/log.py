@@ -1,7 +1,7 @@
 """The package's logging: where lines go, and what a line may contain.
 
 A line may have as `extra`: `event(...)`, which makes it an event of events.jsonl too (with an empty
-message, an event alone), and `said_by(...)`, which limits how many lines of a peer's words appear.
+message, an event alone), and `said_by(...)`, which limits the lines of a peer.
 
 Nothing here ends a process: a line that cannot be written is dropped.
 """
@@ -144,8 +144,8 @@ def file_lines(path: Path) -> Lines:
 
 
 class Events(logging.Handler):
-    """Appends each record that is an event to `path`, as one JSON object. What comes before `open`
-    waits for it or `close`: a fresh run moves an earlier run's file away first."""
+    """Appends each record that is an event to `path`, as one JSON object. Events before `open` wait
+    for it or `close`: a fresh run moves an earlier run's file away first."""
 
     def __init__(self, path: Path, process: str) -> None:
         super().__init__()
@@ -191,8 +191,8 @@ def _plain(value: Any) -> Any:
 
 
 def append_line(path: Path, line: str) -> bool:
-    """Append a line in one write, so that several processes may share the file. False when the
-    disk had room for a part of it only. Raises OSError."""
+    """Append a line in one write, so that several processes may share the file. False when the disk
+    had room for only a part of it. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = line.encode() + b"\n"
     with open(path, "ab", buffering=0, opener=not_through_links) as file:

@@ -18,7 +18,7 @@ GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer_config.json"
 ADAPTER = "adapter_config.json"
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-"""How pictures and sound are prepared. Nothing here uses that, but it stays with its model."""
+"""Settings of how pictures and sound are prepared, which stay with their model, unused here."""
 PROCESSOR_TEMPLATE = "chat_template.json"  # of a processor, in older repositories
 MAX_SETTINGS_BYTES = 16 * 2**20
 _COPY = "copy or download it again"
@@ -51,8 +51,8 @@ _MAGIC = (
 
 def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
     """A directory relative to `base_dir` as an absolute path, as `Config.path` makes it, or a hub
-    name unchanged. Raises ModelError for what is written as a path and does not exist here, and for
-    a hub name that the library would take for a directory where this process was started."""
+    name unchanged. Raises ModelError for a path that does not exist here, and for a hub name that
+    the library would take for a directory where this process was started."""
     path = Path(os.path.expanduser(name_or_path))
     local = os.path.normpath(base_dir / path)
     if os.path.isdir(local):
@@ -149,7 +149,7 @@ def mistaken_for(content: bytes) -> tuple[str, str] | None:
 def refuse_mistaken(path: Path, kind: type[UserError]) -> None:
     """Raise `kind` for a file in whose place something else was stored."""
     head = b""
-    with suppress(OSError), path.open("rb") as file:  # whoever reads it says that it cannot be
+    with suppress(OSError), path.open("rb") as file:  # its reader reports that it cannot be read
         head = file.read(64)
     if (mistaken := mistaken_for(head)) is not None:
         raise kind(f"{path} is {mistaken[0]}, not the file", hint=mistaken[1])
@@ -174,7 +174,7 @@ def _code(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
         key = place.rpartition(".")[2]
         if key in _CODE_KEYS and item:
             yield place, _CODE_KEYS[key]
-        elif key == _AUTO_MAP and item != {}:  # libraries look into it, whatever it is
+        elif key == _AUTO_MAP and item != {}:  # libraries read it, whatever its type
             yield place, f"has {json.dumps(item)} where code of its own is named"
         elif key in _KERNEL_KEYS and any("/" in text for text in _texts(item)):
             yield place, "names a repository of native code"
@@ -186,12 +186,12 @@ def _texts(value: Any) -> list[str]:
 
 
 def pickled(path: Path) -> str | None:
-    """Why a file may run code when it is read, by its name or its first bytes; None: no reason."""
+    """Why reading a file may run code, by its name or its first bytes; None: no reason."""
     if path.suffix.lower() in PICKLED_SUFFIXES:
         return f"{path.suffix.lower()} files are pickled"
     try:
         with path.open("rb") as file:
             head = file.read(4)
     except OSError:
-        return None  # whoever reads it says so
+        return None  # its reader reports that
     return next((f"it is {what}" for magic, what in _MAGIC if head.startswith(magic)), None)

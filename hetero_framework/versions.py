@@ -9,7 +9,7 @@ from hetero_framework.errors import UserError
 
 PACKAGE = "hetero-framework"
 LIBRARIES = ("torch", "transformers", "peft")
-"""Those whose version decides whether anything works at all."""
+"""Libraries without whose versions nothing works."""
 
 
 def too_old() -> list[tuple[str, str, str]]:

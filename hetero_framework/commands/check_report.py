@@ -49,7 +49,7 @@ from hetero_framework.visualizer.tables import table
 WorkerId = int | str
 _LARGE_BUBBLE = 0.2
 MOST_EXAMPLES = 20_000
-"""Of a set of data that are looked at."""
+"""Examples of a set of data that are read."""
 _MEMORY = ("weights", "gradients", "optimizer", "activations", "logits")
 _HEAD = ("process", "machine", "device", "layers", "memory needed", "with checkpointing")
 
@@ -174,7 +174,7 @@ def _is_coordinator(role: Role | None) -> bool:
 
 
 def _find_data(config: Config, role: Role | None, notes: list[str]) -> bool:
-    """Whether the data are here; notes why they need not be."""
+    """Check that the data are here; note why they need not be."""
     if config.data is None:
         notes.append("there is no data section, so this configuration cannot be trained")
         return False
@@ -194,7 +194,7 @@ def _look_at_data(
     notes: list[str],
     show: int,
 ) -> list[dict[str, Any]]:
-    """Notes what there is to say of the data, and gives the examples to show."""
+    """Note remarks on the data, and return the examples to show."""
     if not _find_data(config, role, notes):
         return []
     tokenizer, data = read_data(config, model_config, most=MOST_EXAMPLES)
@@ -209,9 +209,9 @@ def _examples(
 
 
 def forecast(config: Config) -> dict[str, Any]:
-    """The expected use of the pipeline: `bubble` is the share of the devices' time without work.
-    An estimate: time in proportion to layers, backward twice forward, a tenth of a forward for
-    each boundary. The run itself measures and chooses anew."""
+    """The expected use of the pipeline: `bubble` is the share of the devices' time without work. An
+    estimate: time in proportion to layers, backward twice forward, a tenth of a forward for each
+    boundary. The run itself measures and chooses anew."""
     stages, training = config.plan.stages, config.training
     m = training.gradient_accumulation_steps
     choice = tune(assumed_profile(stages), m, max_in_flight=training.max_in_flight)
@@ -325,7 +325,7 @@ def _ids(role: Role | None) -> tuple[WorkerId, ...]:
 def _this_machine(
     config: Config, role: Role | None, processes: list[dict[str, Any]], notes: list[str]
 ) -> dict[str, Any]:
-    """This machine's part, and whether what it holds fits its devices."""
+    """This machine's part, and whether that fits its devices."""
     if role is None:
         notes.append("nothing here names this machine; train on it needs --role or --worker-id")
         return {"role": "has no role in this configuration", "devices": []}

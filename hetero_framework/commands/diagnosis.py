@@ -53,7 +53,7 @@ from hetero_framework.visualizer.pictures import can_draw
 WorkerId = int | str
 
 _DIAL_S = 4.0
-_CALL_S = 12.0  # who dials does so every few seconds
+_CALL_S = 12.0  # a worker that dials does so every few seconds
 _ANSWER_S = 20.0
 _PROBE_BYTES = 1 << 20
 _SLOW_BITS_PER_S = 100e6
@@ -95,7 +95,7 @@ class MachineView:
         self.notes: list[str] = []
         self.options = options
         self.port_in_use = threading.Lock()
-        """Of the coordinator, where workers call: they are awaited one after the other."""
+        """Held for the coordinator's port, at which workers are awaited one after the other."""
 
     @property
     def is_coordinator(self) -> bool:
@@ -128,7 +128,7 @@ class MachineView:
 
     @cached_property
     def model(self) -> PretrainedConfig | UserError | None:
-        """The model's configuration, or why there is none; None without a `model` section."""
+        """The model's configuration, or its error; None without a `model` section."""
         if self.config.model is None:
             return None
         try:
@@ -287,7 +287,7 @@ def role(view: MachineView) -> Problems:
 
 
 def names(view: MachineView) -> Problems:
-    """DNS, also the name that a machine takes for itself alone (Debian's 127.0.1.1)."""
+    """DNS, also a machine's name that is a loopback address there (Debian's 127.0.1.1)."""
     alone = len({machine_of(view.config, machine) for _, machine in view.entries}) == 1
     for id, machine in view.entries:
         if addresses.parsed(machine.ip) is not None or _dials(machine):
@@ -306,7 +306,7 @@ def names(view: MachineView) -> Problems:
 
 
 def _dials(machine: Machine) -> bool:
-    """Whether nobody needs its address."""
+    """Whether no other process needs its address."""
     return isinstance(machine, WorkerConfig) and machine.dials
 
 
@@ -333,7 +333,7 @@ def keys(view: MachineView) -> Problems:
 
 
 def port(view: MachineView) -> Problems:
-    """Ports of this machine that something else has."""
+    """Ports of this machine that another program has."""
     for id in view.local_ids:
         if id == "local":
             continue
@@ -354,7 +354,7 @@ def port(view: MachineView) -> Problems:
 
 
 def reach(view: MachineView) -> Problems:
-    """Refused, no answer and no route are three things."""
+    """Refused, no answer and no route are three findings."""
     for id, asked in view.workers.items():
         if asked.busy is not None:
             view.notes.append(asked.busy)
@@ -460,7 +460,7 @@ def four_bit(view: MachineView) -> Problems:
 
 
 def attention(view: MachineView) -> Problems:
-    """model.attn_implementation, which not every device trains with."""
+    """model.attn_implementation, which not every device can train with."""
     devices = {id: asked.welcome.device for id, asked in view.workers.items() if asked.welcome}
     for id in view.local_ids:
         with suppress(UserError):  # `memory` reports a missing device
@@ -523,7 +523,7 @@ def _commit(view: MachineView) -> str | None:
 
 
 def revision(view: MachineView) -> Problems:
-    """A note: what a branch of the hub holds may change between two runs."""
+    """A note that a branch of the hub may change between two runs."""
     settings = view.config.model
     if _is_on_hub(view.config) and not _COMMIT.fullmatch(str(settings and settings.revision)):
         commit = _commit(view)

@@ -55,7 +55,7 @@ _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 @dataclass(frozen=True)
 class Estimate:
-    """The profile, and as JSON types what it was made from and how far it may be off."""
+    """The profile, and as JSON types its assumptions and how far it may be off."""
 
     profile: FleetProfile
     about: dict[str, Any]
@@ -75,7 +75,7 @@ def estimate_fleet(
     known = _devices(config, ids, devices)
     rates = _rates(ids, bandwidths)
     model = load_model_config(config.model, config.base_dir)
-    # The plan in the file is not asked about: any of these may hold layers.
+    # The plan in the file does not count: any of these may hold layers.
     fleet = config.with_changes(shard_plan=AUTO)
     check_devices(fleet, model, {id: _no_four_bit(known[id]) for id in ids})
     works = config.per_quantization(ids, lambda id: model_work(fleet.held_by(id), model))
@@ -118,7 +118,7 @@ def _dtype(config: Config, model: PretrainedConfig) -> str:
 
 
 def _epoch_tokens(config: Config) -> int | None:
-    """Of the training data, where they and the tokenizer are small files of this machine."""
+    """Tokens of the training data, where data and tokenizer are small files of this machine."""
     data, model = config.data, config.model
     name = (model.tokenizer or model.name_or_path) if model is not None else None
     if data is None or name is None or not config.path(name).is_dir():
@@ -155,7 +155,7 @@ def paper_config(
                 machines[owner]["quantization"] = "none"
     for setting in settings:
         apply_override(raw, setting)
-    if isinstance(data := raw.get("data"), dict):  # its length counts, what is in it does not
+    if isinstance(data := raw.get("data"), dict):  # only its length counts
         data.setdefault("train", "train.jsonl")
     return Config.from_dict(raw, name="--model and --device")
 
@@ -164,7 +164,7 @@ def other_job(
     config: Config, adapter: str | None, *, max_length: int | None, rows: int | None
 ) -> Config:
     """The configuration with another adapter ("lora", "qlora", "none"), `max_length` or `rows` of a
-    micro-batch, as far as they are told. Raises ConfigError."""
+    micro-batch, where given. Raises ConfigError."""
     config.require("model")
     changes: dict[str, Any] = {}
     if adapter is not None:
@@ -179,8 +179,8 @@ def other_job(
 
 
 def pace(job: Mapping[str, Any], step_s: float) -> dict[str, float]:
-    """How many tokens a second a step of full rows does, and hours for those of the data, or for a
-    million where that number is not known."""
+    """The tokens a second of a step of full rows, and the hours for those of the data, or for a
+    million where their number is unknown."""
     tokens = job["rows"] * job["max_length"] * job["micro_batches"]
     per_s = tokens / step_s if step_s > 0 else math.inf
     whole = job["epoch_tokens"] or 1_000_000
@@ -221,7 +221,7 @@ def _about(
 def _devices(
     config: Config, ids: Sequence[WorkerId], options: Sequence[str]
 ) -> dict[WorkerId, KnownDevice]:
-    """Those that are named; else this machine's, for the processes that run here."""
+    """The devices that are named; else this machine's, for the processes that run here."""
     named: dict[WorkerId, KnownDevice] = {}
     for option in options:
         owner, equals, name = option.partition("=")
@@ -275,7 +275,7 @@ def _own_device(name: str) -> KnownDevice:
 def _rates(ids: Sequence[WorkerId], options: Sequence[str]) -> dict[WorkerId, float]:
     """Bytes per second of each process's network."""
     rates = dict.fromkeys(ids, _rate(DEFAULT_BANDWIDTH, DEFAULT_BANDWIDTH))
-    for option in sorted(options, key=lambda option: "=" in option):  # that of all comes first
+    for option in sorted(options, key=lambda option: "=" in option):  # the rate of all comes first
         owner, equals, rate = option.rpartition("=")
         owners = [id for id in ids if not equals or str(id) == owner]
         if not owners:
@@ -299,7 +299,7 @@ def _rate(text: str, option: str) -> float:
 def _links(
     config: Config, ids: Sequence[WorkerId], rates: Mapping[WorkerId, float]
 ) -> list[dict[str, Any]]:
-    """All pairs; of two workers none where the configuration relays, or neither listens."""
+    """Links of all pairs; none of two workers where the configuration relays or neither listens."""
 
     def dials(id: WorkerId) -> bool:
         machine = config.machine(id)

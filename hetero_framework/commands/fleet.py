@@ -38,15 +38,15 @@ _log = logging.getLogger(__name__)
 _MAX_FRAME_BYTES = 1 << 28
 _LINK_BYTES = (1 << 20, 1 << 25)
 _DISTURBED = 1.2
-"""Below, that both directions of a link take longer together is taken for noise."""
+"""A smaller slowdown of both directions of a link together is taken for noise."""
 
 
 def measure_fleet(
     config: Config, *, access: Access | None = None, anew: bool = False
 ) -> FleetProfile:
     """Measure this machine, every worker of `config`, and the links between all of them; machines
-    at once, processes of one machine in turn. What a machine remembers of the same model, settings
-    and versions it measures again only `anew`. Raises UserError for a worker that cannot be
+    at once, processes of one machine in turn. A machine measures again what it has cached for the
+    same model, settings and versions only `anew`. Raises UserError for a worker that cannot be
     measured or goes away, what `Cluster.start` raises, and KeyboardInterrupt; no worker that was
     started here is left behind."""
     with _measured(config, access, anew) as (_, profile):
@@ -116,7 +116,7 @@ class _Measuring:
         self._numbers = itertools.count(1 << 31)
 
     def costs(self) -> dict[WorkerId, ModelCost]:
-        """Of the model's parts on each process, the coordinator's first."""
+        """Costs of the model's parts on each process, the coordinator's first."""
         measured: dict[WorkerId, remote_measurement.Measurement] = {}
         for together in turns(self._config):
             _log.info("measuring %s", ", ".join(map(process_name, together)))

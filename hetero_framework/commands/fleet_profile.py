@@ -62,6 +62,6 @@ def profile_of(
 
 
 def _wire_bytes(cost: ModelCost, codec: str) -> int:
-    """Of a boundary's tensor as it travels."""
+    """Bytes of a boundary's tensor on the wire."""
     dtype = getattr(torch, cost.hidden_dtype)
     return CODECS[codec].nbytes((cost.hidden_bytes // dtype.itemsize,), dtype)

@@ -75,7 +75,7 @@ _T = TypeVar("_T")
 def run(arguments: argparse.Namespace) -> int:
     given = vars(arguments)
     names = ("model", "workers", "coordinator", "layers", "adapter", "data", "island", "lighthouse")
-    # Not given, it is asked about.
+    # The wizard asks where it is not given.
     answers = Answers(**{name: given[name] for name in names}, measure=arguments.measure or None)
     output = Path(arguments.output)
     if not arguments.non_interactive:
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prepare_keys(config: Config, output: Path) -> None:
-    """Make the keys that other machines need, and say how they get them."""
+    """Make the keys that other machines need, and print how they get them."""
     from hetero_framework.commands.key_management import prepare_keys
     from hetero_framework.security.keys import FOLDER, KeyDirectory
 
@@ -128,7 +128,7 @@ class Answers:
     model: str | None = None
     workers: Sequence[str] = field(default_factory=tuple)
     coordinator: str | None = None
-    device: str | None = None  # of the coordinator, where `coordinator` is not told
+    device: str | None = None  # of the coordinator, unless `coordinator` is given
     layers: int | None = None
     adapter: str | None = None
     data: str | None = None
@@ -158,7 +158,7 @@ def parse_address(text: str) -> Address:
 
 
 def _entry(address: Address) -> dict[str, Any]:
-    """Of the configuration; without a port where it is not told, or dials."""
+    """An entry of the configuration; without a port where none is given, or it dials."""
     port = {} if address.port is None else {"port": address.port}
     return {"ip": address.ip, **port, "device": address.device}
 
@@ -269,7 +269,7 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
 
 
 def _own_device(name: str) -> str:
-    """The kind of a device here that has no 4 bits; else the name as it was given."""
+    """The kind of a device here that has no 4 bits; else the given name."""
     from hetero_framework.core.devices import open_device
 
     with suppress(HeteroError):  # `hetero check` reports a missing one
@@ -285,7 +285,7 @@ def _lacks_four_bit(kind: str) -> bool:
 
 
 def _check_quantised(config: Config, here: Sequence[str]) -> None:
-    """Raise ConfigError for machines that are to hold quantised weights and cannot."""
+    """Raise ConfigError for machines that cannot hold their quantised weights."""
     if config.model is None:
         return
     owners: list[int | str] = ["local", *(worker.id for worker in config.workers)]
@@ -324,7 +324,7 @@ def run_wizard(
     ask: Callable[[str], str] = lambda prompt: input(prompt),
     say: Callable[[str], None] = print,
 ) -> int:
-    """Ask what `answers` leaves open, write the file, and return the exit code. A wrong answer is
+    """Ask for the missing `answers`, write the file, and return the exit code. A wrong answer is
     asked for again; an empty line takes the default. Raises UserError when the input ends."""
     questions = _Questions(answers, output, ask, say)
     try:
@@ -481,7 +481,7 @@ def _host(lighthouse: str) -> str:
 
 
 def _layers(answers: Answers, output: Path) -> int:
-    """The number of layers: as told, else from the model's configuration."""
+    """The number of layers: as given, else from the model's configuration."""
     if answers.layers is not None:
         if answers.layers < 1:
             raise UserError(f"--layers {answers.layers}: a model has at least one layer")

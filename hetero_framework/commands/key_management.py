@@ -47,8 +47,8 @@ _print = partial(print, flush=True)
 
 
 def prepare_keys(config: Config, keys: KeyDirectory) -> bool:
-    """On the coordinator's machine: the authority and the coordinator's key, where they are needed
-    and missing; whether they were made."""
+    """On the coordinator's machine: make the authority and the coordinator's key where they are
+    needed and missing; return whether they were made."""
     here = addresses.is_local_address(config.coordinator.ip)
     remote = [w for w in config.planned_workers if not addresses.is_loopback(w.ip)]
     if not here or not remote or keys.processes():
@@ -110,8 +110,8 @@ def checked_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class InvitationPort:
-    """Where an invitation waits: at the port that is wanted, else at the usual one, or where a run
-    has that at any free one."""
+    """The port of an invitation: the one that is wanted, else the usual one, or any free one where
+    a run has that."""
 
     host: str
     usual: int
@@ -132,7 +132,7 @@ def _invite(
     place: InvitationPort,
     say: Say,
 ) -> None:
-    """`invited`: the members, with what is known of the machine of each."""
+    """`invited`: the members, with the known facts of each machine."""
     authority, made = certificates.ensure_authority(keys)
     if made:
         _log.info("made the authority of a new cluster: %s", keys.path)
@@ -237,8 +237,8 @@ Problem = tuple[str, str]
 
 
 def check(config: Config | None, keys: KeyDirectory) -> str:
-    """Check the keys, and say for which processes they are. Raises IdentityError that lists every
-    problem."""
+    """Check the keys; return a text with the processes that have keys. Raises IdentityError that
+    lists every problem."""
     keys.settle()
     wrong = list(problems(config, keys))
     if len(wrong) == 1:
@@ -256,8 +256,8 @@ def check(config: Config | None, keys: KeyDirectory) -> str:
 
 
 def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:
-    """All that is wrong with the keys here: damaged, of another authority than the one here or the
-    other keys, revoked, not on its lists, of none of this configuration's workers, left over."""
+    """All problems of the keys here: damaged, of another authority than the one here or the other
+    keys, revoked, not on its lists, of none of this configuration's workers, left over."""
     for left_over in keys.left_overs():
         text = f"{left_over} was left by a change of keys that was interrupted"
         yield text, "delete it; the next change of keys does so, too. The other files are whole"
@@ -333,7 +333,7 @@ def _wrong_lists(
 
 
 def revoke(keys: KeyDirectory, process: str) -> str:
-    """Take back the certificates of a member, or of "coordinator", or "lighthouse"."""
+    """Revoke the certificates of a member, or of "coordinator", or "lighthouse"."""
     kind, keeper = keys.kind, keys.kind.called("local")
     process = "local" if process == kind.keeper else process
     taken = certificates.revoke(keys, process)
@@ -345,7 +345,7 @@ def revoke(keys: KeyDirectory, process: str) -> str:
 
 
 def rotate(keys: KeyDirectory) -> str:
-    """A new authority; who has to join again."""
+    """Make a new authority; return a text with the processes that have to join again."""
     elsewhere = certificates.rotate(keys)
     if not elsewhere:
         return "there is a new authority, and new keys for the processes of this machine"
@@ -356,7 +356,7 @@ def rotate(keys: KeyDirectory) -> str:
 
 
 def export(config: Config, keys: KeyDirectory, workers: Sequence[str], folder: Path) -> list[Path]:
-    """Keys of workers as files, for who would rather copy than pair."""
+    """Write keys of workers as files, to be copied in place of pairing."""
     known = [str(worker.id) for worker in config.workers]
     for worker in workers:
         if worker not in known:
@@ -365,7 +365,7 @@ def export(config: Config, keys: KeyDirectory, workers: Sequence[str], folder: P
 
 
 def export_islands(keys: KeyDirectory, names: Sequence[str], folder: Path) -> list[Path]:
-    """The same of islands."""
+    """The same for islands."""
     if not names:
         raise UserError("hetero keys export --islands needs the islands' names")
     return _export(keys, [checked_name(name) for name in names], folder)

@@ -114,7 +114,7 @@ def processes_here(config: Any, arguments: argparse.Namespace) -> list[str]:
 
 
 def key_directory(arguments: argparse.Namespace) -> Any:
-    """That of --keys, or beside the configuration."""
+    """The directory of --keys, or the one beside the configuration."""
     from hetero_framework.security.keys import FOLDER, KeyDirectory
 
     beside = Path(arguments.config).absolute().parent / FOLDER

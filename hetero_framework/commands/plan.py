@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.write:
         config = plan_report.write_plan(described, Path(arguments.config))
         _log.info("wrote the plan into %s", arguments.config)
-        if config.model is not None and not about:  # an estimate is nothing to hold a run to
+        if config.model is not None and not about:  # a run is not compared with an estimate
             from hetero_framework.trainer.saved_plan import save_plan
 
             save_plan(config, result)
@@ -167,7 +167,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """The profile, and for an estimate what it was made from."""
+    """The profile, and for an estimate its assumptions."""
     from hetero_framework.planner import load_profile
 
     about: dict[str, Any] = {}

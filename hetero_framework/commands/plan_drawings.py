@@ -18,8 +18,8 @@ WorkerId = int | str
 
 
 def draw_plan(result: Result, path: str, *, is_estimate: bool = False) -> tuple[Path, Path]:
-    """Write both pictures, the step beside `path` as NAME-step; their files. Raises UserError
-    without matplotlib, for an unknown format and for a file that cannot be written."""
+    """Write both pictures, the step beside `path` as NAME-step; return their files. Raises
+    UserError without matplotlib, for an unknown format and for a file that cannot be written."""
     target = Path(path)
     beside = target.with_name(f"{target.stem}-step{target.suffix}")
     kind = "Estimated" if is_estimate else "Predicted"
@@ -52,7 +52,7 @@ def plan(result: Result, kind: str = "Predicted") -> PlanPicture:
 
 
 def step(result: Result, kind: str = "Predicted") -> StepPicture:
-    """The simulated step: tasks of each process, and what its links move."""
+    """The simulated step: tasks of each process, and transfers on its links."""
     schedule, spans = result.schedule, result.schedule.spans
     owners: list[WorkerId] = [entry["id"] for entry in result.shard_plan]
     last = len(owners) - 1
@@ -95,7 +95,7 @@ def step(result: Result, kind: str = "Predicted") -> StepPicture:
 
 
 def _plain(bar: Bar) -> Bar:
-    """On a link: without a number."""
+    """A bar of a link, without a number."""
     return Bar(bar.kind, bar.began, bar.ended)
 
 

@@ -34,7 +34,7 @@ _STAGE_HEAD = (
 
 @dataclass(frozen=True)
 class Wishes:
-    """The options that say what a plan may be, as they were written: "1=4:12", "2", "1=2GiB"."""
+    """The options that limit a plan, as they were written: "1=4:12", "2", "1=2GiB"."""
 
     pins: Sequence[str] = ()
     excluded: Sequence[str] = ()
@@ -126,7 +126,7 @@ def write_plan(facts: Mapping[str, Any], file: Path) -> Config:
         _split_samples(raw, changes["micro_batches"])
     config = Config.from_dict(raw, file.absolute().parent, name=str(file))
     try:
-        # Of a symbolic link the file that it names is written; the link stays.
+        # Through a symbolic link the file behind it is written; the link stays.
         write_file(file.resolve(), json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror or error}") from error
@@ -194,7 +194,7 @@ def _stage_table(facts: Mapping[str, Any]) -> list[str]:
 
 def held_text(ranges: Sequence[tuple[int, int]]) -> str:
     """The layers of a process, whose stages hold layers [start, end): "layers 0-7, 19-31"."""
-    ends = {True: "embedding", False: "head"}  # of a stage without layers, by where it is
+    ends = {True: "embedding", False: "head"}  # of a stage without layers, by its place
     parts = [layers_text(a, b) if b > a else ends[a == 0] for a, b in ranges]
     joined = ", ".join(parts)
     return joined.replace(", layers ", ", ") if joined.startswith("layers") else joined
@@ -280,7 +280,7 @@ def _optimal(facts: Mapping[str, Any]) -> str:
 
 
 def _known(name: str, ids: Sequence[WorkerId]) -> WorkerId:
-    """The id that was written so; `name` itself where there is none, which `plan` then says."""
+    """The id that was written so; `name` itself where there is none, which `plan` reports."""
     return next((known for known in ids if str(known) == name), name)
 
 

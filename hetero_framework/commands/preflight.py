@@ -87,7 +87,7 @@ def _data(config: Config) -> Iterator[UserError]:
 
 
 def _directories(config: Config) -> Iterator[UserError]:
-    """Of the output directories those that cannot be made or written; nothing is created."""
+    """Output directories that cannot be made or written; nothing is created."""
     places = {"training.output_dir": config.output_dir, "checkpoint_dir": config.checkpoints}
     if config.training.report_to == "tensorboard":
         places["training.logging_dir"] = config.logging_dir

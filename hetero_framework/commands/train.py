@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int | None:
     workers = None
     with StopRequest() as stop, contextlib.ExitStack() as stack:
         try:
-            # They import torch while this process does; `train` says what is wrong with output_dir.
+            # They import torch while this process does; `train` reports problems of output_dir.
             with contextlib.suppress(OSError, ResourceError):
                 run_id, planned = run_id_of(config.output_dir), config.plan.owners
                 ids = [worker for worker in role.worker_ids if worker in planned]
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int | None:
 
 
 def _planned(config: Any, arguments: argparse.Namespace, access: Any) -> Any:
-    """With a plan where shard_plan is "auto": that of the run that goes on, else a new one."""
+    """The configuration, planned where shard_plan is "auto": as the run that goes on, or anew."""
     if config.is_planned:
         return config
     from hetero_framework.config import with_saved_plan
