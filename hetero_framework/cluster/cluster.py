@@ -74,7 +74,7 @@ class MachineFacts:
 
     @classmethod
     def of(cls, welcome: m.Welcome) -> MachineFacts:
-        """Of a worker's device."""
+        """The facts of a worker's device."""
         memory = welcome.memory_total, welcome.memory_free
         return cls(welcome.device, welcome.device_label, *memory, welcome.no_four_bit)
 
@@ -156,7 +156,7 @@ class Cluster:
         self._current: LoadedPipeline | None = None
         self._was_ready = False
         self.fingerprint = ""
-        """Of the model's weights, as last loaded."""
+        """The fingerprint of the model's weights, as last loaded."""
 
     def __enter__(self) -> Cluster:
         return self

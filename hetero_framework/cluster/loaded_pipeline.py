@@ -105,7 +105,7 @@ class LoadedStages:
 
     @property
     def fingerprint(self) -> str:
-        """Of all weights."""
+        """The fingerprint of all weights."""
         return fingerprint.summary(weights for _, weights in self._fingerprints.values())
 
 

@@ -117,7 +117,7 @@ class Recovery:
             try:
                 if restore is not None:
                     restore()
-                    restore = None  # it holds a traceback, and that tensors
+                    restore = None  # it holds a traceback, which holds tensors
                 return loop.steps()
             except (StagesLost, WorkerLeaving) as trouble:
                 restore = partial(self._go_back, loop, trouble)

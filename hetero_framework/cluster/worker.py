@@ -114,7 +114,7 @@ class _Run:
         return self.lost is None or time.monotonic() < self.lost + self.grace_s
 
     def __str__(self) -> str:
-        """Why another coordinator has to wait."""
+        """The reason why another coordinator has to wait."""
         now = time.monotonic()
         if self.lost is None:
             return f"busy with the run of {self.host} for {_duration(now - self.began)}"

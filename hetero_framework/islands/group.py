@@ -187,7 +187,7 @@ class Group:
         return True
 
     def join(self, position: Position) -> SessionStart:
-        """With the members of the next view: new links, and everybody's position. Begins again
+        """Join the members of the next view over new links, and learn all positions. Begins again
         while members come and go. Raises ConfigError where this island trains something else than
         the others, GroupFinished where they are done, PeerAwayError where too few came, and what
         `check` raises."""

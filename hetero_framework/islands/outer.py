@@ -67,8 +67,8 @@ class OuterFragment:
         return made
 
     def change(self, local: Tensors) -> dict[str, Tensor]:
-        """What this island sends: the outer gradient, agreed - local, or the local weights where
-        only their mean is needed."""
+        """The tensors that this island sends: the outer gradient, agreed - local, or the local
+        weights where only their mean is needed."""
         if self._sends_weights:
             return {name: _held(local[name]) for name in self.weights}
         return {name: old - _held(local[name]) for name, old in self.weights.items()}

@@ -93,7 +93,7 @@ class MetricsWriter:
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Append the line of a training step or of an evaluation, with its "step"."""
-        # What JSON cannot hold becomes null.
+        # Values that JSON cannot hold become null.
         line = json.loads(json.dumps(metrics), parse_constant=lambda name: None)
         try:
             self._append((json.dumps(line) + "\n").encode())

@@ -274,7 +274,7 @@ class OuterRounds(SummedSteps):
             self._begin(self._sending)
 
     def _begin(self, sending: _Sending) -> None:
-        """In the background, while steps go on."""
+        """Begin it in the background, while steps go on."""
         session, number = self._present, self._exchange
         failpoints.hit("island-changes")
         sending.session = session

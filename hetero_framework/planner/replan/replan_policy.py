@@ -230,8 +230,8 @@ class Judge:
         return observed
 
     def _gain(self, question: Question, fleet: Fleet, stages: Stages) -> float:
-        """Of a plan over the present one, in the median; 0 where a quarter of the steps promises
-        less than GAIN."""
+        """The gain of a plan over the present one, in the median; 0 where a quarter of the steps
+        promises less than GAIN."""
         present = tuned(fleet, question.stages)
         other = tuned(fleet, stages)
         if present is None or other is None:
@@ -245,7 +245,7 @@ class Judge:
 
 
 def median(profiles: Sequence[Profile]) -> Profile:
-    """Of the times of profiles that are alike otherwise."""
+    """The profile with the median times of profiles that are alike otherwise."""
 
     def of(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
         return tuple(statistics.median(column) for column in zip(*rows, strict=True))

@@ -71,7 +71,7 @@ class TunedSchedule:
 
     @property
     def unordered(self) -> StepSchedule:
-        """For evaluations."""
+        """The schedule of evaluations, without an order."""
         return StepSchedule(self.in_flight_limits, self.max_in_flight, direct=self.direct)
 
     @cached_property
