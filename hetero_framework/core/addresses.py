@@ -20,12 +20,12 @@ _LOOPBACK_NAMES = {"localhost", "localhost.localdomain", "ip6-localhost"}
 
 def local_addresses() -> list[str]:
     """IPv4 and IPv6 addresses of this machine, loopback included, without zones ("%eth0")."""
-    found: dict[str, None] = {"127.0.0.1": None}
-    for addresses in psutil.net_if_addrs().values():
-        for address in addresses:
+    addresses: dict[str, None] = {"127.0.0.1": None}
+    for interface in psutil.net_if_addrs().values():
+        for address in interface:
             if address.family in (socket.AF_INET, socket.AF_INET6):
-                found[address.address.split("%")[0]] = None
-    return list(found)
+                addresses[address.address.split("%")[0]] = None
+    return list(addresses)
 
 
 def local_hostnames() -> list[str]:
@@ -40,7 +40,7 @@ def is_local_address(host: str) -> bool:
     if address is not None:
         if address.is_loopback or address.is_unspecified:
             return True
-        return any(address == parsed(own) for own in local_addresses())
+        return any(address == parsed(local) for local in local_addresses())
     return is_local_hostname(host) or any(map(is_local_address, resolve(host)))
 
 
@@ -58,8 +58,8 @@ def is_loopback(host: str) -> bool:
 
 def is_loopback_by_name(host: str) -> bool:
     """Whether `host` is a name that this machine takes for itself alone; "localhost" says so."""
-    found = resolve(host) if parsed(host) is None and host.lower() not in _LOOPBACK_NAMES else ()
-    return bool(found) and all(is_loopback(address) for address in found)
+    ips = resolve(host) if parsed(host) is None and host.lower() not in _LOOPBACK_NAMES else ()
+    return bool(ips) and all(is_loopback(address) for address in ips)
 
 
 def primary_address() -> str:
@@ -101,30 +101,30 @@ def parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def resolve(name: str) -> tuple[str, ...]:
     """The addresses of a name as this machine knows them; none for one that is not known here."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # unknown here: then it is not this machine
         return ()
-    return tuple(str(entry[4][0]) for entry in found)
+    return tuple(str(entry[4][0]) for entry in entries)
 
 
 def port_holder(port: int) -> str | None:
     """The program of this machine that listens on a port; None where the system does not tell."""
     with suppress(psutil.Error, OSError):
-        for found in psutil.net_connections("tcp"):
-            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN:
-                return f"{psutil.Process(found.pid).name()} (process {found.pid})"
+        for entry in psutil.net_connections("tcp"):
+            if entry.laddr and entry.laddr.port == port and entry.status == psutil.CONN_LISTEN:
+                return f"{psutil.Process(entry.pid).name()} (process {entry.pid})"
     return None
 
 
 def local_networks() -> list[ipaddress.IPv4Network]:
     """The IPv4 networks of this machine's interfaces, loopback left out."""
-    found: dict[ipaddress.IPv4Network, None] = {}
+    networks: dict[ipaddress.IPv4Network, None] = {}
     for entries in psutil.net_if_addrs().values():
         for entry in entries:
             if entry.family == socket.AF_INET and entry.netmask and not is_loopback(entry.address):
                 interface = ipaddress.IPv4Interface(f"{entry.address}/{entry.netmask}")
-                found[interface.network] = None
-    return list(found)
+                networks[interface.network] = None
+    return list(networks)
 
 
 def in_none(host: str, networks: list[ipaddress.IPv4Network]) -> bool:

@@ -16,5 +16,5 @@ VOID = b"\xff" * CHECKSUM_BYTES
 
 
 def digest(hasher: xxhash.xxh3_64) -> bytes:
-    found: bytes = hasher.digest()
-    return found if found != VOID else bytes(CHECKSUM_BYTES)
+    checksum: bytes = hasher.digest()
+    return checksum if checksum != VOID else bytes(CHECKSUM_BYTES)

@@ -69,11 +69,11 @@ class Codec(ABC):
         dtype: torch.dtype,
     ) -> None:
         """Raise ProtocolError unless parts of these types and shapes are those of such a tensor."""
-        found, expected = tuple(parts), self.layout(shape, dtype)
-        if found != expected or any(size < 0 for size in shape):
+        layout, expected = tuple(parts), self.layout(shape, dtype)
+        if layout != expected or any(size < 0 for size in shape):
             raise ProtocolError(
                 f"codec {self.name}: a tensor of {tuple(shape)} {dtype} comes as {_text(expected)},"
-                f" not as {_text(found)}"
+                f" not as {_text(layout)}"
             )
 
     @abstractmethod

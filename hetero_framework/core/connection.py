@@ -14,7 +14,7 @@ The sequence when a link breaks:
 4. Coordinator: `WorkerLinks.receive` raises LinkLost in the training thread; DirectLost for a link
    between workers. Out of memory in a reader, and what a worker has done wrong, end the run.
 5. `Recovery.retrying` mends it: `recover` dials again with the next epoch; the worker refuses a
-   HELLO of an older one. COMMIT is said again where it was not confirmed.
+   HELLO of an older one. COMMIT is sent again where it was not confirmed.
 6. The attempt is aborted everywhere (ABORT, ABORTED), and the step is done again with the next
    attempt's number. Frames of the old one are dropped.
 """
@@ -42,11 +42,11 @@ from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 _WELCOMES = (m.Welcome, m.PeerWelcome, m.IslandWelcome, m.LighthouseWelcome)
 _ANSWERS = (*_WELCOMES, m.Finished, m.Reject, m.Error, m.Bye)
 _ROLES = {m.Hello.spec.number: m.WORKER, m.PeerHello.spec.number: m.LISTENER}
-"""Where a worker is connected to: its role by what is said first."""
+"""The role of a worker at a connection, by the number of the first message."""
 
 
 def _opening(role: str) -> frozenset[int]:
-    """The numbers of what may be said first to this role."""
+    """The numbers of the messages with which a peer may begin towards this role."""
     first = [p for p in Phase if p is Phase.OPEN or p.name.endswith("GREETING")]
     return frozenset(kind.spec.number for phase in first for kind in legal(ROLES[role], phase))
 
@@ -166,7 +166,7 @@ class Connection:
                         raise answer
                     return answer
             return None
-        except PeerLostError as error:  # it may have said something wrong before it was asked
+        except PeerLostError as error:  # a fault that came before the request goes first
             raise self.fault or error from error
         finally:
             with self._lock:

@@ -80,7 +80,7 @@ HostTensor = tuple[torch.Tensor, Callable[[], None]]
 
 
 class Device:
-    """One device of this machine: the CPU, and what others do not do in their own way."""
+    """One device of this machine: the CPU, and the defaults of all others."""
 
     kind = "cpu"
 
@@ -634,9 +634,9 @@ class MpsDevice(Device):
 
     def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         # From copies, as the queue comes to them later, and this thread shall not wait for it.
-        own = [tensor.clone() for tensor in tensors]
-        there = [tensor.to(self.torch_device, non_blocking=True) for tensor in own]
-        self._queue_event(own)
+        copies = [tensor.clone() for tensor in tensors]
+        there = [tensor.to(self.torch_device, non_blocking=True) for tensor in copies]
+        self._queue_event(copies)
         return there
 
     def _queue_event(self, held: Sequence[torch.Tensor]) -> _PolledEvent:

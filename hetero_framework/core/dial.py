@@ -71,8 +71,8 @@ def connect(
                 small = small_packets or time.monotonic() - connected > _UNANSWERED_S
             else:
                 if small > small_packets:
-                    said = "the handshake with %s at %s:%d came about with small packets only: %s"
-                    _log.warning(said, who, host, port, f"{DROPS_LARGE}; {MTU_ADVICE}")
+                    text = "the handshake with %s at %s:%d came about with small packets only: %s"
+                    _log.warning(text, who, host, port, f"{DROPS_LARGE}; {MTU_ADVICE}")
                 return secured
         elapsed = time.monotonic() - started
         pause = min(5.0, 0.1 * 1.6 ** min(attempt, 20)) * random.uniform(0.5, 1.0)

@@ -67,8 +67,8 @@ POINTS = {
     "island-state": "before a part of the state is given to an island that joins",
     "island-gradients": "before gradients of a stage are sent to the other islands",
     "island-changes": "before what has changed of a fragment is sent to the other islands",
-    "island-vote": "the sums or averages are here, this island has not said so",
-    "island-decision": "all islands have voted, nobody has been told what follows",
+    "island-vote": "the sums or averages are here, this island has not voted",
+    "island-decision": "all islands have voted, none has been told the decision",
     "island-told": "one island has been told to commit, the others have not",
     "island-apply": "all have agreed on a fragment's weights, the stages do not have them",
     "output": "numeric: what leaves a stage's forward, or its loss",
@@ -124,7 +124,7 @@ ACTIONS: dict[str, Callable[[str | None], None]] = {
 @dataclass
 class _Failpoint:
     """One entry of the variable. `step` None: any; `done`: it has fired and does so once; `told`:
-    it has been said that it fires."""
+    its firing has been reported."""
 
     text: str
     process: str | None

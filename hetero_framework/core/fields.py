@@ -151,18 +151,18 @@ class Fields:
         self._converted = [(n, k.unpack) for n, (k, _) in self.kinds.items() if k.unpack]
         self._packers = [(n, k.pack) for n, (k, _) in self.kinds.items()]
 
-    def problem(self, found: dict[Any, Any]) -> str | None:
+    def problem(self, values: dict[Any, Any]) -> str | None:
         """What is wrong with a map; None when nothing is."""
         for name, (kind, required) in self.kinds.items():
-            value = found.get(name)
+            value = values.get(name)
             if value is None:
                 if required:
-                    if name in found:
+                    if name in values:
                         return f"field {name!r} must be {kind.name}, got None"
                     return f"field {name!r} is missing"
             elif not kind.accepts(value):
                 return f"field {name!r} must be {kind.name}, got {shown(value)}"
-        for name in found:
+        for name in values:
             if name not in self.kinds:
                 known = ", ".join(self.kinds) or "none"
                 return f"unknown field {shown(name)} (known: {known})"
@@ -177,9 +177,9 @@ class Fields:
                 packed[name] = item if pack is None else pack(item)
         return packed
 
-    def unpack(self, found: dict[str, Any]) -> Any:
+    def unpack(self, values: dict[str, Any]) -> Any:
         """The dataclass of a map that has no `problem`; the map may be changed."""
         for name, unpack in self._converted:
-            if found.get(name) is not None:
-                found[name] = unpack(found[name])
-        return self._cls(**found)
+            if values.get(name) is not None:
+                values[name] = unpack(values[name])
+        return self._cls(**values)

@@ -73,10 +73,10 @@ def replace_files(directory: Path, contents: Mapping[str, bytes]) -> None:
     the old ones or all of the new ones. Raises OSError and leaves the old ones. The caller sees to
     it that nobody else writes there.
 
-    Linux exchanges the directory with one that holds the new files and links to all others. What
-    cannot be exchanged (a mount point, other systems) gets the new files in a folder of its own,
-    which counts once it has its final name; `finish_replacing` moves them to their places, in the
-    order of `contents`.
+    Linux exchanges the directory with one that holds the new files and links to all others. A
+    directory that cannot be exchanged (a mount point, other systems) gets the new files in a
+    subfolder, which counts once it has its final name; `finish_replacing` moves them to their
+    places, in the order of `contents`.
     """
     real, aside = Path(os.path.realpath(directory)), aside_of(directory)
     with contextlib.suppress(OSError):

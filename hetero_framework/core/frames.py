@@ -184,8 +184,8 @@ def unpack_header(header: bytes) -> dict[str, Any]:
 
 
 def _elements(header: bytes) -> int:
-    """At least the number of its values, but for those that are one byte here and nothing of their
-    own in memory: all others begin with a byte above 127, as no byte of an ASCII text does."""
+    """An upper bound of the values that need memory of their own: each begins with a byte above
+    127, which no byte of an ASCII text is. All others are one byte and shared objects."""
     return len(header) - len(header.translate(None, _ABOVE_127))
 
 

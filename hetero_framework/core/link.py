@@ -336,7 +336,7 @@ class Link:
                     self._tell(outgoing)
             self._stream.end_writes()
         except OSError as error:
-            reason = PeerLostError(f"{self.name}: connection lost while writing: {_said(error)}")
+            reason = PeerLostError(f"{self.name}: connection lost while writing: {_text(error)}")
         except HeteroError as error:
             reason = error
         except Exception as error:
@@ -447,7 +447,7 @@ class Link:
         try:
             self._read_frames()
         except OSError as error:
-            reason = PeerLostError(f"{self.name}: connection lost: {_said(error)}")
+            reason = PeerLostError(f"{self.name}: connection lost: {_text(error)}")
         except ProtocolError as error:
             reason = ProtocolError(f"{self.name}: {error.message}", hint=error.hint)
         except HeteroError as error:
@@ -587,10 +587,10 @@ class Link:
     def _is_whole(self, frame: m.FrameHeader, hasher: Hasher) -> bool:
         """Whether all of a frame is here; False for one that was given up, and when the link was
         closed on our side. Raises PeerLostError for one that arrived damaged."""
-        found = self._incoming.take(CHECKSUM_BYTES)
-        if found is None or found == VOID:
+        checksum = self._incoming.take(CHECKSUM_BYTES)
+        if checksum is None or checksum == VOID:
             return False
-        if found != digest(hasher):
+        if checksum != digest(hasher):
             raise PeerLostError(
                 f"{self.name}: a frame arrived damaged ({frame.body.spec.name}, "
                 f"{len(frame.raw) + frame.payload_bytes} bytes)",
@@ -697,5 +697,5 @@ class Link:
                 outgoing.done()
 
 
-def _said(error: OSError) -> str:
+def _text(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__

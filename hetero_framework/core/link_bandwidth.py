@@ -57,8 +57,8 @@ class LinkBandwidth:
         self._waits_until: float | None = None  # when a large frame goes without a turn
         self._asked: Outgoing | None = None  # the frame for which the peer has been asked
         self._asks_again_at = math.inf
-        self._is_alone = False  # the peer said that no other link brings it large frames
-        self._said_alone = False  # we said so to the peer
+        self._is_alone = False  # by the peer: no other link brings it large frames
+        self._told_alone = False  # the last such report of ours to the peer
 
     # ---- sending
 
@@ -205,14 +205,14 @@ class LinkBandwidth:
         """The peer's large frame may come; from any thread."""
         self._was_asked = False
         with self._lock:
-            self._said_alone = self._way_in.is_alone()
-            self._say(m.Turn(True, self._said_alone))
+            self._told_alone = self._way_in.is_alone()
+            self._say(m.Turn(True, self._told_alone))
 
     def _tell_alone(self) -> None:
         """Whether the peer's large frames meet others here has changed; from any thread."""
         with self._lock:
-            if (alone := self._way_in.is_alone()) != self._said_alone:
-                self._said_alone = alone
+            if (alone := self._way_in.is_alone()) != self._told_alone:
+                self._told_alone = alone
                 self._say(m.Turn(False, alone))
 
     def leave_in(self) -> None:

@@ -954,8 +954,8 @@ def read_header(
     """Decode and check a header. Raises ProtocolError, naming what came, when it is not exactly a
     known message whose tensors fill exactly `payload_bytes`, when the receiver would need more than
     `max_frame_bytes` of memory for it, or when its number is not in `opening`."""
-    found = frames.unpack_header(header)
-    number, fields = found["t"], found["m"]
+    values = frames.unpack_header(header)
+    number, fields = values["t"], values["m"]
     if not frames.is_int(number) or number not in BODIES:
         raise ProtocolError(
             f"unknown message type {frames.shown(number)}",
@@ -965,8 +965,8 @@ def read_header(
     if opening is not None and number not in opening:
         raise ProtocolError(f"{spec.name} came before a greeting")
     spec.check_header(header)
-    spec.check_count(found["x"])
-    shapes = frames.unpack_shapes(spec.name, found["x"], payload_bytes)
+    spec.check_count(values["x"])
+    shapes = frames.unpack_shapes(spec.name, values["x"], payload_bytes)
     if not isinstance(fields, dict):
         raise ProtocolError(f"{spec.name}: the fields must be a map, got {frames.shown(fields)}")
     body: Body

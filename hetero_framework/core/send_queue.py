@@ -251,7 +251,7 @@ class SendQueue:
         return self._next_in_turn() or next((f for f in self._frames if f.ready), None)
 
     def _next_in_turn(self) -> Outgoing | None:
-        found: Outgoing | None = None
+        chosen: Outgoing | None = None
         first = (math.inf, 0)
         for frame in self._frames:
             if frame.missing:
@@ -259,11 +259,11 @@ class SendQueue:
             lane = frame.lane
             if lane is None:
                 passes = frame.message is not None and isinstance(frame.message.body, Inputs)
-                return frame if found is None or passes else found
+                return frame if chosen is None or passes else chosen
             turn = (self._place(lane), self._begun.get(lane, -1))
-            if found is None or turn < first:
-                found, first = frame, turn
-        return found
+            if chosen is None or turn < first:
+                chosen, first = frame, turn
+        return chosen
 
     def begin(self, frame: Outgoing, now: float) -> None:
         """Writing of `frame` began at `now`, or goes on: it comes first from now on."""

@@ -38,14 +38,14 @@ NO_MICRO_BATCH = -1
 Span = dict[str, Any]
 
 
-def is_span(found: dict[str, Any]) -> bool:
+def is_span(span: dict[str, Any]) -> bool:
     """Whether another process's span can be one."""
-    times = [found.get(name) for name in ("began", "ended")]
+    times = [span.get(name) for name in ("began", "ended")]
     return (
-        found.get("kind") in KINDS
-        and all(type(found.get(name)) is int for name in ("stage", "micro_batch", "step"))
+        span.get("kind") in KINDS
+        and all(type(span.get(name)) is int for name in ("stage", "micro_batch", "step"))
         and all(isinstance(at, (int, float)) and math.isfinite(at) for at in times)
-        and isinstance(found.get("bytes", 0), int)
+        and isinstance(span.get("bytes", 0), int)
     )
 
 

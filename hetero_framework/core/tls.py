@@ -123,20 +123,20 @@ def accept(
     plain: Stream, made: ssl.SSLContext, admit: Admit, note: dict[str, Any]
 ) -> tuple[TlsStream, Certificate]:
     """The encrypted stream to a peer that has dialled, and its certificate; raises as `dial` does.
-    A peer with a certificate of this cluster is told why it is not wanted, others get an alert."""
+    A refused peer of this cluster gets the reason, others get an alert."""
     with contextlib.ExitStack() as on_error:
         on_error.callback(plain.close)
         stream = TlsStream(plain, made, server=True)
         deadline = time.monotonic() + timeouts.STRANGER_S
         with explained("it"):
             stream.shake_hands(deadline)
-            found = stream.certificate()
-            why = admit(found, stream.receive_note(deadline))
+            certificate = stream.certificate()
+            why = admit(certificate, stream.receive_note(deadline))
             stream.send_note(note if why is None else {"refused": why}, deadline)
         if why is not None:
             raise IdentityError(why)
         on_error.pop_all()
-        return stream, found
+        return stream, certificate
 
 
 _MEANINGS = {
@@ -176,10 +176,10 @@ def _wrong_clock(who: str, error: ssl.SSLError) -> IdentityError | None:
 
 
 def clock_problem(made: ssl.SSLContext) -> str | None:
-    """That keys are too early or too late by this machine's clock; None: they are not."""
+    """The reason if keys are not valid yet or any more by this machine's clock."""
     now = time.time()
-    for found in made.get_ca_certs():
-        dates: dict[str, Any] = found
+    for authority in made.get_ca_certs():
+        dates: dict[str, Any] = authority
         first, last = (ssl.cert_time_to_seconds(dates[n]) for n in ("notBefore", "notAfter"))
         if not first <= now <= last:
             return (
@@ -271,13 +271,13 @@ class TlsStream:
 
     def certificate(self) -> Certificate:
         """The other side's. Raises IdentityError when it names no process of a cluster."""
-        found = self._ssl.getpeercert() or {}
-        names: Any = found.get("subjectAltName", ())
+        fields = self._ssl.getpeercert() or {}
+        names: Any = fields.get("subjectAltName", ())
         try:
             [(kind, uri)] = names
             if kind != "URI":
                 raise ValueError(f"its certificate names {kind} {uri!r}")
-            return Certificate(Identity.parse(uri), int(str(found["serialNumber"]), 16))
+            return Certificate(Identity.parse(uri), int(str(fields["serialNumber"]), 16))
         except ValueError as error:
             raise IdentityError(f"{error}") from error
 
@@ -330,8 +330,8 @@ class TlsStream:
                 return got
             count = self._plain.read(self._received)
             if not count:
-                # An end without TLS's own word for it is one as well: frames have a length, and
-                # a run ends with a message.
+                # An end without TLS's close_notify counts too: frames have a length, and a run
+                # ends with a message.
                 return got or count
             with self._lock:
                 self._in.write(self._received[:count])

@@ -22,7 +22,7 @@ class Waiting:
         self.field_bytes = 0
         self.tensor_bytes = 0
         self.most_tensor_bytes: int | None = None
-        """None: no bound of its own. Those of a boundary are awaited ones (`Expectation`)."""
+        """None: no separate bound. Tensors of a boundary are awaited ones (`Expectation`)."""
 
     def came(self, message: Message) -> None:
         """It waits until `Message.seen`. Raises ProtocolError where too much waits already."""
