@@ -79,7 +79,7 @@ def _table(section: type[schema.Section], place: str) -> str:
         meaning = " ".join(str(field.description).split())
         unit = _unit(field) or _unit(field.annotation)
         setting = place + name
-        refused, said = setting in resuming.REFUSED, setting in resuming.SAID
+        refused, said = setting in resuming.REFUSED, setting in resuming.REPORTED
         resumed = "refused" if refused else "said" if said else ""
         cells = [f"`{name}`", _type(field.annotation), _default(field), unit, resumed, meaning]
         rows.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")

@@ -18,7 +18,7 @@ OWNERS = {"training": "TrainingArguments", "adapter": "LoraConfig", "data": "SFT
 FILE = Path(__file__).with_name("alias_names.json")
 _SETTINGS = Path(__file__).with_name("alias_settings.json")
 
-# Names of switches that have another name here and are off where nothing is said.
+# Switches that have another name here and are off by default.
 _SWITCH = re.compile(
     "load_in_[48]bit|.*flash_attention.*|resume.*|.*dora|.*rslora|lora_target_linear|compile"
     "|.*checkpointing"
@@ -81,15 +81,15 @@ def refusal_of(section: str, key: str) -> str | None:
 
 @cache
 def _listed() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    tables: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return tables
 
 
 @cache
 def settings() -> dict[str, dict[str, Any]]:
     """The tables of alias_settings.json."""
-    found: dict[str, dict[str, Any]] = json.loads(_SETTINGS.read_text(encoding="utf-8"))
-    return found
+    tables: dict[str, dict[str, Any]] = json.loads(_SETTINGS.read_text(encoding="utf-8"))
+    return tables
 
 
 @cache

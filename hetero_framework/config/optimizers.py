@@ -55,8 +55,8 @@ def optimizer_problems(training: TrainingConfig) -> Iterator[ConfigError]:
 
 
 def _refusal(name: str) -> str | None:
-    found = (why for prefix, why in _WHOLE_MODEL_OPTIMIZERS.items() if name.startswith(prefix))
-    return next(found, None)
+    reasons = (why for prefix, why in _WHOLE_MODEL_OPTIMIZERS.items() if name.startswith(prefix))
+    return next(reasons, None)
 
 
 @cache

@@ -37,7 +37,7 @@ def report(name: str, problems: Sequence[Problem]) -> str:
 
 def problems_of(details: Sequence[Any], root: type[BaseModel], raw: Any) -> list[Problem]:
     """pydantic's error details as problems; those of one union are merged into one."""
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     unions: dict[str, list[str]] = {}
     for detail in details:
         keys, is_union = _real_path(detail["loc"], raw)
@@ -46,17 +46,17 @@ def problems_of(details: Sequence[Any], root: type[BaseModel], raw: Any) -> list
             unions.setdefault(path, []).append(_expected(detail))
             options = " or ".join(dict.fromkeys(unions[path]))
             text = f"must be {options}, not {_shown(detail['input'])}"
-            found[path] = Problem(path, text + _advice(path, detail["input"]))
+            problems[path] = Problem(path, text + _advice(path, detail["input"]))
         else:
             text = _text(detail, keys, root)
             if detail["type"] in _EXPECTED and (advice := _advice(path, detail["input"])):
                 text = text.partition("; did you mean")[0] + advice
-            found.setdefault(path, Problem(path, text))
+            problems.setdefault(path, Problem(path, text))
     # A union also complains about its other form: "must be a text" for a list with one bad item.
     return [
         problem
-        for path, problem in found.items()
-        if not (path in unions and any(p.startswith((f"{path}[", f"{path}.")) for p in found))
+        for path, problem in problems.items()
+        if not (path in unions and any(p.startswith((f"{path}[", f"{path}.")) for p in problems))
     ]
 
 
@@ -81,8 +81,8 @@ def without_harmless(
         rest = {key: value for key, value in values.items() if key not in left}
         kept = {**kept, section: rest} if section else rest
         for key in left:
-            said = f"{join_path(section, key)} {shown(values[key])} is left out: there is no such"
-            lines.append(f"{said} setting here, and this is what happens anyway")
+            text = f"{join_path(section, key)} {shown(values[key])} is left out: there is no such"
+            lines.append(f"{text} setting here, and this is what happens anyway")
     return kept, lines
 
 
@@ -174,12 +174,12 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
 
 def _sections(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """The classes of the file's sections, or of the entries of a list, by name."""
-    found = {}
+    classes = {}
     for name, field in root.model_fields.items():
         for kind in (field.annotation, *typing.get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                found[name] = kind
-    return found
+                classes[name] = kind
+    return classes
 
 
 def _description(root: type[BaseModel], keys: Sequence[str | int]) -> str:

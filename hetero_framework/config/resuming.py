@@ -1,7 +1,7 @@
 """The effect of each setting on resuming: refused, reported or ignored when it has changed.
 
 Each setting of the schema stands in exactly one of the three groups; docs/configuration.md shows
-which. Settings that say where the training data are and how they become tokens are in SAID: the
+which. Settings that say where the training data are and how they become tokens are in REPORTED: the
 resulting tokens are compared instead, and other ones are refused (trainer/continuation.py).
 """
 
@@ -29,7 +29,7 @@ REFUSED = frozenset({"model", "adapter"}) | _listed(
 )
 """The run would not be the same one: another value is refused."""
 
-SAID = frozenset({"data", "training", "wire", "island"}) | _listed(
+REPORTED = frozenset({"data", "training", "wire", "island"}) | _listed(
     model="attn_implementation tokenizer",
     data="train eval format dataset_config train_split eval_split dataset_text_field max_length"
     " truncation_mode add_eos completion_only_loss assistant_only_loss chat_template_path"
@@ -41,7 +41,7 @@ SAID = frozenset({"data", "training", "wire", "island"}) | _listed(
     island="sync_steps warmup_steps method fragments delay_steps mixing compression"
     " outer_learning_rate outer_momentum outer_nesterov share",
 )
-"""It changes what comes out, be it in rounding alone: another value is said, with the old one."""
+"""Settings that change the result, if only in rounding; a change is reported with the old value."""
 
 FREE = frozenset(
     {"version", "coordinator", "workers", "shard_plan", "links", "checkpoint_dir", "resume_step"}
@@ -69,14 +69,14 @@ def settings(root: type[BaseModel]) -> Iterator[str]:
 
 
 def flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings as JSON types by such names; a section that is there counts as True by its own."""
-    found: dict[str, Any] = {}
+    """Settings as JSON types by such names; a section that is present is also True by its name."""
+    settings: dict[str, Any] = {}
     for name, value in values.items():
-        found[name] = value
+        settings[name] = value
         if isinstance(value, dict):
-            found[name] = True
-            found |= {f"{name}.{key}": item for key, item in value.items()}
-    return found
+            settings[name] = True
+            settings |= {f"{name}.{key}": item for key, item in value.items()}
+    return settings
 
 
 def _sections(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -665,8 +665,8 @@ class Config(WholeFile):
             config = cls.model_validate_json(json.dumps(given, default=_json), context=valid)
         except ValidationError as error:
             known = {problem.path for problem in problems}
-            found = problems_of(error.errors(include_url=False), cls, raw)
-            problems += [problem for problem in found if problem.path not in known]
+            invalid = problems_of(error.errors(include_url=False), cls, raw)
+            problems += [problem for problem in invalid if problem.path not in known]
         if is_auto:
             valid.pop("shard_plan", None)
         if problems := [*problems, *_disagreements(valid)]:
@@ -752,16 +752,16 @@ class Config(WholeFile):
 
     def checkpointing(self, index: int) -> bool | Literal["auto"]:
         """Whether the stage of that index computes its layers again backward."""
-        own = self.shard_plan[index].gradient_checkpointing
-        return self.training.gradient_checkpointing if own is None else own
+        setting = self.shard_plan[index].gradient_checkpointing
+        return self.training.gradient_checkpointing if setting is None else setting
 
     def quantization(self, owner: int | str) -> Kind | None:
         """How a process holds the frozen weights of its stages; None: in full precision, or as the
         checkpoint stores them."""
-        own = self.machine(owner).quantization
-        if own is None:
+        kind = self.machine(owner).quantization
+        if kind is None:
             return self.model.quantization if self.model is not None else None
-        return own if own != "none" else None
+        return kind if kind != "none" else None
 
     def per_quantization(
         self, owners: Collection[int | str], make: Callable[[int | str], _T]
@@ -778,11 +778,11 @@ class Config(WholeFile):
         """`quantization` of all that the plan cuts; where processes differ, {kind: stages}, with
         "none" for full precision."""
         stages = self.plan.stages
-        found = [self.quantization(spec.owner) for spec in stages]
-        if len({*found}) == 1:
-            return found[0]
+        kinds = [self.quantization(spec.owner) for spec in stages]
+        if len({*kinds}) == 1:
+            return kinds[0]
         spans: list[tuple[str, StageSpec]] = []
-        for kind, spec in zip((kind or "none" for kind in found), stages, strict=True):
+        for kind, spec in zip((kind or "none" for kind in kinds), stages, strict=True):
             if spans and spans[-1][0] == kind:
                 before = spans.pop()[1]
                 spec = replace(spec, start=before.start, is_first=before.is_first)
@@ -815,8 +815,8 @@ class Config(WholeFile):
     def worker(self, worker_id: int | str) -> WorkerConfig:
         """The worker of that id; 1 and "1" name the same. Raises ConfigError."""
         workers = {str(worker.id): worker for worker in self.workers}
-        if found := workers.get(str(worker_id)):
-            return found
+        if worker := workers.get(str(worker_id)):
+            return worker
         known = ", ".join(workers) or "none"
         raise ConfigError(f"there is no worker {shown(worker_id)}; the configuration has: {known}")
 
@@ -848,7 +848,7 @@ class Config(WholeFile):
     def warnings(self) -> tuple[str, ...]:
         """Settings that are legal but probably a mistake, and those that were left out."""
         idle = [worker for worker in self.workers if worker not in self.planned_workers]
-        found = [
+        warnings = [
             *self._left_out,
             *(
                 f"worker {shown(worker.id)} has no entry in shard_plan and takes no part"
@@ -856,16 +856,16 @@ class Config(WholeFile):
             ),
         ]
         if self.data and self.data.eval and self.training.evaluation == "no":
-            found.append(
+            warnings.append(
                 "data.eval is given but never used; set training.eval_steps or eval_strategy"
             )
         stages, m = len(self.shard_plan), self.training.gradient_accumulation_steps
         if m < stages:
-            found.append(
+            warnings.append(
                 f"training.gradient_accumulation_steps is {m}, fewer than the {stages} stages; most"
                 " of them will wait most of the time"
             )
-        return tuple(found)
+        return tuple(warnings)
 
 
 def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
@@ -934,9 +934,9 @@ def _address_problems(
     ids: dict[str, int] = {}
     addresses: dict[tuple[str, int], str] = {}
     if coordinator is not None:
-        own = normal_host(coordinator.ip)
-        addresses[own, coordinator.port] = "the coordinator"
-        if own in ("0.0.0.0", "::") and any(worker.dials for worker in workers):
+        host = normal_host(coordinator.ip)
+        addresses[host, coordinator.port] = "the coordinator"
+        if host in ("0.0.0.0", "::") and any(worker.dials for worker in workers):
             yield Problem(
                 "coordinator.ip",
                 f"{coordinator.ip} is not an address to dial, and workers without a port dial it;"

@@ -53,8 +53,8 @@ class Section(BaseModel):
 
 class WholeFile(Section):
     """The outermost section. It is validated with a dictionary as context, into which each field
-    goes that is valid by itself: what is wrong between two fields is then said even where a third
-    one is wrong by itself."""
+    goes that is valid by itself: disagreements between two fields are then reported even where a
+    third one is invalid."""
 
     @field_validator("*")
     @classmethod

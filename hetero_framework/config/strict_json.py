@@ -61,8 +61,8 @@ _TYPES = (
 
 def json_type(value: Any) -> str:
     """The JSON name of a Python value's type, with an article."""
-    found = (name for kind, name in _TYPES if isinstance(value, kind))
-    return next(found, type(value).__name__)
+    names = (name for kind, name in _TYPES if isinstance(value, kind))
+    return next(names, type(value).__name__)
 
 
 def join_path(parent: str, key: str | int) -> str:

@@ -36,7 +36,7 @@ _OF_SHELLS = (
 
 
 def text_problems(raw: Any) -> Iterator[Problem]:
-    """Texts that the file must not contain. Errors do not repeat them: they may be secrets."""
+    """Problems with forbidden texts of the file; none repeats the text: it may be a secret."""
     waiting: list[tuple[str, str | int, Any]] = [("", "", raw)]
     while waiting:
         path, name, value = waiting.pop()
@@ -51,8 +51,8 @@ def text_problems(raw: Any) -> Iterator[Problem]:
         elif any(unicodedata.category(char) == "Cc" for char in value):
             yield Problem(path, "holds a control character, which no name and no path has")
         elif _PATHS.fullmatch(path):
-            found = ((re.search(pattern, value), said) for pattern, said in _OF_SHELLS)
-            for match, said in found:
+            matches = ((re.search(pattern, value), text) for pattern, text in _OF_SHELLS)
+            for match, text in matches:
                 if match:
-                    yield Problem(path, said.format(match[0]))
+                    yield Problem(path, text.format(match[0]))
                     break

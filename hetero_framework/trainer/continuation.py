@@ -88,7 +88,7 @@ def check_identity(
     changed = list(_changed(reader.manifest, resolved))
     step, manifest = reader.step, reader.manifest
     refused = [line for name, line in changed if name in resuming.REFUSED]
-    reported = [(name, line) for name, line in changed if name in resuming.SAID]
+    reported = [(name, line) for name, line in changed if name in resuming.REPORTED]
     if manifest["identity"]["data"] != data.fingerprint:
         was = manifest.get("contents", {})
         causes = [line for name, line in reported if name.startswith(("data.", "model."))]

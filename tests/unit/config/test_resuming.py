@@ -6,7 +6,7 @@ from hetero_framework.config import Config, resuming
 
 
 def test_every_setting_is_in_exactly_one_group() -> None:
-    groups = (resuming.REFUSED, resuming.SAID, resuming.FREE)
+    groups = (resuming.REFUSED, resuming.REPORTED, resuming.FREE)
     known = list(resuming.settings(Config))
     assert len(known) == len(set(known)) > 140
     wrong = {name: sum(name in group for group in groups) for name in known}

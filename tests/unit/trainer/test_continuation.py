@@ -91,7 +91,7 @@ def test_each_setting_of_the_schema_is_refused_reported_or_free(
         is_said = any(line.startswith(f"{name} was") for line in logged)
         assert is_said == bool(logged), (name, logged)
         seen[name] = "refused" if f": {name} was" in refused else "said" if is_said else refused
-    groups = {"refused": resuming.REFUSED, "said": resuming.SAID, "": resuming.FREE}
+    groups = {"refused": resuming.REFUSED, "said": resuming.REPORTED, "": resuming.FREE}
     expected = {name: said for said, group in groups.items() for name in group}
     assert seen == expected
 
