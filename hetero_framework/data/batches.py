@@ -118,14 +118,14 @@ class SampleOrder:
         steps from `first_step` on, the first of equals; None where there is none. `tokens` are the
         lengths of the examples, `packed` rows hold all examples of a micro-batch one after another.
 
-        A run of very many epochs is looked at for `_LOOK_AT` examples.
+        Of a run of very many epochs only `_LOOK_AT` examples are looked at.
         """
         rows, accumulation = self._rows, self.training.gradient_accumulation_steps
         lengths = np.asarray(tokens, np.int64)
         if not packed:
             lengths = -(-lengths // multiple) * multiple
         most = int(np.sort(lengths)[-rows:].sum() if packed else lengths.max() * rows)
-        best, found, looked = -1, None, 0
+        best, place, looked = -1, None, 0
         for epoch in range(first_step // self.steps_per_epoch, self._epochs):
             batches = self.batches_per_epoch
             ordered = np.zeros(batches * rows, np.int64)
@@ -138,11 +138,11 @@ class SampleOrder:
             sizes[(steps < first_step) | (steps >= self.total_steps)] = -1
             at = int(sizes.argmax())
             if sizes[at] > best:
-                best, found = int(sizes[at]), (int(steps[at]), at % accumulation)
+                best, place = int(sizes[at]), (int(steps[at]), at % accumulation)
             looked += batches * rows
             if best >= most or looked >= _LOOK_AT:
                 break
-        return found
+        return place
 
     @property
     def _epochs(self) -> int:

@@ -27,14 +27,14 @@ from hetero_framework.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SAID = "SAID"  # stands for a content of which only the place is asked
+_PROBE = "SAID"  # a content of which only the place is needed
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NO_MASK_HINT = (
     "put {% generation %} and {% endgeneration %} around the assistant's text in the template, "
     "or set data.assistant_only_loss to false to train on the whole conversation"
 )
 
-# What a template raises that does not take a conversation.
+# Errors of a template that does not take a conversation.
 _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 
 # What follows is as in TRL's training templates (1.16), by what is written in the template.
@@ -51,7 +51,7 @@ _KEEP_THINKING = (
 )
 _HEADERS = {
     "{{- '<|im_start|>' + message.role }}": "<|im_start|>assistant",  # Qwen 2.5: then a line break
-    "<｜Assistant｜>": "",  # DeepSeek: it counts as said
+    "<｜Assistant｜>": "",  # DeepSeek: it is trained
     "<|start|>assistant": "",  # gpt-oss: it begins each of a turn's channels
 }
 _STOPS_AT_NEXT_ROLE = "[gMASK]<sop>"  # GLM: the next role's token ends a turn
@@ -102,14 +102,14 @@ class ChatRenderer:
         self.template: str = chosen
         self._with_marks = mark_turns(chosen)
         self._check = RenderCheck(self._apply, chosen, Remarks() if notes is None else notes)
-        self._takes_parts = not self._shows(_SAID) and self._shows(
-            [{"type": "text", "text": _SAID}]
+        self._takes_parts = not self._shows(_PROBE) and self._shows(
+            [{"type": "text", "text": _PROBE}]
         )
 
     def _shows(self, content: Any) -> bool:
         """Whether the template writes the text of such a message."""
         try:
-            return _SAID in self._render([{"role": "user", "content": content}])
+            return _PROBE in self._render([{"role": "user", "content": content}])
         except _REFUSALS:
             return False
 
@@ -124,8 +124,8 @@ class ChatRenderer:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def ids_and_mask(self, chat: Conversation) -> TokensAndMask:
-        """Token ids of a conversation and, for each, whether the loss covers it: what the assistant
-        says, or everything, in either case without messages of weight 0."""
+        """Token ids of a conversation and, for each, whether the loss covers it: the assistant's or
+        all, in either case without messages of weight 0."""
         weights = [bool(message.get("weight", 1)) for message in chat.messages]
         if not self.tokenizer.is_fast and (self.assistant_only or 0 in weights):
             raise DataError(
@@ -184,8 +184,8 @@ class ChatRenderer:
         end-of-sequence token behind all of them is the last one's."""
         messages = numbered(chat.messages)
         marked = self._apply(replace(chat, messages=messages), template=self._with_marks)
-        found, turns = find_turns(marked, len(messages))
-        if found != text:
+        rendered, turns = find_turns(marked, len(messages))
+        if rendered != text:
             return [[] for _ in messages]
         if turns[-1] and text[turns[-1][-1].stop :] == self.tokenizer.eos_token:
             turns[-1][-1] = range(turns[-1][-1].start, len(text))
@@ -194,8 +194,8 @@ class ChatRenderer:
     def _tokens_of(
         self, chat: Conversation, text: str, turns: list[list[range]], wanted: list[bool]
     ) -> TokensAndMask:
-        """The tokens of a text, and for each whether it is said in one of the messages wanted; one
-        that reaches over the border is, as with return_assistant_tokens_mask."""
+        """The tokens of a text, and for each whether it is in one of the messages wanted; a token
+        across the border is, as with return_assistant_tokens_mask."""
         encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
         starts, ends = zip(*encoding.encodings[0].offsets, strict=True)
         mask = [False] * len(starts)
@@ -207,12 +207,12 @@ class ChatRenderer:
                     "apart",
                     hint=_NO_MASK_HINT,
                 )
-            for part in self._said(text, turn) if is_wanted and turn else ():
+            for part in self._body(text, turn) if is_wanted and turn else ():
                 first, end = bisect_right(ends, part.start), bisect_left(starts, part.stop)
                 mask[first:end] = [True] * (end - first)
         return encoding["input_ids"], mask
 
-    def _said(self, text: str, turn: list[range]) -> list[range]:
+    def _body(self, text: str, turn: list[range]) -> list[range]:
         """A turn without its header, and without spaces behind the end-of-sequence token."""
         start, stop = turn[0].start, turn[-1].stop
         at = text.find(self._header, start, turn[0].stop) if self._header else -1
@@ -226,17 +226,17 @@ class ChatRenderer:
     @cached_property
     def _header(self) -> str:
         """The text that the template writes before the assistant's: the part that its turns and the
-        generation prompt have in common. Thinking that this begins counts as said."""
+        generation prompt have in common. It ends before a tag that begins thinking."""
         for written, counted in _HEADERS.items():
             if written in self.template:
                 return counted
         where = "an example of two questions and answers"
         asked = [{"role": "user", "content": "ASKED"}]
-        answered = [*asked, {"role": "assistant", "content": _SAID}]
+        answered = [*asked, {"role": "assistant", "content": _PROBE}]
         chat = Conversation([*answered, *answered], where)
         text = self._apply(chat)
         headers = [
-            text[turn[0].start : turn[0].stop].partition(_SAID)[0].lstrip()
+            text[turn[0].start : turn[0].stop].partition(_PROBE)[0].lstrip()
             for turn in self._turns(chat, text)[1::2]
             if turn
         ]
@@ -319,8 +319,8 @@ def _with_stops(
         if not _is_assistants(messages[number]) or not turns[number]:
             continue
         end = turns[number][-1].stop
-        if found := _ROLE_TOKEN.match(text, end):
-            stop = found[0]
+        if token := _ROLE_TOKEN.match(text, end):
+            stop = token[0]
         else:
             stop = "<|observation|>" if messages[number].get("tool_calls") else "<|user|>"
             text = text[:end] + stop + text[end:]

@@ -56,17 +56,17 @@ class Remarks:
     """Remarks about examples: how many each is about, and the first of them."""
 
     def __init__(self) -> None:
-        self._found: dict[str, tuple[int, str]] = {}
+        self._entries: dict[str, tuple[int, str]] = {}
 
     def add(self, remark: str, where: str) -> None:
-        count, first = self._found.get(remark, (0, where))
-        self._found[remark] = count + 1, first
+        count, first = self._entries.get(remark, (0, where))
+        self._entries[remark] = count + 1, first
 
     def counts(self) -> Counter[str]:
-        return Counter({remark: count for remark, (count, _) in self._found.items()})
+        return Counter({remark: count for remark, (count, _) in self._entries.items()})
 
     def __iter__(self) -> Iterator[str]:
-        for remark, (count, first) in self._found.items():
+        for remark, (count, first) in self._entries.items():
             yield f"{remark} (first {first}, {count:,} in all)"
 
 
@@ -79,13 +79,13 @@ class ConversationReader:
         self._names_role = cache(self._search_role)
 
     def read(self, record: Record, name: str) -> Conversation:
-        """The messages of the field `name`, with what stands beside them. Null keys are left out:
+        """The messages of the field `name` and the fields beside them. Null keys are left out:
         in rows of Parquet every message has every key."""
         value = record.fields[name]
         if not isinstance(value, list) or not value:
-            found = "an empty list" if value == [] else json_type(value)
+            actual = "an empty list" if value == [] else json_type(value)
             raise DataError(
-                f"{record.where}: {name} must be a list of messages, found {found}",
+                f"{record.where}: {name} must be a list of messages, found {actual}",
                 hint=_MESSAGE_HINT,
             )
         messages = [
@@ -94,7 +94,7 @@ class ConversationReader:
         return Conversation(messages, record.where, self._arguments(record))
 
     def with_system(self, chat: Conversation, record: Record) -> Conversation:
-        """The conversation behind the system prompt that stands in a field of its own."""
+        """The conversation after the system prompt, where a field of the record holds one."""
         messages = chat.messages
         for name in _SYSTEM_FIELDS:
             text = record.fields.get(name)
@@ -214,12 +214,12 @@ def has_word(template: str, word: str) -> bool:
 
 @cache
 def _reserved() -> frozenset[str]:
-    """Names that mean something else to the function that renders."""
+    """Names that are parameters of the function that renders."""
     from transformers import PreTrainedTokenizerBase
 
     apply = PreTrainedTokenizerBase.apply_chat_template
-    own = set(inspect.signature(apply).parameters) - {"tools", "documents", "kwargs"}
-    return frozenset({*own, "messages", "conversations"})
+    parameters = set(inspect.signature(apply).parameters) - {"tools", "documents", "kwargs"}
+    return frozenset({*parameters, "messages", "conversations"})
 
 
 def _check_weight(message: Message, where: str) -> None:
@@ -231,9 +231,9 @@ def _check_weight(message: Message, where: str) -> None:
             )
     weight = message.get("weight", 1)
     if isinstance(weight, bool) or weight not in (0, 1):
-        found = json_type(weight) if isinstance(weight, (bool, list, dict, str)) else weight
+        actual = json_type(weight) if isinstance(weight, (bool, list, dict, str)) else weight
         raise DataError(
-            f"{where}: weight must be 0 or 1, found {found}",
+            f"{where}: weight must be 0 or 1, found {actual}",
             hint="0 leaves a message of the assistant untrained, 1 is the same as no weight",
         )
 
@@ -255,9 +255,9 @@ def _joined(parts: list[Any], where: str) -> str:
         kind = part.get("type", "text") if isinstance(part, dict) else None
         text = part.get("text") if isinstance(part, dict) else None
         if kind not in _TEXT_PARTS or not isinstance(text, str):
-            found = f"of the type {kind!r}" if kind is not None else json_type(part)
+            actual = f"of the type {kind!r}" if kind is not None else json_type(part)
             raise DataError(
-                f"{where} has content that is not text: content[{index}] is {found}",
+                f"{where} has content that is not text: content[{index}] is {actual}",
                 hint='only text can be trained on: {"type": "text", "text": "..."}',
             )
         texts.append(text)
@@ -289,14 +289,14 @@ def _set_calls(message: Message, where: str) -> None:
 
 
 def _calls(text: str) -> list[Message] | None:
-    """The calls that a text is, as function_call messages of ShareGPT have them; None: it is
-    something else."""
+    """The calls in the text of a function_call message of ShareGPT; None where it is anything
+    else."""
     try:
-        found = json_value(text, "")
+        value = json_value(text, "")
     except DataError:
         return None
     calls = []
-    for call in found if isinstance(found, list) else [found]:
+    for call in value if isinstance(value, list) else [value]:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return None
         if set(call) not in ({"name", "arguments"}, {"name", "parameters"}):

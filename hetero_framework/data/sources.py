@@ -138,8 +138,8 @@ def _folder(entry: str, path: Path) -> Source:
 
 def data_files(folder: Path) -> list[Path]:
     """The files of a folder that have the name of a readable kind, hidden ones aside."""
-    found = (file for file in sorted(folder.rglob("*")) if not file.name.startswith("."))
-    return [file for file in found if _suffix(file) in _KINDS and file.is_file()]
+    visible = (file for file in sorted(folder.rglob("*")) if not file.name.startswith("."))
+    return [file for file in visible if _suffix(file) in _KINDS and file.is_file()]
 
 
 def _suffix(path: Path) -> str:
@@ -319,8 +319,8 @@ def _record(where: str, value: Any, shown: str) -> Record:
     return Record(where, value)
 
 
-def _not_an_object(where: str, found: str, shown: str, hint: str) -> DataError:
-    return DataError(f"{where}: expected a JSON object, found {found}: {shorten(shown)}", hint=hint)
+def _not_an_object(where: str, kind: str, shown: str, hint: str) -> DataError:
+    return DataError(f"{where}: expected a JSON object, found {kind}: {shorten(shown)}", hint=hint)
 
 
 def _from_json(path: Path) -> Iterator[Record]:

@@ -142,16 +142,16 @@ def _folder_splits(
             f"the folder {name} cannot be read as a dataset: {error}",
             hint="name the files one by one or by a pattern; data.dataset_config names a subset",
         ) from error
-    found = {
+    splits = {
         str(split): list(map(Path, files)) for split, files in builder.config.data_files.items()
     }
-    used = {file.resolve() for files in found.values() for file in files}
+    used = {file.resolve() for files in splits.values() for file in files}
     unused = [file.name for file in data_files(path) if file.resolve() not in used]
     if unused:
         say(f"warning: {name} also holds {', '.join(unused[:3])}, in no split, which is not read")
     return {
         split: _files([open_source(str(file), file) for file in files])
-        for split, files in found.items()
+        for split, files in splits.items()
     }
 
 
@@ -165,8 +165,8 @@ def _saved_splits(path: Path, whole: tuple[str, ...]) -> dict[str, _Split]:
         raise DataError(f"{path}: not a folder of datasets.save_to_disk ({error})") from error
     if isinstance(dataset, datasets.DatasetDict):
         return {str(split): _rows(part, str(path)) for split, part in dataset.items()}
-    own = () if dataset.split is None else (str(dataset.split),)
-    return dict.fromkeys((*whole, *own), _rows(dataset, str(path)))
+    names = () if dataset.split is None else (str(dataset.split),)
+    return dict.fromkeys((*whole, *names), _rows(dataset, str(path)))
 
 
 def _from_hub(name: str, split: str, dataset_config: str | None) -> Iterator[Record]:

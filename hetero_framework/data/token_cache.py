@@ -55,25 +55,25 @@ class Entry:
                 if (wrong := untrusted_reason(place)) is not None:
                     _log.warning("%s %s: the data are tokenised anew", place, wrong.problem)
                     return None
-            said = json.loads((self.path / "entry.json").read_text("utf-8"))
+            entry = json.loads((self.path / "entry.json").read_text("utf-8"))
             arrays = [np.load(self.path / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
             examples = Examples(*arrays)
-            if examples.fingerprint == said["fingerprint"]:
-                os.utime(self.path)  # what was used longest ago is deleted first
-                return examples, [str(line) for line in said["report"]]
-        shutil.rmtree(self.path, ignore_errors=True)  # other bytes than were written
+            if examples.fingerprint == entry["fingerprint"]:
+                os.utime(self.path)  # the least recently used is deleted first
+                return examples, [str(line) for line in entry["report"]]
+        shutil.rmtree(self.path, ignore_errors=True)  # it was changed after it was written
         return None
 
     def write(self, examples: Examples, report: Sequence[str]) -> None:
         """Keep the examples where that is possible."""
-        said = {"fingerprint": examples.fingerprint, "report": list(report)}
+        entry = {"fingerprint": examples.fingerprint, "report": list(report)}
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = Path(tempfile.mkdtemp(suffix=_UNFINISHED, dir=self.path.parent))
             try:
                 for name in _ARRAYS:
                     np.save(unfinished / f"{name}.npy", getattr(examples, name))
-                (unfinished / "entry.json").write_text(json.dumps(said), encoding="utf-8")
+                (unfinished / "entry.json").write_text(json.dumps(entry), encoding="utf-8")
                 _make_room(self.path.parent)
                 os.rename(unfinished, self.path)  # fails where another process was first
             finally:
@@ -119,12 +119,12 @@ def _content_digest(file: Path) -> bytes:
 
 
 def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """All that decides what a tokenizer makes of a text."""
+    """Everything on which the tokens of a text depend."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    own = [type(tokenizer).__name__, tokenizer.special_tokens_map, tokenizer.init_kwargs]
-    return backend.to_str() + json.dumps([*own, tokenizer.chat_template], default=str)
+    parts = [type(tokenizer).__name__, tokenizer.special_tokens_map, tokenizer.init_kwargs]
+    return backend.to_str() + json.dumps([*parts, tokenizer.chat_template], default=str)
 
 
 def _version(library: str) -> str:

@@ -83,15 +83,15 @@ class TrainData:
     def largest_batch(self, first_step: int) -> tuple[int, MicroBatch] | None:
         """The micro-batch with the most tokens, padding included, from `first_step` on, and its
         step; None where no step is left."""
-        found = self.order.largest(
+        place = self.order.largest(
             np.diff(self.examples.offsets),
             first_step,
             packed=self.settings.padding_free,
             multiple=self.settings.pad_to_multiple_of or 1,
         )
-        if found is None:
+        if place is None:
             return None
-        step, number = found
+        step, number = place
         return step, self._collate(self.examples, self.order.step_indices(step)[number])
 
     def eval_batches(self) -> LazyBatches:
@@ -187,8 +187,8 @@ class _Reader:
     def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples:
         sources = find_sources(spec, self.base_dir)
         self.report += _twice(name, sources)
-        own = self.data.model_dump(exclude={"train", "eval"})
-        settings = [name, split, own, self.vocab_size]
+        options = self.data.model_dump(exclude={"train", "eval"})
+        settings = [name, split, options, self.vocab_size]
         entry = find_entry(sources, self.tokenizer, settings)
         kept = entry.read() if entry is not None else None
         if kept is not None:

@@ -30,20 +30,20 @@ def mark_turns(template: str) -> str:
     rest = 0
     for count, tag in enumerate(_TAGS.finditer(template)):
         ended, item, taken, index, close = tag.groups()
-        found = None
+        mark = None
         if ended and loops:
             number, _ = loops.pop()
-            found = f"{{{{ '{_MARK.format(loop=number, message='')}' }}}}"
+            mark = f"{{{{ '{_MARK.format(loop=number, message='')}' }}}}"
         elif item:
             loops.append((count, item))
-            found = _begin(count, item) if item.isidentifier() else None
+            mark = _begin(count, item) if item.isidentifier() else None
         elif taken and loops and loops[-1][1] == index:
-            found = _begin(loops[-1][0], taken)
-        if found is not None:
+            mark = _begin(loops[-1][0], taken)
+        if mark is not None:
             # White space after a tag belongs to how the tag closes, so the last one closes alike.
             written += [
                 template[rest : tag.start(5)],
-                f"%}}{{% if true %}}{found}{{% endif {close}",
+                f"%}}{{% if true %}}{mark}{{% endif {close}",
             ]
             rest = tag.end()
     return "".join([*written, template[rest:]])
