@@ -64,8 +64,8 @@ class _Stranger:
 
 
 class Acceptor:
-    """Lets in whom `access` admits: `greet(stream, identity)` is called in an own thread, or in
-    that of `run` without keys. `gone` is to be told of every stream that it got."""
+    """Calls `greet(stream, identity)` for each peer that `access` admits, in a thread of its own,
+    without keys in that of `run`. The owner reports the end of each such stream to `gone`."""
 
     def __init__(self, access: Access, greet: Greet) -> None:
         self._access = access
@@ -121,7 +121,7 @@ class Acceptor:
             plain.close()
         elif self._access.encrypts:
             admitted = in_background(lambda: self._admit(stranger), "handshake")
-            admitted.add_done_callback(lambda found: self._failed(stranger, found.exception()))
+            admitted.add_done_callback(lambda future: self._failed(stranger, future.exception()))
         else:
             self._admit(stranger)
 
@@ -129,7 +129,7 @@ class Acceptor:
         """Take away one of the strangers, of the group with most of them."""
         counts = Counter(stranger.group for stranger in self._strangers.values())
         [(most, _)] = counts.most_common(1)
-        every = [key for key, found in self._strangers.items() if found.group == most]
+        every = [key for key, other in self._strangers.items() if other.group == most]
         return self._strangers.pop(random.choice(every))
 
     def _admit(self, stranger: _Stranger) -> None:
@@ -153,7 +153,7 @@ class Acceptor:
             self._refuse(stream)  # gone before it could be greeted, or no thread or memory for it
 
     def _failed(self, stranger: _Stranger, error: BaseException | None) -> None:
-        """A handshake ended with an error that nobody expected, or had no thread."""
+        """A handshake ended with an unexpected error, or had no thread."""
         if error is not None:
             _log.error("cannot admit %s: %r", stranger.peer, error)
             self._refuse(stranger.plain)

@@ -1,7 +1,7 @@
 """Credentials that a process shows on its connections, and the peers that it admits.
 
 With keys every connection is TLS with certificates on both sides. Without them, only addresses that
-nobody but this machine can reach are used, unless the command line says otherwise.
+no other machine can reach are used, unless the command line says otherwise.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _HOW = (
 
 class Access(Protocol):
     """The checks of a stream before anything is read from it. Both methods raise IdentityError
-    for who is wrong and OSError for what may pass, and have closed the stream then."""
+    for a wrong peer and OSError for a passing failure, after closing the stream."""
 
     @property
     def encrypts(self) -> bool:
-        """Whether `accepted` takes its time."""
+        """Whether `accepted` shakes hands, which takes time."""
 
     def check_address(self, host: str, what: str) -> None:
         """Raise IdentityError when nothing may be sent to or taken at this address."""
@@ -47,20 +47,20 @@ class Access(Protocol):
         """The stream to use with the worker that was dialled."""
 
     def accepted(self, stream: Stream) -> tuple[Stream, Identity | None]:
-        """The stream to use with who dialled us, and who that is, if there are keys."""
+        """The stream to use with the peer that dialled, and its identity, if there are keys."""
 
 
 @dataclass(frozen=True)
 class Plaintext:
-    """Without keys; `everywhere`: also where others can listen and connect. `how` keys are made."""
+    """Without keys; `everywhere`: also where others can listen and connect. `how`: to make keys."""
 
     everywhere: bool = False
     how: str = _HOW
     encrypts: ClassVar[bool] = False
 
     def check_address(self, host: str, what: str) -> None:
-        own = addresses.is_loopback(host) or addresses.is_loopback_by_name(host)
-        if not (own or self.everywhere):
+        local = addresses.is_loopback(host) or addresses.is_loopback_by_name(host)
+        if not (local or self.everywhere):
             raise IdentityError(
                 f"{what} is at {host}, where others reach it, and this machine has no key for it",
                 hint=self.how,
@@ -85,8 +85,8 @@ _PLAIN_ISLANDS = Plaintext(
 
 @dataclass(frozen=True)
 class Keyed:
-    """With the key of `process` ("local": who keeps the authority). All of it is read for each
-    connection, so that a new key or a revocation counts from the next one on. `members` may come
+    """With the key of `process` ("local": the keeper of the authority). All of it is read for each
+    connection, so a new key or a revocation counts from the next one on. `members` may come
     in; None: all of the cluster."""
 
     keys: KeyDirectory
@@ -105,51 +105,51 @@ class Keyed:
         return ["--keys", str(self.keys.path)]
 
     def dialled(self, stream: Stream, process: WorkerId) -> Stream:
-        own, revoked = self.keys.identity(self.process), self.keys.revoked()
-        expected = Identity.of(own.cluster, process, own.kind)
+        identity, revoked = self.keys.identity(self.process), self.keys.revoked()
+        expected = Identity.of(identity.cluster, process, identity.kind)
 
-        def admit(found: Certificate, note: dict[str, Any]) -> str | None:
-            if found.identity != expected:
-                return _other(found.identity, expected)
-            self._learn(found.identity, note)
-            return _REVOKED if found.serial in self.keys.revoked() else None
+        def admit(certificate: Certificate, note: dict[str, Any]) -> str | None:
+            if certificate.identity != expected:
+                return _other(certificate.identity, expected)
+            self._learn(certificate.identity, note)
+            return _REVOKED if certificate.serial in self.keys.revoked() else None
 
         made = tls.context(self.keys.bundle(self.process), server=False)
         return tls.dial(stream, made, admit, {"revoked": texts(revoked)}, str(expected))
 
     def accepted(self, stream: Stream) -> tuple[Stream, Identity | None]:
-        own = self.keys.identity(self.process)
+        identity = self.keys.identity(self.process)
 
-        def admit(found: Certificate, note: dict[str, Any]) -> str | None:
-            who = found.identity
-            if found.serial in self.keys.revoked():
+        def admit(certificate: Certificate, note: dict[str, Any]) -> str | None:
+            peer = certificate.identity
+            if certificate.serial in self.keys.revoked():
                 return _REVOKED
-            if (who.cluster, who.kind) != (own.cluster, own.kind):
-                return _other(who, own)
-            self._learn(who, note)
-            if self.members is None or who.keeps or who.process in map(str, self.members):
+            if (peer.cluster, peer.kind) != (identity.cluster, identity.kind):
+                return _other(peer, identity)
+            self._learn(peer, note)
+            if self.members is None or peer.keeps or peer.process in map(str, self.members):
                 return None
             known = ", ".join(map(str, self.members))
-            return f"{who} is not in this machine's configuration ({who.kind.member}s: {known})"
+            return f"{peer} is not in this machine's configuration ({peer.kind.member}s: {known})"
 
         made = tls.context(self.keys.bundle(self.process), server=True)
         revoked = {"revoked": texts(self.keys.revoked())}
-        encrypted, found = tls.accept(stream, made, admit, revoked)
-        return encrypted, found.identity
+        encrypted, certificate = tls.accept(stream, made, admit, revoked)
+        return encrypted, certificate.identity
 
-    def _learn(self, who: Identity, note: dict[str, Any]) -> None:
-        """Which certificates count no more the keeper of the authority knows."""
-        if who.keeps:
+    def _learn(self, peer: Identity, note: dict[str, Any]) -> None:
+        """Take over the revocations that the keeper of the authority reports."""
+        if peer.keeps:
             self.keys.learn_revoked(serials(note.get("revoked", [])))
 
 
 _REVOKED = "its certificate was revoked (hetero keys revoke)"
 
 
-def _other(found: Identity, expected: Identity) -> str:
-    if found.cluster != expected.cluster:
-        return f"it belongs to cluster {found.cluster}, not {expected.cluster}"
-    return f"its certificate is that of {found}, expected {expected}"
+def _other(actual: Identity, expected: Identity) -> str:
+    if actual.cluster != expected.cluster:
+        return f"it belongs to cluster {actual.cluster}, not {expected.cluster}"
+    return f"its certificate is that of {actual}, expected {expected}"
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,9 @@ def access_of(config: Config, process: WorkerId, options: KeyOptions | None = No
     access = _access(keys, process, workers, options or KeyOptions(), LOOPBACK_ONLY)
     if access is not LOOPBACK_ONLY:
         return access
-    own = [config.worker(process)] if process != "local" else config.planned_workers
-    for worker in own:
-        # Who dials shows where it is only when it comes; what counts is where it dials.
+    peers = [config.worker(process)] if process != "local" else config.planned_workers
+    for worker in peers:
+        # The address of a worker that dials is not known yet; the one it dials counts.
         host = config.coordinator.ip if worker.dials else worker.ip
         access.check_address(host, "the coordinator" if worker.dials else f"worker {worker.id}")
     return access

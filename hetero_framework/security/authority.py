@@ -70,9 +70,9 @@ class Authority:
         return common_name(self.certificate)
 
     def sign(self, identity: Identity, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
-        """A certificate of `identity` for who has the private half of `key`."""
+        """A certificate of `identity` for the owner of `key`."""
         builder = _builder(_name(str(identity)), self.certificate.subject, key)
-        own = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        ski = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         name = x509.UniformResourceIdentifier(identity.uri)
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         return (
@@ -81,7 +81,7 @@ class Authority:
             .add_extension(x509.ExtendedKeyUsage(uses), False)
             .add_extension(x509.SubjectAlternativeName([name]), False)
             .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own), False
+                x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(ski), False
             )
             .sign(self.key, hashes.SHA256())
         )
@@ -117,12 +117,12 @@ def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def common_name(certificate: x509.Certificate) -> str:
-    [found] = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(found.value)
+    [name] = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(name.value)
 
 
 def signing_request(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """Asks for a certificate for `key`; whose it will be the authority says. DER."""
+    """A request for a certificate for `key`, whose name the authority chooses. DER."""
     builder = x509.CertificateSigningRequestBuilder().subject_name(_name("joining"))
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
@@ -147,14 +147,14 @@ def received_bundle(
 ) -> bytes:
     """`bundle` of what came back for a signing request. Raises ValueError unless the certificate is
     that of `identity`, made by this authority for this key."""
-    own = x509.load_pem_x509_certificate(certificate.encode())
+    leaf = x509.load_pem_x509_certificate(certificate.encode())
     signer = x509.load_pem_x509_certificate(authority.encode())
-    problem = problem_of(own, signer, identity)
-    if problem is None and own.public_key() != key.public_key():
+    problem = problem_of(leaf, signer, identity)
+    if problem is None and leaf.public_key() != key.public_key():
         problem = "the certificate is for another key"
     if problem is not None:
         raise ValueError(problem)
-    return bundle(key, own, signer)
+    return bundle(key, leaf, signer)
 
 
 def problem_of(
@@ -166,9 +166,9 @@ def problem_of(
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
         return "the certificate is not of this authority"
-    found = names.get_values_for_type(x509.UniformResourceIdentifier)
-    if found != [identity.uri]:
-        return f"the certificate names {', '.join(found) or 'nobody'}, not {identity.uri}"
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    if uris != [identity.uri]:
+        return f"the certificate names {', '.join(uris) or 'nobody'}, not {identity.uri}"
     return None
 
 
@@ -176,12 +176,12 @@ def bundle_problem(pem: bytes, identity: Identity) -> str | None:
     """Problems with a bundle of `identity` that has all its parts."""
     try:
         key = serialization.load_pem_private_key(pem, password=None)
-        own, authority = x509.load_pem_x509_certificates(pem)
+        leaf, authority = x509.load_pem_x509_certificates(pem)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         return f"it is damaged: {error}"
-    if key.public_key() != own.public_key():
+    if key.public_key() != leaf.public_key():
         return "key and certificate do not belong together"
-    return problem_of(own, authority, identity)
+    return problem_of(leaf, authority, identity)
 
 
 def serial_of(pem: bytes) -> int:
@@ -196,8 +196,8 @@ def pem_of(der: bytes) -> str:
 
 def der_of(pem: str) -> bytes:
     """Raises ValueError."""
-    found = x509.load_pem_x509_certificate(pem.encode())
-    return found.public_bytes(serialization.Encoding.DER)
+    certificate = x509.load_pem_x509_certificate(pem.encode())
+    return certificate.public_bytes(serialization.Encoding.DER)
 
 
 def _name(text: str) -> x509.Name:

@@ -62,10 +62,10 @@ def ensure_authority(keys: KeyDirectory) -> tuple[Authority, bool]:
                 )
             # Both or neither: an authority alone may be one whose keys were lost.
             keys.replace(_new_set(keys, Authority.make(), ["local"]))
-        found = read_authority(keys)
+        authority = read_authority(keys)
         if not keys.has("local"):
-            _issue_here(keys, found, "local")
-    return found, new
+            _issue_here(keys, authority, "local")
+    return authority, new
 
 
 def issue_pem(keys: KeyDirectory, authority: Authority, process: WorkerId) -> bytes:
@@ -100,12 +100,12 @@ def sign(keys: KeyDirectory, authority: Authority, process: WorkerId, request: b
 
 
 def issued(keys: KeyDirectory) -> list[Issued]:
-    """All that was made by this authority, the oldest first."""
+    """All certificates of this authority, the oldest first."""
     if not keys.holds(ISSUED):
         return []
     try:
-        found = [Issued(**entry) for entry in json.loads(keys.read(ISSUED))]
-        return [entry for entry in found if int(entry.serial, 16) >= 0]
+        entries = [Issued(**entry) for entry in json.loads(keys.read(ISSUED))]
+        return [entry for entry in entries if int(entry.serial, 16) >= 0]
     except (ValueError, TypeError) as error:
         raise IdentityError(
             f"{keys.path / ISSUED} is damaged: {error}",
@@ -115,30 +115,30 @@ def issued(keys: KeyDirectory) -> list[Issued]:
 
 
 def revoke(keys: KeyDirectory, process: WorkerId) -> list[Issued]:
-    """Take back all certificates of a process; which. "local", the keeper of the authority, gets a
-    new key. Raises IdentityError when there are none."""
+    """Revoke all certificates of a process, and return them. "local", the keeper of the authority,
+    gets a new key. Raises IdentityError when there are none."""
     with keys.locked():
         authority, gone = read_authority(keys), keys.revoked()
-        found = [
+        entries = [
             entry
             for entry in issued(keys)
             if entry.process == str(process) and int(entry.serial, 16) not in gone
         ]
-        if not found:
+        if not entries:
             raise IdentityError(
                 f"no certificate of {keys.kind.called(process)} counts at present",
                 hint="hetero keys list shows them",
             )
         if process == "local":
             _issue_here(keys, authority, process)  # first: the keeper always has a key that counts
-        keys.revoke(int(entry.serial, 16) for entry in found)
-    return found
+        keys.revoke(int(entry.serial, 16) for entry in entries)
+    return entries
 
 
 def rotate(keys: KeyDirectory) -> list[str]:
-    """A new authority in place of the old one, which nobody accepts any more who has joined the new
-    one; new keys for the processes whose keys are here. All of it comes in one step, or nothing.
-    The members elsewhere that have to join again."""
+    """Make a new authority, and new keys for the processes whose keys are here, in one step or not
+    at all. Members of the new one refuse the old one. Returns those elsewhere that have to join
+    again."""
     with keys.locked():
         read_authority(keys)
         before = keys.processes()

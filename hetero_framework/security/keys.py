@@ -66,7 +66,7 @@ class KeyDirectory:
         return KeyDirectory(self.path / ISLANDS_FOLDER, ISLANDS, around=self.path)
 
     def bundle(self, process: int | str) -> Path:
-        """Where the key of "local", who keeps the authority, or of a member is."""
+        """The file with the key of "local", the keeper of the authority, or of a member."""
         name = self.kind.keeper if process == "local" else f"{self.kind.member}-{process}"
         return self.path / f"{name}.pem"
 
@@ -97,37 +97,37 @@ class KeyDirectory:
     def processes(self) -> list[str]:
         """Owners of the keys here: "local" and names of members."""
         names, prefix = self._names(), f"{self.kind.member}-"
-        found = ["local"] if self.bundle("local").name in names else []
+        owners = ["local"] if self.bundle("local").name in names else []
         members = [name for name in names if name.startswith(prefix) and name.endswith(".pem")]
-        return found + [name.removeprefix(prefix).removesuffix(".pem") for name in members]
+        return owners + [name.removeprefix(prefix).removesuffix(".pem") for name in members]
 
     def identity(self, process: int | str) -> Identity:
         """The owner of a key here, by its first line."""
         file = self.bundle(process)
         line = self.read(file.name).split(b"\n", 1)[0]
         try:
-            found = Identity.parse(line.decode("ascii", "replace").strip().removeprefix("# "))
+            identity = Identity.parse(line.decode("ascii", "replace").strip().removeprefix("# "))
         except ValueError as error:
             raise IdentityError(f"{file} does not say whose key it is", hint=self.again) from error
-        if found != Identity.of(found.cluster, process, self.kind):
-            raise IdentityError(f"{file} is the key of {found}", hint="do not rename key files")
-        return found
+        if identity != Identity.of(identity.cluster, process, self.kind):
+            raise IdentityError(f"{file} is the key of {identity}", hint="do not rename key files")
+        return identity
 
     def read(self, name: str) -> bytes:
         """A file of the directory that only this user can read."""
         file = self.path / name
         try:
             for place, mode in ((self.path, "700"), (file, "600")):
-                found = place.stat()
+                status = place.stat()
                 if sys.platform == "win32":
                     continue
-                if found.st_mode & _OTHERS:
+                if status.st_mode & _OTHERS:
                     text = f"other users of this machine can read {place}"
                     raise IdentityError(text, hint=f"chmod {mode} {place}")
-                if found.st_uid not in (0, own := os.geteuid()):
+                if status.st_uid not in (0, user := os.geteuid()):
                     raise IdentityError(
-                        f"{place} belongs to user {found.st_uid}, and this is user {own}",
-                        hint=f"if its content is yours all the same: chown {own} {place}",
+                        f"{place} belongs to user {status.st_uid}, and this is user {user}",
+                        hint=f"if its content is yours all the same: chown {user} {place}",
                     )
             return file.read_bytes()
         except OSError as error:
@@ -214,7 +214,7 @@ class KeyDirectory:
             ) from error
 
     def learn_revoked(self, numbers: frozenset[int]) -> None:
-        """Add to the revoked ones what somebody else knows."""
+        """Add serial numbers that a peer reports as revoked."""
         if not numbers <= self.revoked():
             with self.locked():
                 self.revoke(numbers)
@@ -278,10 +278,10 @@ def texts(numbers: Iterable[int]) -> list[str]:
     return [f"{number:x}" for number in sorted(numbers)]
 
 
-def serials(found: object) -> frozenset[int]:
+def serials(values: object) -> frozenset[int]:
     """The inverse of `texts`. Raises ValueError."""
-    if not isinstance(found, list) or len(found) > MAX_REVOKED:
+    if not isinstance(values, list) or len(values) > MAX_REVOKED:
         raise ValueError(f"not a list of at most {MAX_REVOKED} serial numbers")
-    if not all(isinstance(text, str) and 0 < len(text) <= 40 for text in found):
+    if not all(isinstance(text, str) and 0 < len(text) <= 40 for text in values):
         raise ValueError("a serial number has 1 to 40 digits")
-    return frozenset(int(text, 16) for text in found)
+    return frozenset(int(text, 16) for text in values)

@@ -6,8 +6,8 @@
 1. The inviting side sends the authority's certificate, which is no secret.
 2. The joining side compares its hash with the token's. Nothing was sent before, and nothing is
    sent where they differ.
-3. TLS, in which the inviting side shows the certificate of who keeps that authority: of the
-   coordinator, which invites workers, or of the lighthouse, which invites islands.
+3. TLS, in which the inviting side shows the certificate of the keeper of that authority: the
+   coordinator, which invites workers, or the lighthouse, which invites islands.
 4. The joining side makes a key, which never leaves it, and sends a signing request with an HMAC of
    the secret over it, and the secret's first bytes, which say which invitation it means.
 5. It gets its certificate, its name and the configuration, if there is one, and confirms.
@@ -73,9 +73,9 @@ class Token:
         parts = text.strip().split("-")
         with suppress(ValueError):
             kind, authority, secret = parts
-            found = cls(_bytes(authority), _bytes(secret))
-            if (kind.upper(), len(found.authority), len(found.secret)) == ("HT1", 32, 16):
-                return found
+            token = cls(_bytes(authority), _bytes(secret))
+            if (kind.upper(), len(token.authority), len(token.secret)) == ("HT1", 32, 16):
+                return token
         raise IdentityError(
             "this is not a token of `hetero invite`, or not all of it",
             hint="copy the whole line that `hetero invite` has printed",
@@ -83,11 +83,11 @@ class Token:
 
     @property
     def name(self) -> str:
-        """Of its invitation: no secret, but nobody else knows it."""
+        """The name of its invitation: no secret, but known to no other."""
         return self.secret[:_NAME_BYTES].hex()
 
     def proof(self, request: bytes) -> str:
-        """That who sends this signing request knows the secret."""
+        """The proof that the sender of this signing request knows the secret."""
         message = b"hetero join 1\0" + self.authority + request
         return hmac.new(self.secret, message, hashlib.sha256).hexdigest()
 
@@ -155,7 +155,7 @@ class Inviting:
         return all(entry.over(self._clock()) for entry in self.invitations)
 
     def check_address(self, host: str, what: str) -> None:
-        """It is said to the user who listens where."""
+        """Any address will do: the user is told where this listens."""
 
     def arguments(self, processes: Iterable[WorkerId]) -> list[str]:
         return []
@@ -303,9 +303,9 @@ def _encrypted(stream: Stream, token: Token, deadline: float) -> TlsStream:
     made = tls.joining_context(x509.pem_of(der), _ALPN)
     encrypted = TlsStream(stream, made, server=False, alpn=_ALPN)
     encrypted.shake_hands(deadline)
-    found = encrypted.certificate().identity
-    if not found.keeps:
-        raise IdentityError(f"{found} answers there, and only the {found.kind.keeper} invites")
+    peer = encrypted.certificate().identity
+    if not peer.keeps:
+        raise IdentityError(f"{peer} answers there, and only the {peer.kind.keeper} invites")
     return encrypted
 
 
