@@ -111,28 +111,28 @@ def diagnose(trace: Trace) -> Diagnosis:
     )
 
 
-def text(found: Diagnosis) -> str:
-    """The diagnosis as a person reads it."""
-    steps = found.steps
+def text(diagnosis: Diagnosis) -> str:
+    """The diagnosis as text for the user."""
+    steps, between_s = diagnosis.steps, diagnosis.between_s
     which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     lines = [
-        f"{which}: {plural(found.micro_batches, 'micro-batch')} through "
-        f"{plural(len(found.stages), 'stage')}",
-        f"a step takes {seconds(found.step_s)}: pipeline {seconds(found.pipeline_s)}, then "
-        f"{seconds(found.update_s)} for gradients and optimizer",
-        *([f"between steps {seconds(found.between_s)}"] if found.between_s is not None else []),
-        f"no order of these tasks and transfers takes less than {seconds(found.bound_s)};",
-        f"the pipeline took {found.ratio:.2f} times that",
+        f"{which}: {plural(diagnosis.micro_batches, 'micro-batch')} through "
+        f"{plural(len(diagnosis.stages), 'stage')}",
+        f"a step takes {seconds(diagnosis.step_s)}: pipeline {seconds(diagnosis.pipeline_s)}, then "
+        f"{seconds(diagnosis.update_s)} for gradients and optimizer",
+        *([f"between steps {seconds(between_s)}"] if between_s is not None else []),
+        f"no order of these tasks and transfers takes less than {seconds(diagnosis.bound_s)};",
+        f"the pipeline took {diagnosis.ratio:.2f} times that",
         "",
-        *table(_STAGE_HEAD, [_stage_row(found, s) for s in found.stages], left=(0, 1, 2)),
+        *table(_STAGE_HEAD, [_stage_row(diagnosis, s) for s in diagnosis.stages], left=(0, 1, 2)),
         "",
-        *table(_PROCESS_HEAD, [_process_row(found, p) for p in found.processes]),
+        *table(_PROCESS_HEAD, [_process_row(diagnosis, p) for p in diagnosis.processes]),
     ]
-    crossed = [b for b in found.boundaries if b.way != "same process"]
+    crossed = [b for b in diagnosis.boundaries if b.way != "same process"]
     if crossed:
-        lines += ["", *table(_LINKS_HEAD, [_links_row(p) for p in found.processes])]
+        lines += ["", *table(_LINKS_HEAD, [_links_row(p) for p in diagnosis.processes])]
         lines += ["", *table(_BOUNDARY_HEAD, [_boundary_row(b) for b in crossed], left=(0, 1))]
-    return "\n".join([*lines, "", *_notes(found), *_advice(found)])
+    return "\n".join([*lines, "", *_notes(diagnosis), *_advice(diagnosis)])
 
 
 _STAGE_HEAD = ("stage", "process", "layers", "forward", "backward")
@@ -143,17 +143,17 @@ _LINKS_HEAD = ("links of", "send", "of it hidden", "receive", "of it hidden")
 _BOUNDARY_HEAD = ("boundary", "way", "activation", "wire", "gradient", "wire", "delay")
 
 
-def _stage_row(found: Diagnosis, stage: measured.StageTimes) -> tuple[str, ...]:
-    process = next(p.name for p in found.processes if stage.index in p.stages)
+def _stage_row(diagnosis: Diagnosis, stage: measured.StageTimes) -> tuple[str, ...]:
+    process = next(p.name for p in diagnosis.processes if stage.index in p.stages)
     times = (seconds(stage.forward_s), seconds(stage.backward_s))
-    if stage.index == len(found.stages) - 1:
+    if stage.index == len(diagnosis.stages) - 1:
         times = (seconds(stage.forward_s + stage.backward_s), "(both)")
     return (str(stage.index), process, layers_text(stage.start, stage.end), *times)
 
 
-def _process_row(found: Diagnosis, p: measured.ProcessTimes) -> tuple[str, ...]:
+def _process_row(diagnosis: Diagnosis, p: measured.ProcessTimes) -> tuple[str, ...]:
     parts = (p.compute_s, p.activations_s, p.gradients_s, p.wire_s, p.start_s + p.done_s)
-    whole = found.pipeline_s
+    whole = diagnosis.pipeline_s
     return (p.name, *(share(part / whole) if whole else "-" for part in parts))
 
 
@@ -170,10 +170,10 @@ def _boundary_row(b: measured.Boundary) -> tuple[str, ...]:
     return (f"{b.after} - {b.after + 1}", way, *there, *back, seconds(b.latency_s))
 
 
-def _advice(found: Diagnosis) -> list[str]:
-    if not found.changes:
+def _advice(diagnosis: Diagnosis) -> list[str]:
+    if not diagnosis.changes:
         return ["one stage has nothing to wait for: only a faster device would help"]
-    best, same = found.best, found.best_of(SAME_RESULT)
+    best, same = diagnosis.best, diagnosis.best_of(SAME_RESULT)
     if best is None:
         lines = ["no single change would help much; predicted for each:"]
     else:
@@ -184,20 +184,20 @@ def _advice(found: Diagnosis) -> list[str]:
         lines.append("predicted for each:")
     rows = [
         (f"{round(change.gain, 2) + 0.0:+.0%}", seconds(change.step_s), change.text)
-        for change in sorted(found.changes, key=lambda change: -change.gain)
+        for change in sorted(diagnosis.changes, key=lambda change: -change.gain)
     ]
     return lines + table(("samples/s", "a step", "change"), rows, left=(2,))
 
 
-def _notes(found: Diagnosis) -> list[str]:
+def _notes(diagnosis: Diagnosis) -> list[str]:
     notes = []
-    if found.simulated_s and found.pipeline_s > _UNEXPLAINED * found.simulated_s:
+    if diagnosis.simulated_s and diagnosis.pipeline_s > _UNEXPLAINED * diagnosis.simulated_s:
         notes.append(
-            f"the pipeline took {found.pipeline_s / found.simulated_s:.2f} times what these times "
-            "of stages and links explain: processes that share cores or a link, other work on a "
-            "machine, or uneven micro-batches; trust the predictions less"
+            f"the pipeline took {diagnosis.pipeline_s / diagnosis.simulated_s:.2f} times what "
+            "these times of stages and links explain: processes that share cores or a link, other "
+            "work on a machine, or uneven micro-batches; trust the predictions less"
         )
-    uneven = [stage for stage in found.stages if stage.slowest > _UNEVEN]
+    uneven = [stage for stage in diagnosis.stages if stage.slowest > _UNEVEN]
     if uneven:
         numbers = ", ".join(str(stage.index) for stage in uneven)
         worst = max(stage.slowest for stage in uneven)
@@ -205,6 +205,6 @@ def _notes(found: Diagnosis) -> list[str]:
             f"tasks of stage{'s' if len(uneven) > 1 else ''} {numbers} are uneven, the slowest "
             f"{worst:.1f} times the median: samples of other lengths, or other work on a machine"
         )
-    if found.dropped:
-        notes.append(f"{found.dropped} spans were not kept; lower training.timeline_steps")
+    if diagnosis.dropped:
+        notes.append(f"{diagnosis.dropped} spans were not kept; lower training.timeline_steps")
     return [*(f"note: {note}" for note in notes), ""] if notes else []

@@ -35,8 +35,8 @@ def recorded_bound(stages: Sequence[StageInfo], events: Sequence[TraceEvent]) ->
     chains = _Chains(tasks, {(takers[e], e.process): e.ended for e in takers})
     groups: dict[object, list[tuple[Interval, float, float]]] = {}
     for key, task in tasks.items():
-        own = ((task.began, task.ended), chains.before[key], chains.after[key])
-        groups.setdefault(task.process, []).append(own)
+        use = ((task.began, task.ended), chains.before[key], chains.after[key])
+        groups.setdefault(task.process, []).append(use)
     for event, key in takers.items():
         taker = tasks.get(key)
         maker = awaited(taker, tasks) if taker else None

@@ -54,8 +54,8 @@ def read_between(folder: Path) -> BetweenIslands | None:
         return None
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        found = [line for line in lines if "island" in line]
-        return _sums(found) if found else None
+        steps = [line for line in lines if "island" in line]
+        return _sums(steps) if steps else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read {file}: {type(error).__name__}: {error}") from None
 

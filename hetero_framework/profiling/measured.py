@@ -123,7 +123,7 @@ def stage_times(trace: Trace, steps: Sequence[MeasuredStep]) -> tuple[StageTimes
     forward = sum(value for (_, kind), value in mean.items() if kind == FORWARD)
     backward = sum(value for (_, kind), value in mean.items() if kind == BACKWARD)
     share = forward / (forward + backward) if forward and backward else 1 / 3
-    found = []
+    stages = []
     for index, info in enumerate(trace.stages):
         both = mean.get((index, FORWARD_BACKWARD), 0.0)
         uneven = [
@@ -136,8 +136,8 @@ def stage_times(trace: Trace, steps: Sequence[MeasuredStep]) -> tuple[StageTimes
             mean.get((index, BACKWARD), 0.0) + (1 - share) * both,
             max(uneven, default=1.0),
         )
-        found.append(StageTimes(index, info.process, info.start, info.end, *times))
-    return tuple(found)
+        stages.append(StageTimes(index, info.process, info.start, info.end, *times))
+    return tuple(stages)
 
 
 def process_times(trace: Trace, steps: Sequence[MeasuredStep], process: int) -> ProcessTimes:
@@ -147,14 +147,14 @@ def process_times(trace: Trace, steps: Sequence[MeasuredStep], process: int) -> 
     def waited(step: MeasuredStep, reason: str) -> float:
         return sum(w.seconds for w in step.waits if w.process == process and w.reason == reason)
 
-    def own(step: MeasuredStep, *kinds: str) -> list[TraceEvent]:
+    def events(step: MeasuredStep, *kinds: str) -> list[TraceEvent]:
         return [e for e in step.events if e.process == process and e.kind in kinds]
 
     def busy(step: MeasuredStep, *kinds: str) -> float:
-        return length(union((e.began, e.ended) for e in own(step, *kinds)))
+        return length(union((e.began, e.ended) for e in events(step, *kinds)))
 
     def done(step: MeasuredStep) -> float:
-        return step.computed - max((e.ended for e in own(step, *COMPUTE)), default=step.began)
+        return step.computed - max((e.ended for e in events(step, *COMPUTE)), default=step.began)
 
     def hidden(kind: str) -> float:
         moving = mean(lambda step: busy(step, kind))
@@ -165,7 +165,7 @@ def process_times(trace: Trace, steps: Sequence[MeasuredStep], process: int) -> 
     return ProcessTimes(
         name=trace.processes[process].name,
         stages=tuple(k for k, stage in enumerate(trace.stages) if stage.process == process),
-        compute_s=mean(lambda step: sum(e.seconds for e in own(step, *COMPUTE))),
+        compute_s=mean(lambda step: sum(e.seconds for e in events(step, *COMPUTE))),
         activations_s=mean(lambda step: waited(step, "activations")),
         gradients_s=mean(lambda step: waited(step, "gradients")),
         start_s=mean(lambda step: waited(step, "start")),
@@ -175,8 +175,8 @@ def process_times(trace: Trace, steps: Sequence[MeasuredStep], process: int) -> 
         send_hidden=hidden(SEND),
         receive_s=mean(lambda step: busy(step, RECEIVE)),
         receive_hidden=hidden(RECEIVE),
-        sent_bytes=mean(lambda step: sum(e.nbytes for e in own(step, SEND))),
-        received_bytes=mean(lambda step: sum(e.nbytes for e in own(step, RECEIVE))),
+        sent_bytes=mean(lambda step: sum(e.nbytes for e in events(step, SEND))),
+        received_bytes=mean(lambda step: sum(e.nbytes for e in events(step, RECEIVE))),
     )
 
 

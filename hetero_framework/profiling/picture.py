@@ -10,7 +10,7 @@ from hetero_framework.visualizer.timeline_picture import Bar, Row, StepPicture
 
 
 def picture(trace: Trace, step: int) -> StepPicture:
-    """Step `step`, counted from 0, ready to be drawn, with its own bound."""
+    """Step `step`, counted from 0, ready to be drawn, with its bound."""
     taken = MeasuredStep.of(trace, step)
     zero, seconds = taken.began, taken.computed - taken.began
     stages_of = [
@@ -19,24 +19,24 @@ def picture(trace: Trace, step: int) -> StepPicture:
     ]
 
     def shade(event: TraceEvent) -> float:
-        own = stages_of[event.process]
-        return own.index(event.stage) / max(1, len(own) - 1)
+        stages = stages_of[event.process]
+        return stages.index(event.stage) / max(1, len(stages) - 1)
 
     def row(number: int) -> Row:
-        own = [event for event in taken.events if event.process == number]
-        tasks = [e for e in own if e.kind in COMPUTE]
+        events = [event for event in taken.events if event.process == number]
+        tasks = [e for e in events if e.kind in COMPUTE]
         bars = [Bar(e.kind, e.began - zero, e.ended - zero, e.micro_batch, shade(e)) for e in tasks]
-        bars += [Bar("update", e.began - zero, e.ended - zero) for e in own if e.kind == COMMIT]
+        bars += [Bar("update", e.began - zero, e.ended - zero) for e in events if e.kind == COMMIT]
         waits = [w for w in taken.waits if w.process == number and w.reason != "start"]
         bars += [Bar(w.reason, w.began - zero, w.ended - zero) for w in waits]
         stages, name = stages_of[number], trace.processes[number].name
         detail = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        return Row(name, detail, bars, moved(own, SEND), moved(own, RECEIVE))
+        return Row(name, detail, bars, moved(events, SEND), moved(events, RECEIVE))
 
-    def moved(own: list[TraceEvent], kind: str) -> list[Bar]:
+    def moved(events: list[TraceEvent], kind: str) -> list[Bar]:
         return [
             Bar(event.what.lower(), event.began - zero, event.ended - zero)
-            for event in own
+            for event in events
             if event.kind == kind and event.what in ("FORWARD", "BACKWARD") and event.began >= zero
         ]
 

@@ -83,14 +83,14 @@ class Account:
 def stage_predictions(
     schedule: TunedSchedule | None, memory_bytes: Mapping[WorkerId, int], owners: Sequence[WorkerId]
 ) -> list[dict[str, Any]]:
-    """For each stage what its line in metrics.jsonl says was predicted: its process's memory, and
-    where times are known (`schedule`) those of the stage, of an activation from the boundary in
-    front of it and of a gradient from the one behind it."""
-    found: list[dict[str, Any]] = [{"memory": memory_bytes.get(owner, 0)} for owner in owners]
+    """The predictions of each stage for its line in metrics.jsonl: its process's memory and, with
+    known times (`schedule`), those of the stage, of an activation from the boundary in front of it
+    and of a gradient from the one behind it."""
+    stages: list[dict[str, Any]] = [{"memory": memory_bytes.get(owner, 0)} for owner in owners]
     if schedule is None:
-        return found
+        return stages
     profile = schedule.profile
-    for k, stage in enumerate(found):
+    for k, stage in enumerate(stages):
         before = profile.edges[k - 1] if k else Edge()
         behind = profile.edges[k] if k < len(profile.edges) else Edge()
         stage |= {
@@ -101,7 +101,7 @@ def stage_predictions(
             "latency_s": before.latency_s,
             "relayed": before.relay is not None,
         }
-    return found
+    return stages
 
 
 def read_account(folder: Path, steps: Collection[int]) -> Account | None:
@@ -181,11 +181,11 @@ def _causes(
 
     before_s = step_s()
     for names, told in ((_TIMES[:2], _computing), (_TIMES[2:], _moving)):
-        for stage, own in zip(stages, times, strict=True):
-            own.update({name: stage.measured[name] for name in names})
+        for stage, values in zip(stages, times, strict=True):
+            values.update({name: stage.measured[name] for name in names})
             after_s = step_s()
             was, is_ = (sum(d[n] for n in names) for d in (stage.predicted, stage.measured))
-            # What is slower may let others overlap better, by luck; that explains nothing.
+            # A slower stage may let others overlap better, by luck; that explains nothing.
             if was > 0 and (after_s - before_s) * (is_ - was) > 0:
                 yield Cause(told(stage, is_ / was), after_s - before_s)
             before_s = after_s
@@ -210,49 +210,49 @@ _HEAD = (
 )
 
 
-def text(found: Account) -> list[str]:
-    """The account as a person reads it."""
-    steps, error = found.steps, found.error
+def text(account: Account) -> list[str]:
+    """The account as lines for the user."""
+    steps, error = account.steps, account.error
     which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     return [
-        f"predicted and measured, {which}: the pipeline was to take {seconds(found.predicted_s)} "
-        f"and took {seconds(found.measured_s)} ({error:+.0%})",
-        *_planned(found),
+        f"predicted and measured, {which}: the pipeline was to take {seconds(account.predicted_s)} "
+        f"and took {seconds(account.measured_s)} ({error:+.0%})",
+        *_planned(account),
         "",
-        *table(_HEAD, [_row(found, stage) for stage in found.stages], left=(0, 1)),
+        *table(_HEAD, [_row(account, stage) for stage in account.stages], left=(0, 1)),
         "memory is predicted for tensors; on a CPU the peak is the whole process, libraries too",
         "",
-        *_reasons(found),
+        *_reasons(account),
     ]
 
 
-def _planned(found: Account) -> list[str]:
-    if not found.planned_s:
+def _planned(account: Account) -> list[str]:
+    if not account.planned_s:
         return []
-    error = found.measured_s / found.planned_s - 1
-    return [f"when the plan was made a step was to take {seconds(found.planned_s)} ({error:+.0%})"]
+    planned, error = seconds(account.planned_s), account.measured_s / account.planned_s - 1
+    return [f"when the plan was made a step was to take {planned} ({error:+.0%})"]
 
 
-def _row(found: Account, stage: StageAccount) -> tuple[str, ...]:
+def _row(account: Account, stage: StageAccount) -> tuple[str, ...]:
     was, is_ = stage.predicted, stage.measured
     times = (was["forward_s"], is_["forward_s"], was["backward_s"], is_["backward_s"])
     shown = [seconds(value) for value in times]
-    if stage.index == len(found.stages) - 1:
+    if stage.index == len(account.stages) - 1:
         both = (seconds(sum(times[0::2])), seconds(sum(times[1::2])))
         shown = [*both, "(both)", "(both)"]
     memory = (size(stage.predicted_memory), size(stage.peak_memory) if stage.peak_memory else "-")
     return (str(stage.index), _who(stage), *shown, *memory)
 
 
-def _reasons(found: Account) -> list[str]:
-    if abs(found.error) <= _AS_PREDICTED:
+def _reasons(account: Account) -> list[str]:
+    if abs(account.error) <= _AS_PREDICTED:
         return ["as predicted, within 5 %"]
-    least = _WORTH_SAYING * found.measured_s
-    causes = sorted(found.causes, key=lambda cause: -abs(cause.seconds))
+    least = _WORTH_SAYING * account.measured_s
+    causes = sorted(account.causes, key=lambda cause: -abs(cause.seconds))
     lines = [f"{_signed(c.seconds)}: {c.text}" for c in causes if abs(c.seconds) >= least]
-    if abs(found.unexplained_s) >= least:
+    if abs(account.unexplained_s) >= least:
         lines.append(
-            f"{_signed(found.unexplained_s)}: waiting that these times do not explain: processes "
+            f"{_signed(account.unexplained_s)}: waiting that these times do not explain: processes "
             "that share cores or a link, other work on a machine, or uneven micro-batches"
         )
     return ["of the difference:", *(f"  {line}" for line in lines)]

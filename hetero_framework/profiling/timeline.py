@@ -25,7 +25,7 @@ Seconds = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 @dataclass(frozen=True)
 class TraceEvent:
     """A span on the coordinator's clock. `process` is a number of `Trace.processes`, `peer` the
-    other process of a transfer (None otherwise), `nbytes` 0 where nobody knew."""
+    other process of a transfer (None otherwise), `nbytes` 0 where unknown."""
 
     kind: str
     process: Number
@@ -95,10 +95,10 @@ class Trace:
 
     @cached_property
     def _by_step(self) -> dict[int, list[TraceEvent]]:
-        found: dict[int, list[TraceEvent]] = {}
+        by_step: dict[int, list[TraceEvent]] = {}
         for event in self.events:
-            found.setdefault(event.step, []).append(event)
-        return found
+            by_step.setdefault(event.step, []).append(event)
+        return by_step
 
 
 Tasks = Mapping[TaskKey, TraceEvent]
@@ -108,9 +108,9 @@ Tasks = Mapping[TaskKey, TraceEvent]
 class Wait:
     """A pause of a process between two of its tasks.
 
-    `reason` is what the task that ended it had been waiting for: "activations", "gradients", or
-    "start" (the first stage needs nobody). `wire_s` is the part after the tensor was ready at its
-    sender: time on the wire and in queues.
+    `reason` is what the task after it waited for: "activations", "gradients", or "start" (the first
+    stage waits for no other). `wire_s` is the part after the tensor was ready at its sender: time
+    on the wire and in queues.
     """
 
     process: int
@@ -213,17 +213,17 @@ def with_bytes(events: Sequence[TraceEvent]) -> list[TraceEvent]:
 
 
 def waits(stages: Sequence[StageInfo], events: Iterable[TraceEvent]) -> list[Wait]:
-    """The pauses between the tasks of each process in one step, named by what ended them. The time
-    before a process's first task counts from the step's first task anywhere."""
+    """The pauses between the tasks of each process in one step. The first one of a process counts
+    from the step's first task anywhere."""
     tasks = tasks_of(events)
     in_order = sorted(tasks.values(), key=lambda task: task.began)
     free = {stage.process: in_order[0].began for stage in stages} if in_order else {}
-    found = []
+    pauses = []
     for task in in_order:
         if task.began > free[task.process]:
-            found.append(_wait(stages, task, free[task.process], tasks))
+            pauses.append(_wait(stages, task, free[task.process], tasks))
         free[task.process] = max(free[task.process], task.ended)
-    return found
+    return pauses
 
 
 def _wait(stages: Sequence[StageInfo], task: TraceEvent, free: float, tasks: Tasks) -> Wait:

@@ -361,16 +361,16 @@ def read_timeline(run: str | os.PathLike[str]) -> Trace:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UserError(f"cannot read {path}: {reason}") from None
     try:
-        found = _parse(_json(text))
+        trace = _parse(_json(text))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged, or no timeline of this program ({type(error).__name__}: {error})",
             hint="run again to write a new one",
         ) from None
-    if not found.steps:
+    if not trace.steps:
         hint = "the run ended before its second step, or training.timeline_steps was 0"
         raise UserError(f"{path} has no steps", hint=hint)
-    return found
+    return trace
 
 
 def _json(text: str) -> Any:
