@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraModel
     from torch import nn
 
-# PEFT's names: of its weight file, and what it puts before a model's own parameter names.
+# PEFT's names: its weight file, and the prefix of the model's own parameter names.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 
@@ -48,16 +48,16 @@ class AdapterPlan:
     @property
     def excluded(self) -> Any:
         """`exclude_modules` that keep PEFT from adapting the towers of the whole model, too."""
-        own = self.lora_config.exclude_modules
+        modules = self.lora_config.exclude_modules
         if not self.towers:
-            return own
-        if isinstance(own, str):
-            if all(re.fullmatch(own, tower) for tower in self.towers):
-                return own
-            own = [own]
+            return modules
+        if isinstance(modules, str):
+            if all(re.fullmatch(modules, tower) for tower in self.towers):
+                return modules
+            modules = [modules]
         else:
-            own = [rf"(.*\.)?{re.escape(name)}" for name in sorted(own or ())]
-        return "|".join(f"({one})" for one in (*own, pattern(self.towers)))
+            modules = [rf"(.*\.)?{re.escape(name)}" for name in sorted(modules or ())]
+        return "|".join(f"({one})" for one in (*modules, pattern(self.towers)))
 
     @property
     def rewrites_base(self) -> bool:
@@ -65,8 +65,8 @@ class AdapterPlan:
         return self.lora_config.init_lora_weights in REWRITING_INITS
 
     def number_bytes(self, base: int, *, quantized: bool) -> int:
-        """Of an adapter's weight over a base whose weights, or what is not quantised, have `base`
-        bytes a number."""
+        """Bytes per number of an adapter's weight; `base`: those of the base's weights that are not
+        quantised."""
         if self.autocast_adapter_dtype or (self.autocast_adapter_dtype is None and not quantized):
             return 4
         return 2 if quantized else base

@@ -133,13 +133,13 @@ def saved_tensors(plan: AdapterPlan, wanted: Callable[[str], bool]) -> dict[str,
 
 
 def load_adapter_tensors(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Copy an adapter file's tensors into the shard, as far as they are its own; their keys."""
-    own = adapter_tensors(shard)
-    found = own.keys() & tensors.keys()
+    """Copy those of an adapter file's tensors that the shard has into it; their keys."""
+    held = adapter_tensors(shard)
+    keys = held.keys() & tensors.keys()
     with torch.no_grad():
-        for key in found:
-            own[key].copy_(tensors[key])
-    return found
+        for key in keys:
+            held[key].copy_(tensors[key])
+    return keys
 
 
 def check_adapter_complete(shard: Shard, loaded: set[str]) -> None:
@@ -158,8 +158,8 @@ def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
     tuner = _inject(shard.model, config, seed, autocast=autocast is not False)
     shard.adapter = AttachedAdapter(plan, tuner)
     if plan.weights is not None:
-        own = adapter_tensors(shard)
-        load_adapter_tensors(shard, saved_tensors(plan, own.__contains__))
+        held = adapter_tensors(shard)
+        load_adapter_tensors(shard, saved_tensors(plan, held.__contains__))
     if shard.is_quantized and autocast is not True:
         for name, parameter in shard.model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
@@ -307,14 +307,14 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         raise ConfigError(report("" if len(idle) == 1 else "the adapter", idle), hint=hint)
     remarks = [*map(str, idle), *map(str, _idle_exclusions(asked, names))]
     if asked.layers_to_transform and asked.target_parameters:
-        said = "does not hold for target_parameters, which get an update in every layer (PEFT)"
-        remarks.append(f"adapter.layers_to_transform {said}")
+        text = "does not hold for target_parameters, which get an update in every layer (PEFT)"
+        remarks.append(f"adapter.layers_to_transform {text}")
 
-    own = _file_tensors(model, frozenset())
+    plain = _file_tensors(model, frozenset())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*save_embedding_layers.*")
         full = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME)
-    embeddings = {PEFT_PREFIX + key: t for key, t in full.items() if PEFT_PREFIX + key not in own}
+    embeddings = {PEFT_PREFIX + key: t for key, t in full.items() if PEFT_PREFIX + key not in plain}
     saved = [n for n, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)]
     plan = AdapterPlan(
         lora_config=config,
@@ -322,7 +322,7 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         parameters=tuple(getattr(tuner, "targeted_parameter_names", ())),
         saved_modules=tuple(saved),
         trainable={n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad},
-        tensors={key: tuple(t.shape) for key, t in {**own, **embeddings}.items()},
+        tensors={key: tuple(t.shape) for key, t in {**plain, **embeddings}.items()},
         embedding_tensors=frozenset(embeddings),
         weights=weights,
         towers=towers(model_config),
@@ -370,8 +370,8 @@ def _without_effect(
         ("target_parameters", asked.target_parameters or (), parameters, "no parameter is called"),
     ]
     problems = [
-        Problem(f"adapter.{setting}", f"{said} {entry!r}{_near(entry, known)}")
-        for setting, entries, known, said in listed
+        Problem(f"adapter.{setting}", f"{text} {entry!r}{_near(entry, known)}")
+        for setting, entries, known, text in listed
         for entry in entries
         if not any(name == entry or name.endswith(f".{entry}") for name in known)
     ]
@@ -381,17 +381,17 @@ def _without_effect(
 
 
 def _idle_patterns(setting: str, keys: list[str], modules: list[str]) -> list[Problem]:
-    """Keys that decide nothing. PEFT takes the first that matches a module."""
+    """Keys without effect. PEFT takes the first that matches a module."""
     matching = {key: set(filter(expression(setting, key).match, modules)) for key in keys}
     problems, taken = [], set[str]()
     for number, key in enumerate(keys):
         if not matching[key]:
-            said = f"{key!r} matches no module that gets an update{_near(key, modules)}"
-            problems.append(Problem(f"adapter.{setting}", said))
+            text = f"{key!r} matches no module that gets an update{_near(key, modules)}"
+            problems.append(Problem(f"adapter.{setting}", text))
         elif not matching[key] - taken:
             first = next(k for k in keys[:number] if matching[k] & matching[key])
-            said = f"{key!r} comes after {first!r}, which matches the same modules; put it before"
-            problems.append(Problem(f"adapter.{setting}", said))
+            text = f"{key!r} comes after {first!r}, which matches the same modules; put it before"
+            problems.append(Problem(f"adapter.{setting}", text))
         taken |= matching[key]
     return problems
 
@@ -411,8 +411,8 @@ def _idle_layers(config: LoraConfig, targeted: list[str], names: list[str]) -> l
     ]
 
     def numbers(names: list[str]) -> set[int]:
-        found = (finder.match(name) for name in names for finder in finders)
-        return {int(match["idx"]) for match in found if match is not None}
+        matches = (finder.match(name) for name in names for finder in finders)
+        return {int(match["idx"]) for match in matches if match is not None}
 
     there, wanted = numbers(names), [layers] if isinstance(layers, int) else layers
     known = f"; the model has {min(there)} to {max(there)}" if there else ""
@@ -424,11 +424,11 @@ def _idle_layers(config: LoraConfig, targeted: list[str], names: list[str]) -> l
 
 
 def _idle_exclusions(config: LoraConfig, names: list[str]) -> list[Problem]:
-    """Entries of exclude_modules that are no module; nothing is lost but what was meant."""
+    """Entries of exclude_modules that match no module: harmless, but not what was meant."""
     asked = config.exclude_modules or ()
     if isinstance(asked, str):
-        found = any(map(expression("exclude_modules", asked).fullmatch, names))
-        idle = [] if found else [asked]
+        matched = any(map(expression("exclude_modules", asked).fullmatch, names))
+        idle = [] if matched else [asked]
     else:
         idle = [e for e in sorted(asked) if not any(n == e or n.endswith(f".{e}") for n in names)]
     return [
@@ -473,9 +473,9 @@ def _module_hint(model: nn.Module) -> str:
 def _check_file(weights: Path, plan: AdapterPlan) -> None:
     """Compare an adapter file's header with the plan; reads no tensor."""
     with _open(weights) as file:
-        found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    missing = sorted(set(plan.tensors) - plan.embedding_tensors - set(found))
-    extra = sorted(set(found) - set(plan.tensors))
+        sizes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    missing = sorted(set(plan.tensors) - plan.embedding_tensors - set(sizes))
+    extra = sorted(set(sizes) - set(plan.tensors))
     if missing or extra:
         problems = "; ".join(
             f"{len(keys)} tensors {what}: {', '.join(keys[:4])}{', ...' if keys[4:] else ''}"
@@ -484,7 +484,7 @@ def _check_file(weights: Path, plan: AdapterPlan) -> None:
         )
         hint = "adapter.init_from must be an adapter of this very model"
         raise ConfigError(f"{weights} does not fit the model: {problems}", hint=hint)
-    for key, shape in found.items():
+    for key, shape in sizes.items():
         if shape != (needed := plan.tensors[key]):
             raise ConfigError(f"{weights}: {key} has shape {shape}, the model needs {needed}")
 
@@ -497,7 +497,7 @@ def _open(weights: Path) -> Any:
 
 
 class _SeededLora(LoraModel):
-    """PEFT's LoRA whose every module is created after seeding with its own name."""
+    """PEFT's LoRA; each module is created after seeding with its name."""
 
     def __init__(self, model: nn.Module, config: LoraConfig, seed: int) -> None:
         # Before nn.Module.__init__, which allows plain values only.
@@ -518,7 +518,7 @@ def _inject(
     """Wrap the targets in place and leave only the adapter trainable, as `get_peft_model` does with
     `autocast_adapter_dtype`."""
     with warnings.catch_warnings():
-        # What PEFT corrects by itself, or warns of because a shard is not the whole model.
+        # PEFT corrects these itself, or warns because a shard is not the whole model.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
         warnings.filterwarnings("ignore", message="target_parameters=.* were set but no parameter")
@@ -556,8 +556,8 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
 
 
 def _file_tensors(model: nn.Module, embedding_keys: frozenset[str]) -> dict[str, torch.Tensor]:
-    own = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
-    tensors = {PEFT_PREFIX + key: tensor for key, tensor in own.items()}
+    peft = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
+    tensors = {PEFT_PREFIX + key: tensor for key, tensor in peft.items()}
     state = model.state_dict() if embedding_keys else {}
     for key in sorted(embedding_keys):
         if (name := key.removeprefix(PEFT_PREFIX)) in state:

@@ -58,11 +58,11 @@ def trainable_parameters(shard: Shard) -> list[tuple[str, nn.Parameter]]:
 
 
 def tied_parameters(shard: Shard) -> dict[str, nn.Parameter]:
-    """By name, in the order of places, what is trained here as a part of a weight of an earlier
-    place that it is tied to."""
+    """By name, in the order of places, the trained parameters here that are tied to a weight of an
+    earlier place."""
     named = dict(shard.model.named_parameters())
-    found = {name: named[name] for name in shard.ties if name in named}
-    return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
+    tied = {name: named[name] for name in shard.ties if name in named}
+    return {name: parameter for name, parameter in tied.items() if parameter.requires_grad}
 
 
 def export_parts(shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:

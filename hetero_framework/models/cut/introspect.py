@@ -81,8 +81,8 @@ class ModelStructure:
     block i, `num_layers` the last. `shared` gives the blocks (-1: before the first) beside which a
     parameter is used, if more than one. `sides` are the tensors that cross boundaries beside the
     hidden state; `id_readers` the blocks that read what follows from the token ids alone; `holders`
-    those behind which the model itself goes on using the hidden state that they received; `reports`
-    the calls in blocks whose outputs it uses behind all of them, in order. `running` are the blocks
+    those whose received hidden state the model itself goes on using behind them; `reports` the
+    calls in blocks whose outputs it uses behind all of them, in order. `running` are the blocks
     that run; those that text alone does not reach stay as they are. `hidden_shape` is a hidden
     state's in the tiny copy, whose hidden size is `tiny_width`; it has `token_factor` tokens for
     each one of the text (ProphetNet predicts several), and `more_tokens` that the model adds to
@@ -90,7 +90,7 @@ class ModelStructure:
     `takes_embeddings` tells whether blocks receive all but the hidden state alike where the model
     gets embeddings in place of token ids, `reaches_into_blocks` whether the model uses weights of
     its blocks (to rescale them) before it runs them, `loss_counts_items` whether its own loss is
-    the sum over tokens divided by `num_items_in_batch`, and what else it adds.
+    the sum over tokens divided by `num_items_in_batch`, plus other terms.
     """
 
     model_class: type[PreTrainedModel]
@@ -196,7 +196,7 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
         reaches_into_blocks=any(
             min(phases) < 0 for n, phases in watch.phases.items() if n.startswith(f"{blocks}.")
         ),
-        # That of several codebooks takes labels of another layout, and of tokens that are next.
+        # The loss over several codebooks takes labels of another layout, of the next tokens.
         loss_counts_items=count == 1 and _loss_counts_items(model, inputs),
     )
 
@@ -333,8 +333,8 @@ class _Watch(WeightUses):
         self.calls.append((args, kwargs))
         for _, hidden_BSD in itertools.islice(_followed(args, kwargs), 1):
             self.provenance.received(hidden_BSD, index)
-        found = tensors_at((args, kwargs))
-        self._received.append([(path, tensor, tensor.grad_fn) for path, tensor in found])
+        tensors = tensors_at((args, kwargs))
+        self._received.append([(path, tensor, tensor.grad_fn) for path, tensor in tensors])
 
     def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         self.provenance.phase = 2 * index + 1
@@ -385,7 +385,7 @@ class _Watch(WeightUses):
     def _besides(self) -> list[tuple[int, Way, torch.Tensor, Any, int]]:
         """(block, place, tensor, graph, level) of what blocks receive and read beside the hidden
         state."""
-        found, forms = [], self.forms()
+        entries, forms = [], self.forms()
         for block, received in zip(self.order, self._received, strict=True):
             form = forms[block]
             for path, tensor, graph in received:
@@ -393,8 +393,8 @@ class _Watch(WeightUses):
                 is_hidden = [key for _, key in path[1:]] == [form.entry]
                 if level is None or is_hidden or not self.provenance.is_read(tensor, block):
                     continue
-                found.append((block, path, tensor, graph, level))
-        return found
+                entries.append((block, path, tensor, graph, level))
+        return entries
 
     def sides(self) -> tuple[Side, ...]:
         """See `ModelStructure.sides`."""
@@ -402,28 +402,28 @@ class _Watch(WeightUses):
         for entry in self._besides:
             if entry[4] != IDS:
                 by_tensor.setdefault(id(entry[2]), []).append(entry)
-        found = []
+        sides = []
         for entries in by_tensor.values():
             block, path, tensor, graph, level = entries[0]
             places = tuple((entry[0], entry[1]) for entry in entries)
             name = _argument_name(self._blocks[block], path)
             held, form = self.provenance.is_held(tensor, block), (tuple(tensor.shape), tensor.dtype)
-            found.append(Side(name, level, places, held, *form, self._weights_of(graph)))
-        return tuple(found)
+            sides.append(Side(name, level, places, held, *form, self._weights_of(graph)))
+        return tuple(sides)
 
     def _weights_of(self, graph: Any) -> frozenset[str]:
         """The names of the weights that a tensor with this graph depends on."""
-        found: set[str] = set()
+        weights: set[str] = set()
         seen, waiting = {graph}, [graph]
         while waiting:
             node = waiting.pop()
             if node is None:
                 continue
-            found.update(self._names.get(id(getattr(node, "variable", None)), ()))
+            weights.update(self._names.get(id(getattr(node, "variable", None)), ()))
             new = {before for before, _ in node.next_functions} - seen
             seen |= new
             waiting += new
-        return frozenset(found)
+        return frozenset(weights)
 
     @functools.cached_property
     def reports(self) -> tuple[Report, ...]:
@@ -431,7 +431,7 @@ class _Watch(WeightUses):
         last = self.order[-1]
         top = self.forms()[last].take(self.outputs[-1])
         sides: dict[int, Side] = {}
-        found = []
+        reports = []
         for block, module, output in self._inside:
             parts = []
             for path, tensor in tensors_at(output):
@@ -446,8 +446,8 @@ class _Watch(WeightUses):
                 side = Side(name, block, places, False, *form, weights)
                 parts.append((path, sides.setdefault(id(tensor), side)))
             if parts:
-                found.append(Report(block, module, hollow(output), tuple(parts)))
-        return tuple(found)
+                reports.append(Report(block, module, hollow(output), tuple(parts)))
+        return tuple(reports)
 
     @property
     def holders(self) -> set[int]:
@@ -539,8 +539,8 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _loss_counts_items(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> bool:
-    """See `ModelStructure.loss_counts_items`. Not that of a model whose own loss does not run, as
-    where it is of what follows an image."""
+    """See `ModelStructure.loss_counts_items`. False where that loss does not run, as with one over
+    the tokens after an image."""
     items = (inputs["labels"][:, 1:] != -100).sum()
     with torch.no_grad():
         losses = []
@@ -550,7 +550,7 @@ def _loss_counts_items(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) 
             except (TypeError, ValueError):
                 return False
             losses.append(output.loss)
-    # Of what does not count them nothing is left in the differences.
+    # Terms that do not depend on the number cancel in the differences.
     first, second = losses[0] - losses[1], losses[1] - losses[2]
     return bool(first > 0 and torch.isclose(first, 2 * second, rtol=1e-4))
 
@@ -564,12 +564,12 @@ def layer_kinds(config: PretrainedConfig) -> list[int]:
     assert isinstance(blocks, nn.ModuleList)
     listed = list(_listed(config, len(blocks)))
     first: dict[tuple[object, ...], int] = {}
-    found = []
+    kinds = []
     for index, block in enumerate(blocks):
         shapes = tuple((name, p.shape, p.dtype) for name, p in block.named_parameters())
         kind = (repr(block), shapes, *(str(values[index]) for values in listed))
-        found.append(first.setdefault(kind, index))
-    return found
+        kinds.append(first.setdefault(kind, index))
+    return kinds
 
 
 def _listed(config: PretrainedConfig, num_layers: int) -> Iterator[list[object]]:

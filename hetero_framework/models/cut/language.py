@@ -35,7 +35,7 @@ _QUERIES = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "e
 
 _LISTED = "docs/architectures.md lists the architectures that can be cut"
 
-_found: dict[str, tuple[str, ...]] = {}  # by the tiny configurations that this process has met
+_towers: dict[str, tuple[str, ...]] = {}  # by the tiny configurations that this process has met
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -69,10 +69,10 @@ def towers(config: PretrainedConfig) -> tuple[str, ...]:
     try:
         tiny = shrink(config)
         key = json.dumps([cls.__name__, tiny.to_dict()], sort_keys=True, default=str)
-        if key not in _found:
+        if key not in _towers:
             with quiet_library(), torch.random.fork_rng(devices=[]):
-                _found[key] = tuple(_unused(_tiny_model(cls, tiny), tiny))
-        return _found[key]
+                _towers[key] = tuple(_unused(_tiny_model(cls, tiny), tiny))
+        return _towers[key]
     except LIBRARY_ERRORS as error:
         raise no_tiny_copy(config, error) from error
 
@@ -102,18 +102,18 @@ def tower_lines(config: PretrainedConfig) -> list[str]:
 def no_tiny_copy(
     config: PretrainedConfig, error: BaseException, *, built: bool = True
 ) -> ArchitectureError:
-    """The refusal of a model of which nothing can be learned."""
+    """The refusal of a model whose tiny copy does not run."""
     on_text = " on text alone" if config.sub_configs else ""
-    said, hint, more = f"no tiny copy of a {config.model_type} model runs{on_text}", _LISTED, ""
+    text, hint, more = f"no tiny copy of a {config.model_type} model runs{on_text}", _LISTED, ""
     if not built:
-        said = f"the installed transformers builds no tiny copy of a {config.model_type} model"
+        text = f"the installed transformers builds no tiny copy of a {config.model_type} model"
         more = "; its config.json, or another version of transformers, would have to let it be"
     elif on_text:
         hint = "its class has to run without pictures and sound; " + hint
     if isinstance(error, ImportError):
         hint = "install on every machine what its class asks for"
     return ArchitectureError(
-        f"{said}, so that its cut cannot be verified: {one_line(error)}{more}", hint=hint
+        f"{text}, so that its cut cannot be verified: {one_line(error)}{more}", hint=hint
     )
 
 
@@ -131,7 +131,7 @@ def run_on_text(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> None
 
 
 def lies_in(name: str, modules: tuple[str, ...]) -> bool:
-    """Whether a name is one of `modules`, or that of something in them."""
+    """Whether a name is one of `modules`, or lies in one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
@@ -165,7 +165,7 @@ class WeightUses(TorchFunctionMode):
 
 
 def _unused(model: PreTrainedModel, config: PretrainedConfig) -> Iterator[str]:
-    """The towers of a tiny stock model, as few names as say it."""
+    """The towers of a tiny stock model, in the fewest names."""
     model.train(False)
     watch = WeightUses(model)
     called: set[nn.Module] = set()
@@ -192,10 +192,10 @@ def _unused_in(
         if prefix + name not in used:
             yield prefix + name
     for name, child in module.named_children():
-        own = {f"{prefix}{name}.{inner}" for inner, _ in child.named_parameters()}
-        if own & used or child in called:
+        weights = {f"{prefix}{name}.{inner}" for inner, _ in child.named_parameters()}
+        if weights & used or child in called:
             yield from _unused_in(prefix + name, child, used, called)
-        elif own or isinstance(child, AbsentPart):
+        elif weights or isinstance(child, AbsentPart):
             yield prefix + name
 
 

@@ -34,7 +34,7 @@ class Placed(nn.Module):
 
 
 class AbsentPart(Placed, PreTrainedModel):
-    """Stands for such a part; `why` is what its own class said. Calling it raises ImportError."""
+    """Stands for such a part; `why` is its own class's error. Calling it raises ImportError."""
 
     why = ""
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
@@ -50,8 +50,8 @@ class AbsentPart(Placed, PreTrainedModel):
 
 def stand_in(config: PretrainedConfig) -> bool:
     """Register an `AbsentPart`, in this process, for each part of a composite configuration whose
-    own class needs a package that is absent. Tells whether there was one."""
-    found = False
+    own class needs a package that is absent. Returns whether there was one."""
+    registered = False
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is None or type(part) not in AutoModel._model_mapping:
@@ -61,7 +61,7 @@ def stand_in(config: PretrainedConfig) -> bool:
                 AutoModel.from_config(copy.deepcopy(part))
         except ImportError as error:
             fields = {"config_class": type(part), "why": one_line(error), "__module__": __name__}
-            own: Any = type("AbsentPart", (AbsentPart,), fields)
-            AutoModel.register(type(part), own, exist_ok=True)
-            found = True
-    return found
+            absent: Any = type("AbsentPart", (AbsentPart,), fields)
+            AutoModel.register(type(part), absent, exist_ok=True)
+            registered = True
+    return registered

@@ -125,8 +125,8 @@ def _divided(
 
 def averages_means(cls: type[PreTrainedModel]) -> bool:
     """Whether the Trainer averages the losses of a step's micro-batches, each the mean of its own
-    tokens. So it does for classes that take no number of items for their loss, and for those that
-    say so: multimodal ones, most of them."""
+    tokens. It does for classes whose loss takes no number of items, and for those that ask for it:
+    multimodal ones, most of them."""
     accepts = getattr(cls, "accepts_loss_kwargs", None)
     if accepts is None:
         parameters = inspect.signature(cls.forward).parameters.values()

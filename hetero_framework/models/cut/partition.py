@@ -52,8 +52,8 @@ class Skeleton:
         model = meta_model(config)
         blocks: Any = model.get_submodule(structure.blocks)
         if len(blocks) != structure.num_layers:
-            found = f"{type(model).__name__} has {len(blocks)} blocks"
-            raise ArchitectureError(f"{found}, its tiny copy {structure.num_layers}")
+            text = f"{type(model).__name__} has {len(blocks)} blocks"
+            raise ArchitectureError(f"{text}, its tiny copy {structure.num_layers}")
         self.parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.names = {*self.parameters, *model.state_dict()}
         self.modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
@@ -68,7 +68,7 @@ class Skeleton:
 
     def parameter_index(self, name: str) -> tuple[int, ...]:
         """Where a parameter stands in the whole model: (module, place in it). An adapter's stand
-        behind the own ones of the deepest module of the whole model in their name."""
+        behind those of the deepest module of the whole model in their name."""
         parts = name.split(".")
         for length in range(len(parts) - 1, -1, -1):
             module = ".".join(parts[:length])
@@ -83,14 +83,14 @@ class Skeleton:
         return int(index) if name.startswith(prefix) and index.isdigit() else None
 
     def _ties_of_places(self) -> dict[str, str]:
-        """{target: source} of what is tied to a weight of an earlier place: one target for each
-        place, in the order of these."""
-        found: dict[tuple[int, str], str] = {}
+        """{target: source} of the ties to a weight of an earlier place, one target for each place,
+        in their order."""
+        targets: dict[tuple[int, str], str] = {}
         for target, source in self.tied.items():
             here, there = self._place(target), self._place(source)
             if here is not None and there is not None and there < here:
-                found.setdefault((here, source), target)
-        return {target: source for (_, source), target in sorted(found.items())}
+                targets.setdefault((here, source), target)
+        return {target: source for (_, source), target in sorted(targets.items())}
 
     def _place(self, name: str) -> int | None:
         """The block that a parameter lies in, -1 for before and their number for behind them."""
@@ -98,7 +98,7 @@ class Skeleton:
         return self.structure.owner.get(name) if layer is None else layer
 
     def beside(self, target: str) -> list[str]:
-        """The names at a target's place that are tied to the same weight, its own among them."""
+        """The names at a target's place that are tied to the same weight, `target` among them."""
         source, place = self.ties[target], self._place(target)
         return [n for n, s in self.tied.items() if s == source and self._place(n) == place]
 
@@ -230,13 +230,13 @@ def _without_weights(module: nn.Module) -> nn.Module:
 
 def _inner(parent: nn.Module, name: str) -> nn.Module:
     """The module of this name in an absent block, made of its outline if need be."""
-    found = parent._modules.get(name)
-    if found is None:
+    module = parent._modules.get(name)
+    if module is None:
         outline = vars(parent).pop(name, None)
-        found = nn.Module()
-        vars(found).update(vars(outline) if isinstance(outline, SimpleNamespace) else {})
-        parent.add_module(name, found)
-    return found
+        module = nn.Module()
+        vars(module).update(vars(outline) if isinstance(outline, SimpleNamespace) else {})
+        parent.add_module(name, module)
+    return module
 
 
 class Lender(nn.Module):
@@ -311,8 +311,8 @@ def _outline(module: nn.Module) -> Any:
 
 
 def shard_class(whole: Skeleton, present: Callable[[str], bool]) -> type[PreTrainedModel]:
-    """The model's own class with everything taken out after construction that is not `present`:
-    that is asked of a block's name, and of those of the parameters outside blocks."""
+    """The model's own class with everything taken out after construction that is not `present`, a
+    test of the names of blocks and of the parameters outside blocks."""
     base = whole.structure.model_class
 
     def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
@@ -345,7 +345,7 @@ def _prune(model: Any, whole: Skeleton, present: Callable[[str], bool]) -> None:
         owner = structure.owner[f"{path}.{attributes[0]}".lstrip(".")]
         _take_out(model, path, attributes, after=owner >= structure.num_layers)
     _restrict_tying(model, present)
-    # What other stages hold is no news. The patterns are a list in older versions of transformers.
+    # Weights of other stages are expected. Older versions of transformers have a list here.
     as_set = isinstance(model._keys_to_ignore_on_load_unexpected, set)
     model._keys_to_ignore_on_load_unexpected = {".*"} if as_set else [".*"]
 
@@ -391,28 +391,28 @@ def fill_absent(model: Any) -> None:
 def outside(
     model: Any, whole: Skeleton, rng: ShardRange, wanted: Callable[[nn.Module], bool]
 ) -> dict[str, nn.Module]:
-    """The `wanted` modules of a shard before and after its blocks, by name: those without modules
-    in them, all of whose parameters are the shard's."""
+    """The `wanted` modules of a shard before and after its blocks, by name: those without inner
+    modules that have only parameters of the shard."""
     owned = {name for name in whole.structure.owner if whole.holds(name, rng)}
-    found = {}
+    modules = {}
     for path in sorted({name.rpartition(".")[0] for name in owned} - {""}):
         module = model.get_submodule(path)
-        own = {f"{path}.{name}" for name, _ in module.named_parameters()}
-        if own and own <= owned and not any(True for _ in module.children()) and wanted(module):
-            found[path] = module
-    return found
+        names = {f"{path}.{name}" for name, _ in module.named_parameters()}
+        if names and names <= owned and not any(True for _ in module.children()) and wanted(module):
+            modules[path] = module
+    return modules
 
 
 def untie(model: Any, whole: Skeleton, rng: ShardRange, targets: Sequence[str]) -> None:
-    """Make these targets parameters of their own, over one storage with whatever else is tied and
-    here, and take out what was only lent: gradients add up at each place by itself."""
+    """Make these targets separate parameters, over one storage with all that is tied and here, and
+    take out the lent modules: gradients add up at each place by itself."""
     weights = {whole.ties[target]: model.get_parameter(whole.ties[target]) for target in targets}
     for target in targets:
         weight = weights[whole.ties[target]]
-        own = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+        parameter = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
         for name in whole.beside(target):
             path, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(path), attribute, own)
+            setattr(model.get_submodule(path), attribute, parameter)
             model.all_tied_weights_keys.pop(name, None)
     blocks = model.get_submodule(whole.structure.blocks)
     for index, block in enumerate(blocks):

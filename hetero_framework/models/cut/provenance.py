@@ -74,8 +74,8 @@ class Provenance(TorchDispatchMode):
         return _storage(one) == _storage(other)
 
     def is_held(self, tensor: torch.Tensor, block: int) -> bool:
-        """Whether the model's own code takes it after this block: its variable, not the block's
-        argument, then is what counts."""
+        """Whether the model's own code uses the tensor after this block: then its variable counts,
+        not the block's argument."""
         return any(
             phase > 2 * block and phase % 2 and _storage(tensor) in read
             for phase, read in self._read.items()
@@ -112,12 +112,12 @@ class Provenance(TorchDispatchMode):
     @staticmethod
     def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
         """The storages that an operation changes."""
-        found = set()
+        storages = set()
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
-                found |= {_storage(t) for t in tree_leaves(value) if isinstance(t, torch.Tensor)}
-        return found
+                storages |= {_storage(t) for t in tree_leaves(value) if isinstance(t, torch.Tensor)}
+        return storages
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -61,11 +61,11 @@ def _taken(left: Mapping[ShardRange, ReusableModules], rng: ShardRange) -> Reusa
     outside: dict[str, nn.Module] = {}
     read: Fingerprint = {}
     for its, kept in left.items():
-        own = {k: block for k, block in kept.blocks.items() if rng.start <= k < rng.end}
+        inside = {k: block for k, block in kept.blocks.items() if rng.start <= k < rng.end}
         same_ends = (its.is_first, its.is_last) == (rng.is_first, rng.is_last)
         ends = kept.outside if same_ends else {}
-        if own or ends:
-            blocks.update(own)
+        if inside or ends:
+            blocks.update(inside)
             outside.update(ends)
             read.update(kept.fingerprint)
     return ReusableModules(blocks, outside, read)

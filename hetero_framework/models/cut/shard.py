@@ -65,20 +65,20 @@ if TYPE_CHECKING:
     from hetero_framework.models.adapters.adapter_plan import AttachedAdapter
 
 Inputs = dict[str, Tensor]
-# Of one kind of layer: by training or not, sizes of one, the layer's own switches.
+# Per kind of layer: training or not, sizes of one, the layer's own switches.
 _COMPILED_VERSIONS = 64
 NOTHING = ReusableModules()
 _Part = Literal["whole", "blocks", "head"]
 
-# transformers replaces methods of its own classes while it loads (`no_tie_weights`) and puts back
-# what it found: of two loads at once the other's replacement, and no model is tied from then on.
+# transformers replaces methods of its classes while it loads (`no_tie_weights`) and restores them:
+# of two loads at once one restores the other's replacement, and no model is tied from then on.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
-    """The transformers configuration that the `model` section names: the one gate through which
-    every model comes, whoever names it. Raises ModelError, also for what would load code,
-    and DeviceError where the attention is not installed."""
+    """The transformers configuration that the `model` section names: the one gate for all models.
+    Raises ModelError, also for settings that would load code, and DeviceError where the attention
+    is not installed."""
     if model.from_config is not None:
         fields, place = dict(model.from_config), "model.from_config"
         check_settings(fields, place)
@@ -214,16 +214,16 @@ def build_shard(
                 model, report = cls.from_pretrained(  # type: ignore[misc]
                     None,
                     config=config,
-                    state_dict={lent.get(key, key): found for key, found in slices.items()},
+                    state_dict={lent.get(key, key): part for key, part in slices.items()},
                     dtype=dtype,
                     device_map={"": device} if quantized or device.type != "cpu" else None,
                     quantization_config=quantization,
                     ignore_mismatched_sizes=True,  # named below
                     output_loading_info=True,
                 )
-            for name, found, expected in sorted(report["mismatched_keys"]):
+            for name, actual, expected in sorted(report["mismatched_keys"]):
                 raise ModelError(
-                    f"{name} of the checkpoint {checkpoint.source!r} has the shape {list(found)};"
+                    f"{name} of the checkpoint {checkpoint.source!r} has the shape {list(actual)};"
                     f" its config.json says {list(expected)}",
                     hint="put the config.json there that belongs to these weights",
                 )
@@ -266,9 +266,9 @@ def config_dtype(config: PretrainedConfig) -> torch.dtype:
 def _key_filter(
     model: PreTrainedModel, whole: Skeleton, checkpoint: Checkpoint
 ) -> tuple[Callable[[str], bool], dict[str, str]]:
-    """Tells which tensors of a checkpoint this shard needs, by the library's own renaming; and
-    {key: source} of those that stand for the source that they are tied to, which is not there."""
-    own = {*dict(model.named_parameters(remove_duplicate=False)), *model.state_dict()}
+    """A test for the tensors of a checkpoint that this shard needs, by the library's renaming; and
+    {key: source} of those that replace the absent source that they are tied to."""
+    names = {*dict(model.named_parameters(remove_duplicate=False)), *model.state_dict()}
     known = dict.fromkeys(whole.names, True)
     rename = renaming(model, known)
     lent: dict[str, str] = {}
@@ -284,10 +284,10 @@ def _key_filter(
             return False
         # Quantisation keeps its statistics beside a weight, under longer names.
         while name and name not in known:
-            if name in whole.modules and any(n.startswith(f"{name}.") for n in own):
+            if name in whole.modules and any(n.startswith(f"{name}.") for n in names):
                 return True
             name = name.rpartition(".")[0]
-        return name in own
+        return name in names
 
     return wanted, lent
 
@@ -318,9 +318,9 @@ class Shard:
         self.range = rng
         self.on_enter: Callable[[str | int], None] | None = None
         self.adapter: AttachedAdapter | None = None
-        # Of the files that it was read from; empty for random weights.
+        # Its files; empty for random weights.
         self.fingerprint: Fingerprint = {}
-        # What is tied to a weight of an earlier place, which may be on another shard.
+        # Weights tied to one of an earlier place, which may be on another shard.
         self.ties = {target: whole.ties[target] for target in whole.targets(rng)}
         self._whole = whole
         # Asked now: over a quantised base, an adapter's type would pass for the model's later.
@@ -336,12 +336,12 @@ class Shard:
         self._captured: dict[int, Tensor] = {}  # by place in the bundle
         self._part: _Part = "whole"
         self._chunk = 0
-        own = (k for k in structure.running if rng.start <= k < rng.end)
-        self._entry = next(own, None)  # the first block here, of those that run
+        running = (k for k in structure.running if rng.start <= k < rng.end)
+        self._entry = next(running, None)  # the first block here, of those that run
         self._last_running = structure.running[-1]
         self._blocks: list[Any] = list(model.get_submodule(whole.structure.blocks).children())
         self._forwards: dict[int, Callable[..., Any]] = {}
-        # What `dissolve` takes back: hooks, and forwards that were not their classes'.
+        # For `dissolve` to undo: hooks, and forwards that were not their classes'.
         self._hooks: list[RemovableHandle] = []
         self._former: dict[int, Callable[..., Any] | None] = {}
         self._recomputes = False
@@ -403,8 +403,8 @@ class Shard:
         self._recomputes = True
 
     def dissolve(self) -> ReusableModules:
-        """Take the shard apart, for good: what in it is frozen, as it was loaded, without adapter
-        and hooks. Nothing of a model whose blocks share weights or are rescaled by it, or whose
+        """Take the shard apart, for good; its frozen modules, as they were loaded, without adapter
+        and hooks. None of a model whose blocks share weights or are rescaled by it, or whose
         adapter has rewritten them."""
         for hook in self._hooks:
             hook.remove()
@@ -423,7 +423,7 @@ class Shard:
         kept = {k: blocks[k] for k in range(rng.start, rng.end) if _is_frozen(blocks[k])}
         for block in kept.values():
             for module in block.modules():
-                # By these the model collects outputs; the next one hooks its own.
+                # The model collects outputs by these hooks; the next one sets its own.
                 module._forward_hooks.clear()
         return ReusableModules(
             kept, partition.outside(model, whole, rng, _is_frozen), self.fingerprint
@@ -443,11 +443,11 @@ class Shard:
                 if side in self.entering:
                     passed = received[1 + self.entering.index(side)]
                     self._captured.setdefault(place, passed)
-            found = [self._captured.get(place) for place in range(1 + len(self._leaving_sides))]
+            bundle = [self._captured.get(place) for place in range(1 + len(self._leaving_sides))]
         finally:
             self._captured = {}
-        left = tuple(tensor for tensor in found if tensor is not None)
-        if len(left) < len(found):
+        left = tuple(tensor for tensor in bundle if tensor is not None)
+        if len(left) < len(bundle):
             raise AssertionError("the forward ended without a hidden state or a side tensor")
         return left
 
@@ -547,8 +547,8 @@ class Shard:
                     places.setdefault(block, []).append((number, path))
                     if side.is_held:
                         break  # what the model itself then hands on is right
-        for block, found in places.items():
-            inject = weakly(self._inject, block, found)
+        for block, paths in places.items():
+            inject = weakly(self._inject, block, paths)
             hook = self._blocks[block].register_forward_pre_hook(inject, with_kwargs=True)
             self._hooks.append(hook)
 
@@ -583,7 +583,7 @@ class Shard:
         return self._take_injected(hidden_BSD, call) if block == self._last_running else hidden_BSD
 
     def _take_out(self) -> None:
-        """Have what leaves collected at the entries of absent blocks behind this shard's."""
+        """Have outgoing tensors collected at the entries of absent blocks behind this shard's."""
         end = self._whole.structure.next_running(self.range.end)
         assert end is not None
         places: dict[int, list[tuple[int, Way]]] = {end: []}
@@ -591,9 +591,9 @@ class Shard:
             if side not in self.entering and side.places[-1][0] < len(self._blocks):
                 block, path = side.first_place(end)
                 places.setdefault(block, []).append((number, path))
-        for block, found in places.items():
+        for block, paths in places.items():
             is_last = block == max(places)
-            take = weakly(self._collect, block == end, found, is_last)
+            take = weakly(self._collect, block == end, paths, is_last)
             self._blocks[block].on_call = take
 
     def _passing(self, index: int) -> Callable[..., Any]:
@@ -616,7 +616,7 @@ class Shard:
                 )
             return enter(*args, **kwargs)
 
-        # What `functools.wraps` does, without a reference to the block.
+        # As `functools.wraps`, without a reference to the block.
         functools.update_wrapper(passing, forward)
         del passing.__wrapped__  # type: ignore[attr-defined]
         passing.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]

@@ -24,11 +24,11 @@ their gradients, of those side tensors that want one. Empty where nothing crosse
 
 @dataclass(frozen=True)
 class Side:
-    """A tensor of one forward: `maker` is the last part that had a hand in it (-1: what comes
-    before the blocks, i: block i), `places` are where blocks receive it and read it; one behind
-    the last block: where what follows reads it (`Report`). `is_held`: the model's own code uses it,
-    too. `shape` and `dtype` are those in the tiny copy. It wants a gradient where one of the
-    `weights` that it depends on is trained."""
+    """A tensor of one forward: `maker` is the last part that computed on it (-1: the one before the
+    blocks, i: block i), `places` are where blocks receive it and read it; one behind the last
+    block: where the part after it does (`Report`). `is_held`: the model's own code uses it, too.
+    `shape` and `dtype` are those in the tiny copy. It wants a gradient where one of the `weights`
+    that it depends on is trained."""
 
     name: str
     maker: int
@@ -124,31 +124,31 @@ def crossing(left: Bundle) -> Bundle:
 def as_leaves(received: Bundle) -> Bundle:
     """Inputs to be differentiated: the hidden state, and side tensors that want it."""
     hidden_BSD, *sides = received
-    own = [side.detach().requires_grad_(side.requires_grad) for side in sides]
-    return (hidden_BSD.detach().requires_grad_(), *own)
+    leaves = [side.detach().requires_grad_(side.requires_grad) for side in sides]
+    return (hidden_BSD.detach().requires_grad_(), *leaves)
 
 
 def as_inner(received: Bundle) -> Bundle:
-    """Inputs as the model inside sees them: none is a leaf, as none is in the whole
-    model. Of a float32 leaf autocast keeps the narrow copy, so that all that read it would share
-    one, and round the sum of their gradients."""
+    """Inputs as the model inside sees them: none is a leaf, as none is in the whole model. Autocast
+    caches the narrow copy of a float32 leaf: all readers would share it, and round the sum of their
+    gradients."""
     return tuple(t.view_as(t) if t.requires_grad else t for t in received)
 
 
 def returning(left: Bundle) -> Bundle:
-    """Those of what left that get a gradient from behind: the hidden state always."""
+    """The outgoing tensors that get a gradient from behind: always the hidden state."""
     return tuple(t for place, t in enumerate(left) if place == 0 or t.requires_grad)
 
 
 def differentiate(left: Bundle, gradients: Bundle) -> None:
-    """Backward from what left, with the gradients of `returning(left)`. All at once: what has come
-    back from behind is then the first term of every sum, as in the whole model, where later layers
-    are differentiated first."""
+    """Backward from the outgoing tensors, with the gradients of `returning(left)`. All at once: a
+    gradient from behind is then the first term of every sum, as in the whole model, where later
+    layers are differentiated first."""
     pairs = zip(returning(left), gradients, strict=True)
     # Where only side tensors were made of trained weights, the hidden state has no graph.
-    if own := [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]:
-        tensors, own_gradients = zip(*own, strict=True)
-        torch.autograd.backward(tensors, own_gradients)
+    if roots := [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]:
+        tensors, root_gradients = zip(*roots, strict=True)
+        torch.autograd.backward(tensors, root_gradients)
 
 
 def shown(*tensors: torch.Tensor) -> str:
@@ -157,14 +157,14 @@ def shown(*tensors: torch.Tensor) -> str:
 
 
 def shown_form(shape: Sequence[int], dtype: torch.dtype, wants_gradient: bool = False) -> str:
-    """The same of a form."""
+    """`shown` of one form."""
     sizes = " x ".join(map(str, shape)) or "a single number"
     wants = " that wants a gradient" if wants_gradient else ""
     return f"{sizes} of {str(dtype).removeprefix('torch.')}{wants}"
 
 
 def gradients_of(leaves: Bundle) -> Bundle:
-    """Of those that want one; zeros where the result does not depend on them."""
+    """The gradients of leaves that want one; zeros where the result does not depend on them."""
     return tuple(
         torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         for leaf in leaves

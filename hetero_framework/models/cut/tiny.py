@@ -194,15 +194,15 @@ def causal_lm_types() -> list[str]:
 
 
 def stock_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The library's class of a configuration: of those that generate text the one that the
-    configuration names as its checkpoint's, else the causal language model, else the multimodal
-    one. Raises ArchitectureError if there is none."""
+    """The library's class of a configuration: among those that generate text the one named in the
+    configuration, else the causal language model, else the multimodal one. Raises ArchitectureError
+    if there is none."""
     causal: Any = AutoModelForCausalLM._model_mapping
     mappings: list[Any] = [causal, AutoModelForMultimodalLM._model_mapping]
-    found = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    classes = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
     named = config.architectures or ()
-    if found:
-        return min(found, key=lambda cls: cls.__name__ not in named)
+    if classes:
+        return min(classes, key=lambda cls: cls.__name__ not in named)
     # The text part of a composite type is listed under the composite's name.
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         composite = CONFIG_MAPPING[model_type]
@@ -231,10 +231,10 @@ def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
 
 def multimodal_classes() -> dict[str, str]:
     """The model types of the library's multimodal classes, by the class's name."""
-    found: dict[str, str] = {}
+    types: dict[str, str] = {}
     for model_type, name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items():
-        found.setdefault(name, model_type)  # others are variants of the first
-    return found
+        types.setdefault(name, model_type)  # others are variants of the first
+    return types
 
 
 def architecture_names() -> list[str]:
@@ -307,8 +307,8 @@ def _layer_counts(fields: dict[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         if isinstance(value, int) and name in _LAYER_COUNTS:
             changes[name] = TINY_LAYERS
-        elif isinstance(value, dict) and "model_type" in value and (own := _layer_counts(value)):
-            changes[name] = {"model_type": value["model_type"], **own}
+        elif isinstance(value, dict) and "model_type" in value and (inner := _layer_counts(value)):
+            changes[name] = {"model_type": value["model_type"], **inner}
     return changes
 
 

@@ -68,8 +68,8 @@ def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
     state = {key: tensor for key, tensor in model.state_dict().items() if key not in left_out}
     if not shard.range.is_first:
         # Buffers outside the layers (constants) are in every shard; one of them speaks for all.
-        own = {name for name, _ in model.named_parameters()}
-        state = {key: t for key, t in state.items() if key in own or _LAYER.match(key)}
+        parameters = {name for name, _ in model.named_parameters()}
+        state = {key: t for key, t in state.items() if key in parameters or _LAYER.match(key)}
     layers: dict[str, Tensors] = {}
     for key, tensor in state.items():
         layer = _LAYER.match(key)
@@ -97,14 +97,14 @@ def base_generation(
     if model.name_or_path is None:
         return GenerationConfig.from_model_config(config)
     source = repository.resolve_model_path(model.name_or_path, base_dir)
-    own: Any = {"revision": model.revision or "main"}
+    options: Any = {"revision": model.revision or "main"}
     try:
         with quiet_library():
             try:
-                return GenerationConfig.from_pretrained(source, **own)
+                return GenerationConfig.from_pretrained(source, **options)
             except OSError:  # there is none
-                own |= {"config_file_name": repository.CONFIG, "_from_model_config": True}
-                return GenerationConfig.from_pretrained(source, **own)
+                options |= {"config_file_name": repository.CONFIG, "_from_model_config": True}
+                return GenerationConfig.from_pretrained(source, **options)
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(
             f"{repository.GENERATION} of the model {source!r} cannot be used: {one_line(error)}",
@@ -152,8 +152,8 @@ def write_adapter(
     if plan.towers:
         # A tower may have modules of these names, too.
         config.modules_to_save = list(plan.saved_modules) or None
-    # How the weights began is no part of what they are, unless the base has changed with them; sets
-    # have no order of their own.
+    # Initialisation is no part of the result, unless the base has changed with it; sets have no
+    # order.
     config.task_type = "CAUSAL_LM"
     if not plan.rewrites_base:
         config.init_lora_weights = True
@@ -190,7 +190,7 @@ def write_checkpoint(
             files.add(key, tensor)
         files.finish()
         config = copy.deepcopy(config)
-        # What `save_pretrained` of a model adds.
+        # Added by `save_pretrained` of a model.
         config.architectures, config.dtype = [model_class(config).__name__], files.dtype
         config.save_pretrained(str(folder))
         if generation_config is not None:
@@ -366,12 +366,12 @@ class OutputDirectory:
         present = self._present()
         try:
             listed = json.loads((self.path / EXPORT_LIST).read_text("utf-8"))["files"]
-            own = {EXPORT_LIST, *map(str, listed)}
+            ours = {EXPORT_LIST, *map(str, listed)}
         except FileNotFoundError:  # of a version that wrote no list
-            own = set(files) if present == files else set()
+            ours = set(files) if present == files else set()
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{self.path / EXPORT_LIST} cannot be read") from error
-        foreign = [name for name in present if name not in own]
+        foreign = [name for name in present if name not in ours]
         if taken := sorted({*files, EXPORT_LIST}.intersection(foreign)):
             what = f"{', '.join(taken)} of another origin"
             raise CheckpointError(

@@ -28,12 +28,12 @@ CONFIG, COMMIT, INDEX = "config.json", "commit", "index"
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 _CHUNK_BYTES = 4 << 20
 _THREADS = 4
-# What a library writes beside the settings themselves.
+# Fields that a library writes beside the settings themselves.
 _NOT_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "auto_map")
 
 
 def fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> Fingerprint:
-    """Of the layers that hold the tensors `names`, each with all its tensors. Remembered until a
+    """The layers that hold the tensors `names`, each with all its tensors. Remembered until a
     file changes. Raises ModelError for a file that cannot be read."""
     groups = {layer_group(name) for name in names}
     members: dict[str, list[str]] = defaultdict(list)
@@ -46,31 +46,31 @@ def fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> Fingerprint:
     digests: dict[str, str] = {}
     for filename, wanted in sorted(by_file.items()):
         digests.update(_file_digests(checkpoint.checked(filename), wanted))
-    found = {g: _hash(sorted((name, digests[name]) for name in members[g])) for g in groups}
-    return {**found, **_origin(checkpoint)}
+    hashes = {g: _hash(sorted((name, digests[name]) for name in members[g])) for g in groups}
+    return {**hashes, **_origin(checkpoint)}
 
 
 def whole_fingerprint(source: str, revision: str | None) -> Fingerprint | None:
-    """Of all weights, from what this machine has; None where a file is not there. Without commit
+    """The fingerprint of all weights on this machine; None where a file is absent. Without commit
     and list of files: other ones may hold the same weights."""
     try:
         checkpoint = Checkpoint(source, revision, local=True)
-        found = fingerprint(checkpoint, checkpoint.files)
+        whole = fingerprint(checkpoint, checkpoint.files)
     except ModelError:
         return None
-    return {key: value for key, value in found.items() if key not in (COMMIT, INDEX)}
+    return {key: value for key, value in whole.items() if key not in (COMMIT, INDEX)}
 
 
 def check_same_model(
     loaded: Sequence[tuple[str, Mapping[str, str]]], expected: Fingerprint | None
 ) -> None:
-    """Raise ModelError unless all stages were read from one model: `loaded` are the processes that
-    read them and what they read, `expected` the coordinator's own files. Without these the stages
+    """Raise ModelError unless all stages were read from one model: `loaded` are the processes
+    with the fingerprints that they read, `expected` the coordinator's own. Without it the stages
     are compared with each other, by configuration, list of files and revision."""
-    for number, (process, found) in enumerate(loaded):
+    for number, (process, read) in enumerate(loaded):
         others = loaded[:number] if expected is None else [("the coordinator", expected)]
         for other, theirs in others:
-            if what := difference(theirs, found):
+            if what := difference(theirs, read):
                 raise ModelError(
                     f"{process} has loaded another model than {other}: {what}",
                     hint="copy one model directory to all machines, or set model.revision to one"
@@ -114,19 +114,19 @@ def _natural(key: str) -> list[tuple[int, str]]:
 
 
 def _origin(checkpoint: Checkpoint) -> Fingerprint:
-    """The settings that came with the weights, and where those lie."""
-    found = {INDEX: _hash(sorted(checkpoint.files.items()))}
+    """Hashes of the list of files and the settings, and the commit of the weights."""
+    origin = {INDEX: _hash(sorted(checkpoint.files.items()))}
     config = checkpoint.path("config.json")
     if config is not None:
         settings: dict[str, Any] = json.loads(config.read_bytes())
-        found[CONFIG] = _hash({k: v for k, v in settings.items() if k not in _NOT_SETTINGS})
+        origin[CONFIG] = _hash({k: v for k, v in settings.items() if k not in _NOT_SETTINGS})
         if config.parent.parent.name == "snapshots":
-            found[COMMIT] = config.parent.name
-    return found
+            origin[COMMIT] = config.parent.name
+    return origin
 
 
 def _file_digests(path: Path, names: list[str]) -> dict[str, str]:
-    """Of tensors of one file: the hash of type, shape and bytes."""
+    """For tensors of one file the hash of type, shape and bytes."""
     status = path.stat()
     question = json.dumps([os.path.realpath(path), status.st_size, status.st_mtime_ns])
     known: dict[str, str] = recall("digests", question) or {}

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class NonTextWeights:
-    """The tensors of the towers in a checkpoint, under the names that the model's class gives them
-    in one of its own, and the settings of its processor. Raises ModelError unless all are there."""
+    """The tensors of the towers in a checkpoint, under their names in a checkpoint of the model's
+    class, and the settings of its processor. Raises ModelError unless all are there."""
 
     def __init__(self, config: PretrainedConfig, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -43,15 +43,15 @@ class NonTextWeights:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(key, tensor) one at a time, as the file holds it."""
         for key, source in sorted(self._sources.items()):
-            with self._checkpoint.slices(source.__eq__) as found:
-                shape = found[source].get_shape()
+            with self._checkpoint.slices(source.__eq__) as slices:
+                shape = slices[source].get_shape()
                 if tuple(shape) != self._shapes.get(key, tuple(shape)):
                     raise ModelError(
                         f"{source} of the checkpoint {self._checkpoint.source!r} has the shape"
                         f" {shape}; its config.json says {list(self._shapes[key])}",
                         hint="put the config.json there that belongs to these weights",
                     )
-                tensor = found[source][...]
+                tensor = slices[source][...]
             yield key, tensor
 
     def copy_processor(self, folder: Path) -> None:
@@ -62,8 +62,8 @@ class NonTextWeights:
 def non_text_weights(
     model: ModelConfig, base_dir: Path, config: PretrainedConfig
 ) -> NonTextWeights | None:
-    """Of the model that the `model` section names; None where it has no towers. Raises ModelError
-    as `NonTextWeights`, and for random weights, beside which there are none."""
+    """Those of the model in the `model` section; None where it has no towers. Raises ModelError as
+    `NonTextWeights`, and for random weights, beside which there are none."""
     if not (gone := towers(config)):
         return None
     if model.name_or_path is None:
@@ -79,8 +79,8 @@ def non_text_weights(
 def _placed(
     config: PretrainedConfig, checkpoint: Checkpoint
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list[str]]:
-    """By key of a checkpoint of the class: shapes, and the keys in `checkpoint`; and what is not
-    there. What stands for a part that this machine cannot build tells no names and shapes: its
+    """By key of a checkpoint of the class: shapes, and the keys in `checkpoint`; and what is
+    absent. The stand-in for a part that this machine cannot build has no names and shapes: its
     tensors keep those of the file."""
     model: Any = on_meta(stock_class(config), config)
     gone = towers(config)
@@ -100,8 +100,8 @@ def _placed(
             name = rename(source)
             if name in state:  # another version's names
                 keys = checkpoint_form(model, {name: state[name]}).keys() & shapes.keys()
-            elif own := {part for part in absent if lies_in(name, (part,))}:
-                keys, empty = {source}, empty - own
+            elif parts := {part for part in absent if lies_in(name, (part,))}:
+                keys, empty = {source}, empty - parts
         sources.update(dict.fromkeys(keys, source))
     return shapes, sources, sorted({*shapes.keys() - sources.keys(), *empty})
 

@@ -94,17 +94,17 @@ def stored_settings(model_config: PretrainedConfig) -> dict[str, Any]:
     return dict(stored if isinstance(stored, dict) else stored.to_dict())
 
 
-def devices_known(config: Config, own: Collection[int | str] = ()) -> dict[int | str, str | None]:
+def devices_known(config: Config, local: Collection[int | str] = ()) -> dict[int | str, str | None]:
     """Why processes have no 4 bits, as far as that is known before they are asked: by the kind of
-    the device, and by itself for those of this machine, `own`."""
-    found: dict[int | str, str | None] = {}
+    the device, and by opening it for those of this machine, `local`."""
+    reasons: dict[int | str, str | None] = {}
     for owner in ["local", *(worker.id for worker in config.planned_workers)]:
         device = config.machine(owner).device
-        found[owner] = WITHOUT_FOUR_BIT.get(device.partition(":")[0])
-        if found[owner] is None and owner in own:
-            with suppress(DeviceError):  # one that is not there is said elsewhere
-                found[owner] = open_device(device).no_four_bit
-    return found
+        reasons[owner] = WITHOUT_FOUR_BIT.get(device.partition(":")[0])
+        if reasons[owner] is None and owner in local:
+            with suppress(DeviceError):  # an absent one is reported elsewhere
+                reasons[owner] = open_device(device).no_four_bit
+    return reasons
 
 
 def check_devices(
@@ -116,9 +116,9 @@ def check_devices(
     stored = stored_quantization(model)
     problems: list[str] = []
     for owner in config.plan.owners if config.is_planned else reasons:
-        name, own = process_name(owner), config.machine(owner).quantization
-        if stored is not None and own not in (None, stored):
-            problems.append(f"{name} is to hold {own!r}, but the checkpoint is stored as {stored}")
+        name, kind = process_name(owner), config.machine(owner).quantization
+        if stored is not None and kind not in (None, stored):
+            problems.append(f"{name} is to hold {kind!r}, but the checkpoint is stored as {stored}")
         elif (stored or config.quantization(owner)) and (why := reasons.get(owner)) is not None:
             problems.append(f"{name} cannot hold quantised weights: {why}")
     if problems:

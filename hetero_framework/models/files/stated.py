@@ -23,7 +23,7 @@ from hetero_framework.models.files.weights import Checkpoint, refuse_wrapped, re
 from hetero_framework.repository import resolve_model_path
 
 _CHUNK_BYTES = 1 << 26
-# What the library passes over in silence where the model makes it itself.
+# Tensors that the library ignores where the model makes them itself.
 _MADE = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 _OF_8_BITS = ("SCB", "weight_format")
 _SHOWN = 4
@@ -67,7 +67,7 @@ def as_held(model: ModelConfig, base_dir: Path) -> tuple[ModelConfig, list[str]]
 
 
 def _left_out(checkpoint: Checkpoint, whole: Any, config: Any, names: list[str]) -> Iterator[str]:
-    """A warning of the tensors that the model has no place for; the library's own exceptions."""
+    """A warning of tensors without a place in the model, but for the library's exceptions."""
     known, buffers = {*whole.state_dict()}, [name for name, _ in whole.named_buffers()]
     modules = {name for name, _ in whole.named_modules() if name}
     silent = {*(whole._keys_to_ignore_on_load_unexpected or ())}
@@ -85,8 +85,8 @@ def _left_out(checkpoint: Checkpoint, whole: Any, config: Any, names: list[str])
         return
     shown = ", ".join(extra[:_SHOWN]) + (", ..." if len(extra) > _SHOWN else "")
     blocks, count = introspect(config).blocks, introspect(config).num_layers
-    found = (re.match(rf"{re.escape(blocks)}\.(\d+)\.", name) for name in extra)
-    layers = {int(match[1]) for match in found if match}
+    matches = (re.match(rf"{re.escape(blocks)}\.(\d+)\.", name) for name in extra)
+    layers = {int(match[1]) for match in matches if match}
     why = f" (it asks for {count} layers, they are of {max(layers) + 1})" if layers else ""
     yield (
         f"the model {checkpoint.source!r} holds {len(extra)} tensors that its config.json has no"

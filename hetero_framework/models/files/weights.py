@@ -127,7 +127,7 @@ class Checkpoint:
     def path(self, filename: str) -> Path | None:
         """The local path of a file of the model, downloaded if need be; None if there is none."""
         try:
-            found = cached_file(
+            file = cached_file(
                 self.source,
                 filename,
                 revision=self.revision,
@@ -139,7 +139,7 @@ class Checkpoint:
             raise ModelError(
                 f"{platform.node()} cannot get {filename} of model {self.source!r}: {error}"
             ) from error
-        return None if found is None else Path(found)
+        return None if file is None else Path(file)
 
     def checked(self, filename: str) -> Path:
         """The path of a weight file whose header is in order."""
@@ -166,8 +166,8 @@ class Checkpoint:
             for filename in sorted({self.files[name] for name in names}):
                 opened[filename] = stack.enter_context(_open(self._there(filename)))
             with _damage(self.source):
-                found = {name: opened[self.files[name]].get_slice(name) for name in names}
-            yield found
+                slices = {name: opened[self.files[name]].get_slice(name) for name in names}
+            yield slices
 
 
 _WRAPPERS = {

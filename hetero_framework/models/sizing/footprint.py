@@ -116,8 +116,8 @@ def bundle_at(setting: Setting, block: int) -> tuple[Form, ...]:
     crossing_sides = structure.sides_at(block)
     made: dict[Side, Form] = {}
     for maker in {side.maker for side in crossing_sides}:
-        own = [side for side in structure.sides if side.maker == maker]
-        made |= zip(own, _made_by(setting, maker)[1:], strict=True)
+        sides = [side for side in structure.sides if side.maker == maker]
+        made |= zip(sides, _made_by(setting, maker)[1:], strict=True)
     return (_made_by(setting, -1)[0], *(made[side] for side in crossing_sides))
 
 
@@ -136,7 +136,7 @@ def bundle_forms(setting: Setting, block: int) -> tuple[Form, ...]:
 
 
 def bundle_bytes(setting: Setting, block: int) -> int:
-    """Of all that crosses the boundary in front of a block."""
+    """Bytes of all that crosses the boundary in front of a block."""
     forms = bundle_forms(setting, block)
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in forms)
 
@@ -152,14 +152,14 @@ def _made_by(setting: Setting, maker: int) -> tuple[Form, ...]:
     if key not in _forms:
         incoming = bundle_at(setting, maker) if maker >= 0 else ()
         shard, mode = _pretended(setting, maker)
-        # A caller that records autograd's saved tensors does not mean this run.
+        # A caller that records autograd's saved tensors shall not see this run.
         unseen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         half = torch.autocast("cpu", setting.autocast) if setting.autocast else nullcontext()
         with _quiet(), mode, torch.random.fork_rng(devices=[]), unseen, half:
             left = shard.forward(_inputs(setting), _fakes(incoming))
         makers = [-1, *(side.maker for side in structure.sides_at(shard.range.end))]
-        own = [t for t, m in zip(left, makers, strict=True) if t is left[0] or m == maker]
-        _forms[key] = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in own)
+        made = [t for t, m in zip(left, makers, strict=True) if t is left[0] or m == maker]
+        _forms[key] = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in made)
     return _forms[key]
 
 
@@ -197,19 +197,19 @@ def _inputs(setting: Setting) -> dict[str, Tensor]:
 def layer_footprint(
     setting: Setting, layer: int, *, recompute: bool = False, train: bool = True
 ) -> Footprint | None:
-    """Of one layer; `recompute`: its activations are computed again backward, `train`: what comes
-    in needs a gradient. None where that cannot be counted."""
+    """`recompute`: the layer's activations are computed again backward, `train`: its input needs a
+    gradient. None where that cannot be counted."""
     rng = ShardRange(layer, layer + 1, False, False)
     return _remembered(setting, rng, recompute, train)
 
 
 def embedding_footprint(setting: Setting) -> Footprint | None:
-    """Of what is in front of the layers."""
+    """The footprint of the part in front of the layers."""
     return _remembered(setting, ShardRange(0, 0, True, False), False, True)
 
 
 def head_footprint(setting: Setting) -> Footprint | None:
-    """Of what follows the layers, and the loss: forward and backward in one, nothing is kept. None
+    """The part behind the layers, and the loss: forward and backward in one, nothing is kept. None
     also for a loss of many chunks, which would take as many runs."""
     if setting.objective.num_chunks(setting.model, setting.rows, setting.tokens) > _MOST_CHUNKS:
         return None
@@ -251,14 +251,14 @@ def _count(setting: Setting, rng: ShardRange, recompute: bool, train: bool) -> F
         shard.recompute_blocks()
     incoming = () if rng.is_first else bundle_at(setting, rng.start)
     with FakeTensorMode(), torch.random.fork_rng(devices=[]):
-        own = _without_data(shard)
+        weights = _without_data(shard)
         inputs = _inputs(setting)
         received: Bundle = ()
         if not rng.is_first:
             received = crossing(_fakes(incoming))
             received = as_leaves(received) if train else received
         shard.train()
-        return _run(setting, shard, inputs, received, own)
+        return _run(setting, shard, inputs, received, weights)
 
 
 def _run(
@@ -266,9 +266,9 @@ def _run(
     shard: Shard,
     inputs: dict[str, Tensor],
     received: Bundle,
-    own: list[Tensor],
+    weights: list[Tensor],
 ) -> Footprint:
-    known = [*own, *inputs.values(), *received]
+    known = [*weights, *inputs.values(), *received]
     running: Callable[[], AbstractContextManager[Any]] = nullcontext
     if setting.autocast is not None:
         dtype = setting.autocast

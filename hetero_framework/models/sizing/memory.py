@@ -172,14 +172,14 @@ def estimate_memory(
             quantizes=config.quantizes,
         ),
     )
-    found = []
+    memory = []
     differentiates = False
     for spec, held in zip(stages, in_flight or [max_in_flight] * len(stages), strict=True):
         held = 1 if spec.is_last else min(held, most)
-        own = shapes[spec.owner]
-        differentiates |= any(own.holds(name, ShardRange.of(spec)) for name in own.trainable)
-        found.append(_stage_memory(spec, own, config, held, tokens, differentiates))
-    return found
+        shape = shapes[spec.owner]
+        differentiates |= any(shape.holds(name, ShardRange.of(spec)) for name in shape.trainable)
+        memory.append(_stage_memory(spec, shape, config, held, tokens, differentiates))
+    return memory
 
 
 def memory_of_parts(
@@ -227,9 +227,9 @@ def recompute_stages(
     it, `devices` the owners on each device with the bytes that are free there."""
     chosen = set()
     for owners, free in devices:
-        own = [m for m in plain if m.stage.owner in owners]
-        needed = sum(m.total for m in own)
-        saved = {m.index: m.total - recomputing[m.index].total for m in own if m.index in optional}
+        here = [m for m in plain if m.stage.owner in owners]
+        needed = sum(m.total for m in here)
+        saved = {m.index: m.total - recomputing[m.index].total for m in here if m.index in optional}
         # Stages that save most first: fewer would not save as much.
         for index in sorted(saved, key=lambda k: (-saved[k], k)):
             if needed <= free or saved[index] <= 0:
@@ -244,27 +244,27 @@ def in_flight_limits(
 ) -> tuple[int, ...]:
     """The number of micro-batches that fit each stage's memory, 1 to `limit`, the same for all of a
     device; `devices` as for `recompute_stages`."""
-    found = [limit] * len(memory)
+    limits = [limit] * len(memory)
     for owners, free in devices:
-        own = [m for m in memory if m.stage.owner in owners]
-        spare = free - sum(m.kept + m.holding(0).activations + m.passing for m in own)
-        once = sum(m.per_micro_batch for m in own if m.stage.is_last)
-        each = sum(m.per_micro_batch for m in own if not m.stage.is_last)
+        stages = [m for m in memory if m.stage.owner in owners]
+        spare = free - sum(m.kept + m.holding(0).activations + m.passing for m in stages)
+        once = sum(m.per_micro_batch for m in stages if m.stage.is_last)
+        each = sum(m.per_micro_batch for m in stages if not m.stage.is_last)
         most = (spare - once) // each if each else limit
-        for m in own:
-            found[m.index] = max(1, min(limit, most))
-    return tuple(found)
+        for m in stages:
+            limits[m.index] = max(1, min(limit, most))
+    return tuple(limits)
 
 
 def check_fits(memory: Sequence[StageMemory], free: Mapping[int | str, int]) -> None:
     """Raise PlanError when the stages of an owner in `free` need more bytes than its device has."""
     problems, short = [], []
     for owner, available in free.items():
-        own = [m for m in memory if m.stage.owner == owner]
-        if sum(m.total for m in own) > available:
-            short += own
+        stages = [m for m in memory if m.stage.owner == owner]
+        if sum(m.total for m in stages) > available:
+            short += stages
             who = "the coordinator" if owner == "local" else f"worker {owner}"
-            needs = "; ".join(f"stage {m.index} ({m.stage.layers}) needs {m}" for m in own)
+            needs = "; ".join(f"stage {m.index} ({m.stage.layers}) needs {m}" for m in stages)
             problems.append(f"{who} has {size(available)} free, but {needs}")
     if problems:
         raise PlanError("\n".join(problems), hint=_advice(short))
@@ -324,8 +324,8 @@ class Shapes:
         }
         self.upcast_inputs: set[str] = set()
         if plan is not None:
-            own = plan.number_bytes(self.number_bytes, quantized=quantizes)
-            self.upcast_inputs = set(plan.modules) if own > self.number_bytes else set()
+            adapter_bytes = plan.number_bytes(self.number_bytes, quantized=quantizes)
+            self.upcast_inputs = set(plan.modules) if adapter_bytes > self.number_bytes else set()
         self.attention = config._attn_implementation or "sdpa"
 
     @cached_property
@@ -356,9 +356,9 @@ class Shapes:
         if plan is None:
             floats = [(n, p) for n, p in whole.named_parameters() if p.is_floating_point()]
             return {name: (p.numel(), self.number_bytes) for name, p in floats}
-        own = plan.number_bytes(self.number_bytes, quantized=quantized)
+        adapter_bytes = plan.number_bytes(self.number_bytes, quantized=quantized)
         return {
-            name: (math.prod(shape), own if ".lora_" in name else self.number_bytes)
+            name: (math.prod(shape), adapter_bytes if ".lora_" in name else self.number_bytes)
             for name, shape in plan.trainable.items()
         }
 
@@ -455,8 +455,8 @@ def _optimizer_bytes(optim: str, trained: Iterable[tuple[int, int]]) -> int:
 def _counted_bytes(
     spec: StageSpec, shapes: Shapes, config: Config, tokens: int, differentiates: bool
 ) -> tuple[int, int, int] | None:
-    """(for each micro-batch in flight, for a moment in the layers, for the loss) as footprints say;
-    None where there are none."""
+    """From footprints (for each micro-batch in flight, for a moment in the layers, for the loss);
+    None without them."""
     setting = shapes.setting(config, tokens)
     recompute = config.checkpointing(spec.index) is True
     parts: list[Footprint | None] = [embedding_footprint(setting)] if spec.is_first else []
@@ -472,7 +472,7 @@ def _counted_bytes(
     shared = max((part.shared for part in inner), default=0)
     working = behind = 0
     for part in reversed(inner):
-        # Forward, what is behind a part has not run yet; backward, it has given its own back.
+        # In a part's forward those behind it have not run; in its backward they have freed theirs.
         working = max(working, part.passing - behind)
         behind += part.kept - part.shared
     logits = 0
@@ -535,7 +535,7 @@ def experts_per_token(text: PretrainedConfig) -> int:
 def _loss_bytes(shapes: Shapes, batch_tokens: int, training: TrainingConfig) -> int:
     layers = shapes.skeleton.structure.num_layers
     head = ShardRange(layers, layers, False, True)
-    own = [numbers for name, numbers in shapes.trainable.items() if shapes.holds(name, head)]
-    narrow = sum(count for count, size in own if size < 4)
+    trained = [numbers for name, numbers in shapes.trainable.items() if shapes.holds(name, head)]
+    narrow = sum(count for count, size in trained if size < 4)
     objective = objective_of(training)
     return objective.loss_bytes(shapes.text, batch_tokens, shapes.number_bytes, narrow)

@@ -30,7 +30,7 @@ from hetero_framework.models.sizing.memory import (
 
 @dataclass(frozen=True)
 class PartWork:
-    """Of one micro-batch: floating-point operations, and bytes between a device and its memory."""
+    """Floating-point operations, and bytes between device and memory, of one micro-batch."""
 
     forward_flops: float
     backward_flops: float
@@ -55,8 +55,8 @@ class ModelWork:
 
 
 def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
-    """The work of `model`, that of `config`, as `Config.held_by` says that a process
-    holds it; loads nothing. Raises as `plan_adapter` and `introspect`."""
+    """The work of `model`, that of `config`, as a process holds it by `Config.held_by`; loads
+    nothing. Raises as `plan_adapter` and `introspect`."""
     assert config.model is not None
     plan: AdapterPlan | None = None
     if config.adapter is not None:
@@ -107,9 +107,9 @@ class _PartShapes:
     def __init__(self, shapes: Shapes, rng: ShardRange, memory: StageMemory) -> None:
         self._shapes, self._rng, self._memory = shapes, rng, memory
         experts = experts_per_token(shapes.text)
-        own = {n: s for n, s in shapes.of_matrices.items() if shapes.skeleton.holds(n, rng)}
+        held = {n: s for n, s in shapes.of_matrices.items() if shapes.skeleton.holds(n, rng)}
         # Rows of a table are looked up, not multiplied.
-        multiplied = own if rng.end > rng.start or rng.is_last else {}
+        multiplied = held if rng.end > rng.start or rng.is_last else {}
         self._numbers = {
             name: shape[-1] * shape[-2] * (experts if len(shape) > 2 else 1)
             for name, shape in multiplied.items()
@@ -132,10 +132,10 @@ class _PartShapes:
         forward_bytes = weights + 2.0 * kept
         if not differentiates:
             return PartWork(products + added + attention, 0.0, forward_bytes, 0.0)
-        own = 2.0 * batch_tokens * self._trained
+        trained = 2.0 * batch_tokens * self._trained
         return PartWork(
             products + added + attention,
-            products + own + 2 * (added + attention),
+            products + trained + 2 * (added + attention),
             forward_bytes,
             weights + 2.0 * kept + 2.0 * memory.gradients,
         )

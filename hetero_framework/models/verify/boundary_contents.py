@@ -33,7 +33,7 @@ _LARGE = 2.0
 
 def crossing_lines(config: Config, model: PretrainedConfig, tokens: int) -> list[str]:
     """A line for each boundary of the plan that carries more than the hidden state, for rows of so
-    many tokens; it begins with "warning: " where that is much more. And one for each weight that is
+    many tokens; "warning: " precedes it where that is much more. And one for each weight that is
     trained in several processes. None for most models."""
     lines = []
     for layer in dict.fromkeys(spec.start for spec in config.plan.stages if not spec.is_first):
@@ -43,18 +43,18 @@ def crossing_lines(config: Config, model: PretrainedConfig, tokens: int) -> list
         setting = _setting(config, model, tokens)
         count = setting.rows * setting.tokens
         hidden, *others = (_bytes(form) / count for form in bundle_forms(setting, layer))
-        said = (
+        line = (
             f"in front of layer {layer}, {size(round(sum(others)))} of side tensors per token cross"
             f" the boundary beside {size(round(hidden))} of hidden state: {_names(sides)}"
         )
         factor = sum(others) / hidden
-        said += f"; that is {factor:.1f} times as much" if factor > _LARGE else ""
-        lines.append(f"warning: {said}" if factor > _LARGE else said)
+        line += f"; that is {factor:.1f} times as much" if factor > _LARGE else ""
+        lines.append(f"warning: {line}" if factor > _LARGE else line)
     return lines + _tied_lines(config, model)
 
 
 def _tied_lines(config: Config, model: PretrainedConfig) -> list[str]:
-    """Of weights that lie in several processes, see `engine/ties.py`. An adapter trains none."""
+    """Lines on weights in several processes, see `engine/ties.py`. An adapter trains none."""
     if config.adapter is not None:
         return []
     whole, lines = Skeleton(model, introspect(model)), []
@@ -107,15 +107,15 @@ def check_codec(
 def tiny_crossing(structure: ModelStructure, boundaries: Iterable[int]) -> str:
     """The side tensors at the fullest of these boundaries of a tiny copy, and
     which layers read token ids; empty for most models."""
-    tokens, said = PROBE_ROWS * PROBE_TOKENS, []
+    tokens, parts = PROBE_ROWS * PROBE_TOKENS, []
     most = max(map(structure.sides_at, boundaries), key=_tiny_bytes, default=())
     if most:
         hidden = 4 * math.prod(structure.hidden_shape) // tokens
         beside = round(_tiny_bytes(most) / tokens)
-        said.append(f"{beside} bytes a token beside {hidden} of hidden state: {_names(most)}")
+        parts.append(f"{beside} bytes a token beside {hidden} of hidden state: {_names(most)}")
     if structure.id_readers:
-        said.append(f"token ids go to layers {', '.join(map(str, sorted(structure.id_readers)))}")
-    return "; ".join(said)
+        parts.append(f"token ids go to layers {', '.join(map(str, sorted(structure.id_readers)))}")
+    return "; ".join(parts)
 
 
 def _tiny_bytes(sides: Sequence[Side]) -> int:

@@ -93,8 +93,8 @@ Verdict = Literal["bit-equal", "within tolerance", "refused"]
 
 @dataclass(frozen=True)
 class Packing:
-    """Whether samples may share a row (`data.padding_free`): what stands against it, if anything,
-    and the attention implementation to train with (None: the model's own choice)."""
+    """Whether samples may share a row (`data.padding_free`): the reason against it, if any, and
+    the attention implementation to train with (None: the model's own choice)."""
 
     attention: str | None
     reason: str = ""
@@ -270,7 +270,7 @@ def _fresh(plan: AdapterPlan) -> AdapterPlan:
 
 
 def _question(what: str, config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str:
-    """Everything that an answer about a tiny copy depends on, this package's own code included."""
+    """Everything on which an answer about a tiny copy depends, this package's code included."""
     settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
     versions = [torch.__version__, transformers.__version__, _own_code()]
     machine = [platform.system(), platform.machine(), torch.get_num_threads()]
@@ -320,13 +320,13 @@ def compare(
     `checkpoint` the weights are random, and `config` must be tiny."""
     config = _deterministic(config)
     subject = "a tiny copy" if checkpoint is None else "the model itself"
-    found = Comparison(config.model_type, "refused", subject=subject, stages=tuple(ranges))
+    result = Comparison(config.model_type, "refused", subject=subject, stages=tuple(ranges))
     try:
         whole, shards = _build(config, ranges, checkpoint)
     except ArchitectureError as error:
-        return replace(found, reason=error.message)
+        return replace(result, reason=error.message)
     with quiet_library():
-        return _train_both(whole, _Chain(shards), config, found)
+        return _train_both(whole, _Chain(shards), config, result)
 
 
 def _deterministic(config: PretrainedConfig) -> PretrainedConfig:
@@ -376,15 +376,15 @@ def _perturb(model: torch.nn.Module) -> None:
 
 
 def _train_both(
-    whole: Any, chain: _Chain, config: PretrainedConfig, found: Comparison
+    whole: Any, chain: _Chain, config: PretrainedConfig, result: Comparison
 ) -> Comparison:
-    """`found` with the verdict."""
+    """`result` with the verdict."""
 
     def refused(reason: str) -> Comparison:
         crosses = "something crosses the cut beside the hidden state"
-        return replace(found, reason=f"{reason}: {crosses}")
+        return replace(result, reason=f"{reason}: {crosses}")
 
-    found = replace(found, half=_half_problem(whole, chain, config))
+    result = replace(result, half=_half_problem(whole, chain, config))
     optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE)
     for step in range(STEPS):
         inputs = _probe_inputs(config, seed=step)
@@ -395,8 +395,8 @@ def _train_both(
             cut_loss = chain.forward_backward(inputs, items)
         except LIBRARY_ERRORS as error:
             return refused(f"a shard does not run alone ({one_line(error)})")
-        difference = max(found.loss_difference, abs(loss - cut_loss.item()))
-        found = replace(found, loss_difference=difference)
+        difference = max(result.loss_difference, abs(loss - cut_loss.item()))
+        result = replace(result, loss_difference=difference)
         expected, actual = _gradients(whole), chain.gradients()
         if lost := [name for name in expected if name not in actual]:
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
@@ -404,20 +404,20 @@ def _train_both(
         if step == 0 and not difference <= TOLERANCE:
             return refused(f"the loss differs by {difference:.3g}")
         difference, worst = largest_difference(actual, expected)
-        found = replace(found, gradient_difference=max(found.gradient_difference, difference))
-        # Later ones are those of weights that may differ.
+        result = replace(result, gradient_difference=max(result.gradient_difference, difference))
+        # Later gradients are those of weights that may differ.
         if step == 0 and not difference <= TOLERANCE:
             return refused(f"gradients differ by {difference:.3g} (relative), most in {worst}")
         optimizer.step()
         chain.step()
     trained = {name: p.detach() for name, p in whole.named_parameters() if name in chain.parameters}
     difference, worst = largest_difference(chain.parameters, trained)
-    found = replace(found, weight_difference=difference)
-    if max(found.loss_difference, found.gradient_difference, difference) == 0:
-        return replace(found, verdict="bit-equal")
-    if difference <= 100 * TOLERANCE and found.loss_difference <= TOLERANCE:
-        return replace(found, verdict="within tolerance", reason=f"most in {worst}")
-    return replace(found, reason=f"training diverges, most in {worst}")
+    result = replace(result, weight_difference=difference)
+    if max(result.loss_difference, result.gradient_difference, difference) == 0:
+        return replace(result, verdict="bit-equal")
+    if difference <= 100 * TOLERANCE and result.loss_difference <= TOLERANCE:
+        return replace(result, verdict="within tolerance", reason=f"most in {worst}")
+    return replace(result, reason=f"training diverges, most in {worst}")
 
 
 def _probe_inputs(config: PretrainedConfig, seed: int = 0) -> Inputs:
@@ -519,8 +519,8 @@ def _packing_problem(
     try:
         whole, shards = _build(config, ranges, None)
         loss = _whole_step(whole, samples.packed, samples.items, config)
-        found = _gradients(whole)
-        difference, worst = largest_difference(found, samples.gradients, _FLOOR)
+        gradients = _gradients(whole)
+        difference, worst = largest_difference(gradients, samples.gradients, _FLOOR)
         if not max(difference, abs(loss - samples.loss)) <= PACKING_TOLERANCE:
             return (
                 "samples that share a row do not stay apart: gradients differ from those of"
@@ -533,7 +533,7 @@ def _packing_problem(
         return error.message
     except LIBRARY_ERRORS as error:
         return f"it cannot take many samples in one row ({one_line(error)})"
-    difference, worst = largest_difference(chain.gradients(), found)
+    difference, worst = largest_difference(chain.gradients(), gradients)
     if max(difference, abs(cut_loss - loss)) <= TOLERANCE:
         return ""
     return f"a cut changes gradients of one row by {difference:.2g} (relative), most in {worst}"
@@ -566,7 +566,7 @@ def _half_problem(whole: Any, chain: _Chain, config: PretrainedConfig) -> str:
     inputs = _probe_inputs(config)
     items, half = torch.tensor(num_items([inputs])), torch.bfloat16
     who = "the whole model does not run"
-    # Of gates that are equal in so few bits some routers draw one in training.
+    # Some routers draw among gates that are equal in 16 bits in training.
     for part in (whole, chain):
         part.train(False)
     try:
@@ -624,8 +624,8 @@ class _Chain:
         self._optimizers = []
         for shard in shards:
             named = shard.model.named_parameters()
-            own = [parameter for name, parameter in named if name not in self._ties]
-            self._optimizers.append(torch.optim.AdamW(own, lr=LEARNING_RATE) if own else None)
+            params = [parameter for name, parameter in named if name not in self._ties]
+            self._optimizers.append(torch.optim.AdamW(params, lr=LEARNING_RATE) if params else None)
 
     def forward_backward(
         self, inputs: Inputs, items: torch.Tensor, autocast: torch.dtype | None = None
@@ -648,9 +648,9 @@ class _Chain:
             differentiate(left, gradients_of(received))
         sums: dict[str, torch.Tensor] = {}
         for name in [*reversed(self._ties), *dict.fromkeys(self._ties.values())]:
-            source, own = self._ties.get(name, name), self.parameters[name].grad
-            if own is not None:
-                sums[source] = sums[source] + own if source in sums else own
+            source, gradient = self._ties.get(name, name), self.parameters[name].grad
+            if gradient is not None:
+                sums[source] = sums[source] + gradient if source in sums else gradient
         for name in {*self._ties, *self._ties.values()}:
             total = sums.get(self._ties.get(name, name))
             self.parameters[name].grad = None if total is None else total.clone()
@@ -696,7 +696,7 @@ def write_architectures(results: Sequence[Comparison], path: Path) -> None:
         f" {platform.python_version()} on {platform.system()} {platform.machine()},"
         f" threads: {torch.get_num_threads()}.",
         steps=STEPS,
-        found=f"{passed} of {len(results)} pass: {len(groups['bit-equal'])} to the bit,"
+        counts=f"{passed} of {len(results)} pass: {len(groups['bit-equal'])} to the bit,"
         f" {len(close)} within tolerance; {len(refused)} are refused. {len(packing)} can be trained"
         " without padding (`data.padding_free`).",
         equal=_names(r.model_type for r in groups["bit-equal"]),
@@ -733,7 +733,7 @@ _TABLE = """\
 Each architecture, tiny and random, was trained for {steps} steps in one piece and in three \
 shards; loss, every gradient and every weight were compared.
 A name of a class (`...ForConditionalGeneration`) is a multimodal model trained on text.
-{found}
+{counts}
 
 ## Passed, bit-equal
 

@@ -38,7 +38,7 @@ class SideTensorChecks:
         self._sides, self._block = shard.entering, shard.range.start
         self.trained = tuple(_is_trained(shard, side) for side in self._sides)
         plan = shard.adapter.plan if shard.adapter is not None else None
-        # What LoRA adds has the type of what it is added to.
+        # LoRA's update has the type of the output that it is added to.
         plan = plan if plan is not None and plan.saved_modules else None
         half = torch.float16 if training.fp16 else None
         autocast = torch.bfloat16 if training.bf16 else half
