@@ -81,21 +81,21 @@ def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
     # Nothing is to be divided where one tensor travels as it is, as most do.
     whole = len(parts) == len(sides) == 1 and body.coded is None
     counts = [1] if whole else [count for _, count in incoming_forms(body, message.shapes)]
-    found = []
+    tensors = []
     for side, count in zip(sides, counts, strict=True):
-        own, parts = parts[:count], parts[count:]
-        tensor = own[0] if side.coded is None else _decoded(side.coded, own, device)
+        used, parts = parts[:count], parts[count:]
+        tensor = used[0] if side.coded is None else _decoded(side.coded, used, device)
         if side.coded is None and device.is_async:
             tensor = device.copy_in(tensor)
-        found.append(tensor.requires_grad_(side.wants_gradient))
+        tensors.append(tensor.requires_grad_(side.wants_gradient))
     if not device.is_async and any(side.coded is None for side in sides):
-        return Arrival(tuple(found), message.release)
+        return Arrival(tuple(tensors), message.release)
     message.release()
-    return Arrival(tuple(found))
+    return Arrival(tuple(tensors))
 
 
 def _decoded(coded: Coded, parts: list[torch.Tensor], device: Device) -> torch.Tensor:
-    """On the device, in memory of its own."""
+    """The tensor on the device, in memory of its own."""
     codec, dtype = CODECS[coded.codec], TORCH_DTYPES[coded.dtype]
     if device.is_async and can_code(device):
         return codec.decode(device.copies_in(parts), coded.shape, dtype)
@@ -162,9 +162,9 @@ class BoundaryIO:
         if isinstance(body, Forward):
             self._expectation.sent(body.attempt, body.stage - 1, body.micro_batch, tensors)
         codec = self._activations if isinstance(body, Forward) else self._gradients
-        # What it cannot encode travels as it is; the user was told at the start.
+        # A tensor that it cannot encode travels as it is; the user was told at the start.
         codecs = [codec if codec and codec.supports(tensor.dtype) else None for tensor in tensors]
-        forms = [_form(tensor, own) for tensor, own in zip(tensors, codecs, strict=True)]
+        forms = [_form(tensor, codec) for tensor, codec in zip(tensors, codecs, strict=True)]
         if forms[0].coded is not None or len(forms) > 1:
             body = replace(body, coded=forms[0].coded, sides=tuple(forms[1:]) or None)
         if self._device.is_async:
@@ -206,7 +206,7 @@ class BoundaryIO:
         self._sender.close()
 
     def _submit(self, body: BoundaryTensor, job: Callable[[], None]) -> None:
-        """Have the sender thread do what is needed to send this."""
+        """Have the sender thread do the work of sending this."""
 
         def explained() -> None:
             where = f"{body.spec.name} of micro-batch {body.micro_batch} to stage {body.stage}"
@@ -328,10 +328,10 @@ class ArrivalMeter:
         {"forward": {stage: s}, "backward": ...}."""
         with self._lock:
             taken, self._seen = self._seen, {}
-        found: dict[str, dict[int, float]] = {"forward": {}, "backward": {}}
+        seconds: dict[str, dict[int, float]] = {"forward": {}, "backward": {}}
         for (kind, stage), seen in taken.items():
-            found[kind][stage] = alone_s(seen)
-        return found
+            seconds[kind][stage] = alone_s(seen)
+        return seconds
 
 
 def alone_s(seen: Sequence[tuple[float, int]]) -> float:

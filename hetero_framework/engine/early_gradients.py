@@ -17,7 +17,7 @@ EARLY_PART_BYTES = 1 << 18
 
 
 class EarlyGradients:
-    """Of the parameters of one stage. `to_host` brings a gradient into CPU memory."""
+    """Final gradients of one stage's parameters. `to_host` copies one into CPU memory."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class EarlyGradients:
         self._stage = stage
         self._parameters = list(parameters)
         self._to_host = to_host
-        self._hooks: list[Any] = []  # none before a first step in which somebody takes them
+        self._hooks: list[Any] = []  # none before the first step with a taker
         self._take: TakeEarly | None = None
         self._late: frozenset[str] | None = None  # None: not in a last backward
         self._waiting: Tensors = {}
@@ -36,8 +36,8 @@ class EarlyGradients:
         """The parameters whose gradients of this step have been taken."""
 
     def begin(self, take: TakeEarly | None) -> None:
-        """A step begins in which `take` gets what `last_backward` finds, or in which nobody does.
-        What is taken may lie in the memory of the gradient, which lasts until the step's end."""
+        """Begin a step; `take` (None: no taker) gets gradients that `last_backward` finds final.
+        They may lie in the memory of the gradient, which lasts until the step's end."""
         self._take, self._late = take, None
         self._waiting, self.given = {}, set()
         if take is not None and not self._hooks:
@@ -71,7 +71,7 @@ class EarlyGradients:
         nbytes = sum(gradient.nbytes for gradient in self._waiting.values())
         if nbytes < EARLY_PART_BYTES or not self._take.has_room():
             return
-        found, self._waiting = self._waiting, {}
-        self.given.update(found)
-        here = {name: self._to_host(gradient) for name, gradient in found.items()}
+        gradients, self._waiting = self._waiting, {}
+        self.given.update(gradients)
+        here = {name: self._to_host(gradient) for name, gradient in gradients.items()}
         self._take.take(GradientPart(self._stage, 0, StatePart(here)))

@@ -89,7 +89,7 @@ class Executor:
         self._tasks.clear()
         self.info = None
 
-    # What arrives. Raises ProtocolError for what does not belong here, or not now.
+    # Arrivals. Each raises ProtocolError for one that does not belong here, or not now.
 
     def put_inputs(self, stage: int, micro_batch: int, inputs: api.Tensors) -> None:
         queue = self._queue("INPUTS", stage, micro_batch)
@@ -139,21 +139,21 @@ class Executor:
 
     def is_through(self, stage: int) -> bool:
         """Whether all micro-batches of the training step that runs are through this stage."""
-        own, count = self._queues[stage].stage, self._step.micro_batches
+        queue, count = self._queues[stage], self._step.micro_batches
         if self._readiness.started(FORWARD, stage) < count:
             return False
-        has_backwards = own.differentiates and not own.is_last
+        has_backwards = queue.stage.differentiates and not queue.stage.is_last
         return not has_backwards or self._readiness.started(BACKWARD, stage) == count
 
     def run_next(self) -> bool:
-        """Do one task, if any is ready and does not wait for another one's turn. Raises HeteroError
-        that says where when a stage raises."""
+        """Do one task, if any is ready and does not wait for another one's turn. An error of a
+        stage becomes a HeteroError that names the place."""
         task = self._readiness.next()
         self.waits_s = self._left_s(task.lane) if task is not None else 0.0
         if task is None or self.waits_s:
             return False
         if self._device.is_async and len(self._tasks) >= _AHEAD:
-            # So far may the device fall behind: it has work, but urgent tasks still come first.
+            # The device falls behind this far at most: it has work, and urgent tasks come first.
             self._tasks[-_AHEAD][2].wait()
         queue, k = self._queues[task.stage], task.micro_batch
         self._readiness.start(task, stores=task.kind == FORWARD and self._stores(queue))
@@ -161,7 +161,7 @@ class Executor:
         try:
             send = self._backward(queue, k) if task.kind == BACKWARD else self._forward(queue, k)
             self._tasks.append((task, began, self._device.record_event()))
-            send()  # what is sent may have to be coded on the device
+            send()  # may encode on the device
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, MemoryError) as error:
             where, info = f"stage {task.stage}, {task.kind} of micro-batch {k}", self._step
             raise failed(where, error, self._device, (info.step, info.attempt)) from error
@@ -240,7 +240,7 @@ class Executor:
                 # The stored forward may look into the receive buffer until its backward is done.
                 queue.in_flight[k] = arrival
             else:
-                left = _own(left, arrival)
+                left = _copied(left, arrival)
                 arrival.release()
             return lambda: self._pass_on(stage, k, left)
         if not self._step.train:
@@ -249,7 +249,7 @@ class Executor:
             return lambda: self._io.loss(self._step, k, loss)
         loss, gradients = stage.forward_backward(k, inputs, arrival.tensors)
         failpoints.hit("backward-done")
-        gradients = _own(gradients, arrival)
+        gradients = _copied(gradients, arrival)
         arrival.release()
 
         def send() -> None:
@@ -262,7 +262,7 @@ class Executor:
         stage = queue.stage
         arrival = queue.gradients.pop(k)
         failpoints.hit("backward")
-        gradients = _own(stage.backward(k, arrival.tensors), arrival)
+        gradients = _copied(stage.backward(k, arrival.tensors), arrival)
         failpoints.hit("backward-done")
         arrival.release()
         queue.in_flight.pop(k).release()
@@ -302,7 +302,7 @@ class Executor:
         queue.inputs.clear()
 
 
-def _own(results: Bundle, arrival: api.Arrival) -> Bundle:
+def _copied(results: Bundle, arrival: api.Arrival) -> Bundle:
     """`results`, copied where they lie in the receive buffer that is about to be given back."""
     buffers = {t.untyped_storage().data_ptr() for t in arrival.tensors if t.numel()}
     return tuple(

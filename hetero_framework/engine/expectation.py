@@ -34,30 +34,30 @@ _Place = tuple[int, int]  # stage, micro-batch
 
 
 def rows_and_tokens(shapes: Mapping[str, Sequence[int]]) -> tuple[int, int] | None:
-    """Of a micro-batch, by the shapes of its inputs; None where none of them tells."""
+    """Rows and tokens of a micro-batch by its inputs' shapes; None where none of them tells."""
     known = next((shapes[name] for name in _OF_ITS_SHAPE if name in shapes), ())
     return (known[0], known[1]) if len(known) >= 2 else None
 
 
 def incoming_forms(body: m.BoundaryTensor, shapes: Shapes) -> list[tuple[Form, int]]:
-    """The tensors of FORWARD or BACKWARD as they are once decoded, and of how many of the frame's
-    each is made. Raises ProtocolError where frame and message do not agree."""
+    """The decoded tensors of FORWARD or BACKWARD, each with the number of tensors of the frame that
+    make it. Raises ProtocolError where frame and message do not agree."""
     name, parts = body.spec.name, [(TORCH_DTYPES[t.name], tuple(shape)) for t, shape in shapes]
     sides = (m.SideForm(False, body.coded), *(body.sides or ()))
     counts = [1 if s.coded is None else len(_layout(name, s.coded)) for s in sides]
     if sum(counts) != len(parts):
         raise ProtocolError(f"{name}: {sum(counts)} tensors expected, got {len(parts)}")
-    found: list[tuple[Form, int]] = []
+    forms: list[tuple[Form, int]] = []
     for side, count in zip(sides, counts, strict=True):
-        own, parts = parts[:count], parts[count:]
-        (dtype, shape), coded = own[0], side.coded
+        used, parts = parts[:count], parts[count:]
+        (dtype, shape), coded = used[0], side.coded
         if coded is not None:
             dtype, shape = TORCH_DTYPES[coded.dtype], coded.shape
-            CODECS[coded.codec].check(own, shape, dtype)
+            CODECS[coded.codec].check(used, shape, dtype)
         if side.wants_gradient and not dtype.is_floating_point:
             raise ProtocolError(f"{name}: a gradient for a tensor of {dtype}")
-        found.append(((shape, dtype, side.wants_gradient), count))
-    return found
+        forms.append(((shape, dtype, side.wants_gradient), count))
+    return forms
 
 
 def check_sender(body: m.OfStep, holders: Mapping[int, WorkerId], sender: WorkerId | None) -> None:
@@ -79,7 +79,7 @@ def check_sender(body: m.OfStep, holders: Mapping[int, WorkerId], sender: Worker
 
 
 def _layout(name: str, coded: m.Coded) -> Layout:
-    """Of the tensors that a codec has made of one."""
+    """The layout of the tensors into which a codec encodes one."""
     codec, dtype = CODECS.get(coded.codec), TORCH_DTYPES.get(coded.dtype)
     if codec is None or dtype is None:
         text = f"{name}: cannot read codec {coded.codec!r} of a {coded.dtype!r} tensor"
@@ -148,9 +148,9 @@ class Expectation:
             self.inputs(body.attempt, body.stage, body.micro_batch, {**shapes, **body.ones})
 
     def check(self, body: m.BoundaryTensor, shapes: Shapes, nbytes: int) -> None:
-        """Raise ProtocolError for a frame of FORWARD or BACKWARD that cannot be right; of a step to
-        come only what is so in every step is known. Waits while too many of those are here, and
-        raises PeerLostError when their step does not begin."""
+        """Raise ProtocolError for a frame of FORWARD or BACKWARD that cannot be right; a frame of a
+        later step is checked for what holds in every step. Waits while too many of those are here,
+        and raises PeerLostError when their step does not begin."""
         forms = [form for form, _ in incoming_forms(body, shapes)]
         what = _described(body)
         if body.stage not in self._stages:
@@ -183,7 +183,7 @@ class Expectation:
         self._check_size(_described(body), forms, nbytes)
 
     def _check_size(self, what: str, forms: Iterable[Form], nbytes: int) -> None:
-        """Of a frame, and of what it is decoded to."""
+        """Check the bytes of a frame, and of its decoded tensors."""
         most = self.max_boundary_bytes
         decoded = sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in forms)
         if most is not None and max(nbytes, decoded) > most:
@@ -209,5 +209,5 @@ def _check_gradients(what: str, forms: list[Form], expected: Sequence[Form] | No
     if expected is None:
         raise ProtocolError(f"{what} came before its forward")
     if forms != [*expected]:
-        found, wanted = (", ".join(starmap(shown_form, some)) for some in (forms, expected))
-        raise ProtocolError(f"{what}: the gradient is {found}, expected {wanted}")
+        actual, wanted = (", ".join(starmap(shown_form, some)) for some in (forms, expected))
+        raise ProtocolError(f"{what}: the gradient is {actual}, expected {wanted}")

@@ -23,7 +23,7 @@ class ModelOrder:
 
     def global_norm(self, reports: Sequence[GradientReport]) -> torch.Tensor:
         """The 2-norm of all gradients, as torch.nn.utils.clip_grad_norm_ computes it (float32).
-        Raises ProtocolError for a stage that reports other parameters than it said it has."""
+        Raises ProtocolError for a stage that reports norms of other parameters than its own."""
         for stage, (report, count) in enumerate(zip(reports, self._counts, strict=True)):
             if tuple(report.norms.shape) != (count,) or report.norms.dtype != torch.float32:
                 raise ProtocolError(

@@ -46,7 +46,7 @@ class DirectLost(StepTrouble):
 
 
 class StagesLost(Exception):
-    """A worker is back in a new process, without its stages: the run goes back to what is kept."""
+    """A worker is back in a new process, without its stages: the run goes back to a kept state."""
 
     def __init__(self, worker: WorkerId, reason: str) -> None:
         super().__init__(f"worker {worker}: {reason}")
@@ -60,7 +60,7 @@ class ReplicasChanged(Exception):
 
     @property
     def told(self) -> dict[str, Any]:
-        """`extra` of the line that tells of it."""
+        """`extra` of the log line about it."""
         return {}
 
 
@@ -138,28 +138,28 @@ class Host(Protocol):
         return False
 
     def gradients(self) -> list[api.GradientPart]:
-        """Of stages that are done, each part once: all in a step that is summed, else those that
-        are tied to weights of other stages. The caller releases them; the sums come back with
-        `load_state`."""
+        """Gradients of stages that are done, each part once: all in a step that is summed, else
+        those tied to weights of other stages. The caller releases them; `load_state` brings the
+        sums back."""
         return []
 
     def report(self) -> api.HostReport | None:
-        """Once in a training step, when it is done and the sums that are waited for have come."""
+        """Once in a training step, when it is done and all awaited sums have come."""
 
     def receive(self, message: Message, arrival: object) -> None:
         """A message of this host, where it is remote, and what `unpack` made of it."""
         raise AssertionError("this process sends itself no messages")
 
     def commit(self, order: Commit, tied_weights: api.Tensors) -> api.Tensors:
-        """Have the stages step their optimizers. Of new weights that other stages have targets of
-        this process's own host gives them at once; others take over `tied_weights`, by source."""
+        """Have the stages step their optimizers. This process's own host returns the new weights of
+        which other stages have targets; others take over `tied_weights`, by source."""
 
     def is_committed(self) -> bool:
         """Whether the last `commit` is known to have been done."""
         return True
 
     def repeat_commit(self) -> None:
-        """Over a new link: order again what is not known to be done."""
+        """Over a new link: repeat an unconfirmed order."""
         return
 
     def forget_commit(self) -> None:
@@ -185,24 +185,24 @@ class Host(Protocol):
         names; in ascending order. The caller releases it."""
 
     def rewind(self, step: int | None) -> api.RewoundState | None:
-        """The run goes on after the commit of `step`. The stages take over what is kept of it; the
-        others' state is given with `load_state`. Asked again until not None."""
+        """The run goes on after the commit of `step`. The stages take over the state kept of
+        it; the others get theirs with `load_state`. Asked again until not None."""
 
     def renew(self) -> None:
-        """Its process is another one now and has loaded the stages: what was known of the former
-        one's state is void."""
+        """A new process has taken its place and loaded the stages: knowledge of the former one's
+        state is void."""
         return
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         """Have a stage take over a part of its state; asked again until True."""
 
     def tied_weights(self) -> api.Tensors | None:
-        """The weights that other stages have targets of, where the host is this process's own; None
-        where they have to be asked for with `state`."""
+        """The weights of which other stages have targets, from this process's own host; None where
+        `state` has to ask for them."""
         return None
 
     def take_spans(self) -> list[Span]:
-        """Spans recorded since the last call; times are of the host's own clock."""
+        """Spans recorded since the last call; times are by the host's clock."""
 
     def close(self) -> None:
         """End its threads, if it has any."""

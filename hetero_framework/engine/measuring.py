@@ -44,8 +44,8 @@ _LEAST_RUNS, _MOST_RUNS = 3, 20
 
 @dataclass(frozen=True)
 class PartCost:
-    """Of one micro-batch: seconds, and bytes that stay until its backward pass. `recompute_s` comes
-    to `backward_s` where the activations are computed again; `recomputed_bytes` stay then."""
+    """Seconds for one micro-batch, and bytes that stay until its backward pass. With recomputed
+    activations `recompute_s` comes on top of `backward_s`, and `recomputed_bytes` stay."""
 
     forward_s: float
     backward_s: float
@@ -56,8 +56,8 @@ class PartCost:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """`layers` are those of each kind, by the first layer of the kind; `kinds` says for each layer
-    which one that is. At most `hidden_bytes`, of `hidden_dtype` ("float32"), cross a boundary, and
+    """`layers` are the costs of each kind, by the first layer of the kind; `kinds` names that layer
+    for each layer. At most `hidden_bytes`, of `hidden_dtype` ("float32"), cross a boundary, and
     come back as gradients."""
 
     embedding: PartCost
@@ -86,7 +86,7 @@ def measure(
     config: Config, model: PretrainedConfig, device: Device, *, part_s: float = 0.5
 ) -> ModelCost:
     """Measure every part of `model`, that of `config`, for about `part_s` seconds, and at least
-    three times. Raises what `load_stages` raises, and what torch does where memory runs out."""
+    three times. Raises as `load_stages`, and torch's error where memory runs out."""
     kinds = layer_kinds(model)
     specs = _specs(kinds)
     batch = _batch(config, model, device)
@@ -185,14 +185,14 @@ class _MeasuredPart:
         self._left = self._stage.forward(0, self._batch, self._marked(received))
 
     def _marked(self, received: Bundle) -> Bundle:
-        """As it comes in training: side tensors that want a gradient say so."""
+        """`received` as in training: side tensors that want a gradient have `requires_grad`."""
         marks = (False, *self._stage.side_gradients)
         pairs = zip(received, marks, strict=False)  # what enters the first stage is empty
         return tuple(tensor.detach().requires_grad_(wants) for tensor, wants in pairs)
 
     def _kept_bytes(self, received: Bundle) -> int:
-        """Bytes that autograd stores of one micro-batch, inputs included; not the
-        weights. The head gives its own back in the same task."""
+        """Bytes that autograd stores of one micro-batch, with inputs, without weights. 0 for the
+        head: it frees its own in the same task."""
         if self._stage.is_last or not self._stage.differentiates:
             return 0
         self._begin(train=True)

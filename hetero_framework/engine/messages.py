@@ -70,13 +70,13 @@ def inputs_message(
 def inputs_of(message: Message) -> api.Tensors:
     """The batch tensors of INPUTS, in memory of their own."""
     body = message.expect(m.Inputs)
-    found = {
+    inputs = {
         name: tensor.to(torch.int64) if tensor.dtype == torch.int32 else tensor.clone()
         for name, tensor in zip(body.names, map(from_wire, message.tensors), strict=True)
     }
     for name, shape in body.ones.items():
-        found[name] = torch.ones(shape, dtype=torch.int64)
-    return found
+        inputs[name] = torch.ones(shape, dtype=torch.int64)
+    return inputs
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,9 +85,9 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
 
 def gradient_norms_message(info: api.StepInfo, report: api.HostReport) -> Message:
     tensors, entries = [], []
-    for index, found in report.gradients.items():
-        entries.append(m.StageReport(index, found.nonfinite, report.figures[index]))
-        tensors.append(to_wire(found.norms))
+    for index, gradients in report.gradients.items():
+        entries.append(m.StageReport(index, gradients.nonfinite, report.figures[index]))
+        tensors.append(to_wire(gradients.norms))
     trips = tuple(m.RoundTrip(worker, seconds) for worker, seconds in report.round_trips.items())
     body = m.GradientNorms(info.step, info.attempt, tuple(entries), trips, report.direct_bytes)
     return Message(body, tensors)
@@ -110,10 +110,10 @@ def host_report(message: Message) -> api.HostReport:
     )
 
 
-def gradients_message(info: api.StepInfo, found: api.GradientPart) -> Message:
-    names, last = tuple(found.part.tensors), found.part.last
-    body = m.Gradients(info.step, info.attempt, found.stage, found.number, last, names)
-    return Message(body, tuple(map(to_wire, found.part.tensors.values())))
+def gradients_message(info: api.StepInfo, given: api.GradientPart) -> Message:
+    names, last = tuple(given.part.tensors), given.part.last
+    body = m.Gradients(info.step, info.attempt, given.stage, given.number, last, names)
+    return Message(body, tuple(map(to_wire, given.part.tensors.values())))
 
 
 def gradient_part(message: Message) -> api.GradientPart:
@@ -130,7 +130,7 @@ def commit_message(order: m.Commit, tied_weights: api.Tensors) -> Message:
 
 
 def tied_weights(message: Message) -> api.Tensors:
-    """The new weights in a COMMIT, by source, for what is tied to them in the receiver's stages."""
+    """The new weights in a COMMIT, by source, for the receiver's stages that have targets."""
     names = message.expect(m.Commit).names
     return dict(zip(names, map(from_wire, message.tensors), strict=True))
 

@@ -18,7 +18,7 @@ from hetero_framework.config import TrainingConfig
 from hetero_framework.errors import ConfigError
 
 # The Trainer imports PEFT, bitsandbytes, datasets and pandas, half the time of importing torch. So
-# what it does for the usual optimizers and schedules stands here too; tests hold it to its own.
+# its rules for the usual optimizers and schedules stand here too; tests compare them with it.
 _TORCH_ADAMW: dict[str, dict[str, Any]] = {"adamw_torch": {}, "adamw_torch_fused": {"fused": True}}
 _SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -43,11 +43,11 @@ def build_optimizer(
 
 
 def _class_and_settings(training: TrainingConfig) -> tuple[Any, dict[str, Any]]:
-    own = _TORCH_ADAMW.get(training.optim)
-    if own is not None and training.optim_args is None:
+    extra = _TORCH_ADAMW.get(training.optim)
+    if extra is not None and training.optim_args is None:
         betas = (training.adam_beta1, training.adam_beta2)
         settings = {"lr": training.learning_rate, "betas": betas, "eps": training.adam_epsilon}
-        return torch.optim.AdamW, settings | own
+        return torch.optim.AdamW, settings | extra
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
@@ -143,7 +143,7 @@ def state_tensors(
 def load_state_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[Any, str], state: dict[str, dict[str, Any]]
 ) -> None:
-    """Put back what `state_tensors` gave, by name, through the optimizer's own loading."""
+    """Restore the result of `state_tensors`, by name, through the optimizer's own loading."""
     packed = optimizer.state_dict()
     order = [p for group in optimizer.param_groups for p in group["params"]]
     packed["state"] = {

@@ -45,7 +45,7 @@ class StepOutOfMemory(OutOfMemory, StepTrouble):
 
 @contextmanager
 def explaining(where: str, device: Device, attempt: Attempt | None = None) -> Iterator[None]:
-    """Within the block a lack of memory is raised as `explained` says it."""
+    """Within the block a lack of memory is raised as the error of `explained`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -57,11 +57,11 @@ def explaining(where: str, device: Device, attempt: Attempt | None = None) -> It
 def explained(
     where: str, error: BaseException, device: Device, attempt: Attempt | None = None
 ) -> OutOfMemory:
-    """The error for the user: `where` it happened, what was needed there, as far as it is known.
+    """The error for the user: `where` it happened, and the bytes needed there if they are known.
     With `attempt` a StepOutOfMemory."""
     text = " ".join(str(error).split()) or type(error).__name__
-    said = text if len(text) <= 200 else f"{text[:200]} ..."
-    message = f"{where}: memory ran out{_numbers(text, device)}: {said}"
+    shortened = text if len(text) <= 200 else f"{text[:200]} ..."
+    message = f"{where}: memory ran out{_numbers(text, device)}: {shortened}"
     hint = (
         "give this machine fewer layers, or lower per_device_train_batch_size or data.max_length; "
         "`hetero check` shows what each stage needs"
@@ -81,13 +81,13 @@ def failed(where: str, cause: Exception, device: Device, attempt: Attempt) -> He
 
 
 def tried_bytes(text: str) -> int | None:
-    """Bytes of the allocation that failed, if the error says them."""
-    found = _TRIED.search(text)
-    return int(float(found[1]) * _UNITS.get(found[2], 1)) if found else None
+    """Bytes of the allocation that failed, if the error names them."""
+    match = _TRIED.search(text)
+    return int(float(match[1]) * _UNITS.get(match[2], 1)) if match else None
 
 
 def _numbers(text: str, device: Device) -> str:
-    """ " on ...: it needs at least a of b", from what the device says now."""
+    """ " on ...: it needs at least a of b", as the device reports now."""
     place = f" on {device.name}"
     try:
         memory = device.memory()

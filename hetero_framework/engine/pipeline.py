@@ -47,7 +47,7 @@ Part = tuple[int, int, api.StatePart]  # stage, part number, part
 
 @dataclass(frozen=True)
 class StageStatistics(StageFigures):
-    """One stage in one step: what it took, and the seconds in which it did not compute."""
+    """One stage in one step: its figures, and the seconds in which it did not compute."""
 
     wait_s: float
 
@@ -106,14 +106,14 @@ class Pipeline:
         self._step_s: deque[float] = deque(maxlen=20)
         self._committed: int | None = None
         self._snapshot: tuple[_StateReader, Callable[[int, int, api.StatePart], None]] | None = None
-        # As their last reports said: seconds there and back by pairs of workers that have a link,
-        # and bytes that a worker has sent straight to others so far.
+        # From the last reports: seconds there and back by pairs of workers that have a link, and
+        # bytes that a worker has sent straight to others so far.
         self.round_trips: dict[frozenset[WorkerId], float] = {}
         self.direct_bytes: dict[WorkerId, int] = {}
         self._last_progress = time.monotonic()
         self._began = time.perf_counter()
         self.check: Callable[[], None] = lambda: None
-        """Called between two tasks and while something is waited for; what it raises ends that."""
+        """Called between two tasks and in waits, which its errors end."""
 
     @property
     def idle_s(self) -> float:
@@ -138,8 +138,8 @@ class Pipeline:
         self._info, self._tied = info, TiedGradients(self._ties)
         self._summing = None
         if group is not None:
-            found = partial(self._tied.take, last=True)
-            self._summing = Summing(self._trained, self._host_of, group, found)
+            take = partial(self._tied.take, last=True)
+            self._summing = Summing(self._trained, self._host_of, group, take)
         self._max_in_flight = schedule.max_in_flight
         self._results.begin()
         self._began = time.perf_counter()
@@ -148,10 +148,10 @@ class Pipeline:
             if self._snapshot is not None:  # begun after the last step or before
                 host.snapshot(self._snapshot[0].step)
             is_here = host is self._hosts[0]
-            own = schedule.for_process(host.indexes, relays=is_here)
+            part = schedule.for_process(host.indexes, relays=is_here)
             if is_here:
-                self._links.plan(info.attempt, own)
-            host.begin(info, own, self._summing)
+                self._links.plan(info.attempt, part)
+            host.begin(info, part, self._summing)
 
     def run(self, batches: Sequence[api.Tensors]) -> list[float]:
         """Drive all micro-batches through; their losses in order. Raises LinkLost or DirectLost
@@ -183,14 +183,14 @@ class Pipeline:
         return self._results.losses()
 
     def _give_gradients(self) -> bool:
-        """Hand on those of stages that are done; whether there were any."""
+        """Hand on the gradients of stages that are done; whether there were any."""
         if self._summing is not None:
             return self._summing.give()
-        found = [part for host in self._hosts for part in host.gradients()]
-        for given in found:
+        parts = [part for host in self._hosts for part in host.gradients()]
+        for given in parts:
             self._tied.take(given.stage, given.part.tensors, last=given.part.last)
             given.part.release()
-        return bool(found)
+        return bool(parts)
 
     def _load_sums(self) -> bool:
         """Have stages that are done take over the sums of all replicas, as far as they are there;
@@ -240,27 +240,27 @@ class Pipeline:
                 self.round_trips[frozenset((host.id, other))] = seconds
         seconds = time.perf_counter() - self._began
         self._step_s.append(seconds)
-        found: dict[int, StageStatistics] = {}
+        times: dict[int, StageStatistics] = {}
         for k, f in sorted(figures.items()):
             wait_s = max(0.0, seconds - f.forward_s - f.backward_s)
             taken = {name: getattr(f, name) for name in _FIGURES}
-            found[k] = StageStatistics(**taken, wait_s=wait_s)
-        return [gradients[spec.index] for spec in self._stages], found
+            times[k] = StageStatistics(**taken, wait_s=wait_s)
+        return [gradients[spec.index] for spec in self._stages], times
 
     def commit(
         self, learning_rate: float, grad_scale: float, recover: Callable[[LinkLost], None]
     ) -> None:
         """Step everywhere; workers are told and not waited for. From here on the step is decided:
-        a link that breaks before its worker has answered is mended by `recover`, which calls
+        `recover` mends a link that breaks before its worker has answered, and calls
         `repeat_commit`."""
         info = self._info
         order = Commit(info.step, info.attempt, learning_rate, grad_scale)
         weights: api.Tensors = {}
         here, *others = self._hosts
-        own = here.commit(order, weights)
+        new = here.commit(order, weights)
         # New weights of this process go out with the order, unless they are too large for a frame.
-        if next(in_parts((name, weight, {}) for name, weight in own.items())).last:
-            weights = own
+        if next(in_parts((name, weight, {}) for name, weight in new.items())).last:
+            weights = new
         for host in others:
             try:
                 host.commit(order, weights)
@@ -271,7 +271,7 @@ class Pipeline:
         self._untold = {k for k in self._ties.holders if self._host_of[k] not in told}
 
     def repeat_commit(self, worker: WorkerId) -> None:
-        """Over a new link: tell a worker again what it has not confirmed."""
+        """Over a new link: repeat a worker's unconfirmed order."""
         for host in self._hosts:
             if host.id == worker:
                 host.repeat_commit()
@@ -302,7 +302,7 @@ class Pipeline:
             self.until(host.abort, f"{_name(host)} to forget the step")
 
     def take_spans(self) -> dict[WorkerId, list[Span]]:
-        """Spans recorded since the last call, by process; times are of its own clock."""
+        """Spans recorded since the last call, by process; times are by its clock."""
         taken = {host.id: host.take_spans() for host in self._hosts}
         return {host: spans for host, spans in taken.items() if spans or host == "local"}
 
@@ -318,26 +318,26 @@ class Pipeline:
 
     def weights(self, names: Iterable[str]) -> api.Tensors:
         """These trained parameters as they are now, on the CPU."""
-        wanted, found = set(names), {}
+        wanted, weights = set(names), {}
         for stage, trained in self._trained.items():
-            own, host = [name for name in trained if name in wanted], self._host_of[stage]
-            number, done = 0, not own
+            chosen, host = [name for name in trained if name in wanted], self._host_of[stage]
+            number, done = 0, not chosen
             while not done:
-                ask = partial(host.state, stage, "weights", number, None, own)
+                ask = partial(host.state, stage, "weights", number, None, chosen)
                 part = self.until(ask, f"the weights of {_name(host)}")
-                found.update({name: tensor.clone() for name, tensor in part.tensors.items()})
+                weights.update({name: tensor.clone() for name, tensor in part.tensors.items()})
                 number, done = number + 1, part.last
                 part.release()
-        return found
+        return weights
 
     def load_weights(self, weights: api.Tensors) -> None:
-        """Give some trained parameters other values; their optimizer goes on as it is. A snapshot
-        that is not finished is forgotten."""
+        """Give some trained parameters other values; their optimizer goes on as it is. Drops an
+        unfinished snapshot."""
         self._snapshot = None
         for stage, trained in self._trained.items():
-            own = [name for name in trained if name in weights]
-            if own:
-                parts = in_parts((name, weights[name], {}) for name in own)
+            names = [name for name in trained if name in weights]
+            if names:
+                parts = in_parts((name, weights[name], {}) for name in names)
                 self.load_state(stage, "weights", parts)
         self.share_tied_weights()
 
@@ -361,11 +361,11 @@ class Pipeline:
         if self._snapshot is None:
             return False
         snapshot = reader, take = self._snapshot
-        if (found := reader.next_part()) is None:
+        if (entry := reader.next_part()) is None:
             return False
         self._snapshot = None
-        take(*found)
-        found[2].release()
+        take(*entry)
+        entry[2].release()
         if not reader.is_done:
             self._snapshot = snapshot
         return True
@@ -377,15 +377,15 @@ class Pipeline:
 
     def rewind(self, step: int | None, state: Mapping[int, HeldState]) -> list[int]:
         """Go back to the state after the commit of `step`, which `state` holds by stage: a process
-        that has kept the very same takes its own. The stages that were sent theirs."""
+        that has kept the same state takes its own. Returns the stages that were sent theirs."""
         self._snapshot, self._committed = None, step
         answers = {host.id: host.rewind(step) for host in self._hosts}  # all at once
         digests: dict[int, str] = {}
         for host in self._hosts:
-            found = answers[host.id]
-            if found is None:
-                found = self.until(partial(host.rewind, step), f"{_name(host)} to go back")
-            digests.update(found.digests)
+            answer = answers[host.id]
+            if answer is None:
+                answer = self.until(partial(host.rewind, step), f"{_name(host)} to go back")
+            digests.update(answer.digests)
         sent = [k for k, held in state.items() if digests.get(k) != held.digest]
         for stage in sent:
             self.load_state(stage, "checkpoint", state[stage].parts)
@@ -393,18 +393,18 @@ class Pipeline:
         return sent
 
     def load_state(self, stage: int, kind: LoadKind, parts: Iterable[api.StatePart]) -> None:
-        """Have a stage take over its parts of what the kind says (LOAD_STATE)."""
+        """Have a stage take over its parts of this kind of state (LOAD_STATE)."""
         host = self._host_of[stage]
         for number, part in enumerate(parts):
             ask = partial(host.load_state, stage, kind, number, part)
             self.until(ask, f"{_name(host)} to take over its state")
 
     def share_tied_weights(self) -> None:
-        """After loading: give all that is tied the weight of its source."""
+        """After loading: give all targets the weight of their source."""
         self._share_weights(set(self._ties.holders))
 
     def _share_weights(self, holders: set[int]) -> None:
-        """Of these stages, to those that have targets. May be repeated after LinkLost."""
+        """From these stages to those with targets. May be repeated after LinkLost."""
         self._untold = holders
         for stage in sorted(holders):
             weights = self._host_of[stage].tied_weights()
@@ -418,9 +418,9 @@ class Pipeline:
     def until(self, ask: Callable[[], T | None], waiting_for: str) -> T:
         """The answer of `ask` (not None or False); handles messages that arrive meanwhile."""
         self._last_progress = time.monotonic()
-        while not (found := ask()):
+        while not (answer := ask()):
             self._wait(lambda: waiting_for)
-        return found
+        return answer
 
     def _feed(self, micro_batch: int, tensors: api.Tensors) -> None:
         """Let a micro-batch in: what stages need of it goes ahead of the activations."""
@@ -464,7 +464,7 @@ class Pipeline:
         return min(self._step_timeout_s, max(_LEAST_PATIENCE_S, longest))
 
     def answering(self, questions: Mapping[WorkerId, Message], timeout_s: float) -> set[WorkerId]:
-        """Those whose main thread answers a CONTROL request in time. Raises LinkLost."""
+        """The workers whose main thread answers a CONTROL request in time. Raises LinkLost."""
         deadline, left = time.monotonic() + timeout_s, dict(questions)
         hosts = {host.id: host for host in self._hosts if isinstance(host, RemoteHost)}
         while left and time.monotonic() < deadline:

@@ -74,29 +74,29 @@ class RemoteHost(Host):
         self._links.send(self.id, messages.inputs_message(self._info, stage, micro_batch, needed))
 
     def gradients(self) -> list[api.GradientPart]:
-        """Workers send theirs by themselves, some while the stage still computes."""
-        found, self._gradients = self._gradients, []
-        return found
+        """Workers send gradients unasked, some while the stage still computes."""
+        parts, self._gradients = self._gradients, []
+        return parts
 
     def _drop_gradients(self) -> None:
-        for found in self.gradients():
-            found.part.release()
+        for given in self.gradients():
+            given.part.release()
 
     def report(self) -> api.HostReport | None:
-        """Workers send theirs by themselves when they are done."""
+        """Workers send reports unasked when they are done."""
         message, self._norms = self._norms, None
         if message is None:
             return None
         report = messages.host_report(message)
         if sorted(report.gradients) != sorted(self.indexes):
-            found, own = sorted(report.gradients), sorted(self.indexes)
-            raise ProtocolError(f"worker {self.id} reports stages {found}; it holds {own}")
+            reported, held = sorted(report.gradients), sorted(self.indexes)
+            raise ProtocolError(f"worker {self.id} reports stages {reported}; it holds {held}")
         return report
 
     def commit(self, order: m.Commit, tied_weights: api.Tensors) -> api.Tensors:
         wanted = {source for targets in self._targets for source in targets.values()}
-        own = {name: weight for name, weight in tied_weights.items() if name in wanted}
-        self._commit, self._commit_step = messages.commit_message(order, own), order.step
+        weights = {name: weight for name, weight in tied_weights.items() if name in wanted}
+        self._commit, self._commit_step = messages.commit_message(order, weights), order.step
         self._links.send(self.id, self._commit)
         return {}
 
@@ -104,7 +104,7 @@ class RemoteHost(Host):
         return self._commit is None
 
     def repeat_commit(self) -> None:
-        """A worker that has done it already only says so."""
+        """A worker that has committed already only confirms."""
         if self._commit is not None:
             self._links.send(self.id, self._commit)
 
@@ -155,10 +155,10 @@ class RemoteHost(Host):
     ) -> Message | None:
         question = Message(m.StateRequest(stage, kind, number, step, tuple(names)))
         asked = stage, kind, number
-        found = self._ask(question, m.State, lambda b: (b.stage, b.kind, b.part) == asked)
-        if found is not None and kind == "checkpoint":
+        reply = self._ask(question, m.State, lambda b: (b.stage, b.kind, b.part) == asked)
+        if reply is not None and kind == "checkpoint":
             self._kept = (step,)
-        return found
+        return reply
 
     def rewind(self, step: int | None) -> api.RewoundState | None:
         message = self._ask(Message(m.Rewind(step)), m.Rewound, lambda body: True)
@@ -177,7 +177,7 @@ class RemoteHost(Host):
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         asked = stage, number
         if kind == "weights":
-            self._kept = None  # what it keeps of the step is not what the stages have
+            self._kept = None  # the state that it keeps is no longer that of the stages
         question = messages.part_message(m.LoadState, stage, kind, number, part)
         return self._ask(question, m.StateLoaded, lambda b: (b.stage, b.part) == asked) is not None
 
@@ -240,10 +240,10 @@ class RemoteHost(Host):
                 stale.release()
             self._questions[answer] = _PendingRequest(question, link, is_answer)
             self._links.send(self.id, question)
-        found = self._answers.pop(answer, None)
-        if found is not None:
+        reply = self._answers.pop(answer, None)
+        if reply is not None:
             del self._questions[answer]
-        return found
+        return reply
 
     def _is_current(self, body: m.OfStep) -> bool:
         return (body.step, body.attempt) == (self._info.step, self._info.attempt)

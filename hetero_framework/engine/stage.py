@@ -66,7 +66,7 @@ class Stage:
         self.is_first = spec.is_first
         self.is_last = spec.is_last
         self.fingerprint = shard.fingerprint
-        # Known only after every stage has said what it trains; the pipeline sets it at the start.
+        # Depends on the trained parameters of all stages; the pipeline sets it at the start.
         self.input_requires_grad = False
         self._shard = shard
         self._device = device
@@ -80,12 +80,12 @@ class Stage:
         if config.checkpointing(spec.index) is True:
             shard.recompute_blocks()
         self._parameters = trainable_parameters(shard)
-        # What is tied to a weight of an earlier place never steps by itself; in order of places.
+        # Targets, tied to a weight of an earlier place, never step; in order of places.
         self._targets = tied_parameters(shard)
-        own = dict(self._parameters)
-        self._sources = {s: own[s] for s in sorted(shard.tied_elsewhere & own.keys())}
+        named = dict(self._parameters)
+        self._sources = {s: named[s] for s in sorted(shard.tied_elsewhere & named.keys())}
         self._sums_elsewhere: Tensors = {}
-        # They cross the wire in every step, and may be a gigabyte each.
+        # Tied weights cross the wire in every step, and may be a gigabyte each.
         self._tied_copies: dict[str, HostCopy] = defaultdict(lambda: HostCopy(device))
         self._names = {p: name for name, p in self._parameters}
         self._early = EarlyGradients(self.index, self._parameters, device.to_host)
@@ -100,8 +100,8 @@ class Stage:
         shard.on_enter = weakly(self._enter)
 
     def dissolve(self) -> tuple[ShardRange, ReusableModules]:
-        """The stage is used no more: its range, and what of the shard another one can take. All
-        else is freed, whoever still holds the stage."""
+        """End the stage: its range, and the modules that another shard can reuse. The rest goes,
+        even if the stage is still referenced."""
         self.abort()
         self._early.close()
         self._parameters, self._names, self._optimizer = [], {}, None
@@ -110,7 +110,7 @@ class Stage:
 
     @property
     def side_gradients(self) -> tuple[bool, ...]:
-        """Of each side tensor that enters, whether it wants a gradient in training."""
+        """For each entering side tensor, whether it wants a gradient in training."""
         return self._side_checks.trained
 
     # -- a step ---------------------------------------------------------------------------------
@@ -202,17 +202,17 @@ class Stage:
 
     def gradients(self) -> Iterator[StatePart]:
         """Gradients for the others to sum, by parameter, in parts: in a step that is summed all of
-        this replica's gradients that were not taken early, of a tied weight those of each place;
-        else of `ties` alone. They are valid until `load_state` brings those of all replicas, which
+        this replica's that were not taken early, for a tied weight those of each place; else
+        those of `ties`. They are valid until `load_state` brings those of all replicas, which
         may have other names."""
         if self._info.summed:
             given = self._early.given
-            own = [(name, p) for name, p in self._parameters if name not in given]
-            shares = [*own, *self._targets.items()]
+            rest = [(name, p) for name, p in self._parameters if name not in given]
+            shares = [*rest, *self._targets.items()]
         else:
             shares = [(name, self._targets[name]) for name in self.ties]
-        found = ((name, p.grad) for name, p in shares if p.grad is not None)
-        yield from in_parts((name, self._on_host(name, grad), {}) for name, grad in found)
+        gradients = ((name, p.grad) for name, p in shares if p.grad is not None)
+        yield from in_parts((name, self._on_host(name, grad), {}) for name, grad in gradients)
 
     def _on_host(self, name: str, gradient: Tensor) -> Tensor:
         kept = name in self._targets
@@ -220,10 +220,10 @@ class Stage:
 
     @property
     def ties(self) -> dict[str, str]:
-        """{target: source} of what is trained here and tied to a weight of an earlier stage."""
-        own = dict(self._parameters)
+        """{target: source} of parameters trained here and tied to a weight of an earlier stage."""
+        named = dict(self._parameters)
         ties = {name: self._shard.ties[name] for name in self._targets}
-        return {name: source for name, source in ties.items() if source not in own}
+        return {name: source for name, source in ties.items() if source not in named}
 
     @property
     def awaits_sums(self) -> bool:
@@ -233,13 +233,13 @@ class Stage:
     def _add_tied(self) -> None:
         """Add up the gradients of each tied weight, from the last place on."""
         sums = {name: total.to(self._sources[name]) for name, total in self._sums_elsewhere.items()}
-        own = dict(self._parameters)
+        named = dict(self._parameters)
         for name, target in reversed(self._targets.items()):
             source = self._shard.ties[name]
-            if source in own and target.grad is not None:
+            if source in named and target.grad is not None:
                 sums[source] = _sum(sums.get(source), target.grad)
         for name, total in sums.items():
-            own[name].grad = _sum(own[name].grad, total)
+            named[name].grad = _sum(named[name].grad, total)
 
     def report_gradients(self) -> GradientReport:
         """Unscale the gradients and report their norms."""
@@ -296,7 +296,7 @@ class Stage:
     # -- state ----------------------------------------------------------------------------------
 
     def all_weights(self) -> Iterator[Tensor]:
-        """Those that are not trained, too."""
+        """All parameters, the frozen ones too."""
         return self._shard.model.parameters()
 
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -416,7 +416,7 @@ class Stage:
         return {name: self._tied_copies[name].of(p) for name, p in self._sources.items()}
 
     def set_tied_weights(self, weights: Tensors) -> None:
-        """Have what is tied to weights of other stages take these over, as far as they are here."""
+        """Have the targets here take over those of their sources that are among `weights`."""
         with torch.no_grad():
             for name, source in self.ties.items():
                 if source in weights:
@@ -444,7 +444,7 @@ class Stage:
         return received
 
     def arrival_problem(self, forms: Sequence[Form], rows: int, tokens: int) -> str | None:
-        """Of the side tensors their number alone is looked at."""
+        """Checks the number of side tensors, not their forms."""
         expected = 1 + len(self._shard.entering)
         if len(forms) != expected:
             return f"{len(forms)} tensors came, expected {expected}"

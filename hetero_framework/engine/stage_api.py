@@ -2,7 +2,7 @@
 
 Pipeline, executor, hosts and messages import this module alone. `stage.Stage` implements it;
 benchmarks implement stages that sleep. A boundary carries a `Bundle`, which is empty as the first
-stage's input and for gradients that nobody needs.
+stage's input and for gradients that are not needed.
 """
 
 from __future__ import annotations
@@ -105,22 +105,22 @@ class TakeEarly(Protocol):
     def has_room(self) -> bool:
         """Whether more would go out at once. Else they wait for that, or for their stage's end."""
 
-    def take(self, found: GradientPart) -> None: ...
+    def take(self, part: GradientPart) -> None: ...
 
 
 class GradientSum(Protocol):
-    """The gradients of one step of all replicas. Both raise what ends the step here."""
+    """The gradients of one step of all replicas. Methods raise errors that end the step here."""
 
-    def give(self, found: GradientPart) -> None:
+    def give(self, part: GradientPart) -> None:
         """A part of this replica's, in any order of stages; one that was given before, since a link
         broke, may come again."""
 
     def end(self) -> None:
-        """All of this replica's have been given; what is not among them has no gradient here."""
+        """All of this replica's have been given; other parameters have no gradient here."""
 
     def sums(self, names: Sequence[str]) -> Tensors | None:
-        """Those of all replicas, of these parameters: None until all are there. A name is left out
-        that has no gradient anywhere."""
+        """The gradients of these parameters over all replicas; None until all are there. Leaves out
+        names without a gradient anywhere."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class StageInterface(Protocol):
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """{target: source} of what is trained and one with a weight of an earlier stage, in the
+        """{target: source} of trained parameters that are a weight of an earlier stage, in the
         order of places; `gradients` gives these, and `set_tied_weights` brings the new weight."""
 
     @property

@@ -36,8 +36,8 @@ from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 class StageHost(Host):
     """A `Host` whose stages are in this process. `last_step` is the last one committed here (None:
-    none yet), `schedule` that of the last step that began. Raises StepOutOfMemory while nothing is
-    decided: the attempt may be aborted and done again. In a commit it is OutOfMemory, and final."""
+    none yet), `schedule` that of the last step that began. Raises StepOutOfMemory before a
+    decision: the attempt may be aborted and repeated; in a commit OutOfMemory, which is final."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class StageHost(Host):
         self._meter = meter
         self._keeps_state = keeps_state
         self.expectation = Expectation(stages)
-        """Of boundary tensors, for the readers of links."""
+        """Checks boundary tensors for the readers of links."""
         self._io = BoundaryIO(
             device,
             config.wire,
@@ -77,7 +77,7 @@ class StageHost(Host):
         self._reported = False
         self._given: set[int] = set()  # stages whose gradients have been handed out,
         self._summed: set[int] = set()  # and those that have the sums,
-        self._tied_sums: set[int] = set()  # also of what other stages have tied to their weights
+        self._tied_sums: set[int] = set()  # also those of targets on other stages
         self._early: list[tuple[Message, Any]] = []
         self._snapshots: dict[int, api.Snapshot] = {}
         self._snapshot_step: int | None = None
@@ -153,14 +153,14 @@ class StageHost(Host):
         info = self._executor.info
         if info is None or not info.train:
             return []
-        found = []
+        gradients = []
         for stage in self.stages if info.summed else [s for s in self.stages if s.ties]:
             if stage.index not in self._given and self._executor.is_through(stage.index):
                 self._given.add(stage.index)
                 with self._explaining(f"gradients of stage {stage.index}"):
                     parts = enumerate(stage.gradients())
-                    found += [api.GradientPart(stage.index, k, part) for k, part in parts]
-        return found
+                    gradients += [api.GradientPart(stage.index, k, part) for k, part in parts]
+        return gradients
 
     def report(self) -> api.HostReport | None:
         info = self._executor.info
@@ -193,12 +193,12 @@ class StageHost(Host):
             with explaining(f"stage {stage.index}, step of the optimizer", self._device):
                 self._executor.commit(stage, order.learning_rate, order.grad_scale)
         self.last_step = order.step
-        own = self.tied_weights()
-        if new := {**(tied_weights or {}), **own}:
+        weights = self.tied_weights()
+        if new := {**(tied_weights or {}), **weights}:
             for stage in self.stages:
                 stage.set_tied_weights(new)
         failpoints.hit("commit-done")
-        return own
+        return weights
 
     def abort(self) -> bool:
         failpoints.hit("abort")
@@ -307,7 +307,7 @@ class StageHost(Host):
         }
 
     def _explaining(self, where: str) -> AbstractContextManager[None]:
-        """Of the attempt that runs, if one does."""
+        """`explaining` in the running attempt, if there is one."""
         info = self._executor.info
         attempt = None if info is None else (info.step, info.attempt)
         return explaining(where, self._device, attempt)

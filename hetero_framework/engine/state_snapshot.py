@@ -28,14 +28,14 @@ class StateSnapshot:
 
     def __init__(self, entries: Iterable[Entry], device: Device, *, lasting: bool = False) -> None:
         """`entries` hold the live tensors; `keep` must be called before they change. A `lasting`
-        snapshot keeps what has been read, for `parts`."""
+        snapshot keeps the parts that were read, for `parts`."""
         self._device = device
         self._lasting = lasting
         self._live = dict(enumerate(in_parts(entries)))
         self._kept: dict[int, StatePart] = {}
 
     def part(self, number: int) -> StatePart:
-        """A part in memory of its own. Raises ProtocolError for one that is not there any more."""
+        """A part in memory of its own. Raises ProtocolError for one that is gone."""
         for done in [k for k in self._live if k < number and not self._lasting]:
             del self._live[done]
             self._kept.pop(done, None)
@@ -51,7 +51,7 @@ class StateSnapshot:
         yield from (self.part(number) for number in self._live)
 
     def keep(self) -> None:
-        """Copy what has not been read: the live tensors are about to change."""
+        """Copy the unread parts: the live tensors are about to change."""
         for number, live in self._live.items():
             if number not in self._kept:
                 self._kept[number] = self._copied(live)
@@ -65,16 +65,16 @@ class StateSnapshot:
 
 
 def digest(parts: Iterable[StatePart]) -> str:
-    """Of names, bytes and values, in their order: two processes tell by it that they hold the same
-    state. It guards against mistakes, not against malice (XXH3, 128 bits)."""
-    found = xxhash.xxh3_128()
+    """XXH3, 128 bits, of names, bytes and values in their order: equal where two processes hold the
+    same state. It guards against mistakes, not against malice."""
+    hasher = xxhash.xxh3_128()
     for part in parts:
         for name, tensor in part.tensors.items():
             wire = to_wire(tensor)
-            found.update(f"{name} {wire.dtype} {list(wire.shape)}\n".encode())
-            found.update(wire.data)
-        found.update(json.dumps(part.values, sort_keys=True).encode())
-    return found.hexdigest()
+            hasher.update(f"{name} {wire.dtype} {list(wire.shape)}\n".encode())
+            hasher.update(wire.data)
+        hasher.update(json.dumps(part.values, sort_keys=True).encode())
+    return hasher.hexdigest()
 
 
 def in_parts(entries: Iterable[Entry]) -> Iterator[StatePart]:

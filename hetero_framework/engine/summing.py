@@ -12,11 +12,11 @@ from hetero_framework.errors import ProtocolError
 
 
 class Summing:
-    """The gradients of one attempt that the group has got, and which stages have their sums. Both
-    go on while other stages compute: nothing here waits. Raises what the group does, and LinkLost.
+    """Gives the gradients of one attempt to the group, and the sums to the stages. Both go on while
+    other stages compute: nothing here waits. Raises the group's errors, and LinkLost.
 
-    `trained` are the parameters of each stage by name. A tied head, which is none of them, is known
-    from what is given. `hosts` are by stage. `found(stage, sums)` gets those of each stage, once.
+    `trained` are the parameters of each stage by name, without a tied head, which the gradients
+    name. `hosts` are by stage. `on_sums(stage, sums)` gets those of each stage, once.
     """
 
     def __init__(
@@ -24,12 +24,12 @@ class Summing:
         trained: Mapping[int, Sequence[str]],
         hosts: Mapping[int, Host],
         group: api.GradientSum,
-        found: Callable[[int, api.Tensors], None],
+        on_sums: Callable[[int, api.Tensors], None],
     ) -> None:
         self._names = {stage: dict.fromkeys(names) for stage, names in trained.items()}
         self._hosts = hosts
         self._group = group
-        self._found = found
+        self._on_sums = on_sums
         self._given: set[int] = set()
         self._left = sorted(trained, reverse=True)  # the last stage is the first to be done
         self._loading: deque[tuple[int, int, api.StatePart]] = deque()  # stage, number, part
@@ -49,29 +49,29 @@ class Summing:
         """The links between islands carry nothing else meanwhile."""
         return True
 
-    def take(self, found: api.GradientPart) -> None:
-        """Of a stage that still computes; may be called in another thread. `give` raises what ends
-        the step: nothing may in the middle of a task."""
+    def take(self, part: api.GradientPart) -> None:
+        """Of a stage that still computes; may be called in another thread. An error that ends the
+        step is raised by `give`, not in the middle of a task."""
         try:
-            self._group.give(found)
+            self._group.give(part)
         except (ReplicasChanged, ProtocolError) as ended:
             self._ended = ended
 
     def give(self) -> bool:
-        """Hand on what stages are done with; whether there was anything."""
+        """Hand on the final gradients of stages; whether there were any."""
         if self._ended is not None:
             raise self._ended
         hosts = dict.fromkeys(self._hosts.values())
-        found = [part for host in hosts for part in host.gradients()]
-        for part in found:
+        parts = [part for host in hosts for part in host.gradients()]
+        for part in parts:
             self._group.give(part)
             self._names[part.stage].update(dict.fromkeys(part.part.tensors))
             if part.part.last:
                 self._given.add(part.stage)
             part.part.release()
-        if found and len(self._given) == len(self._names):
+        if parts and len(self._given) == len(self._names):
             self._group.end()
-        return bool(found)
+        return bool(parts)
 
     def load(self) -> bool:
         """Go on with having stages take over their sums; whether one has taken a part."""
@@ -84,12 +84,12 @@ class Summing:
         return taken
 
     def _next_sums(self) -> bool:
-        """Have those of one more stage loaded, if they are there."""
+        """Queue the sums of one more stage for loading, if they are there."""
         for stage in self._left:
             sums = self._group.sums(tuple(self._names[stage])) if stage in self._given else None
             if sums is not None:
                 self._left.remove(stage)
-                self._found(stage, sums)
+                self._on_sums(stage, sums)
                 parts = in_parts((name, total, {}) for name, total in sums.items())
                 self._loading.extend((stage, number, part) for number, part in enumerate(parts))
                 return True
