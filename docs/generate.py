@@ -33,7 +33,7 @@ one, `hetero schema` prints its JSON Schema. This page is generated from that sc
   training also needs `model` and `data`.
 - Any setting can be replaced for one run: `hetero train --set training.learning_rate=1e-4`.
 - The column "on resume" tells what happens when the checkpoint was written with another value:
-  "refused", since the result would be another one; or "said": both values are reported, and the run
+  "refused", since the result would be another; or "reported": both values are shown, and the run
   continues with the new one. Where it is empty, the trained result does not depend on the setting.
   Training data are compared by their tokens: other tokens are refused.
 - Names in `training` are those of `transformers.TrainingArguments` and mean the same, names in
@@ -79,8 +79,8 @@ def _table(section: type[schema.Section], place: str) -> str:
         meaning = " ".join(str(field.description).split())
         unit = _unit(field) or _unit(field.annotation)
         setting = place + name
-        refused, said = setting in resuming.REFUSED, setting in resuming.REPORTED
-        resumed = "refused" if refused else "said" if said else ""
+        refused, reported = setting in resuming.REFUSED, setting in resuming.REPORTED
+        resumed = "refused" if refused else "reported" if reported else ""
         cells = [f"`{name}`", _type(field.annotation), _default(field), unit, resumed, meaning]
         rows.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)

@@ -68,7 +68,7 @@ def own_name(section: str, key: str) -> str | None:
 
 
 def refusal_of(section: str, key: str) -> str | None:
-    """Why there is no setting `key`; None where nobody else has one either."""
+    """Why there is no setting `key`; None where no other tool has one either."""
     fields = unsupported()
     for owner in (section, *fields):
         if key in fields.get(owner, {}):

@@ -20,7 +20,7 @@ EXPRESSIONS = tuple(_AROUND)
 
 
 def expression(setting: str, text: str) -> re.Pattern[str]:
-    """As PEFT builds it. Raises ValueError that says what is wrong in `text`, and where."""
+    """As PEFT builds it. Raises ValueError with the fault in `text`, and its place."""
     before, after = _AROUND[setting]
     shift = 0
     try:

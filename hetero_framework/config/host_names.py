@@ -31,7 +31,7 @@ def checked_host(value: str) -> str:
     if re.fullmatch(r"[\d.]+", value) or len(value) > 253 or not labels[0]:
         raise ValueError(f"{shown(value)} is neither an IP address nor a host name")
     for label in labels:
-        # What a resolver refuses, too: an empty label or one of more than 63 characters.
+        # Labels that a resolver refuses, too: empty, or of more than 63 characters.
         if len(label) > 63 or not _LABEL.fullmatch(label):
             raise ValueError(
                 f"{shown(value)} is neither an IP address nor a host name: {shown(label)} between"
@@ -51,12 +51,12 @@ def normal_host(host: str) -> str:
 
 
 def host_and_port(host: str, port: int) -> str:
-    """As people write it: an IPv6 address in brackets."""
+    """The usual spelling: an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_address(value: str) -> tuple[str, int]:
-    """Host and port of what `host_and_port` writes. Raises ValueError."""
+    """The inverse of `host_and_port`. Raises ValueError."""
     host, colon, port = value.rpartition(":")
     if not (colon and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
         raise ValueError(

@@ -36,14 +36,14 @@ class IslandConfig(Section):
     ends."""
     sync_steps: Annotated[int, with_unit("steps", ge=1)] = 1
     """1: gradients are summed over the islands in every step. More: the number of steps that an
-    island takes alone before the islands average what has changed."""
+    island takes alone before the islands average their changes."""
     warmup_steps: Annotated[int, with_unit("steps", ge=0)] = 0
     """Number of steps at the start of a run that sum their gradients, whatever sync_steps is:
     averages help once the loss no longer falls steeply."""
     method: Literal["diloco", "local_sgd"] = "diloco"
-    """How the average of what has changed is applied: as the gradient of an outer optimizer
-    ("diloco"), or directly to the weights ("local_sgd"). This and all settings below except share
-    have no effect where sync_steps is 1."""
+    """How the average change is applied: as the gradient of an outer optimizer ("diloco"), or
+    directly to the weights ("local_sgd"). This and all settings below except share have no effect
+    where sync_steps is 1."""
     fragments: Annotated[int, with_unit("fragments", ge=1)] = 1
     """Parts of the model, by layers, that are averaged one after the other within sync_steps."""
     delay_steps: Annotated[int, with_unit("steps", ge=0)] = 0

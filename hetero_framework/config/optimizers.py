@@ -33,7 +33,7 @@ def check_optimizer(training: TrainingConfig) -> None:
 
 
 def optimizer_problems(training: TrainingConfig) -> Iterator[ConfigError]:
-    """As `check_optimizer`, all of it."""
+    """All problems that `check_optimizer` would raise."""
     schedules = _names("trainer_utils.py", "SchedulerType")
     if training.lr_scheduler_type not in schedules:
         yield ConfigError(

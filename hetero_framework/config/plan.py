@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def owners(self) -> tuple[int | str, ...]:
-        """Everybody who holds a stage, in the order of first appearance; "local" comes first."""
+        """The processes with a stage, in the order of first appearance; "local" comes first."""
         return tuple(dict.fromkeys(entry.id for entry in self.entries))
 
     def of(self, owner: int | str) -> tuple[StageSpec, ...]:

@@ -183,7 +183,7 @@ class ModelConfig(Section):
     """Directory or hub name of the tokenizer when it is not with the model."""
 
     def quantized(self, kind: Kind | None) -> ModelConfig:
-        """The same with its weights held so."""
+        """This section with the weights held so."""
         return self.changed(quantization=kind)
 
     def changed(self, **settings: Any) -> ModelConfig:
@@ -205,7 +205,7 @@ class ModelConfig(Section):
 
 
 REWRITING_INITS = ("pissa", "olora")
-"""Those of adapter.init_lora_weights that take their share out of the base's weights."""
+"""Values of adapter.init_lora_weights that take their share out of the base's weights."""
 
 _NEEDS_STORED = "needs stored weights (name_or_path)"
 REWRITES_QUANTISED = "it rewrites the base's weights, which quantised ones would round away"

@@ -57,7 +57,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_loopback_by_name(host: str) -> bool:
-    """Whether `host` is a name that this machine takes for itself alone; "localhost" says so."""
+    """Whether `host` is a name that only means this machine here, as "localhost" does."""
     ips = resolve(host) if parsed(host) is None and host.lower() not in _LOOPBACK_NAMES else ()
     return bool(ips) and all(is_loopback(address) for address in ips)
 

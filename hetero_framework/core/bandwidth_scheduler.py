@@ -20,19 +20,19 @@ from hetero_framework.core.planned_order import Lane, OrderTimeout, PlannedOrder
 _FILLS = 0.6
 """A frame with this share of the interface's rate leaves no room."""
 _FULL = 0.8
-"""With less than this share of its rate the interface was not full: a slow frame was slow because
-of its other end. In a full one it may be slow because of the others."""
+"""Below this share of its rate the interface was not full: a frame was slow because of its other
+end. In a full one it may be slow because of the others."""
 _AHEAD_BYTES = 384 * 1024
 _AHEAD_S = 0.010
-"""When this much of a frame is left, or what takes this long, the next one may go: word of it waits
-behind a piece and what the system holds. More would meet in a switch, which may drop some of it."""
+"""With this much of a frame left, in bytes or time, the next one may go: word of it waits behind a
+piece and the system's buffers. More would meet in a switch, which may drop some of it."""
 _PROBE = 256
 """Every 256th frame that would have to wait goes beside the others: together they show whether the
 interface has become faster than is known. Every 16th made steps 3 to 5 % longer."""
 _ALONE = 0.8
-"""A frame with this share of what passed meanwhile had the interface for itself."""
+"""A frame with this share of the bytes that passed meanwhile had the interface to itself."""
 _LEARNT_S = 0.005
-"""A frame that takes less says nothing: buffers have most of it."""
+"""A shorter frame tells nothing about the rate: buffers have most of it."""
 _FRAMES = 8
 _RATES = 64
 
@@ -47,7 +47,7 @@ class BandwidthScheduler:
     def plan(
         self, attempt: int, sends: Iterable[Lane], receives: Iterable[Lane], order_timeout_s: float
     ) -> None:
-        """From now on large frames of this attempt at a step keep to this order."""
+        """Keep large frames of this attempt at a step in this order from now on."""
         self.out.plan(attempt, sends, order_timeout_s)
         self.into.plan(attempt, receives, order_timeout_s)
 
@@ -155,8 +155,8 @@ class LinkSlot:
         `left_s`.
 
         Args:
-            waits: without it the frame goes, whether there is room or not.
-            insists: the frame waits for room, but for nobody's turn.
+            waits: without it the frame goes even if there is no room.
+            insists: the frame waits for room, but for no other turn.
         """
         direction = self._direction
         with direction._lock:

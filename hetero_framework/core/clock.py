@@ -14,7 +14,7 @@ _SAMPLES = 16
 
 @dataclass(frozen=True)
 class Clock:
-    """From the ping with the shortest round trip of the last 16; None before the first answer.
+    """Measured by the ping with the shortest round trip of the last 16; None before an answer.
     `offset_s` is the peer's time.perf_counter() minus ours, wrong by at most half the round
     trip."""
 

@@ -30,7 +30,7 @@ _DEVICE_RUN = 2**24
 
 
 class Codec(ABC):
-    """One way to write a tensor. `error` states what comes back instead of what was sent."""
+    """One way to write a tensor. `error` states how decoded values differ from the original."""
 
     name: str
     error: str

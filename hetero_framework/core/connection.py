@@ -12,7 +12,7 @@ The sequence when a link breaks:
 3. Worker (`_on_lost`): stages and attempt stay as they are until the coordinator sends more, for
    `rejoin_wait_s`. A lost link between workers is reported with PEER_LOST.
 4. Coordinator: `WorkerLinks.receive` raises LinkLost in the training thread; DirectLost for a link
-   between workers. Out of memory in a reader, and what a worker has done wrong, end the run.
+   between workers. Out of memory in a reader, or a fault of a worker, ends the run.
 5. `Recovery.retrying` mends it: `recover` dials again with the next epoch; the worker refuses a
    HELLO of an older one. COMMIT is sent again where it was not confirmed.
 6. The attempt is aborted everywhere (ABORT, ABORTED), and the step is done again with the next
@@ -60,12 +60,12 @@ class Connection:
     """A conversation with one peer, which owns `stream` from now on.
 
     `received(connection, message)` is called in the reader thread for every message that is legal
-    and that nobody waits for in `ask`; what it raises ends the connection and is told to the peer.
+    and not awaited in `ask`; its exception ends the connection and is reported to the peer.
     `lost(connection, reason)` is called once, as the last thing; None after `close`.
     `awaited(connection, frame)` is called before the tensor bytes of a legal message are received;
-    what it raises has the same effect. `carrier(connection, message)` may name the link that
-    carries a frame on (`Link.route`). `role` is this side's; None on the accepting side, where the
-    peer's greeting decides it. `options` are those of `Link`.
+    its exception has the same effect. `carrier(connection, message)` may name the link that carries
+    a frame on (`Link.route`). `role` is this side's; None on the accepting side, where the peer's
+    greeting decides it. `options` are those of `Link`.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Connection:
     ) -> Message | None:
         """Send a greeting or a CONTROL request, and `then` right behind it; the answer, which the
         caller releases, or None when there is none in time or `stop` is set. Raises the peer's
-        fault, else why the link ended."""
+        fault, else the reason of the link's end."""
         answers: queue.SimpleQueue[Message | HeteroError] = queue.SimpleQueue()
         with self._lock:
             self._asking = answers
@@ -218,13 +218,13 @@ class Connection:
                 written.wait(timeouts.LAST_WORD_S)
 
     def _is_answer(self, message: Message) -> bool:
-        """Whether somebody waits for this."""
+        """Whether a call of `ask` waits for this."""
         body = message.body
         answers_control = isinstance(body, m.Control) and body.answers is not None
         return (answers_control or isinstance(body, _ANSWERS)) and self._tell_asking(message)
 
     def _tell_asking(self, answer: Message | HeteroError) -> bool:
-        """Whether there was somebody to tell."""
+        """Whether a call of `ask` was waiting."""
         with self._lock:
             asking, self._asking = self._asking, None
         if asking is not None:

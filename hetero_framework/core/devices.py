@@ -57,8 +57,8 @@ class Support:
 
 
 class DeviceEvent:
-    """A point in a device's work: all that the recording thread had given it until then. May be
-    asked from any thread. This class is the CPU's: what was called is done."""
+    """A point in a device's work, behind all that the recording thread had given it. May be asked
+    from any thread. This class is the CPU's: every call is done at once."""
 
     def __init__(self) -> None:
         self.made_s = time.perf_counter()
@@ -293,7 +293,7 @@ class _QueuedEvent(DeviceEvent):
 
     @property
     def seen_s(self) -> float:
-        """time.perf_counter of that moment; waits for it. Late if nobody watched."""
+        """time.perf_counter of that moment; waits for it. Late if no thread watched."""
         self.wait()
         assert self._seen_s is not None
         return self._seen_s
@@ -633,7 +633,7 @@ class MpsDevice(Device):
         return [(copies[id(tensor)], _nothing) for tensor in tensors]
 
     def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # From copies, as the queue comes to them later, and this thread shall not wait for it.
+        # From copies: the queue reads them later, and this thread shall not wait for it.
         copies = [tensor.clone() for tensor in tensors]
         there = [tensor.to(self.torch_device, non_blocking=True) for tensor in copies]
         self._queue_event(copies)
@@ -642,7 +642,7 @@ class MpsDevice(Device):
     def _queue_event(self, held: Sequence[torch.Tensor]) -> _PolledEvent:
         """An event behind all that is queued; until then `held` is still in use."""
         native = torch.mps.Event()
-        native.record()  # and commits what is queued, so that it will be reached
+        native.record()  # and commits the queue, so that it will be reached
         event = _PolledEvent(native, held)
         self._watcher.watch(event)
         return event

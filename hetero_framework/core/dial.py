@@ -50,8 +50,8 @@ def connect(
     repeated. `secure` makes the stream to be used of the plain one; OSError from it is a failed
     attempt. `small_packets`: both ends send at most SMALL_SEGMENT_BYTES in one packet, where the
     system can; so does an attempt after one whose handshake went unanswered, since some networks
-    drop large packets without telling. Raises NetworkError that says what to check, and what else
-    `secure` raises."""
+    drop large packets without telling. Raises NetworkError that says what to check, and other
+    errors of `secure`."""
     stop = stop or threading.Event()
     started = time.monotonic()
     attempt, small = 0, small_packets
@@ -189,7 +189,7 @@ class Listener:
                     if not self._closed:
                         return _stream(self._socket.accept()[0])
             except (TimeoutError, ConnectionAbortedError, ConnectionResetError):
-                continue  # nobody came, or gave up between connecting and being accepted
+                continue  # no connection, or one that was given up before it was accepted
         raise NetworkError(f"the listener on {self.host}:{self.port} is closed")
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ if this thread's work since the point before had taken FACTOR times as long), an
 the tensor of a numeric point infinite.
 
 A process that is started again has the same environment and fires again. With
-HETERO_FAILPOINT_ONCE=DIR whatever fires once leaves a file there and fires in no process that finds
-it. A process with failpoints says so when it starts.
+HETERO_FAILPOINT_ONCE=DIR a point that fires once leaves a file there and fires in no process that
+finds it. A process with failpoints says so when it starts.
 
 To add one: a line in POINTS, a `hit` in the product, a row in docs/maintainers/fault_injection.md.
 """
@@ -73,7 +73,7 @@ POINTS = {
     "island-apply": "all have agreed on a fragment's weights, the stages do not have them",
     "output": "numeric: what leaves a stage's forward, or its loss",
 }
-"""By name: where it is. The same points are in the coordinator and in workers."""
+"""The place of each by name. The same points are in the coordinator and in workers."""
 
 _NUMERIC = {"output"}
 _SPEC = re.compile(
@@ -215,7 +215,7 @@ def is_on() -> bool:
 
 
 def is_due(name: str) -> bool:
-    """Whether a failpoint fires at the next `hit` of this place, for what has to be prepared."""
+    """Whether a failpoint fires at the next `hit` of this place, for preparations."""
     return _armed is not None and _armed.due(name) is not None
 
 

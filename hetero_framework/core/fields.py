@@ -47,7 +47,7 @@ _SIMPLE = (bool, float, str, bytes, type(None))
 
 
 def _is_plain(value: Any, depth: int = 1) -> bool:
-    """Whether msgpack carries it unchanged; raises ProtocolError that says what it does not."""
+    """Whether msgpack carries it unchanged; raises ProtocolError that names a value it does not."""
     if isinstance(value, _SIMPLE):
         return True
     if depth > MAX_DEPTH:
@@ -142,7 +142,7 @@ class Fields:
         hints = get_type_hints(cls, include_extras=True)
         self._cls = cls
         self.kinds: dict[str, tuple[FieldKind, bool]] = {}
-        """By field name: its kind and whether it must be there."""
+        """The kind of each field by name, and whether it is required."""
         for field in fields(cls):
             hint, optional = hints[field.name], hints[field.name] is Any
             if get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint):
@@ -152,7 +152,7 @@ class Fields:
         self._packers = [(n, k.pack) for n, (k, _) in self.kinds.items()]
 
     def problem(self, values: dict[Any, Any]) -> str | None:
-        """What is wrong with a map; None when nothing is."""
+        """The problem of a map; None when there is none."""
         for name, (kind, required) in self.kinds.items():
             value = values.get(name)
             if value is None:

@@ -19,7 +19,7 @@ _BUSY = (5, 32, 33)
 
 
 def rename(source: Path, target: Path) -> None:
-    """`os.replace` that waits a few seconds for what holds a file open on Windows."""
+    """`os.replace` that waits a few seconds for programs that hold a file open on Windows."""
     deadline = time.monotonic() + timeouts.FILE_BUSY_S
     while True:
         try:
@@ -71,7 +71,7 @@ _WRITTEN, _COMPLETE = ".rotating", "rotated"
 def replace_files(directory: Path, contents: Mapping[str, bytes]) -> None:
     """Give several private files of a directory new contents, in one step: a crash leaves all of
     the old ones or all of the new ones. Raises OSError and leaves the old ones. The caller sees to
-    it that nobody else writes there.
+    it that no other process writes there.
 
     Linux exchanges the directory with one that holds the new files and links to all others. A
     directory that cannot be exchanged (a mount point, other systems) gets the new files in a
@@ -103,8 +103,8 @@ def replace_files(directory: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def finish_replacing(directory: Path) -> None:
-    """Finish an interrupted `replace_files`: move what is complete to its place, and delete what is
-    not. Raises OSError."""
+    """Finish an interrupted `replace_files`: move complete files to their places, delete others.
+    Raises OSError."""
     complete = directory / _COMPLETE
     if complete.is_dir():
         for name in sorted(os.listdir(complete)):
@@ -137,7 +137,7 @@ def replace_directory(new: Path, target: Path, old: Path, *, lasting: bool = Tru
     replaced = target.exists()
     if replaced and _exchange(new, target):
         with contextlib.suppress(OSError):
-            rename(new, old)  # nobody shall take it for the new one
+            rename(new, old)  # not to be taken for the new one
         if lasting:
             sync_directory(target.parent)
         for replaced_one in (old, new):
@@ -157,7 +157,7 @@ def replace_directory(new: Path, target: Path, old: Path, *, lasting: bool = Tru
 
 
 def discard(directory: Path) -> None:
-    """Delete a directory that nobody needs, as far as that can be done."""
+    """Delete a directory that is not needed, as far as possible."""
     with contextlib.suppress(OSError):  # of closing it, which `ignore_errors` does not ignore
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -43,7 +43,7 @@ INSIDE and a signal (HEARTBEAT, ASK_TURN, TURN, ARRIVAL_RATE), and then a mark a
 a frame does not count them."""
 GOES_ON, INSIDE = b"\x00", b"\x01"
 IMPOSSIBLE_FRAME_BYTES = 1 << 40
-"""No frame is that long, so a prefix that says so was not written by this protocol."""
+"""No frame is that long: a prefix with such a length is not of this protocol."""
 MAX_TENSORS = 65_536
 MAX_DIMS = 8
 MAX_ELEMENTS = 1 << 20
@@ -170,7 +170,7 @@ def pack_header(name: str, number: int, fields: dict[str, Any], shapes: list[Any
 
 
 def unpack_header(header: bytes) -> dict[str, Any]:
-    """The map with the keys t, m and x; what they hold is not checked yet."""
+    """The map with the keys t, m and x, whose values are not checked yet."""
     if len(header) > MAX_HEADER_BYTES and _elements(header) > MAX_ELEMENTS:
         raise ProtocolError(f"a header with more than {MAX_ELEMENTS} values")
     try:

@@ -40,7 +40,7 @@ _URI = re.compile(
 
 @dataclass(frozen=True)
 class Identity:
-    """Of a cluster of some kind its keeper, "local", or a member by its name."""
+    """The keeper of a cluster, "local", or a member by its name."""
 
     cluster: str
     process: str = "local"
@@ -62,7 +62,7 @@ class Identity:
 
     @property
     def keeps(self) -> bool:
-        """Whether its machine has the authority: what it says of certificates counts."""
+        """Whether its machine has the authority: its word on certificates counts."""
         return self.process == "local"
 
     @property

@@ -39,7 +39,7 @@ class Incoming:
             self._ahead_from = end
             return bytes(self._ahead[start:end])
         taken = bytearray(self._ahead[start : self._ahead_to])
-        while len(taken) < nbytes:  # memory grows with what has come, whatever was announced
+        while len(taken) < nbytes:  # memory grows with the bytes received
             count = self._receive(self._ahead, fill=False, at_start=at_start and not taken)
             if not count:
                 return None

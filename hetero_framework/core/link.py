@@ -36,11 +36,11 @@ from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, Pr
 log = logging.getLogger(__name__)
 
 _AT_ONCE_BYTES = 64 * 1024
-"""Of a frame this much is written at once, in the sender's thread, when the link is idle."""
+"""Bytes of a frame written at once, in the sender's thread, when the link is idle."""
 _HASHED_BYTES = 1 << 18
 """Received in one call, and hashed while it is in the processor's cache."""
 _RESERVE_BYTES = 1024
-"""Of a relayed frame this much is held back, to be sent byte by byte as signs of life."""
+"""Bytes of a relayed frame held back, to be sent one by one as signs of life."""
 _MOST_SIGNALS = 16
 """More signals do not wait to be written: a peer that does not read gets no more answers."""
 
@@ -63,16 +63,16 @@ class Link:
     The callbacks are called in the reader thread, in which nothing more is read meanwhile.
 
     Args:
-        on_message: gets every message but signals. What it raises closes the link and is the
+        on_message: gets every message but signals. Its exception closes the link and is the
             reason: out of memory as ResourceError, a bug as HeteroError.
         on_close: called exactly once, as the last thing: None after `close`, else the error.
         admit: called when the header of a frame with tensor bytes has come, before memory is taken
-            for them. What it raises closes this link; a ProtocolError not before the frame is known
-            to have arrived as it was sent, and after `on_refused(error)`.
+            for them. Its exception closes this link; a ProtocolError once the frame is known to be
+            undamaged, and after `on_refused(error)`.
         route: called after `admit`. If it returns a link, the frame goes out there as it comes in,
             without on_message. When this link ends in the middle of it, the frame is void; its
             receiver hears that after on_close, and drops it. When the other one ends, the rest is
-            read and dropped. What `route` raises closes this link.
+            read and dropped. An exception of `route` closes this link.
         max_frame_bytes: set anew when the peers have agreed on it.
         opening: the numbers of the messages that may come first; others are not even decoded.
         pool: the receive buffers.
@@ -160,7 +160,7 @@ class Link:
 
     @property
     def name(self) -> str:
-        """What errors call the peer."""
+        """The peer's name in errors."""
         return self._incoming.name
 
     @name.setter
@@ -169,7 +169,7 @@ class Link:
 
     @property
     def clock(self) -> Clock:
-        """What pings have shown of the peer's clock."""
+        """The peer's clock as measured by pings."""
         return self._pings.clock
 
     @property
@@ -199,7 +199,7 @@ class Link:
         self._enqueue(Outgoing(buffers, done, message if message.tensors else None))
 
     def end(self, drain_s: float = timeouts.DRAIN_S) -> float:
-        """Have both threads write what is queued for at most `drain_s` seconds, then close; the
+        """Have both threads write the queue for at most `drain_s` seconds, then close; the
         time.monotonic() at which that is over. Does not wait."""
         deadline = time.monotonic() + drain_s
         with self._lock:
@@ -263,8 +263,8 @@ class Link:
         return True
 
     def _write_now(self, outgoing: Outgoing, room: int) -> bool:
-        """Write of what there is of a frame what the system takes without waiting; whether that
-        was all."""
+        """Write as much of a frame's bytes here as the system takes without waiting; whether that
+        was all of them."""
         if self._dead:
             return True
         began = time.perf_counter()
@@ -294,7 +294,7 @@ class Link:
     def _wait_for_room(self, nbytes: int, source: Link | None = None) -> None:
         """Wait until a frame fits the queue, no longer than `source`, where it comes from, lives.
         Raises the link's reason when it is closed. `_lock` is held."""
-        # In slices: Ctrl-C is heard on Windows, too. A frame larger than the bound may pass alone.
+        # In slices: Ctrl-C works on Windows, too. A frame larger than the bound may pass alone.
         while (
             self._queue and self._queue.nbytes + nbytes > self.max_queue_bytes and not self.closed
         ):
@@ -345,8 +345,8 @@ class Link:
             self._fail(reason)
 
     def _next_segment(self) -> tuple[Outgoing, deque[memoryview]] | None:
-        """A frame, from now on being written, and what can be written of it; None at our end. After
-        heartbeat_s without anything it is a heartbeat, or, in the middle of a frame whose rest does
+        """A frame, from now on being written, and the part that can be written; None at our end.
+        After an idle heartbeat_s it is a heartbeat, or, in the middle of a frame whose rest does
         not come in, a byte of the reserve. A link that is closing does not wait for the rest."""
         quiet_until = time.monotonic() + self._deadlines.heartbeat_s
         with self._lock:
@@ -417,7 +417,7 @@ class Link:
             self._queue.add(outgoing)
 
     def feed(self, outgoing: Outgoing, parts: Sequence[memoryview]) -> None:
-        """Write what has come, if it is this frame's turn: the writer need not wake up then."""
+        """Write the new bytes, if it is this frame's turn: the writer need not wake up then."""
         with self._lock:
             for part in parts:
                 outgoing.feed(part)
@@ -465,11 +465,11 @@ class Link:
             self._on_close(self._reason)
         except Exception:
             log.exception("%s: the handler of its end failed", self.name)
-        # Not before: an answer to a void frame must not come before the news.
+        # Not before: an answer to a void frame must not come before `on_close`.
         self._end_relay()
 
     def _unexpected(self, what: str, error: Exception) -> HeteroError:
-        """An error that nobody expected, for the owner: no thread ends in silence."""
+        """An unexpected error, for the owner: no thread ends in silence."""
         log.debug("%s: %s failed", self.name, what, exc_info=error)
         if (known := errors.as_hetero_error(error)) is not None:
             return known
@@ -621,7 +621,7 @@ class Link:
         return True
 
     def _end_relay(self) -> None:
-        """Of the frame that is being relayed, if one is, nothing more comes."""
+        """Nothing more comes of the frame that is being relayed, if there is one."""
         relay, self._relay = self._relay, None
         if relay is not None:
             relay.end()

@@ -216,9 +216,9 @@ class LinkBandwidth:
                 self._say(m.Turn(False, alone))
 
     def leave_in(self) -> None:
-        """Nothing more comes."""
+        """End the receiving side."""
         self._way_in.leave()
 
     def leave_out(self) -> None:
-        """Nothing more goes."""
+        """End the sending side."""
         self._way_out.leave()

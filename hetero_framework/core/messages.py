@@ -1,9 +1,9 @@
 """Every message of the protocol: one frozen dataclass each, and the `Message` that carries one.
 
-A class here is the whole specification of a message: its docstring says who sends it to whom and
-what answers it, its annotations which values its fields may have, `@_message` the rest. The checks
-and the form on the wire (`fields.py`) and the tables of docs/maintainers/protocol.md are derived
-from it. To add a message, add a class, and say in `session.py` when it is legal.
+A class here is the whole specification of a message: its docstring names sender, receiver and
+answer, its annotations the values its fields may have, `@_message` the rest. The checks and the
+form on the wire (`fields.py`) and the tables of docs/maintainers/protocol.md are derived from it.
+To add a message, add a class, and say in `session.py` when it is legal.
 
 A message is checked when it is made and when it is received, before memory for its tensors is
 taken. Whatever bytes arrive, the only exception that leaves this module is ProtocolError.
@@ -317,7 +317,7 @@ class Coded:
 
 @dataclass(frozen=True, slots=True)
 class SideForm:
-    """How a side tensor travels: whether it wants a gradient, and what a codec encoded."""
+    """How a side tensor travels: whether it wants a gradient, and its encoding by a codec."""
 
     wants_gradient: bool
     coded: Coded | None = None
@@ -342,7 +342,7 @@ class BoundaryTensor(OfStep):
 class Forward(BoundaryTensor):
     """To the stage `stage`: its input hidden states. A worker sends it straight to the worker that
     holds the stage, or to the coordinator, which relays it undecoded. With `coded` the first
-    tensors are what a codec made of one of that shape and dtype. `sides` are the tensors that the
+    tensors are a codec's encoding of one of that shape and dtype. `sides` are the tensors that the
     model's blocks receive beside the hidden state, in the order of the model, if there are any. On
     the last stage it is answered by LOSS and BACKWARD."""
 
@@ -392,7 +392,7 @@ class StageFigures:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """One stage in one step: micro-batches whose output was not finite, and what it took."""
+    """One stage in one step: micro-batches whose output was not finite, and its figures."""
 
     index: int
     nonfinite: tuple[int, ...]
@@ -409,9 +409,9 @@ class RoundTrip:
 class Gradients(OfStep):
     """Worker to coordinator, once all backwards of a stage are done: part `part` of its gradients,
     one tensor for each name; parameters that have none are left out. `last` marks the last part. In
-    a step that is `summed` it is all of them, and LOAD_STATE of the kind `gradients` answers when
-    the sums are there; what is final before the last backward is done may come then, also as part
-    0. Else it is those of its `ties`, and the stages of their sources get the sums."""
+    a step that is `summed` they are all, and LOAD_STATE of the kind `gradients` answers when the
+    sums are there; gradients final before the last backward is done may come early, also as part 0.
+    Else they are those of its `ties`, and the stages of their sources get the sums."""
 
     stage: int
     part: int
@@ -422,9 +422,9 @@ class Gradients(OfStep):
 @_message(21, WORKER, tensors=(0, MAX_TENSORS), long=True)
 class GradientNorms(OfStep):
     """Worker to coordinator, when all micro-batches of a training step are through its stages: for
-    each stage a float32 vector of per-parameter norms, and what the step took. `round_trips` are
-    those of its links to other workers, `direct_bytes` what it has sent over them. Answered by
-    COMMIT or ABORT."""
+    each stage a float32 vector of per-parameter norms, and its figures. `round_trips` are those of
+    its links to other workers, `direct_bytes` the bytes sent over them. Answered by COMMIT or
+    ABORT."""
 
     stages: tuple[StageReport, ...]
     round_trips: tuple[RoundTrip, ...]
@@ -504,11 +504,11 @@ class State(Body):
 
 @_message(32, COORDINATOR, tensors=(0, MAX_TENSORS), long=True)
 class LoadState(Body):
-    """Coordinator to worker: part `part` of what a stage shall take over: a `checkpoint` as STATE
+    """Coordinator to worker: part `part` of state for a stage to take over: a `checkpoint` as STATE
     gave it, the tensors of an `adapter` file, `tied weights` of other stages, by source, for its
     targets, `weights` of some parameters, whose optimizer goes on as it is, or, in a step, the
-    `gradients` that all replicas have together, or the sums of the `tied gradients` of what other
-    stages have tied to its weights. Answered by STATE_LOADED."""
+    `gradients` of all replicas together, or the sums of the `tied gradients` of targets on other
+    stages. Answered by STATE_LOADED."""
 
     stage: int
     kind: LoadKind
@@ -537,7 +537,7 @@ class Rewind(Body):
 
 @dataclass(frozen=True, slots=True)
 class KeptStage:
-    """A stage that took over what was kept of it, and the digest of that."""
+    """A stage that took over its kept state, and the digest of that."""
 
     index: int
     digest: str
@@ -583,8 +583,8 @@ class AskTurn(Signal):
 @_message(43, EITHER)
 class Turn(Signal):
     """To the sender of large frames: the one it asked for may come (`granted`), no other one fills
-    the network here. While `alone` is true it need not ask, for nobody else sends any here. May
-    come between two pieces of a frame."""
+    the network here. While `alone` is true it need not ask: no other peer sends any. May come
+    between two pieces of a frame."""
 
     granted: bool
     alone: bool
@@ -674,8 +674,8 @@ class PeerLost(Body):
 
 @_message(65, WORKER)
 class Leaving(Body):
-    """Worker to coordinator: this process has been told to end. It still does what it is asked, so
-    that the run can save its state, until BYE comes or its patience is over. No answer."""
+    """Worker to coordinator: this process has been told to end. It still serves requests, so that
+    the run can save its state, until BYE comes or its patience is over. No answer."""
 
     reason: str
 
@@ -695,7 +695,7 @@ class Quit(Body):
 class IslandHello(_Greeting):
     """First message of a link between the coordinators of two islands: who I am, and whom I mean.
     `process` is a random id of this start of it, `view` stands for the members of the group as it
-    knows them. Answered by ISLAND_WELCOME, once the other one knows them so, too, or REJECT."""
+    knows them. Answered by ISLAND_WELCOME, once the other one knows the same, or REJECT."""
 
     name: str
     process: str
@@ -711,8 +711,8 @@ class IslandWelcome(_Greeting):
 
 @_message(72, EITHER, tensors=(0, MAX_TENSORS), long=True)
 class Share(Body):
-    """Island to island: a part of what the sender has to say in exchange `number` of the members of
-    a group, one tensor for each name and plain values in `info`; `last` marks the last part."""
+    """Island to island: a part of the sender's message in exchange `number` of the members of a
+    group, one tensor for each name and plain values in `info`; `last` marks the last part."""
 
     number: int
     kind: ShareKind
@@ -842,7 +842,7 @@ class Message:
     def __init__(self, body: Body, tensors: Sequence[WireTensor] = ()) -> None:
         self.body = body
         self.field_bytes = self.tensor_bytes = 0
-        """Of a received one: about what it takes in memory, and took for its tensors."""
+        """Of a received one: about the bytes it takes in memory, and took for its tensors."""
         self.on_seen: Callable[[Message], None] | None = None
         """Told by `seen`: a received one waits no more."""
         self.tensors = tuple(tensors)
@@ -869,7 +869,7 @@ class Message:
         return self.body
 
     def seen(self) -> None:
-        """It is being looked at."""
+        """Note that it is being handled."""
         if self.on_seen is not None:
             self.on_seen(self)
 
@@ -897,7 +897,7 @@ def encode(
     message: Message, max_frame_bytes: int = frames.IMPOSSIBLE_FRAME_BYTES
 ) -> list[bytes | memoryview]:
     """The frame as buffers to write one after the other; tensor bytes are not copied. Raises
-    ProtocolError when the header or the frame is larger than what may be sent."""
+    ProtocolError when the header or the frame is larger than may be sent."""
     spec, tensors = message.body.spec, message.tensors
     shapes = frames.pack_shapes(tensors)
     header = frames.pack_header(spec.name, spec.number, message._fields, shapes)

@@ -76,7 +76,7 @@ class Relay:
         self._carrier.feed(self._outgoing, parts)
 
     def end(self) -> None:
-        """Nothing more comes. What is missing makes the frame void."""
+        """Nothing more comes. Missing bytes make the frame void."""
         self._carrier.pad(self._outgoing)
         self._done()
 

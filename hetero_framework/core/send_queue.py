@@ -18,7 +18,7 @@ from hetero_framework.core.planned_order import Lane
 
 Buffer = bytes | memoryview
 EARLY_BYTES = 1 << 14
-"""Of a relayed frame this much must be here before it is begun: its source does send."""
+"""Bytes of a relayed frame that must be here before it is begun: its source does send."""
 _ZEROS = memoryview(bytes(1 << 20))
 
 
@@ -26,9 +26,9 @@ class Outgoing:
     """One frame on its way out. `done` is to be called when it is written or given up; `message` is
     for the trace only, and may be released already.
 
-    A frame of this process gets its checksum here. Of one that is relayed, `relayed_bytes` of
-    tensors and the checksum are `missing` until `feed` brings them. `left` bytes are not written
-    yet. `began` is the time.perf_counter() of the first; `busy` while a thread writes."""
+    A frame of this process gets its checksum here. In a relayed one `relayed_bytes` of tensors and
+    the checksum are `missing` until `feed` brings them. `left` bytes are not written yet. `began`
+    is the time.perf_counter() of the first; `busy` while a thread writes."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Outgoing:
         return self._up_to_mark(taken) if self._marks else taken
 
     def _up_to_mark(self, taken: deque[memoryview]) -> deque[memoryview]:
-        """Keep what stands behind the next mark; what is in front of it."""
+        """Take the bytes in front of the next mark; keep those behind it."""
         behind = self.nbytes - self.left - self._first
         room = -behind if behind < 0 else PIECE_BYTES + 1 - behind % (PIECE_BYTES + 1)
         front: deque[memoryview] = deque()

@@ -21,7 +21,7 @@ MAX_CALL_BYTES = 1 << 28
 _SMALL_BYTES = 64 * 1024
 """Where there is no sendmsg, buffers up to this size are joined into one."""
 _UNSENT_BYTES = 64 * 1024
-"""The system takes hardly more than it can send: what is urgent then passes a frame that is being
+"""The system takes hardly more than it can send: urgent bytes then pass a frame that is being
 written, and a frame that pauses does pause."""
 _NOTSENT_LOWAT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 _TICKED = (TimeoutError, BlockingIOError, InterruptedError)
@@ -49,11 +49,11 @@ class Stream(Protocol):
         """`write` at most `room` bytes without waiting, or nothing; `write` meets errors again."""
 
     def end_writes(self) -> None:
-        """Nothing more will be written; the peer reads to the end of what was."""
+        """Nothing more will be written; the peer reads all that was."""
 
     def abandon(self) -> None:
         """Drop unsent bytes at `close`, and tell the peer at once, if it can be reached: else the
-        news waits behind bytes that nobody confirms."""
+        news waits behind unconfirmed bytes."""
 
     def stop(self) -> None:
         """End both directions; a thread that waits in a call returns. Safe from any thread."""

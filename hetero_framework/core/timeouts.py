@@ -23,7 +23,7 @@ SEND_S = 600.0
 TURN_S = 5.0
 """Longest wait of a large frame for its receiver's permission; then it is sent without."""
 DRAIN_S = 5.0
-"""Deadline for a closing link to write what is queued."""
+"""Deadline for a closing link to write its queue."""
 
 HANDSHAKE_S = 60.0
 """Handshake deadline for outbound connections; the peer may be in a long computation."""
@@ -67,7 +67,7 @@ DEATHS_S = 600.0
 EXIT_S = 10.0
 """Deadline for a process to end in order before it is killed."""
 STOP_S = 2.0
-"""The same where a run is given up: nothing is saved any more."""
+"""The same where a run is given up and nothing is saved any more."""
 
 PROBE_S = 2.0
 """A link is measured for at most about this long: then no further question is sent."""

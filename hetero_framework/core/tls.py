@@ -99,8 +99,8 @@ def dial(
     plain: Stream, made: ssl.SSLContext, admit: Admit, note: dict[str, Any], who: str
 ) -> TlsStream:
     """The encrypted stream to the side that was dialled, which has admitted us. Raises
-    IdentityError when one of the two does not want the other, and OSError for what may pass when it
-    is tried again; `plain` is closed then."""
+    IdentityError when one of the two refuses the other, and OSError for a failure that may pass;
+    `plain` is closed then."""
     with contextlib.ExitStack() as on_error:
         on_error.callback(plain.close)
         stream = TlsStream(plain, made, server=False)
@@ -140,7 +140,7 @@ def accept(
 
 
 _MEANINGS = {
-    # What is seen of a peer, by what OpenSSL calls it; "{}" is the peer.
+    # A peer's faults by OpenSSL's names; "{}" is the peer.
     "CERTIFICATE_VERIFY_FAILED": "{} has keys of another cluster, or a certificate of its own",
     "TLSV1_ALERT_UNKNOWN_CA": "for {} this machine has keys of another cluster",
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "{} shows no certificate",
@@ -216,7 +216,7 @@ def explained(who: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """OpenSSL's name for what happened."""
+    """OpenSSL's name of the error."""
     reason = getattr(error, "reason", None)
     return str(reason or str(error).partition("SSL: ")[2].partition("]")[0])
 
@@ -337,7 +337,7 @@ class TlsStream:
                 self._in.write(self._received[:count])
 
     def _decrypt(self, view: memoryview) -> int:
-        """Fill `view` from what has come, one record of at most 16 KiB at a time."""
+        """Fill `view` from the received records, one of at most 16 KiB at a time."""
         got = 0
         while got < len(view):
             with self._lock:
@@ -359,7 +359,7 @@ class TlsStream:
         return self._write(buffers, _PLAIN_BYTES, self._plain.write)
 
     def try_write(self, buffers: deque[memoryview], room: int) -> int:
-        # Of a single byte none could be held back.
+        # No byte of a single one could be held back.
         if room < 2 or len(buffers[0]) < 2:
             return 0
         return self._write(
@@ -380,7 +380,7 @@ class TlsStream:
         return done + taken - self._owed
 
     def _encrypt(self, buffers: deque[memoryview], skipped: int, room: int) -> int:
-        """Encrypt what follows the first `skipped` bytes of `buffers`, at most `room` bytes."""
+        """Encrypt `buffers` from byte `skipped` on, at most `room` bytes."""
         taken = 0
         small: list[memoryview] = []
         with self._lock:

@@ -9,7 +9,7 @@ from hetero_framework.errors import ProtocolError
 
 MOST_MESSAGES = 100_000
 MOST_FIELD_BYTES = 64 << 20
-"""Of memory for the fields of the messages; no run has come near it. One message may pass alone."""
+"""Memory for the fields of waiting messages; no run has come near it. One may pass alone."""
 
 
 class Waiting:
@@ -25,7 +25,7 @@ class Waiting:
         """None: no separate bound. Tensors of a boundary are awaited ones (`Expectation`)."""
 
     def came(self, message: Message) -> None:
-        """It waits until `Message.seen`. Raises ProtocolError where too much waits already."""
+        """Count a message until `Message.seen`. Raises ProtocolError where too much waits."""
         with self._lock:
             self.messages += 1
             self.field_bytes += message.field_bytes

@@ -63,7 +63,7 @@ class SampleOrder:
 
     @property
     def seed(self) -> int:
-        """Of the order of the samples."""
+        """The seed of the samples' order."""
         seed, data_seed = self.training.seed, self.training.data_seed
         return seed if data_seed is None else data_seed
 

@@ -37,7 +37,7 @@ _NO_MASK_HINT = (
 # Errors of a template that does not take a conversation.
 _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 
-# What follows is as in TRL's training templates (1.16), by what is written in the template.
+# The rules below are those of TRL's training templates (1.16), by the template's text.
 _THINKS_LAST = "loop.index0 > ns.last_query_index"  # Qwen 3 to 3.8: thinks in the last turns only
 _KEEP_THINKING = (
     (_THINKS_LAST, "loop.last or (not loop.last and reasoning_content)", "true"),
@@ -66,7 +66,7 @@ class ChatRenderer:
     """The chat template of one tokenizer, with extra variables. Raises DataError without one.
 
     Args:
-        assistant_only: The loss covers what the assistant says, not the whole conversation.
+        assistant_only: The loss covers the assistant's messages, not the whole conversation.
         notes: Takes remarks on what the template leaves out.
 
     `trains_stop` says, once an assistant mask was made, whether the first one holds the token that
@@ -170,7 +170,7 @@ class ChatRenderer:
         return next(ends, None) in special
 
     def _given(self, chat: Conversation, text: str) -> TokensAndMask:
-        """With what the template marks, or all of it."""
+        """The ids and the mask of the template's marks, or of the whole text."""
         if self.assistant_only:
             encoding = self._apply(
                 chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True

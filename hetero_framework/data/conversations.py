@@ -35,7 +35,7 @@ _ROLES = {
 _MEANING = {name: role for role, names in _ROLES.items() for name in names}
 _SYSTEM_FIELDS = ("system", "system_prompt", "system_message")
 CONVERSATION_FIELDS = (*_SYSTEM_FIELDS, "tools", "functions", "chat_template_kwargs")
-"""Of an example, beside its messages."""
+"""Fields of an example beside its messages."""
 _MASKS = ("loss", "train", "training", "trainable", "mask", "masked")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -44,8 +44,8 @@ _MESSAGE_HINT = 'a message is {"role": "user", "content": "..."}'
 
 @dataclass(frozen=True)
 class Conversation:
-    """Checked messages, where they stand, and what an example passes to the template. An
-    assistant's message whose `weight` is 0 is not trained."""
+    """Checked messages, their place, and the example's variables for the template. An assistant's
+    message whose `weight` is 0 is not trained."""
 
     messages: list[Message]
     where: str
@@ -79,8 +79,8 @@ class ConversationReader:
         self._names_role = cache(self._search_role)
 
     def read(self, record: Record, name: str) -> Conversation:
-        """The messages of the field `name` and the fields beside them. Null keys are left out:
-        in rows of Parquet every message has every key."""
+        """The messages of the field `name` and the fields beside them. Null keys are left out: in
+        rows of Parquet every message has every key."""
         value = record.fields[name]
         if not isinstance(value, list) or not value:
             actual = "an empty list" if value == [] else json_type(value)

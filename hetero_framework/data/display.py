@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_QUIET_S = 0.5  # what is done by then needs no display
+_QUIET_S = 0.5  # work that is done by then needs no display
 
 
 @contextmanager
 def display(what: str) -> Iterator[Callable[[str], None]]:
-    """One line that is gone at the end; call what this gives with "12,000 examples"."""
+    """One line that is gone at the end; call the function it gives with "12,000 examples"."""
     from rich.console import Console
 
     began = time.monotonic()

@@ -51,7 +51,7 @@ _FORMATS_HINT = (
     "rename the fields, or set data.dataset_text_field for plain text under another name"
 )
 
-# Fields that hold a part of what is to be learned, so that they are used or refused.
+# Fields with a part of the text to be learned: they are used or refused.
 _MESSAGES = ("messages", "conversations")
 _PARTS = (*CONVERSATION_FIELDS, "history", "context")
 _NOT_SFT = {
@@ -139,7 +139,7 @@ class Formatter:
 
     def _use(self, record: Record, *names: str, refused: tuple[str, ...] = _PARTS) -> None:
         """Note the fields of an example beside `names`, which are used. Raises DataError for those
-        that are a part of what is to be learned."""
+        that are a part of the text to be learned."""
         check_media(record.fields, record.where)
         for name, value in record.fields.items():
             if name in names or value is None or value == "" or value == []:

@@ -45,7 +45,7 @@ class RenderCheck:
         self._seen: dict[Any, list[_Lost]] = {}
 
     def __call__(self, chat: Conversation) -> None:
-        """Note what is left out of the conversation. Raises DataError where that is the content of
+        """Note the parts of the conversation that are left out. Raises DataError for the content of
         a message or a tool call."""
         shape = _shape(chat)
         if shape not in self._seen:
@@ -93,7 +93,7 @@ class RenderCheck:
 
 
 class _Marker:
-    """Puts marks into the texts of a message and keeps what they stand for."""
+    """Puts marks into the texts of a message and keeps their meanings."""
 
     def __init__(self, index: int, marks: dict[str, _Lost]) -> None:
         self.index, self.marks = index, marks

@@ -81,7 +81,7 @@ class Source:
 
 def find_sources(spec: str | tuple[str, ...] | list[str], base_dir: Path) -> list[Source]:
     """Resolve file names, patterns (sorted by name), folders and hub names, in the order given.
-    Raises DataError for what does not exist or is of a kind that cannot be read."""
+    Raises DataError for an entry that does not exist or cannot be read."""
     entries = [spec] if isinstance(spec, str) else list(spec)
     if not entries:
         raise DataError("the list of data files is empty", hint=_HOW)
@@ -369,7 +369,7 @@ def _json_items(path: Path, text: str, start: int, wrapped: bool) -> Iterator[Re
 
 
 def _check_end(text: str, index: int, wrapped: bool, line: _LineCounter) -> None:
-    """DataError where more examples may follow a list: what is behind it is not read."""
+    """DataError where more examples may follow a list: text behind it is not read."""
     rest, where = text[index:], line.at(index)
     if wrapped and rest.startswith((",", "}")):  # the other keys of {"data": [...], ...}
         others, end = _parse("{" + rest.removeprefix(","), 0, lambda _: where)

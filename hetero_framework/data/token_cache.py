@@ -83,8 +83,8 @@ class Entry:
 def find_entry(
     sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: Any
 ) -> Entry | None:
-    """Where the examples of these sources are kept; None where keeping them does not pay, or where
-    what they depend on cannot be told: a data set of the hub, a tokenizer written in Python."""
+    """The place of these sources' examples; None where keeping them does not pay, or where their
+    inputs cannot be compared: a data set of the hub, a tokenizer written in Python."""
     directory, content = cache_directory(), _tokenizer_text(tokenizer)
     paths = [source.path for source in sources if source.path is not None]
     if directory is None or content is None or len(paths) < len(sources):
@@ -102,7 +102,7 @@ def find_entry(
             digest.update(hashlib.sha256(file.name.encode()).digest())
             digest.update(_content_digest(file))
     except OSError:
-        return None  # reading the data says what is wrong
+        return None  # reading the data reports the fault
     return Entry(directory / "tokens" / digest.hexdigest())
 
 
@@ -134,7 +134,7 @@ def _version(library: str) -> str:
 
 
 def _make_room(directory: Path) -> None:
-    """Delete what was used longest ago, until the entries take at most MOST_BYTES."""
+    """Delete the least recently used entries until they take at most MOST_BYTES."""
     entries = [path for path in directory.iterdir() if path.is_dir()]
     taken = 0
     for entry in sorted(entries, key=lambda path: path.stat().st_mtime, reverse=True):

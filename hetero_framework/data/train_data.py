@@ -119,8 +119,8 @@ def load_data(
     most: int | None = None,
 ) -> TrainData:
     """Read, tokenise and check `data.train` and `data.eval`, of each the first `most` examples.
-    Raises DataError, with file and line, for what cannot be trained on, such as a token beyond the
-    model's `vocab_size` embeddings."""
+    Raises DataError, with file and line, for unusable examples, such as a token beyond the model's
+    `vocab_size` embeddings."""
     data = config.data
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
@@ -235,7 +235,7 @@ class _Reader:
     def _tokenise(
         self, name: str, records: Iterator[Record], formatter: Formatter, counts: Counter[str]
     ) -> Examples:
-        """Counts what it has read, cut to max_length and left out ("dropped")."""
+        """Counts the examples read, cut to max_length and left out ("dropped")."""
         builder = ExamplesBuilder()
         most = self.data.max_length
         with display(f"tokenising data.{name}") as show:

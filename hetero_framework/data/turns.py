@@ -14,7 +14,7 @@ NUMBER = "hetero_turn"  # the key that numbers a message
 
 _MARK = "\ue000{loop}:{message}\ue001"
 _MARKS = re.compile("\ue000(\\d+):(\\d*)\ue001")
-# Comments, the ends of loops, their beginnings, and what takes an item out of a list by its number.
+# Comments, the ends of loops, their beginnings, and assignments of an item of a list by number.
 _TAGS = re.compile(
     r"\{#.*?#\}"
     r"|\{%[-+]?\s*(?:(endfor)|for\s+([^%]+?)\s+in\b.*?|set\s+(\w+)\s*=\s*\w+\[\s*(\w+)\s*\])"

@@ -78,7 +78,7 @@ def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
         return None
     parts = [from_wire(tensor) for tensor in message.tensors]
     sides = [SideForm(False, body.coded), *(body.sides or ())]
-    # Nothing is to be divided where one tensor travels as it is, as most do.
+    # No need to divide where one tensor travels as it is, as most do.
     whole = len(parts) == len(sides) == 1 and body.coded is None
     counts = [1] if whole else [count for _, count in incoming_forms(body, message.shapes)]
     tensors = []

@@ -1,8 +1,8 @@
 """Checks which boundary tensors may arrive now, and their size, before memory is taken for them.
 
 Links' readers ask when the header of a frame has come; the computing thread reports what it has
-sent and received. `Stage` checks a tensor again before it computes with it, for what only the model
-knows. Thread-safe.
+sent and received. `Stage` checks a tensor again before it computes with it, by rules of the model.
+Thread-safe.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Expectation:
                 self._gradients[stage, k] = forms
 
     def close(self) -> None:
-        """Nobody waits here any more."""
+        """End all waits here."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -178,7 +178,7 @@ class Expectation:
                 raise ProtocolError(f"{what}: {problem}")
 
     def check_passing(self, body: m.BoundaryTensor, shapes: Shapes, nbytes: int) -> None:
-        """The same of one for another process, or that will be dropped: its size alone."""
+        """As `check`, of a frame for another process, or to be dropped: its size alone."""
         forms = [form for form, _ in incoming_forms(body, shapes)]
         self._check_size(_described(body), forms, nbytes)
 

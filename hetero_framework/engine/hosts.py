@@ -65,7 +65,7 @@ class ReplicasChanged(Exception):
 
 
 class Stalled(StepTrouble):
-    """Nothing has moved for too long in a step; the text says what was waited for."""
+    """Nothing has moved for too long in a step; the text names the awaited event."""
 
 
 class StopWanted(Exception):
@@ -147,7 +147,7 @@ class Host(Protocol):
         """Once in a training step, when it is done and all awaited sums have come."""
 
     def receive(self, message: Message, arrival: object) -> None:
-        """A message of this host, where it is remote, and what `unpack` made of it."""
+        """A message of this host, where it is remote, with the result of `unpack`."""
         raise AssertionError("this process sends itself no messages")
 
     def commit(self, order: Commit, tied_weights: api.Tensors) -> api.Tensors:
@@ -185,8 +185,8 @@ class Host(Protocol):
         names; in ascending order. The caller releases it."""
 
     def rewind(self, step: int | None) -> api.RewoundState | None:
-        """The run goes on after the commit of `step`. The stages take over the state kept of
-        it; the others get theirs with `load_state`. Asked again until not None."""
+        """The run goes on after the commit of `step`. The stages take over the state kept of it;
+        the others get theirs with `load_state`. Asked again until not None."""
 
     def renew(self) -> None:
         """A new process has taken its place and loaded the stages: knowledge of the former one's
@@ -213,7 +213,7 @@ class Links(Protocol):
     """The links to the workers. Raises LinkLost for one that is gone."""
 
     def expect(self, step: int, attempt: int) -> None:
-        """From now on boundary tensors of this attempt alone are passed on."""
+        """Pass on boundary tensors of this attempt alone from now on."""
 
     def plan(self, attempt: int, schedule: StepSchedule) -> None:
         """Large tensors of this attempt keep to the order of the schedule."""

@@ -19,7 +19,7 @@ from hetero_framework.models.cut.shard import ShardRange, load_model_config, loa
 from hetero_framework.models.library import LIBRARY_ERRORS, one_line, quiet_libraries
 
 BuildStages = Callable[[Config, Sequence[StageSpec], Device, ReusePool], Sequence[StageInterface]]
-"""`load_stages`, or what takes its place where other stages are played."""
+"""`load_stages`, or its replacement where other stages are played."""
 _log = logging.getLogger(__name__)
 
 

@@ -140,7 +140,7 @@ class _MeasuredPart:
     ) -> None:
         self._stage, self._batch, self._device, self._part_s = stage, batch, device, part_s
         self._attempts = itertools.count()
-        # As behind a layer that is trained: what comes in needs a gradient.
+        # As behind a trained layer: the input needs a gradient.
         stage.input_requires_grad = not stage.is_first
 
     def output(self) -> Tensor:
@@ -187,7 +187,7 @@ class _MeasuredPart:
     def _marked(self, received: Bundle) -> Bundle:
         """`received` as in training: side tensors that want a gradient have `requires_grad`."""
         marks = (False, *self._stage.side_gradients)
-        pairs = zip(received, marks, strict=False)  # what enters the first stage is empty
+        pairs = zip(received, marks, strict=False)  # the first stage receives nothing
         return tuple(tensor.detach().requires_grad_(wants) for tensor, wants in pairs)
 
     def _kept_bytes(self, received: Bundle) -> int:

@@ -430,8 +430,8 @@ class Pipeline:
             self._host_of[spec.index].feed(spec.index, micro_batch, names, batch)
 
     def _receive(self, timeout_s: float) -> bool:
-        """Hand the next event to its host; False when none came in time. What comes from a worker
-        without stages is dropped."""
+        """Hand the next event to its host; False when none came in time. Events of a worker without
+        stages are dropped."""
         if (event := self._links.receive(timeout_s)) is None:
             return False
         assert event.message is not None

@@ -63,7 +63,7 @@ class RemoteHost(Host):
     def begin(
         self, info: api.StepInfo, schedule: StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
-        """A worker takes what comes early by itself: `gradients` has it."""
+        """A worker takes early gradients by itself; they are in `gradients`."""
         self._info, self._norms = info, None
         self._drop_gradients()
         self._links.ping(self.id)
@@ -191,7 +191,7 @@ class RemoteHost(Host):
         return taken
 
     def receive(self, message: Message, arrival: object) -> None:
-        """Raises LinkLost for a goodbye, and ProtocolError for what cannot be right."""
+        """Raises LinkLost for a goodbye, and ProtocolError for an impossible message."""
         try:
             self._receive(message, arrival)
         except ProtocolError as error:

@@ -1,4 +1,4 @@
-"""A stage: one block of layers on one device, and what can be asked of it.
+"""A stage: one block of layers on one device, and the operations on it.
 
 Micro-batches go forward and backward in ascending order on every stage, so that gradients add up in
 one order under any cut and timing. Shapes: B rows of a micro-batch, S tokens, D hidden size.
@@ -138,7 +138,7 @@ class Stage:
         self, micro_batch: int, inputs: Tensors, received: Bundle
     ) -> tuple[Tensor, Bundle]:
         """Last stage: this micro-batch's token losses / num_items (0-d, on the device), and the
-        gradients of what came in."""
+        gradients of its input."""
         received = self._leaves(self._fitting(micro_batch, inputs, received))
         rows, tokens = inputs["labels"].shape
         chunks = self._objective.num_chunks(self._shard.config, rows, tokens)
@@ -202,9 +202,9 @@ class Stage:
 
     def gradients(self) -> Iterator[StatePart]:
         """Gradients for the others to sum, by parameter, in parts: in a step that is summed all of
-        this replica's that were not taken early, for a tied weight those of each place; else
-        those of `ties`. They are valid until `load_state` brings those of all replicas, which
-        may have other names."""
+        this replica's that were not taken early, for a tied weight those of each place; else those
+        of `ties`. They are valid until `load_state` brings those of all replicas, which may have
+        other names."""
         if self._info.summed:
             given = self._early.given
             rest = [(name, p) for name, p in self._parameters if name not in given]

@@ -120,8 +120,8 @@ class StageHost(Host):
         return self._executor.has_inputs(stage)
 
     def data(self, message: Message, arrival: Any) -> None:
-        """INPUTS, FORWARD or BACKWARD with what `unpack` made of it: for this attempt, or for one
-        to come, of which another worker has heard before us."""
+        """INPUTS, FORWARD or BACKWARD with the result of `unpack`: for this attempt, or for a later
+        one of which another worker has heard before us."""
         body = message.body
         assert isinstance(body, (m.Inputs, m.BoundaryTensor))
         info, executor = self._executor.info, self._executor

@@ -34,7 +34,7 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def compiled_at_first_call() -> Iterator[None]:
-    """Within the block `torch.compile` waits for the first call of what it is given.
+    """Within the block `torch.compile` waits for the first call of its function.
 
     PEFT imports bitsandbytes, which decorates a few functions of its CPU fallbacks with it, and the
     decorator alone imports the whole compiler: 1.5 of the 1.9 s of CPU time that `import peft` took

@@ -23,7 +23,7 @@ from hetero_framework.profiling.timeline import Trace, TraceEvent, Wait, waits
 @dataclass(frozen=True)
 class StageTimes:
     """One stage: its place, and means of one micro-batch's tasks. The last stage does forward and
-    backward as one; how they share its time is taken from the other stages, and changes nothing."""
+    backward as one; their shares are taken from the other stages, and change nothing."""
 
     index: int
     process: int

@@ -34,8 +34,8 @@ _TIMES = ("forward_s", "backward_s", "activation_s", "gradient_s")
 
 @dataclass(frozen=True)
 class StageAccount:
-    """One stage: seconds of a micro-batch, and of the tensors that come to it; the last two as they
-    were predicted at the boundary in front of it and behind it. `memory` is that of its process."""
+    """One stage: seconds of a micro-batch, and of the tensors that come to it; the last two as
+    predicted at the boundary in front of it and behind it. `memory` is that of its process."""
 
     index: int
     owner: WorkerId

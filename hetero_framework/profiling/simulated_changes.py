@@ -23,7 +23,7 @@ _CODING_S = 2.5e-9
 
 @dataclass(frozen=True)
 class Change:
-    """One change, what a step would take with it, and the gain in samples per second."""
+    """One change, the seconds of a step with it, and the gain in samples per second."""
 
     kind: str
     text: str
@@ -77,9 +77,9 @@ class MeasuredPlan:
 def overlapping(
     plan: MeasuredPlan, micro_batches: int, max_in_flight: int | None, pipeline_s: float
 ) -> tuple[MeasuredPlan, float]:
-    """The plan with as much time on the wire shared by several frames as makes it no slower than
-    what was measured, and its simulated seconds: the simulator has the frames of a process take
-    turns, but several links may move several at once."""
+    """The plan with as much wire time shared by several frames as makes it no slower than the
+    measurement, and its simulated seconds: the simulator has the frames of a process take turns,
+    but several links may move several at once."""
 
     def shared(share: float) -> tuple[MeasuredPlan, float]:
         boundaries = tuple(
@@ -116,7 +116,7 @@ def changes(trace: Trace, now: Baseline, plan: MeasuredPlan, nics: NicSpeeds) ->
         limit = None if idea.kind == "window" else now.max_in_flight
         pipeline = scale * idea.plan.step_s(idea.micro_batches, limit)
         step = pipeline + now.update_s
-        # What happens between steps (data, a checkpoint) is taken to grow with the samples.
+        # Work between steps (data, a checkpoint) is taken to grow with the samples.
         between_s = now.between_s or 0.0
         took, takes = now.step_s + between_s, step + between_s * idea.samples
         gain = idea.samples * took / takes - 1
@@ -258,7 +258,7 @@ def _interleaved(plan: MeasuredPlan, micro_batches: int) -> Iterator[_Idea]:
 
 
 def _codecs(plan: MeasuredPlan, micro_batches: int) -> list[_Idea]:
-    """For each codec: activations and gradients in fewer bytes, where they are not yet."""
+    """For each codec: activations and gradients in fewer bytes, unless they are already."""
     crossed = [b for b in plan.boundaries if b.way != "same process" and not b.codec]
     if not crossed:
         return []

@@ -137,7 +137,7 @@ class Timeline:
             self._jobs.append(self._writer.submit(self._take, owner, kept, offset_s))
 
     def close(self) -> None:
-        """Write what is left; further calls do nothing. Raises as `add` does."""
+        """Write the rest; further calls do nothing. Raises as `add` does."""
         if not self._closed:
             self._closed = True
             self._jobs.append(self._writer.submit(self._write, at_end=True))
@@ -207,7 +207,7 @@ class _File:
         self._end = 0  # bytes before the closing brackets
 
     def write(self, steps: Sequence[Sequence[TraceEvent]], dropped: int) -> None:
-        """Append steps, if there are any, and what makes the file valid JSON. Raises OSError."""
+        """Append steps, if any, and the end that makes the file valid JSON. Raises OSError."""
         text = "".join(map(self._step, steps))
         if not self._end and text:
             self.path.parent.mkdir(parents=True, exist_ok=True)

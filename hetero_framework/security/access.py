@@ -29,8 +29,8 @@ _HOW = (
 
 
 class Access(Protocol):
-    """The checks of a stream before anything is read from it. Both methods raise IdentityError
-    for a wrong peer and OSError for a passing failure, after closing the stream."""
+    """The checks of a stream before anything is read from it. Both methods raise IdentityError for
+    a wrong peer and OSError for a passing failure, after closing the stream."""
 
     @property
     def encrypts(self) -> bool:
@@ -40,7 +40,7 @@ class Access(Protocol):
         """Raise IdentityError when nothing may be sent to or taken at this address."""
 
     def arguments(self, processes: Iterable[WorkerId]) -> list[str]:
-        """For the command line of workers of this machine: to use the same. Those that have no key
+        """The command line that gives workers of this machine the same access. Those without a key
         get one where the authority is here."""
 
     def dialled(self, stream: Stream, process: WorkerId) -> Stream:
@@ -86,8 +86,8 @@ _PLAIN_ISLANDS = Plaintext(
 @dataclass(frozen=True)
 class Keyed:
     """With the key of `process` ("local": the keeper of the authority). All of it is read for each
-    connection, so a new key or a revocation counts from the next one on. `members` may come
-    in; None: all of the cluster."""
+    connection, so a new key or a revocation counts from the next one on. `members` may come in;
+    None: all of the cluster."""
 
     keys: KeyDirectory
     process: WorkerId

@@ -145,8 +145,8 @@ def requested_key(request: bytes) -> ec.EllipticCurvePublicKey:
 def received_bundle(
     key: ec.EllipticCurvePrivateKey, certificate: str, authority: str, identity: Identity
 ) -> bytes:
-    """`bundle` of what came back for a signing request. Raises ValueError unless the certificate is
-    that of `identity`, made by this authority for this key."""
+    """`bundle` of the answer to a signing request. Raises ValueError unless the certificate is that
+    of `identity`, made by this authority for this key."""
     leaf = x509.load_pem_x509_certificate(certificate.encode())
     signer = x509.load_pem_x509_certificate(authority.encode())
     problem = problem_of(leaf, signer, identity)

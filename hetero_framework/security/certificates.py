@@ -25,8 +25,8 @@ from hetero_framework.security.keys import (
 
 @dataclass(frozen=True)
 class Issued:
-    """One certificate that was made: for "local" or a member, with which serial number, when, by
-    the authority of which cluster (lists of older versions do not say)."""
+    """One certificate: of "local" or a member, its serial number and date, and the cluster of its
+    authority (absent in lists of older versions)."""
 
     process: str
     serial: str

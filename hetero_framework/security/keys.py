@@ -58,7 +58,7 @@ class KeyDirectory:
     path: Path
     kind: ClusterKind = STAR
     around: Path | None = None
-    """Of the one in another: the other one."""
+    """For a directory inside another: the outer one."""
 
     @property
     def of_islands(self) -> KeyDirectory:

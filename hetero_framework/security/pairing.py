@@ -49,7 +49,7 @@ MAX_WRONG = 5
 _ALPN = "hetero-join/2"
 _SECRET_BYTES = 16
 _NAME_BYTES = 4
-"""Of the secret: these are sent, so that a wrong try counts against one invitation alone."""
+"""Bytes of the secret that are sent: a wrong try then counts against one invitation alone."""
 _LENGTH = struct.Struct(">I")
 _MAX_CERTIFICATE_BYTES = 4096
 _MAX_ANSWER_BYTES = 4 << 20
@@ -102,7 +102,7 @@ def _bytes(text: str) -> bytes:
 
 @dataclass
 class Invitation:
-    """Of one member: good once, until `until` (time.monotonic()), for MAX_WRONG - 1 mistakes."""
+    """One invitation: good once, until `until` (time.monotonic()), for MAX_WRONG - 1 mistakes."""
 
     process: WorkerId
     token: Token
@@ -126,7 +126,7 @@ class Configuration:
 
 
 class Inviting:
-    """The inviting side: an `Access` that admits nobody, but hands out certificates."""
+    """The inviting side: an `Access` that admits no peer, but hands out certificates."""
 
     encrypts: ClassVar[bool] = True
 
@@ -151,7 +151,7 @@ class Inviting:
 
     @property
     def over(self) -> bool:
-        """Whether nobody can join any more."""
+        """Whether all invitations are over."""
         return all(entry.over(self._clock()) for entry in self.invitations)
 
     def check_address(self, host: str, what: str) -> None:
@@ -206,7 +206,7 @@ class Inviting:
     ) -> None:
         outcome, name = "somebody took it, but did not confirm", str(invitation.process)
         try:
-            with self._lock:  # the list of what was issued is one file
+            with self._lock:  # the list of certificates is one file
                 certificate = sign(self._keys, self._authority, invitation.process, request)
             answer = {
                 self._keys.kind.member: name,
@@ -254,8 +254,8 @@ def join(
     keep: Callable[[PairedMachine], None],
     timeout_s: float = 15.0,
 ) -> PairedMachine:
-    """Have this machine become what it was invited as; `keep` writes what it got, before it
-    is confirmed. Raises IdentityError, and NetworkError when nobody is there."""
+    """Have this machine join under its invited name; `keep` writes what it got, before it is
+    confirmed. Raises IdentityError, and NetworkError when there is no answer."""
 
     def secure(stream: Stream) -> Stream:
         """Nothing is sent before the other side has shown the authority of the token."""
@@ -342,7 +342,7 @@ def _hash(der: bytes) -> bytes:
 
 
 def _read(stream: Stream, count: int, deadline: float) -> bytes:
-    """Exactly `count` bytes of what is not encrypted yet."""
+    """Exactly `count` bytes, before encryption begins."""
     data = memoryview(bytearray(count))
     got = 0
     while got < count:

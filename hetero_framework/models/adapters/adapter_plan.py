@@ -94,8 +94,8 @@ class AttachedAdapter:
     tuner: LoraModel
 
     def take_off(self, model: nn.Module) -> None:
-        """Put the base's modules back where the adapter has wrapped them. What it trains of these
-        themselves (biases) stays as it is, and requires gradients."""
+        """Put the base's modules back where the adapter has wrapped them. Trained parameters of
+        these themselves (biases) stay as they are, and require gradients."""
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils import ModulesToSaveWrapper
 

@@ -63,7 +63,7 @@ LOCAL_INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal", *REWRITIN
 
 _LORA_FIELDS = frozenset(LoraConfig.__dataclass_fields__)
 
-# Settings that say where an adapter came from or how it starts, not what it is.
+# Settings of an adapter's origin or start, which are no part of it.
 _NOT_STRUCTURE = frozenset(
     ("task_type", "peft_version", "base_model_name_or_path", "revision")
     + ("inference_mode", "auto_mapping", "init_lora_weights")
@@ -105,7 +105,7 @@ def plan_saved_adapter(model_config: PretrainedConfig, folder: Path) -> AdapterP
 
 
 def explicit_settings(adapter: AdapterConfig, plan: AdapterPlan) -> AdapterConfig:
-    """`adapter` with what `init_from` brought along written out, for machines without that file.
+    """`adapter` with the settings of `init_from` written out, for machines without that file.
 
     Raises ConfigError when the saved adapter has a setting that the configuration cannot say.
     """
@@ -115,7 +115,7 @@ def explicit_settings(adapter: AdapterConfig, plan: AdapterPlan) -> AdapterConfi
     values = {n: getattr(saved, n) for n in type(adapter).model_fields if n in _LORA_FIELDS}
     raw = {k: sorted(v) if isinstance(v, (set, frozenset)) else v for k, v in values.items()}
     if not plan.rewrites_base:
-        raw["init_lora_weights"] = True  # what the saved weights replace
+        raw["init_lora_weights"] = True  # the saved weights replace these
     raw["autocast_adapter_dtype"] = adapter.autocast_adapter_dtype
     explicit = type(adapter).model_validate_json(json.dumps(raw))
     ours, theirs = _lora_config(explicit).to_dict(), saved.to_dict()
@@ -359,10 +359,10 @@ def _check_rewriting(config: PretrainedConfig, model: Any, tuner: LoraModel) -> 
 def _without_effect(
     asked: LoraConfig, made: LoraConfig, tuner: _SeededLora, names: list[str], parameters: list[str]
 ) -> list[Problem]:
-    """The entries of settings that nothing in the whole model answers to. `asked` is what was
-    written, `made` what PEFT made of it; `names` and `parameters` are those of the bare model."""
+    """The entries of settings that match nothing in the whole model. `asked` is the configuration
+    as written, `made` PEFT's version; `names` and `parameters` are those of the bare model."""
     written = () if isinstance(asked.target_modules, str) else asked.target_modules or ()
-    # PEFT turns names of what newer classes keep as one parameter into target_parameters.
+    # PEFT turns names of modules that newer classes keep as one parameter into target_parameters.
     targets = set(written) & set(made.target_modules or ())
     listed: list[tuple[str, Iterable[str], Iterable[str], str]] = [
         ("target_modules", sorted(targets), names, "no module of the model is called"),

@@ -50,7 +50,7 @@ def attach_adapter(shard: Shard, plan: AdapterPlan | None, seed: int) -> None:
 
 
 def trainable_parameters(shard: Shard) -> list[tuple[str, nn.Parameter]]:
-    """(canonical name, parameter) of what this shard trains, in the whole model's order. What is
+    """(canonical name, parameter) trained by this shard, in the whole model's order. A parameter
     tied to a weight of an earlier place is not trained by itself."""
     named = [(n, p) for n, p in shard.model.named_parameters() if p.requires_grad]
     named = [(name, parameter) for name, parameter in named if name not in shard.ties]

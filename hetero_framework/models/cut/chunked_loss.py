@@ -1,6 +1,6 @@
 """The last stage's loss in chunks, so that the logits of all tokens never exist at once.
 
-The blocks run on the whole micro-batch. What follows them works token by token in nearly every
+The blocks run on the whole micro-batch. The part behind them works token by token in nearly every
 causal model, so it runs on one loss chunk at a time, each differentiated before the next begins.
 The chunks depend on the shape alone, so they and the bits are the same for every cut.
 
@@ -113,7 +113,7 @@ class _Sums:
                 parameter.grad = None
 
     def give_back(self) -> None:
-        """Leave the sums in the parameters, added to what was there before."""
+        """Add the sums to the gradients of the parameters."""
         for parameter, before, total in zip(self._narrow, self._before, self._sums, strict=True):
             gradient = None if total is None else total.to(parameter.dtype)
             if before is not None and gradient is not None:

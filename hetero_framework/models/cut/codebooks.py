@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hetero_framework.data.examples import IGNORE_INDEX
 
-# What completes the last token of a row: masked, and no label.
+# The padding of a row's last token: masked, and no label.
 _FILLING = {"input_ids": 0, "labels": IGNORE_INDEX}
 
 
@@ -24,7 +24,7 @@ def ids_per_token(model: PreTrainedModel) -> int:
     """C, which is 1 for models of text: as many ids as the model has embeddings to add up."""
     try:
         embeddings = model.get_input_embeddings()
-    except NotImplementedError:  # of a class that says nothing of them
+    except NotImplementedError:  # of a class that does not name them
         return 1
     return len(embeddings) if isinstance(embeddings, nn.ModuleList) else 1
 

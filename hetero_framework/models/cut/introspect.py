@@ -57,7 +57,7 @@ class BlockForm:
     def replace(
         self, hidden_BSD: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same call with another hidden state."""
+        """This call with another hidden state."""
         if isinstance(self.entry, int):
             return (*args[: self.entry], hidden_BSD, *args[self.entry + 1 :]), kwargs
         return args, {**kwargs, self.entry: hidden_BSD}
@@ -80,17 +80,17 @@ class ModelStructure:
     `owner` says which stage has a trained parameter outside the blocks: -1 the first, i that of
     block i, `num_layers` the last. `shared` gives the blocks (-1: before the first) beside which a
     parameter is used, if more than one. `sides` are the tensors that cross boundaries beside the
-    hidden state; `id_readers` the blocks that read what follows from the token ids alone; `holders`
-    those whose received hidden state the model itself goes on using behind them; `reports` the
-    calls in blocks whose outputs it uses behind all of them, in order. `running` are the blocks
-    that run; those that text alone does not reach stay as they are. `hidden_shape` is a hidden
-    state's in the tiny copy, whose hidden size is `tiny_width`; it has `token_factor` tokens for
-    each one of the text (ProphetNet predicts several), and `more_tokens` that the model adds to
-    each row (a prompt of CPM-Ant's). A token of the text has `ids_per_token` ids (`codebooks.py`).
-    `takes_embeddings` tells whether blocks receive all but the hidden state alike where the model
-    gets embeddings in place of token ids, `reaches_into_blocks` whether the model uses weights of
-    its blocks (to rescale them) before it runs them, `loss_counts_items` whether its own loss is
-    the sum over tokens divided by `num_items_in_batch`, plus other terms.
+    hidden state; `id_readers` the blocks that read values of the token ids alone; `holders` those
+    whose received hidden state the model itself goes on using behind them; `reports` the calls in
+    blocks whose outputs it uses behind all of them, in order. `running` are the blocks that run;
+    those that text alone does not reach stay as they are. `hidden_shape` is a hidden state's in the
+    tiny copy, whose hidden size is `tiny_width`; it has `token_factor` tokens for each one of the
+    text (ProphetNet predicts several), and `more_tokens` that the model adds to each row (a prompt
+    of CPM-Ant's). A token of the text has `ids_per_token` ids (`codebooks.py`). `takes_embeddings`
+    tells whether blocks receive all but the hidden state alike where the model gets embeddings in
+    place of token ids, `reaches_into_blocks` whether the model uses weights of its blocks (to
+    rescale them) before it runs them, `loss_counts_items` whether its own loss is the sum over
+    tokens divided by `num_items_in_batch`, plus other terms.
     """
 
     model_class: type[PreTrainedModel]
@@ -263,7 +263,7 @@ def _takes_embeddings(
 ) -> bool:
     """See `ModelStructure.takes_embeddings`; `watch` saw the `inputs`."""
     if watch.sides() or watch.id_readers or ids_per_token(model) > 1:
-        return False  # what is made of ids beside the embedding cannot be made of its output
+        return False  # other values of the ids cannot be computed from embeddings
     if "inputs_embeds" not in inspect.signature(model.forward).parameters:
         return False
     width = cast(Any, model.get_input_embeddings()).weight.shape[-1]
@@ -303,7 +303,7 @@ class _Watch(WeightUses):
         self._tied = {path: model.get_submodule(path) for path in sorted(paths)}
         # The phases in which the module at a path ran, of those that have tied weights.
         self.ran: dict[str, set[int]] = {}
-        # By block, as it was when the block began: containers change later.
+        # By block, copied when the block began: containers change later.
         self._received: list[list[tuple[Way, torch.Tensor, Any]]] = []  # with each one's graph
 
     def __enter__(self) -> _Watch:
@@ -373,7 +373,7 @@ class _Watch(WeightUses):
 
     @property
     def independent(self) -> dict[tuple[int, Way], torch.Tensor]:
-        """By block and place, what blocks receive that is of neither token ids nor weights."""
+        """By block and place, the received values that depend on neither token ids nor weights."""
         return {
             (block, path): tensor
             for block, received in zip(self.order, self._received, strict=True)
@@ -383,8 +383,8 @@ class _Watch(WeightUses):
 
     @functools.cached_property
     def _besides(self) -> list[tuple[int, Way, torch.Tensor, Any, int]]:
-        """(block, place, tensor, graph, level) of what blocks receive and read beside the hidden
-        state."""
+        """(block, place, tensor, graph, level) of tensors that blocks receive and read beside the
+        hidden state."""
         entries, forms = [], self.forms()
         for block, received in zip(self.order, self._received, strict=True):
             form = forms[block]

@@ -86,8 +86,8 @@ class CausalLM:
         return max(1, len(spans((rows, tokens), limit)))
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """For training this model: what the loss of a step's micro-batches is divided by, as in
-        transformers' Trainer. That leaves the first label of each row, which nothing predicts, out
+        """For training this model: the divisor of the losses of a step's micro-batches, as in
+        transformers' Trainer. It leaves the first label of each row, which is not predicted, out
         only where it knows the loss from the class's name, and so not for `GPT2LMHeadModel`. Where
         it averages means, these are the items."""
         if averages_means(model_class(config)):

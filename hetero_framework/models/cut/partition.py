@@ -26,7 +26,7 @@ from hetero_framework.models.cut.side import Call
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Layers `[start, end)`; the first shard also has what comes before, the last what follows."""
+    """Layers `[start, end)`; the first shard also has the part before, the last the part behind."""
 
     start: int
     end: int
@@ -134,7 +134,7 @@ class Skeleton:
 
 
 def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> None:
-    """Raise ArchitectureError for what would cross a cut beside the hidden state."""
+    """Raise ArchitectureError for tensors that cannot cross a cut beside the hidden state."""
     text = config.get_text_config()
     structure = whole.structure
     if getattr(text, "output_router_logits", False):
@@ -175,7 +175,7 @@ class PassThrough(nn.Module):
     def __init__(self, block: nn.Module, form: BlockForm, reporting: Sequence[str] = ()) -> None:
         super().__init__()
         self._form = form
-        # Not among the modules yet: what loads and quantises a model has no business with them.
+        # Not among the modules yet: loading and quantising must not see them.
         self._reporting = {name: _without_weights(block.get_submodule(name)) for name in reporting}
         self._block_class = type(block)
         # Set by the shard: what to do with the hidden state, and the call, on their way through.
@@ -192,7 +192,7 @@ class PassThrough(nn.Module):
 
     def let_report(self) -> None:
         """Put the reporting modules in their places, where the model looks for them."""
-        for name in sorted(self._reporting):  # those that others are in come first
+        for name in sorted(self._reporting):  # outer modules come first
             path, _, child = name.rpartition(".")
             parent: nn.Module = self
             for step in path.split(".") if path else ():

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 IDS = -2
-"""The level of what follows from the token ids alone, without weights."""
+"""The level of tensors computed from the token ids alone, without weights."""
 
-# What these give has the shape of a tensor and nothing of its numbers.
+# Their results have the shape of a tensor and none of its numbers.
 _SHAPE_ONLY = {
     "new_empty",
     "new_empty_strided",
@@ -34,11 +34,11 @@ _SHAPE_ONLY = {
 class Provenance(TorchDispatchMode):
     """The levels of all tensors of one forward.
 
-    A level is the last part of the model that had a hand in a tensor: -1 what comes before the
-    blocks, i block i; None is what follows from neither ids nor trained weights. `phase` is where
-    the forward stands: 2 i while block i runs, 2 i + 1 after it and before the next, -1 before the
-    first. What block i makes has the level i, even of a mask: only who has the block can make it.
-    So has what the model makes behind it of the hidden state that it `received`.
+    A level is the last part of the model that computed on a tensor: -1 the part before the blocks,
+    i block i; None: it depends on neither ids nor trained weights. `phase` is where the forward
+    stands: 2 i while block i runs, 2 i + 1 after it and before the next, -1 before the first.
+    Tensors made in block i have the level i, even a mask: only a shard with the block can make
+    them. So have those made behind it of the hidden state that it `received`.
     """
 
     def __init__(self, ids: torch.Tensor, weights: Iterable[torch.Tensor]) -> None:

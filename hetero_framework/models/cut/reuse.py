@@ -30,7 +30,7 @@ class ReusableModules:
         return whole.layer_of(name) in self.blocks or name.rpartition(".")[0] in self.outside
 
     def put_into(self, model: Any, whole: Skeleton) -> None:
-        """Give the model its modules in place of what stands for them."""
+        """Put the modules into the model in place of their stand-ins."""
         blocks = model.get_submodule(whole.structure.blocks)
         for index, block in self.blocks.items():
             blocks[index] = block
@@ -49,8 +49,8 @@ class ReusePool:
         self._of[rng] = kept
 
     def hand_out(self, origin: object, ranges: Sequence[ShardRange]) -> list[ReusableModules]:
-        """For each of the shards to come what is there of it; all else is freed. What lies outside
-        the blocks goes to a shard with the same ends of the model."""
+        """For each shard to come its modules here; others are freed. Those outside the blocks go to
+        a shard with the same ends of the model."""
         left = self._of if origin == self._origin else {}
         self._of = {}
         return [_taken(left, rng) for rng in ranges]

@@ -179,8 +179,8 @@ def build_shard(
     kept: ReusableModules = NOTHING,
 ) -> Shard:
     """Build a shard from a checkpoint, or (None) with random weights from `seed` and each module's
-    name, by the model's rules; on the device "meta" without any. What is `kept` of an earlier shard
-    is taken as it is. `dtype` None takes the configuration's. Raises ModelError (files),
+    name, by the model's rules; on the device "meta" without any. Modules `kept` of an earlier shard
+    are taken as they are. `dtype` None takes the configuration's. Raises ModelError (files),
     ArchitectureError (a model that cannot be cut)."""
     register_per_sample()
     device, dtype = torch.device(device), dtype or config_dtype(config)
@@ -305,7 +305,7 @@ class Shard:
     """A runnable layer range of a model.
 
     `on_enter`, the place to set the random state, is called with "embedding" when a forward starts
-    (what all shards make before the blocks may have dropout, as XLNet's positions do), with i
+    (tensors that all shards make before the blocks may have dropout, as XLNet's positions), with i
     before block i (in its recomputation too) and with "head" after the last block ("head n" for
     loss chunk n > 0).
     """
@@ -399,7 +399,7 @@ class Shard:
 
     def recompute_blocks(self) -> None:
         """Store only the input of each block in training, and compute it again in its backward."""
-        # Not by the library's own switch, which is inside the hooks in some versions only.
+        # Not by the library's switch, which is inside the hooks in some versions only.
         self._recomputes = True
 
     def dissolve(self) -> ReusableModules:
@@ -465,7 +465,7 @@ class Shard:
         self, inputs: Inputs, received: Bundle, num_items: Tensor, *, tokens_only: bool = False
     ) -> Tensor:
         """Sum of the token losses over `inputs["labels"]` divided by `num_items`; unless
-        `tokens_only`, with what the model adds for the routers of all layers."""
+        `tokens_only`, with the model's term for the routers of all layers."""
         inputs, received = for_model(inputs, self.ids_per_token), as_inner(received)
         labels = inputs["labels"]
         structure = self._whole.structure
@@ -475,7 +475,7 @@ class Shard:
         return token_loss(self.model, logits, labels, num_items)
 
     def _run(self, inputs: Inputs, received: Bundle, **extra: Any) -> Any:
-        """The model's forward on what `for_model` gives."""
+        """The model's forward on the result of `for_model`."""
         arguments: Inputs = {
             name: inputs[name] for name in ("attention_mask", "position_ids") if name in inputs
         }
@@ -493,7 +493,7 @@ class Shard:
 
     @contextmanager
     def _doing(self, part: _Part) -> Iterator[None]:
-        """Run only the blocks, or only what follows them."""
+        """Run only the blocks, or only the part behind them."""
         self._part = part
         try:
             yield
@@ -546,15 +546,15 @@ class Shard:
                 if rng.start <= block < rng.end:
                     places.setdefault(block, []).append((number, path))
                     if side.is_held:
-                        break  # what the model itself then hands on is right
+                        break  # the model itself hands the right one on
         for block, paths in places.items():
             inject = weakly(self._inject, block, paths)
             hook = self._blocks[block].register_forward_pre_hook(inject, with_kwargs=True)
             self._hooks.append(hook)
 
     def _have_reported(self) -> None:
-        """Have what blocks report to the model behind all of them taken out of those here; on the
-        last shard, have absent ones report what came of it."""
+        """Collect the reports of the blocks here to the model behind all blocks; on the last shard,
+        have absent ones give the received reports."""
         for block, reports in itertools.groupby(self._whole.structure.reports, _block_of):
             if not self.range.is_last and self.range.start <= block < self.range.end:
                 # The outermost module has the last word: an adapter may be in those within.
@@ -650,7 +650,7 @@ class Shard:
             if side.is_held:
                 held = _overwrite(tensor_at(call, path), self._injected[number])
                 if side in self._leaving_sides:
-                    # Its uses here join what comes back for it one by one, as in the whole model.
+                    # Gradients of its uses here are added one by one, as in the whole model.
                     self._captured[1 + self._leaving_sides.index(side)] = held
             else:
                 call = put_at(call, path, self._injected[number])
@@ -695,8 +695,8 @@ def _block_of(report: Report) -> int:
 
 
 def _overwrite(placeholder: Tensor, received: Tensor) -> Tensor:
-    """The placeholder, with what was received in it and the gradients leading there. For tensors
-    that the model's own variables hold, too. Raises ArchitectureError where it is another kind."""
+    """Copy the received tensor into the placeholder, and have gradients lead back: also for tensors
+    in the model's own variables. Raises ArchitectureError where shape or type differ."""
     if (placeholder.shape, placeholder.dtype) != (received.shape, received.dtype):
         raise ArchitectureError(
             f"a tensor of {tuple(received.shape)}, {received.dtype}, has no place in a stage whose"

@@ -95,7 +95,7 @@ def tensor_at(call: Any, path: Way) -> torch.Tensor:
 
 def put_at(value: Any, path: Way, tensor: torch.Tensor) -> Any:
     """`value` with the tensor at a place: lists and mappings are changed, tuples made anew, and
-    what is missing on the way is made."""
+    missing containers created."""
     if not path:
         return tensor
     (kind, key), rest = path[0], path[1:]
@@ -114,8 +114,8 @@ def put_at(value: Any, path: Way, tensor: torch.Tensor) -> Any:
 
 
 def crossing(left: Bundle) -> Bundle:
-    """The output of a part of the model, without its graph; a side tensor that wants a gradient
-    says so by `requires_grad`."""
+    """The output of a part of the model, without its graph; a side tensor that wants a gradient has
+    `requires_grad`."""
     hidden_BSD, *sides = left
     marked = [side.detach().requires_grad_(side.requires_grad) for side in sides]
     return (hidden_BSD.detach(), *marked)

@@ -96,7 +96,7 @@ _LAYER_COUNTS = _all(
     "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers", TINY_LAYERS
 )
 
-# What an architecture's field names do not tell, for its default configuration.
+# Sizes that an architecture's field names do not tell, for its default configuration.
 _MULTIPLIERS = {
     "embedding_multiplier": 12.0,
     "attention_multiplier": 0.0625,
@@ -156,7 +156,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], TINY_LAYERS // 2]],
     },
     "lfm2_moe": {**_LAYERS, "layer_types": ["conv", "full_attention"] * (TINY_LAYERS // 2)},
-    # What it asks of its text's part.
+    # Its demands on its text's part.
     "gemma4_assistant": {
         "text_config": {
             "hidden_size_per_layer_input": 0,
@@ -217,8 +217,8 @@ def stock_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
-    """`config`, or the part of a composite one that AutoModelForCausalLM takes: its text, or what
-    it calls its decoder."""
+    """`config`, or the part of a composite one that AutoModelForCausalLM takes: its text or its
+    decoder."""
     wanted = stock_class(config).config_class if config.sub_configs else None
     part = next((name for name, cls in config.sub_configs.items() if cls is wanted), None)
     if part is None:

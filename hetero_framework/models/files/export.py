@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
     """Yield the shard's weights as a Hugging Face checkpoint names them, on the CPU, by layer, with
     transformers' weight conversions (fused experts) reverted; the inputs of each lie in one layer.
-    What is tied to another weight is left out, unless `untie`."""
+    Weights tied to another one are left out, unless `untie`."""
     model = shard.model
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     if not untie:
@@ -120,8 +120,8 @@ def align_tokens(
     ends_as_told: bool = False,
 ) -> None:
     """Enter the tokenizer's special tokens in both configurations, as Trainer and SFTTrainer do:
-    generation ends at what was learned as the end, too. `ends_as_told`: the end was chosen by
-    `data.eos_token`, which takes the place of the configuration's."""
+    generation ends at the learned end, too. `ends_as_told`: the end was chosen by `data.eos_token`,
+    which takes the place of the configuration's."""
     from transformers.trainer_utils import align_special_tokens  # slow: it brings PEFT
 
     settle_pad_token(tokenizer, config.get_text_config().vocab_size)
@@ -212,7 +212,7 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 def _checked(
     parts: Iterable[Mapping[str, torch.Tensor]], expected: Shapes, what: str
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """The parts, compared with what the whole model must have."""
+    """The parts, compared with the tensors of the whole model."""
 
     def refuse(problem: str, keys: Set[str]) -> None:
         if keys:
@@ -283,11 +283,11 @@ class _WeightFiles:
 
 
 class OutputDirectory:
-    """The directory of an artefact: what may be replaced there, and the moment it changes.
+    """The directory of an artefact: the files to replace there, and the moment it changes.
 
     A directory that is not empty is written only with `overwrite`: the files on the list of its
-    artefact (`EXPORT_LIST`) are replaced, all others stay. Without a list, what is there may be
-    replaced only if it is exactly what is written.
+    artefact (`EXPORT_LIST`) are replaced, all others stay. Without a list, files there are replaced
+    only if they are exactly those to write.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:

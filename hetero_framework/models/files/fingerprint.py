@@ -33,8 +33,8 @@ _NOT_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "auto
 
 
 def fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> Fingerprint:
-    """The layers that hold the tensors `names`, each with all its tensors. Remembered until a
-    file changes. Raises ModelError for a file that cannot be read."""
+    """Hashes of the layers that hold the tensors `names`, each with all its tensors. Remembered
+    until a file changes. Raises ModelError for a file that cannot be read."""
     groups = {layer_group(name) for name in names}
     members: dict[str, list[str]] = defaultdict(list)
     for name in checkpoint.files:
@@ -64,9 +64,9 @@ def whole_fingerprint(source: str, revision: str | None) -> Fingerprint | None:
 def check_same_model(
     loaded: Sequence[tuple[str, Mapping[str, str]]], expected: Fingerprint | None
 ) -> None:
-    """Raise ModelError unless all stages were read from one model: `loaded` are the processes
-    with the fingerprints that they read, `expected` the coordinator's own. Without it the stages
-    are compared with each other, by configuration, list of files and revision."""
+    """Raise ModelError unless all stages were read from one model: `loaded` are the processes with
+    the fingerprints that they read, `expected` the coordinator's own. Without it the stages are
+    compared with each other, by configuration, list of files and revision."""
     for number, (process, read) in enumerate(loaded):
         others = loaded[:number] if expected is None else [("the coordinator", expected)]
         for other, theirs in others:

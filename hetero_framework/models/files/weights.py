@@ -177,12 +177,12 @@ _WRAPPERS = {
     "base_model.model": ("PEFT", "what merge_and_unload() returns"),
     "module": ("DataParallel or DeepSpeed", "its module"),
 }
-"""Parts of names that wrappers of a model add: who does, and what to save instead."""
+"""Parts of names that wrappers of a model add: the wrapper, and the object to save instead."""
 
 
 def refuse_wrapped(checkpoint: Checkpoint, known: Container[str]) -> None:
-    """Raise ModelError for tensors that have one of the `known` names but for what a wrapper of the
-    model has put into it."""
+    """Raise ModelError for tensors that have one of the `known` names but for the additions of a
+    wrapper."""
     for part, (wrapper, inner) in _WRAPPERS.items():
         for name in sorted(checkpoint.files):
             bare = name.replace(f"{part}.", "")

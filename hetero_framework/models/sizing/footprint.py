@@ -61,8 +61,8 @@ class Footprint:
 
     `kept` are there from its forward to its backward: its output and what autograd stores, without
     its input; `shared` of them (the mask) all layers of a stage have together. `forward` and
-    `backward` are the most that comes to that while it runs, gradients of weights that are added to
-    others included. A part that is not differentiated keeps nothing.
+    `backward` are the most in addition while it runs, with gradients of weights that are added to
+    others. A part that is not differentiated keeps nothing.
     """
 
     kept: int
@@ -72,7 +72,7 @@ class Footprint:
 
     @property
     def passing(self) -> int:
-        """The most that comes to what is kept."""
+        """The most in addition to `kept`."""
         return max(self.forward, self.backward)
 
 
@@ -234,7 +234,7 @@ def _remembered(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs what it cannot run without data before it raises."""
+    """torch logs operations that need data before it raises."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:

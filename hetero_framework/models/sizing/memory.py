@@ -99,7 +99,7 @@ class StageMemory:
     trained: int = 0
 
     def holding(self, in_flight: int) -> StageMemory:
-        """The same stage with another number of micro-batches in flight."""
+        """This stage with another number of micro-batches in flight."""
         more = (in_flight - self.in_flight) * self.per_micro_batch
         return replace(self, in_flight=in_flight, activations=self.activations + more)
 
@@ -123,7 +123,7 @@ class StageMemory:
 
     @property
     def passing(self) -> int:
-        """The most that comes to what is kept and to the activations, for a moment."""
+        """The most for a moment, in addition to kept bytes and activations."""
         return max(self.logits, self.working)
 
     def __str__(self) -> str:
@@ -352,7 +352,7 @@ class Shapes:
     def _trainable(
         self, whole: PreTrainedModel, plan: AdapterPlan | None, quantized: bool
     ) -> dict[str, tuple[int, int]]:
-        """{parameter: (numbers, bytes of one)} of what is trained."""
+        """{trained parameter: (numbers, bytes of one)}."""
         if plan is None:
             floats = [(n, p) for n, p in whole.named_parameters() if p.is_floating_point()]
             return {name: (p.numel(), self.number_bytes) for name, p in floats}
@@ -409,7 +409,7 @@ def _stage_memory(
     machine = config.coordinator if spec.owner == "local" else config.worker(spec.owner)
     held = {name: size for name, size in shapes.weights.items() if skeleton.holds(name, rng)}
     targets = skeleton.targets(rng)
-    # One storage for all that is tied and here.
+    # One storage for all tied weights here.
     first = {skeleton.ties[target]: target for target in reversed(targets)}
     for target in targets:
         if first[source := skeleton.ties[target]] != target or skeleton.holds(source, rng):

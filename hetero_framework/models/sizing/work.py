@@ -95,7 +95,7 @@ def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
 
 
 def _largest_bundle(setting: Setting, shapes: Shapes) -> int:
-    """Bytes of what crosses the fullest boundary."""
+    """Bytes that cross the fullest boundary."""
     structure = shapes.skeleton.structure
     boundaries = {0, *(side.maker + 1 for side in structure.sides)}
     return max(bundle_bytes(setting, k) for k in boundaries)

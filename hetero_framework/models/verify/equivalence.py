@@ -93,8 +93,8 @@ Verdict = Literal["bit-equal", "within tolerance", "refused"]
 
 @dataclass(frozen=True)
 class Packing:
-    """Whether samples may share a row (`data.padding_free`): the reason against it, if any, and
-    the attention implementation to train with (None: the model's own choice)."""
+    """Whether samples may share a row (`data.padding_free`): the reason against it, if any, and the
+    attention implementation to train with (None: the model's own choice)."""
 
     attention: str | None
     reason: str = ""
@@ -493,7 +493,7 @@ def try_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Packi
 
 
 class _Samples:
-    """Some samples in one row, and what a whole model computes from them in padded rows."""
+    """Some samples in one row, and a whole model's results on them in padded rows."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         text = config.get_text_config()

@@ -25,7 +25,7 @@ from hetero_framework.models.sizing.footprint import Form, Setting, bundle_at
 _log = logging.getLogger(__name__)
 
 # (rows, tokens) at which forms are counted: two of each, rows shorter and longer than any, so that
-# growth that stops (the k best of many tokens) is seen, and one to confirm what follows.
+# growth that stops (the k best of many tokens) is seen, and one to confirm the rule.
 _PROBES = ((3, 2), (5, 2), (3, 1 << 21), (5, 1 << 21), (4, 37))
 _COUNTED = 3  # sizes that are counted one by one; rows of one length have no more
 
@@ -83,8 +83,8 @@ class SideTensorChecks:
 
     @cached_property
     def _rules(self) -> list[tuple[list[_Axis], torch.dtype, bool]] | None:
-        """The forms for any size of micro-batch, where a few sizes show what they follow. Counting
-        takes a tenth of a second and more, and every micro-batch may have another length."""
+        """The forms for any size of micro-batch, where a few sizes show their rule. Counting takes
+        a tenth of a second and more, and every micro-batch may have another length."""
         counted = [self._counted(rows, tokens) for rows, tokens in _PROBES]
         if any(forms is None for forms in counted):
             return None
