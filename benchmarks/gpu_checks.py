@@ -42,6 +42,7 @@ WORKERS = 3
 _HOST = "127.0.0.1"
 _ROOT = Path(__file__).resolve().parents[1]
 _START_S = 180.0
+_TRANSFER_S = 60.0
 _WORDS = [f"word{number}" for number in range(60)]
 _HIDDEN_ENOUGH = 0.5
 
@@ -738,7 +739,8 @@ def mixed_up(device: Device, rounds: int, elements: int, width: int) -> int:
 
     def send() -> None:
         for k in range(rounds):
-            made.acquire()
+            if not made.acquire(timeout=_TRANSFER_S):
+                return
             item = results[k]
             results[k] = None
             assert item is not None
@@ -752,7 +754,8 @@ def mixed_up(device: Device, rounds: int, elements: int, width: int) -> int:
         thread.start()
     work = Products(device, width)
     for k in range(rounds):
-        came.acquire()
+        if not came.acquire(timeout=_TRANSFER_S):
+            return rounds
         work.queue(2)
         tensor = arrived[k]
         arrived[k] = None
@@ -762,7 +765,7 @@ def mixed_up(device: Device, rounds: int, elements: int, width: int) -> int:
         results[k] = (result, device.record_event(result))
         made.release()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(_TRANSFER_S)
     unfinished = sum(thread.is_alive() for thread in threads)
     return len(wrong) + unfinished
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import math
@@ -65,7 +66,9 @@ WORKER_PORT = 9999
 _T = TypeVar("_T")
 Kind = Literal["nf4", "int8"]
 """How bitsandbytes holds weights."""
-_DEVICE = re.compile(r"auto|cpu|(cuda|rocm|xpu|mps)(:\d+)?")
+_DEVICE = re.compile(r"auto|cpu|([a-z][a-z0-9_]*)(:\d+)?")
+_KINDS = ("auto", "cpu", "cuda", "rocm", "xpu", "mps", "npu", "musa", "mlu", "hpu")
+_NO_KINDS = ("gpu", "nvidia", "amd", "intel", "apple", "metal", "hip")
 _Attention = Literal[
     "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "per_sample"
 ]
@@ -99,10 +102,13 @@ class Machine(Section):
     @field_validator("device")
     @classmethod
     def _device_has_a_known_form(cls, value: str) -> str:
-        if not _DEVICE.fullmatch(value):
+        kind = value.partition(":")[0]
+        # Only its machine knows whether it has an accelerator of that name.
+        misspelt = kind not in _KINDS and difflib.get_close_matches(kind, _KINDS, cutoff=0.75)
+        if not _DEVICE.fullmatch(value) or kind in _NO_KINDS or misspelt:
             raise ValueError(
                 f'{shown(value)} is not a device; use "auto", "cpu", "cuda", "cuda:1", "rocm:0",'
-                ' "mps" or "xpu:0"'
+                ' "mps", "xpu:0" or torch\'s name of another accelerator, such as "npu:0"'
             )
         return value
 

@@ -1,13 +1,16 @@
-"""Device Abstraction Layer: one class for CUDA, ROCm, MPS, XPU and CPU.
+"""Device Abstraction Layer: one class for every accelerator that torch has, one for the CPU.
 
 The rest of the package never looks at torch's device namespaces itself. Names are "cpu", "cuda:0",
-"rocm:0" (on a ROCm build of torch "cuda:0" is accepted, too), "mps", "xpu:0", or "auto".
+"rocm:0" (on a ROCm build of torch "cuda:0" is accepted, too), "mps", "xpu:0", torch's name of an
+out-of-tree accelerator such as "npu:0", or "auto". What torch does not tell of an accelerator is in
+a subclass, here or in a package with an entry point in the group `hetero_framework.devices`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.metadata
 import importlib.util
 import logging
 import platform
@@ -19,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import psutil
 import torch
@@ -341,23 +344,23 @@ class _DeviceClock:
     at_s: float
 
 
-class _StreamDevice(Device):
-    """The common part of CUDA, ROCm and XPU: streams and events, in one of torch's namespaces.
+class AcceleratorDevice(Device):
+    """An accelerator of torch, through what torch offers for all of them: streams and events.
 
     The computing thread works on the default stream. Copies run on two of their own, one per
     direction, as a device has one engine for each. torch's streams do not wait for the default one:
-    only events order them. Each thread has its own current stream, so `torch.*.stream` blocks here
-    do not touch the computing thread. No call but `synchronize` waits for the whole device.
+    only events order them. Each thread has its own current stream, so blocks with a stream here do
+    not touch the computing thread. No call but `synchronize` waits for the whole device.
     """
 
+    kind = "accelerator"
     is_async = True
-    _torch_kind = "cuda"
-    """The name of torch's device type, and of its namespace."""
-    _native: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.float16)
-    _event_options: ClassVar[dict[str, bool]] = {}
-    """For events that threads wait on."""
+    _torch_kind: str | None = None
+    """The name of torch's device type; None where `kind` is that."""
+    _native: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
 
-    def __init__(self, index: int | None = None) -> None:
+    def __init__(self, index: int | None = None, kind: str | None = None) -> None:
+        self.kind = kind or self.kind
         super().__init__(index)
         self._lock = threading.Lock()
         self._streams: dict[str, Any] = {}
@@ -366,36 +369,53 @@ class _StreamDevice(Device):
         self._watcher = _Watcher()
 
     @property
-    def _namespace(self) -> Any:
-        return getattr(torch, self._torch_kind)
+    def torch_device(self) -> torch.device:
+        return torch.device(self._torch_kind or self.kind, self.index or 0)
 
     @property
-    def torch_device(self) -> torch.device:
-        return torch.device(self._torch_kind, self.index or 0)
+    def _module(self) -> Any:
+        """torch.cuda, torch.xpu, torch.npu, ..."""
+        return getattr(torch, self._torch_kind or self.kind)
 
     @property
     def label(self) -> str:
-        return str(self._namespace.get_device_name(self.torch_device))
+        if not hasattr(self._module, "get_device_name"):
+            return self.kind.upper()
+        return str(self._module.get_device_name(self.torch_device))
+
+    def memory(self) -> Memory:
+        ask = getattr(self._module, "mem_get_info", None) or torch.accelerator.get_memory_info
+        free, total = ask(self.torch_device)
+        return Memory(int(total), int(free))
+
+    def _half(self) -> Support:
+        is_supported = getattr(self._module, "is_bf16_supported", None)
+        if is_supported is None or is_supported():
+            return Support(True, "native" if is_supported else "torch does not say")
+        return Support(False, f"this {self.kind} device has no bfloat16; use float16")
+
+    def _four_bit(self) -> Support:
+        return Support(False, f"no 4 bits are known to work on {self.kind}; use bfloat16 there")
 
     def synchronize(self) -> None:
-        self._namespace.synchronize(self.torch_device)
+        torch.accelerator.synchronize(self.torch_device)
 
     def _seed(self, value: int) -> None:
-        with self._namespace.device(self.torch_device):
-            self._namespace.manual_seed(value)
+        with self._current():
+            self._module.manual_seed(value)
 
     def peak_memory(self) -> int:
-        return int(self._namespace.max_memory_allocated(self.torch_device))
+        return int(torch.accelerator.max_memory_allocated(self.torch_device))
 
     def reset_peak_memory(self) -> None:
-        self._namespace.reset_peak_memory_stats(self.torch_device)
+        torch.accelerator.reset_peak_memory_stats(self.torch_device)
 
     def empty_cache(self) -> None:
         super().empty_cache()
-        self._namespace.empty_cache()
+        torch.accelerator.empty_cache()
 
     def use(self) -> None:
-        self._namespace.set_device(self.torch_device)
+        torch.accelerator.set_device_index(self.torch_device)
 
     def allocate_host(self, nbytes: int) -> memoryview:
         if nbytes > MAX_PINNED_BYTES:
@@ -409,7 +429,7 @@ class _StreamDevice(Device):
         """Pinned memory; plain memory where the system gives no more that is pinned."""
         # Without the device set, a thread's first pinned buffer could wake device 0 as well.
         try:
-            with self._namespace.device(self.torch_device):
+            with self._current():
                 pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
             return super().allocate_pinned(nbytes)
@@ -417,9 +437,9 @@ class _StreamDevice(Device):
 
     def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
         clock = self._device_clock()
-        native = self._namespace.Event(enable_timing=clock is not None, **self._event_options)
+        native = self._event(timing=clock is not None)
         # The stream by name: without it, events are recorded on the thread's current device.
-        native.record(self._namespace.current_stream(self.torch_device))
+        native.record(self._computing_stream())
         event = _StreamEvent(native, clock)
         if clock is None:
             self._watcher.watch(event)
@@ -455,19 +475,19 @@ class _StreamDevice(Device):
                 host = torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
                 host.copy_(tensor.detach(), non_blocking=True)
                 copies.append((host, release))
-            copied = self._namespace.Event(**self._event_options)
+            copied = self._event()
             copied.record(stream)
         # `tensors` are held until here: record_stream, which delays reuse of memory, is not needed.
         copied.synchronize()
         return copies
 
     def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        computing = self._namespace.current_stream(self.torch_device)
+        computing = self._computing_stream()
         stream = self._side_stream("in")
         with self._on(stream):
             # Allocated here, the memory is the side stream's own: no queued work still uses it.
             there = [tensor.to(self.torch_device, non_blocking=True) for tensor in tensors]
-            copied = self._namespace.Event(**self._event_options)
+            copied = self._event()
             copied.record(stream)
         for tensor in there:
             # When it is dropped, work that reads it may still be queued on the computing stream.
@@ -475,17 +495,37 @@ class _StreamDevice(Device):
         copied.synchronize()
         return there
 
+    # torch's classes for all accelerators. Those of one of its namespaces do not mix with them.
+
+    def _event(self, *, timing: bool = False) -> Any:
+        return torch.Event(self.torch_device, enable_timing=timing)
+
+    def _new_stream(self) -> Any:
+        return torch.Stream(device=self.torch_device)
+
+    def _computing_stream(self) -> Any:
+        """The thread's current stream of this device."""
+        return torch.accelerator.current_stream(self.torch_device)
+
+    def _within(self, stream: Any) -> AbstractContextManager[Any]:
+        """Within, `stream` is the thread's current one."""
+        return cast(AbstractContextManager[Any], stream)
+
+    def _current(self) -> AbstractContextManager[Any]:
+        """Within, the device is the thread's current one."""
+        return torch.accelerator.device_index(self.torch_device.index)
+
     @contextlib.contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
         # The device first: leaving a stream of another device sets the thread's own again, which
         # would wake device 0 in a process that does not use it.
-        with self._namespace.device(self.torch_device), self._namespace.stream(stream):
+        with self._current(), self._within(stream):
             yield
 
     def _side_stream(self, name: str) -> Any:
         with self._lock:
             if name not in self._streams:
-                self._streams[name] = self._namespace.Stream(device=self.torch_device)
+                self._streams[name] = self._new_stream()
             return self._streams[name]
 
     def _device_clock(self) -> _DeviceClock | None:
@@ -507,7 +547,7 @@ class _StreamDevice(Device):
         stream = self._side_stream("clock")
         best, best_width_s = None, float("inf")
         for _ in range(_CLOCK_TRIES):
-            native = self._namespace.Event(enable_timing=True)
+            native = self._event(timing=True)
             before = time.perf_counter()
             native.record(stream)
             native.synchronize()
@@ -521,16 +561,38 @@ class _StreamDevice(Device):
         return best
 
 
-class CudaDevice(_StreamDevice):
+class _NamespaceDevice(AcceleratorDevice):
+    """A device with streams and events of classes of its own: CUDA, ROCm and XPU."""
+
+    _event_options: ClassVar[dict[str, bool]] = {}
+
+    def use(self) -> None:
+        self._module.set_device(self.torch_device)
+
+    def _event(self, *, timing: bool = False) -> Any:
+        return self._module.Event(enable_timing=timing, **self._event_options)
+
+    def _new_stream(self) -> Any:
+        return self._module.Stream(device=self.torch_device)
+
+    def _computing_stream(self) -> Any:
+        return self._module.current_stream(self.torch_device)
+
+    def _within(self, stream: Any) -> AbstractContextManager[Any]:
+        return cast(AbstractContextManager[Any], self._module.stream(stream))
+
+    def _current(self) -> AbstractContextManager[Any]:
+        return cast(AbstractContextManager[Any], self._module.device(self.torch_device))
+
+
+class CudaDevice(_NamespaceDevice):
     """An NVIDIA GPU, and the common part of every device in torch's cuda namespace."""
 
     kind = "cuda"
+    _torch_kind = "cuda"
+    _native = (torch.float32, torch.float64, torch.float16)
     # Waiting threads sleep: a spinning one would take a core from the computing thread.
     _event_options: ClassVar[dict[str, bool]] = {"blocking": True}
-
-    def memory(self) -> Memory:
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        return Memory(int(total), int(free))
 
     def _half(self) -> Support:
         major, minor = torch.cuda.get_device_capability(self.torch_device)
@@ -659,26 +721,23 @@ class MpsDevice(Device):
         torch.mps.empty_cache()
 
 
-class XpuDevice(_StreamDevice):
+class XpuDevice(_NamespaceDevice):
     """An Intel GPU."""
 
     kind = "xpu"
-    _torch_kind = "xpu"
-    _native = (torch.float32, torch.float16)
     _other_dtypes = "is not a training type on XPU"
 
     def memory(self) -> Memory:
-        total = int(torch.xpu.get_device_properties(self.torch_device).total_memory)
         try:
-            free, total = torch.xpu.mem_get_info(self.torch_device)
+            return super().memory()
         except RuntimeError:  # integrated GPUs do not report free memory
-            free = total - torch.xpu.memory_reserved(self.torch_device)
-        return Memory(int(total), int(free))
+            total = int(torch.xpu.get_device_properties(self.torch_device).total_memory)
+            return Memory(total, total - torch.xpu.memory_reserved(self.torch_device))
 
     def _half(self) -> Support:
-        if torch.xpu.is_bf16_supported():
+        if torch.xpu.is_bf16_supported(including_emulation=False):
             return Support(True, "native")
-        return Support(False, "this GPU has no bfloat16; use float16")
+        return Support(False, "this GPU has no bfloat16; use float16", emulated=True)
 
     def _four_bit(self) -> Support:
         return Support(True, "bitsandbytes on XPU")
@@ -688,18 +747,50 @@ WITHOUT_FOUR_BIT = {"mps": "bitsandbytes has no 4-bit kernels for MPS; use bfloa
 """Kinds of devices that have no 4 bits, wherever they are."""
 
 
+OUT_OF_TREE = {
+    "npu": "torch_npu",
+    "musa": "torch_musa",
+    "mlu": "torch_mlu",
+    "hpu": "habana_frameworks.torch",
+}
+"""Accelerators that torch has only once another module is imported."""
+
+
 def list_devices() -> list[Device]:
-    """Every device of this machine, the CPU last."""
+    """Every device of this machine, the CPU last. torch has one kind of accelerator at a time."""
     devices: list[Device] = []
-    if torch.cuda.is_available():
-        kind: type[CudaDevice] = RocmDevice if torch.version.hip else CudaDevice
-        devices += [kind(index) for index in range(torch.cuda.device_count())]
-    if torch.xpu.is_available():
-        devices += [XpuDevice(index) for index in range(torch.xpu.device_count())]
-    if torch.backends.mps.is_available():
-        devices.append(MpsDevice())
-    devices.append(Device())
-    return devices
+    for plugin in importlib.metadata.entry_points(group=PLUGINS):
+        devices += plugin.load()()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        accelerator = _out_of_tree()
+    if accelerator is not None and accelerator.type not in {device.kind for device in devices}:
+        devices += _devices_of(accelerator.type)
+    return [*devices, Device()]
+
+
+PLUGINS = "hetero_framework.devices"
+"""Entry points in this group are functions that return the devices of this machine."""
+
+
+def _out_of_tree() -> torch.device | None:
+    for module in OUT_OF_TREE.values():
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            importlib.import_module(module)
+            return torch.accelerator.current_accelerator(check_available=True)
+    return None
+
+
+def _devices_of(kind: str) -> list[Device]:
+    count = torch.accelerator.device_count()
+    if kind == "mps":
+        return [MpsDevice()]
+    if kind == "cuda":
+        cls = RocmDevice if torch.version.hip else CudaDevice
+        return [cls(index) for index in range(count)]
+    if kind == "xpu":
+        return [XpuDevice(index) for index in range(count)]
+    return [AcceleratorDevice(index, kind) for index in range(count)]
 
 
 def open_device(name: str) -> Device:
@@ -727,6 +818,11 @@ def _why_absent(kind: str) -> str:
         return f" (torch {version} is built without CUDA)"
     if kind == "rocm" and torch.version.hip is None:
         return f" (torch {version} is built without ROCm)"
+    if (
+        kind in OUT_OF_TREE
+        and importlib.util.find_spec(OUT_OF_TREE[kind].partition(".")[0]) is None
+    ):
+        return f" ({OUT_OF_TREE[kind].partition('.')[0]} is not installed)"
     return ""
 
 

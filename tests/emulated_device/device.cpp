@@ -8,6 +8,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -1139,6 +1140,23 @@ struct Registration {
 Registration* registration = new Registration();
 
 }  // namespace
+
+// Autocast outside torch's own devices is the accelerator's to register: here by CUDA's rules.
+namespace at::autocast {
+namespace {
+#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define HIGHER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define HIGHER_BY_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define WIDEST(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  AT_FORALL_LOWER_PRECISION_FP(LOWER)
+  AT_FORALL_FP32(HIGHER)
+  AT_FORALL_FP32_SET_OPT_DTYPE(HIGHER_BY_DTYPE)
+  AT_FORALL_PROMOTE(WIDEST)
+}
+}  // namespace
+}  // namespace at::autocast
 
 PYBIND11_MODULE(emulated_device, m) {
   at::globalContext().lazyInitDevice(kType);

@@ -80,14 +80,14 @@ MUTATIONS = (
         "there = [tensor.to(self.torch_device, non_blocking=True) for tensor in tensors]\n",
         "there = []\n"
         "            for tensor in tensors:\n"
-        "                with self._namespace.stream(computing):\n"
+        "                with self._within(computing):\n"
         "                    there.append(torch.empty_like(tensor, device=self.torch_device))\n"
         "                there[-1].copy_(tensor, non_blocking=True)\n",
     ),
     Mutation(
         "an event is recorded on another stream",
         devices,
-        "native.record(self._namespace.current_stream(self.torch_device))",
+        "native.record(self._computing_stream())",
         'native.record(self._side_stream("out"))',
     ),
     Mutation(

@@ -52,8 +52,10 @@ def run(library: Path, *arguments: str, seed: int = 0, **settings: str) -> str:
     return done.stdout
 
 
-def test_every_planted_mistake_of_stream_order_is_found(library: Path) -> None:
-    printed = run(library, "-m", "tests.emulated_device.mutations", "cuda:0")
+@pytest.mark.parametrize("kind", ["cuda", pytest.param("npu", marks=pytest.mark.emulated)])
+def test_every_planted_mistake_of_stream_order_is_found(kind: str, library: Path) -> None:
+    program = ("-m", "tests.emulated_device.mutations", f"{kind}:0")
+    printed = run(library, *program, HETERO_EMULATED=kind)
     wrong: dict[str, list[int]] = defaultdict(list)
     for line in map(json.loads, printed.splitlines()):
         wrong[line["name"]].append(line["wrong"])
@@ -63,11 +65,17 @@ def test_every_planted_mistake_of_stream_order_is_found(library: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.emulated) for seed in SEEDS[1:])]
+    ("kind", "seed"),
+    [
+        ("cuda", 0),
+        ("invented", 0),
+        *(pytest.param("cuda", seed, marks=pytest.mark.emulated) for seed in SEEDS[1:]),
+        *(pytest.param("npu", seed, marks=pytest.mark.emulated) for seed in SEEDS),
+    ],
 )
-def test_the_device_suite_passes(seed: int, library: Path) -> None:
-    suite = "tests/unit/core/test_devices.py"
-    run(library, "-m", "pytest", "-p", "no:cacheprovider", suite, seed=seed)
+def test_the_device_suite_passes(kind: str, seed: int, library: Path) -> None:
+    suite = ("-m", "pytest", "-p", "no:cacheprovider", "tests/unit/core/test_devices.py")
+    run(library, *suite, seed=seed, HETERO_EMULATED=kind)
 
 
 def test_a_model_trains_as_on_the_cpu_to_the_bit(library: Path) -> None:
@@ -76,11 +84,12 @@ def test_a_model_trains_as_on_the_cpu_to_the_bit(library: Path) -> None:
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("kind", "seed"), [*(("cuda", seed) for seed in SEEDS), ("npu", 0)])
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_check_of_a_card_passes(check: str, seed: int, library: Path) -> None:
-    arguments = ["--device", "cuda:1", "--tiny", "--minutes", "10", "--only", check]
-    lines = run(library, "-m", "benchmarks.gpu", *arguments, seed=seed).splitlines()
+def test_a_check_of_a_card_passes(check: str, kind: str, seed: int, library: Path) -> None:
+    arguments = ["--device", f"{kind}:1", "--tiny", "--minutes", "10", "--only", check]
+    program = ("-m", "benchmarks.gpu", *arguments)
+    lines = run(library, *program, seed=seed, HETERO_EMULATED=kind).splitlines()
     assert json.loads(lines[-1])["ok"]
 
 

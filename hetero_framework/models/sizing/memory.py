@@ -115,7 +115,7 @@ class StageMemory:
     @property
     def step(self) -> int:
         """Further bytes while the optimizer steps."""
-        return self.foreach if self.device.partition(":")[0] in ("cuda", "rocm", "xpu") else 0
+        return 0 if self.device.partition(":")[0] in ("auto", "cpu", "mps") else self.foreach
 
     @property
     def total(self) -> int:

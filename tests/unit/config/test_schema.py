@@ -165,6 +165,8 @@ def test_a_plan_without_workers_is_accepted() -> None:
         ("workers[0].ip", "", "workers[0].ip: is missing: the machine"),
         ("workers[0].ip", "0.0.0.0", "workers[0].ip: 0.0.0.0 is not an address to connect to"),
         ("workers[0].device", "gpu", 'workers[0].device: "gpu" is not a device'),
+        ("workers[0].device", "cdua:0", 'workers[0].device: "cdua:0" is not a device'),
+        ("workers[0].device", "npu:x", 'workers[0].device: "npu:x" is not a device'),
         ("workers[0].id", "local", '"local" names the coordinator'),
         ("workers[0].id", "a b", "an id has 1 to 64 letters"),
         ("workers[0].id", 2, "workers[1].id: 2 is the id of workers[0] too"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.metadata
 import importlib.util
 import platform
 import threading
@@ -210,19 +211,20 @@ def test_cpu_seed_leaves_the_same_state_as_torch() -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """machine(cuda=2, hip="6.4", xpu=1, mps=True) makes torch say so."""
+    """machine(cuda=2, hip="6.4"), machine(xpu=1), machine(mps=1) make torch say so."""
 
-    def build(cuda: int = 0, hip: str | None = None, xpu: int = 0, mps: bool = False) -> None:
+    def build(hip: str | None = None, **count: int) -> None:
+        kind, number = next(iter(count.items()), (None, 0))
+        cuda = count.get("cuda", 0)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.version, "cuda", "13.0" if cuda and not hip else None)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
+        there = None if kind is None else SimpleNamespace(type=kind)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: there)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: number)
+        monkeypatch.setattr(importlib.util, "find_spec", {"bitsandbytes": "installed"}.get)
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [])
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-        monkeypatch.setattr(torch.xpu, "is_available", lambda: xpu > 0)
-        monkeypatch.setattr(torch.xpu, "device_count", lambda: xpu)
         monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"Arc {device.index}")
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # all is installed
 
     return build
 
@@ -233,9 +235,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ({}, ["cpu"]),
         ({"cuda": 2}, ["cuda:0", "cuda:1", "cpu"]),
         ({"cuda": 1, "hip": "6.4"}, ["rocm:0", "cpu"]),
-        ({"mps": True}, ["mps", "cpu"]),
+        ({"mps": 1}, ["mps", "cpu"]),
         ({"xpu": 1}, ["xpu:0", "cpu"]),
-        ({"cuda": 1, "xpu": 1}, ["cuda:0", "xpu:0", "cpu"]),
+        ({"invented": 2}, ["invented:0", "invented:1", "cpu"]),
     ],
 )
 def test_devices_are_listed_by_kind_cpu_last(
@@ -258,9 +260,9 @@ def test_rocm_is_named_rocm_and_answers_to_cuda(machine: Callable[..., None]) ->
 
 
 def test_a_kind_without_a_number_means_its_first_device(machine: Callable[..., None]) -> None:
-    machine(cuda=2, xpu=1)
-    assert open_device("cuda").torch_device == torch.device("cuda", 0)
-    assert open_device("xpu").torch_device == torch.device("xpu", 0)
+    for kind in ("cuda", "xpu"):
+        machine(**{kind: 2})
+        assert open_device(kind).torch_device == torch.device(kind, 0)
     assert open_device("cpu").torch_device == torch.device("cpu")
 
 
@@ -275,6 +277,34 @@ def test_the_error_for_an_absent_device_lists_the_present_ones(
     machine()
     with pytest.raises(DeviceError, match="built without CUDA"):
         open_device("cuda")
+    with pytest.raises(DeviceError, match="torch_npu is not installed"):
+        open_device("npu:0")
+
+
+def test_an_accelerator_outside_torch_is_imported_where_it_is_installed(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine()
+    monkeypatch.setattr(importlib.util, "find_spec", {"torch_musa": "installed"}.get)
+
+    def import_module(name: str) -> None:
+        machine(musa=1)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    assert [device.name for device in list_devices()] == ["musa:0", "cpu"]
+
+
+def test_devices_of_a_plug_in_come_first_and_replace_the_general_ones(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Special(devices.AcceleratorDevice):
+        kind = "invented"
+
+    machine(invented=1)
+    plugin = SimpleNamespace(load=lambda: lambda: [Special(0)])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [plugin])
+    assert [device.name for device in list_devices()] == ["invented:0", "cpu"]
+    assert isinstance(open_device("invented"), Special)
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:-1", "", "CPU"])
@@ -329,7 +359,7 @@ def test_cuda_seed_is_this_devices_only(
 def test_mps_bfloat16_needs_macos_14(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, version: str, ok: bool
 ) -> None:
-    machine(mps=True)
+    machine(mps=1)
     monkeypatch.setattr(platform, "mac_ver", lambda: (version, ("", "", ""), "arm64"))
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 1000)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 400)
