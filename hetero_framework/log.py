@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,7 @@ class Events(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if (fields := getattr(record, "event", None)) is None:
             return
-        when = datetime.fromtimestamp(record.created, timezone.utc)
+        when = datetime.fromtimestamp(record.created, UTC)
         line = {"time": when.isoformat(timespec="milliseconds"), "process": self._process}
         line |= {name: _plain(value) for name, value in fields.items()}
         if text := record.getMessage():

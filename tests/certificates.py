@@ -49,6 +49,6 @@ YEARS = [
 def keys_of_year(monkeypatch: pytest.MonkeyPatch, year: int) -> None:
     """Certificates that are made from now on are good in that year alone: by them the clock of this
     machine is as wrong as one of 1970 or 2050 is by others."""
-    first = datetime.datetime(year, 1, 1, tzinfo=datetime.timezone.utc)
+    first = datetime.datetime(year, 1, 1, tzinfo=datetime.UTC)
     monkeypatch.setattr(x509, "_FROM", first)
     monkeypatch.setattr(x509, "_TO", first.replace(year=year + 1))

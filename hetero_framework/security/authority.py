@@ -19,8 +19,8 @@ from hetero_framework.core.identity import Identity
 from hetero_framework.errors import IdentityError
 
 # Machines at home may not know the time of day, so no certificate is too early or too late.
-_FROM = datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)
-_TO = datetime.datetime(2049, 12, 31, 23, 59, 59, tzinfo=datetime.timezone.utc)
+_FROM = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+_TO = datetime.datetime(2049, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 
 
 @dataclass(frozen=True)

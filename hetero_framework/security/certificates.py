@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from hetero_framework.core.fields import WorkerId
@@ -35,7 +35,7 @@ class Issued:
 
     @classmethod
     def now(cls, identity: Identity, serial: int) -> Issued:
-        made = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        made = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(identity.process, f"{serial:x}", made, identity.cluster)
 
 
