@@ -84,16 +84,15 @@ def test_a_directory_of_another_user_is_reported(make: Make, tmp_path: Path) -> 
         preflight(make(training={"output_dir": "closed/run"}), writes=True)
 
 
+NAMES = tiny.architecture_names()
 # Their configurations become large models, which take 10 to 35 s to be looked at.
 LARGE = ("blt", "VibeVoiceAsrForConditionalGeneration", "Emu3ForConditionalGeneration")
+FEW = set(NAMES[::8]).difference(LARGE)
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.long if name in LARGE else ())
-        for name in tiny.architecture_names()
-    ],
+    [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in NAMES],
 )
 def test_the_declared_layers_are_those_of_the_model(name: str) -> None:
     """Of every architecture: a plan that fits is never refused for what config.json says."""
