@@ -34,6 +34,7 @@ def sweep(every: int, program: str = "tests.faults.checkpoint_sweep") -> dict[st
     return cases
 
 
+@pytest.mark.long
 def test_every_thirteenth_point_of_the_sweep() -> None:
     cases = sweep(13)
     assert all(counts["points"] >= 3 for counts in cases.values())

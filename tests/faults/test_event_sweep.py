@@ -27,6 +27,7 @@ def swept(at: Path, pairs: list[str]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_few_event_pairs_end_with_the_undisturbed_result(tmp_path: Path) -> None:
     swept(tmp_path, FEW)

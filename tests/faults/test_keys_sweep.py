@@ -8,6 +8,7 @@ from tests.faults.syscall_sweep import MODES
 from tests.faults.test_checkpoint_sweep import sweep
 
 
+@pytest.mark.long
 def test_every_37th_point_of_the_sweep() -> None:
     cases = sweep(37, "tests.faults.keys_sweep")
     assert all(counts["points"] >= 3 for counts in cases.values())

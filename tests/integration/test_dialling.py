@@ -155,6 +155,7 @@ def test_own_workers_without_ports_open_none_and_come_back_in_a_new_process(
     assert listening == [f"python (process {os.getpid()})"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left_here")
 def test_over_tls_a_worker_that_dials_is_held_to_its_own_certificate(
     raw: dict[str, Any], tmp_path: Path, whole: list[tuple]

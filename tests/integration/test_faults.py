@@ -592,6 +592,7 @@ def test_advice_after_a_lost_worker_works_when_it_is_followed(
     assert_equal_runs(tmp_path / "run", whole("lora"))
 
 
+@pytest.mark.long
 def test_workers_of_another_run_of_this_machine_are_not_used(make, tmp_path) -> None:
     config = with_own_worker(make("one", [3], training={"max_steps": 5000}))
     second = config.with_changes(training={"output_dir": str(tmp_path / "two")})

@@ -411,6 +411,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     over.set()
 
 
+@pytest.mark.long
 def test_a_worker_that_stops_reading_in_a_step_is_reconnected(
     deaf: Callable[[int], None], run_saying: Any, tmp_path: Path
 ) -> None:

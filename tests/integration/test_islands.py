@@ -336,7 +336,10 @@ def train_rounds(
             {"sync_steps": 4, "fragments": 2, "delay_steps": 1, "mixing": 0.5},
             marks=pytest.mark.islands,
         ),
-        {"method": "local_sgd", "compression": "int8", "warmup_steps": 3},
+        pytest.param(
+            {"method": "local_sgd", "compression": "int8", "warmup_steps": 3},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["plain", "streaming", "warmup"],
 )

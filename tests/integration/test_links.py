@@ -89,7 +89,9 @@ def assert_equal(a: Path, b: Path) -> None:
     assert_same(weights(a), weights(b))
 
 
-@pytest.mark.parametrize("plan", [None, INTERLEAVED], ids=["chain", "interleaved"])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(None, marks=pytest.mark.long), INTERLEAVED], ids=["chain", "interleaved"]
+)
 def test_direct_links_carry_the_tensors_and_change_nothing(run, tmp_path, plan) -> None:
     cuts = [2, 4] if plan is None else []
     run("whole", [])

@@ -32,9 +32,8 @@ pytestmark = [
 
 # Dropout, tied ends, experts, soft caps and sliding windows, linear attention.
 ARCHITECTURES = [
-    "gpt2",
     "qwen3_moe",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma2", "qwen3_next")),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt2", "gemma2", "qwen3_next")),
 ]
 EXPERTS = ("qwen3_moe", "qwen3_next")
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
@@ -130,7 +129,7 @@ def test_merged_adapter_is_the_trained_model(losses, llama, texts, tmp_path) -> 
     assert_same(load_complete(merged).state_dict(), adapted.merge_and_unload().state_dict())
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.long)])
 def test_a_continued_adapter_starts_where_it_ended(model_type, losses, texts, tmp_path) -> None:
     model = {"name_or_path": str(save_tiny(tmp_path / "model", model_type))}
     data = {"train": str(texts), "eval": str(texts), "max_length": 64}
@@ -143,7 +142,9 @@ def test_a_continued_adapter_starts_where_it_ended(model_type, losses, texts, tm
     assert_same(weights(tmp_path / "second"), weights(tmp_path / "first"))
 
 
-@pytest.mark.parametrize("stored", [True, False], ids=["stored", "while_loading"])
+@pytest.mark.parametrize(
+    "stored", [True, pytest.param(False, marks=pytest.mark.long)], ids=["stored", "while_loading"]
+)
 def test_qlora(stored: bool, losses: Run, texts: Path, tmp_path: Path) -> None:
     model = save_llama(tmp_path / "model", hidden_size=64, intermediate_size=128)
     section: dict[str, Any] = {"name_or_path": str(model), "quantization": "nf4"}

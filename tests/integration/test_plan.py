@@ -126,6 +126,7 @@ def test_run_that_plans_by_itself_trains_to_the_same_bits_and_keeps_its_plan(
     assert "flowchart" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_worker_that_the_plan_leaves_out_ends_in_order_and_the_run_goes_on(
     raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +156,7 @@ def test_worker_that_the_plan_leaves_out_ends_in_order_and_the_run_goes_on(
     assert 2 not in {entry["id"] for entry in plan["shard_plan"]}
 
 
+@pytest.mark.long
 def test_worker_that_goes_away_while_it_is_measured_is_named(
     raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,9 +35,8 @@ INTERLEAVED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "adapter", [pytest.param(None, marks=pytest.mark.long), LORA], ids=["full", "lora"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
 def test_per_layer_inputs_and_shared_keys_cross_and_get_gradients(
     adapter, losses, tmp_path
 ) -> None:

@@ -74,6 +74,7 @@ def test_interleaving_that_gains_too_little_is_not_taken(monkeypatch: pytest.Mon
     assert found.best.seconds > least_s
 
 
+@pytest.mark.long
 def test_the_same_rules_give_the_same_plan() -> None:
     one, other = (searched(rules_of(UNLIKE, chunks=True)) for _ in range(2))
     assert one.best.layout == other.best.layout
