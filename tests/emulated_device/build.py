@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ def why_not() -> str | None:
         return "the emulated device takes the place of CUDA: it needs a CPU build of torch"
     if shutil.which("c++") is None:
         return "no C++ compiler is found (Debian and Ubuntu: apt install g++)"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "Python's headers are missing (Debian and Ubuntu: apt install python3-dev)"
     return None
 
 
