@@ -22,7 +22,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from functools import partial
+from typing import Any, ClassVar, TypeVar, cast
 
 import psutil
 import torch
@@ -35,6 +36,8 @@ _POLL_S = 0.0002
 _CLOCK_AGE_S = 5.0
 _CLOCK_TRIES = 3
 _CLOCK_WIDTH_S = 100e-6
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -760,7 +763,7 @@ def list_devices() -> list[Device]:
     """Every device of this machine, the CPU last. torch has one kind of accelerator at a time."""
     devices: list[Device] = []
     for plugin in importlib.metadata.entry_points(group=PLUGINS):
-        devices += plugin.load()()
+        devices += _tried(f"the plug-in {plugin.value}", partial(_devices_from, plugin)) or ()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         accelerator = _out_of_tree()
@@ -776,9 +779,23 @@ PLUGINS = "hetero_framework.devices"
 def _out_of_tree() -> torch.device | None:
     for module in OUT_OF_TREE.values():
         if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            importlib.import_module(module)
+            _tried(module, partial(importlib.import_module, module))
             return torch.accelerator.current_accelerator(check_available=True)
     return None
+
+
+def _devices_from(plugin: importlib.metadata.EntryPoint) -> list[Device]:
+    return cast(list[Device], plugin.load()())
+
+
+def _tried(name: str, call: Callable[[], _T]) -> _T | None:
+    """What a vendor's package returns; None, with a warning, when it fails: whatever it raises, as
+    where its driver is missing, the machine's other devices still work."""
+    try:
+        return call()
+    except Exception as error:
+        _log.warning("%s cannot be used: %s: %s", name, type(error).__name__, error)
+        return None
 
 
 def _devices_of(kind: str) -> list[Device]:

@@ -20,7 +20,6 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/mman.h>
@@ -666,16 +665,19 @@ bool is_queued(const Tensor& host, const Tensor& other, bool non_blocking) {
   return non_blocking && host.scalar_type() == other.scalar_type() && pinned_memory.holds(host.data_ptr());
 }
 
+void queue_copy(Stream& stream, Tensor from, Tensor to, void* pinned) {
+  pinned_memory.add_copies(pinned, 1);
+  stream.submit([=] {
+    to.copy_(from);
+    pinned_memory.add_copies(pinned, -1);
+  });
+}
+
 void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   Stream& stream = current_stream(from.get_device());
   Tensor source = aliased(from), target = borrowed(to);
   if (is_queued(to, from, non_blocking)) {
-    void* pointer = to.data_ptr();
-    pinned_memory.add_copies(pointer, 1);
-    stream.submit([=] {
-      target.copy_(source);
-      pinned_memory.add_copies(pointer, -1);
-    });
+    queue_copy(stream, source, target, to.data_ptr());
     return;
   }
   note_sync(non_blocking ? "a copy to pageable memory" : "a copy to the host");
@@ -687,13 +689,7 @@ void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
   Stream& stream = current_stream(to.get_device());
   Tensor target = aliased(to);
   if (is_queued(from, to, non_blocking)) {
-    Tensor source = borrowed(from);
-    void* pointer = from.data_ptr();
-    pinned_memory.add_copies(pointer, 1);
-    stream.submit([=] {
-      target.copy_(source);
-      pinned_memory.add_copies(pointer, -1);
-    });
+    queue_copy(stream, borrowed(from), target, from.data_ptr());
     return;
   }
   Tensor staged = from.clone();  // by the driver, before the call returns
@@ -877,10 +873,7 @@ class Call {
     device_ = current_device;
     for (const auto& argument : arguments_) look_at(argument);
     for (const auto& result : schema.returns()) makes_tensors_ |= !is_written(result);
-    for (const auto& argument : schema.arguments()) {
-      is_inplace_ |= is_written(argument);
-      is_out_ |= argument.is_out();
-    }
+    for (const auto& argument : schema.arguments()) is_out_ |= argument.is_out();
   }
 
   void run() {
@@ -1018,7 +1011,7 @@ class Call {
   Stack* stack_;
   Stack arguments_;
   int device_;
-  bool random_ = false, needs_values_ = false, makes_tensors_ = false, is_inplace_ = false, is_out_ = false;
+  bool random_ = false, needs_values_ = false, makes_tensors_ = false, is_out_ = false;
 };
 
 void any_operation(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(); }

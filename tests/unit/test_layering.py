@@ -251,12 +251,12 @@ def test_light_modules_do_not_import_torch() -> None:
 
 
 # Where an error nobody expected is handed to whoever waits: the outermost loop of a process, of a
-# thread, or what records how a run ended and raises it again.
+# thread, what records how a run ended and raises it again, or a vendor's package of devices.
 BROAD = {
     "cli.py": 1,
     "cluster/worker.py": 2,
     "core/threads.py": 1,
-    "core/devices.py": 1,
+    "core/devices.py": 2,
     "core/link.py": 3,
     "engine/boundary_io.py": 1,
     "trainer/coordinator.py": 1,

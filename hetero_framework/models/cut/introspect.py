@@ -81,8 +81,8 @@ class ModelStructure:
     block i, `num_layers` the last. `shared` gives the blocks (-1: before the first) beside which a
     parameter is used, if more than one. `sides` are the tensors that cross boundaries beside the
     hidden state; `id_readers` the blocks that read values of the token ids alone; `holders` those
-    whose received hidden state the model itself goes on using behind them; `reports` the calls in
-    blocks whose outputs it uses behind all of them, in order. `running` are the blocks that run;
+    after which the model itself still uses the hidden state that they received; `reports` the calls
+    in blocks whose outputs it uses behind all of them, in order. `running` are the blocks that run;
     those that text alone does not reach stay as they are. `hidden_shape` is a hidden state's in the
     tiny copy, whose hidden size is `tiny_width`; it has `token_factor` tokens for each one of the
     text (ProphetNet predicts several), and `more_tokens` that the model adds to each row (a prompt

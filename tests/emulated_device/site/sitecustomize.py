@@ -83,9 +83,9 @@ def _fill_in() -> None:
 
 
 def _namespace(torch: Any, native: Any) -> dict[str, Any]:
-    """What the namespace of an accelerator (torch.cuda, torch.xpu) has."""
+    """The functions and classes of an accelerator's namespace, named as in torch.cuda."""
     kind = torch._C._get_accelerator().type
-    type_number = torch.device(kind).type and torch.Stream(device=kind).device_type
+    type_number = torch.Stream(device=kind).device_type
 
     def index(device: Any = None) -> int:
         if device is None:

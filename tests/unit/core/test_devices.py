@@ -301,10 +301,28 @@ def test_devices_of_a_plug_in_come_first_and_replace_the_general_ones(
         kind = "invented"
 
     machine(invented=1)
-    plugin = SimpleNamespace(load=lambda: lambda: [Special(0)])
+    plugin = SimpleNamespace(value="a:b", load=lambda: lambda: [Special(0)])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [plugin])
     assert [device.name for device in list_devices()] == ["invented:0", "cpu"]
     assert isinstance(open_device("invented"), Special)
+
+
+def test_a_vendors_package_that_fails_leaves_the_other_devices(
+    machine: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: str) -> None:
+        raise OSError("libascendcl.so: cannot open shared object file")
+
+    machine()
+    plugin = SimpleNamespace(value="vendor:devices", load=fail)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [plugin])
+    monkeypatch.setattr(importlib.util, "find_spec", {"torch_npu": "installed"}.get)
+    monkeypatch.setattr(importlib, "import_module", fail)
+    assert [device.name for device in list_devices()] == ["cpu"]
+    for name in ("the plug-in vendor:devices", "torch_npu"):
+        assert f"{name} cannot be used: OSError: libascendcl.so" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:-1", "", "CPU"])
