@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import math
@@ -191,22 +192,28 @@ def test_a_step_with_lost_spans_is_written_all_the_same(tmp_path: Path) -> None:
         assert steps_in(tmp_path, [1, 2, 3, 4, 5]) == [1, 2, 3, 4, 5]
 
 
-def test_fifty_thousand_events_take_the_training_thread_no_half_second(tmp_path: Path) -> None:
+def test_the_training_thread_writes_no_events(tmp_path: Path) -> None:
+    """Fifty thousand cost it about a fortieth of what it takes to read them again."""
     config = config_of(["local"], output_dir=str(tmp_path), timeline_steps=-1)
     span: Span = {"kind": "forward_backward", "stage": 0}
     seconds = 0.0
-    with Timeline(config) as timeline:
-        for step in range(1250):
-            times = [step + k / 100 for k in range(40)]
-            spans = [
-                {**span, "step": step, "micro_batch": k, "began": at, "ended": at + 0.005}
-                for k, at in enumerate(times)
-            ]
-            began = time.thread_time()
-            timeline.add("local", spans)
-            seconds += time.thread_time() - began
-    assert seconds < 0.5
+    gc.disable()  # a collection looks at all that the process holds
+    try:
+        with Timeline(config) as timeline:
+            for step in range(1250):
+                times = [step + k / 100 for k in range(40)]
+                spans = [
+                    {**span, "step": step, "micro_batch": k, "began": at, "ended": at + 0.005}
+                    for k, at in enumerate(times)
+                ]
+                began = time.thread_time()
+                timeline.add("local", spans)
+                seconds += time.thread_time() - began
+    finally:
+        gc.enable()
+    began = time.thread_time()
     raw = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))
+    assert seconds < (time.thread_time() - began) / 2
     assert sum(entry.get("cat") == "forward_backward" for entry in raw["traceEvents"]) == 50_000
 
 
