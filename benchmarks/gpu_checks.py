@@ -27,7 +27,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from transformers import logging as transformers_logging
 
-from benchmarks import environment
 from benchmarks.network import free_ports
 from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, DeviceEvent, open_device
@@ -100,46 +99,49 @@ TINY = Size(
 # ------------------------------------------------------------------------------------ the program
 
 
-def run(
-    device_name: str,
-    checks: Mapping[str, Callable[[Bench], Result]],
-    *,
-    tiny: bool,
-    minutes: float,
-    save: bool,
-) -> int:
-    """Do the checks in turn, print each result by its name; the exit code."""
-    report = Report(save)
+def run(device_name: str, checks: Mapping[str, Callable[[Bench], Result]], *, tiny: bool) -> None:
+    """Print what the device is, do the checks in turn, and print each result by its name.
+
+    Ends early where the device fails for good in this process, as after a device-side assert;
+    `benchmarks.gpu` does the rest in another.
+    """
     try:
         device = open_device(device_name)
     except HeteroError as error:
-        report.skip_all(checks, str(error))
-        return report.finish()
+        skip_all(checks, str(error))
+        return
     if device.kind == "cpu" and device_name == "auto":
-        report.skip_all(checks, f"this machine has no GPU that torch {torch.__version__} can use")
-        return report.finish()
-    report.about = {
-        **{"device": device.name, "label": device.label, "tiny": tiny},
-        "compute_mode": compute_mode(),
-    }
-    print(json.dumps(report.about), flush=True)
-    # Nothing may outlast the time that was given; the workers end with this process.
-    watchdog = threading.Timer(minutes * 60, report.out_of_time)
-    watchdog.daemon = True
-    watchdog.start()
+        skip_all(checks, f"this machine has no GPU that torch {torch.__version__} can use")
+        return
+    size = TINY if tiny else Size()
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        Bench(device, size, Path(folder)) as bench,
+    ):
+        about = {"device": device.name, "label": device.label, "tiny": tiny}
+        show({**about, "compute_mode": compute_mode()})
+        for name, check in checks.items():
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            show({"check": name, **guarded(check, bench)})
+            if not usable(device):
+                return
+
+
+def show(line: Result) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def skip_all(checks: Iterable[str], reason: str) -> None:
+    for name in checks:
+        show({"check": name, "skipped": reason})
+
+
+def usable(device: Device) -> bool:
     try:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            report.folder = folder
-            with Bench(device, TINY if tiny else Size(), Path(folder)) as bench:
-                for name, check in checks.items():
-                    report.begin(name)
-                    report.add(name, guarded(check, bench))
-    except Exception as error:
-        report.add("start", failure(error))
-    finally:
-        watchdog.cancel()
-        code = report.finish()
-    return code
+        device.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def compute_mode() -> str | None:
@@ -163,55 +165,14 @@ def guarded(check: Callable[[Bench], Result], bench: Bench) -> Result:
     except Skip as skip:
         return {"skipped": str(skip)}
     except Exception as error:  # whatever it is, the other checks go on
-        result = failure(error)
+        result = {"ok": False, "reason": f"{type(error).__name__}: {error}"[:2000]}
     with contextlib.suppress(RuntimeError):  # where the device has failed for good
         bench.device.empty_cache()
     return {**result, "seconds": round(time.perf_counter() - began, 1)}
 
 
-def failure(error: Exception) -> Result:
-    return {"ok": False, "reason": f"{type(error).__name__}: {error}"[:2000]}
-
-
 class Skip(Exception):
     """A check that makes no sense here, and why."""
-
-
-class Report:
-    """Prints results as they come and keeps them."""
-
-    def __init__(self, save: bool) -> None:
-        self.about: Result = {}
-        self.results: list[Result] = []
-        self.folder: str | None = None
-        self._save = save
-        self._current = "start"
-
-    def begin(self, name: str) -> None:
-        self._current = name
-        print(f"{name} ...", file=sys.stderr, flush=True)
-
-    def add(self, name: str, result: Result) -> None:
-        self.results.append({"check": name, **result})
-        print(json.dumps(self.results[-1]), flush=True)
-
-    def skip_all(self, checks: Iterable[str], reason: str) -> None:
-        for name in checks:
-            self.add(name, {"skipped": reason})
-
-    def finish(self) -> int:
-        if self._save:
-            whole = {"benchmark": "gpu", **self.about, "checks": self.results}
-            whole["environment"] = environment.describe()
-            print(f"saved {environment.save('gpu', whole)}", file=sys.stderr)
-        return int(any(result.get("ok") is False for result in self.results))
-
-    def out_of_time(self) -> None:
-        self.add(self._current, {"ok": False, "reason": "out of time; --minutes sets the limit"})
-        self.finish()
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        os._exit(1)
 
 
 # -------------------------------------------------------------------------- workers, models, runs

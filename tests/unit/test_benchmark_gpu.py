@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,26 +28,99 @@ def test_without_a_gpu_every_check_is_skipped_and_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_checks, "open_device", lambda name: Device())
-    assert gpu.main([]) == 0
+    assert gpu.main(["--here"]) == 0
     results = printed(capsys)
     assert [result["check"] for result in results] == list(gpu.CHECKS)
     assert all("no GPU" in result["skipped"] for result in results)
 
 
 def test_unknown_device_and_check_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main(["--device", "cuda:77", "--only", "copies"]) == 0
+    assert gpu.main(["--here", "--device", "cuda:77", "--only", "copies"]) == 0
     assert "no device 'cuda:77'" in printed(capsys)[0]["skipped"]
     with pytest.raises(SystemExit):
         gpu.main(["--only", "parity"])
     assert "no such check: parity" in capsys.readouterr().err
 
 
-def test_missing_packages_are_named(
+def test_missing_packages_are_named_with_wheels_to_bring(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "missing_packages", lambda: ["peft", "msgpack"])
+    monkeypatch.setitem(gpu._PACKAGES, "no_such_package", "no-such-package")
     assert gpu.main([]) == 2
-    assert "pip install peft msgpack" in printed(capsys)[0]["reason"]
+    reason = printed(capsys)[0]["reason"]
+    assert "pip install no-such-package" in reason
+    assert "--dest wheels no-such-package" in reason
+
+
+def supervised(
+    monkeypatch: pytest.MonkeyPatch, program: str, checks: str, minutes: float = 5
+) -> list[dict[str, Any]]:
+    """What `supervise` shows where the process that does the checks is `program`; the checks are
+    its arguments."""
+    made = subprocess.Popen
+
+    def popen(command: list[str], **settings: Any) -> Any:
+        names = command[command.index("--only") + 1].split(",")
+        return made([sys.executable, "-c", f"{IMPORTS}{program}", *names], **settings)
+
+    monkeypatch.setattr(gpu.subprocess, "Popen", popen)
+    shown: list[dict[str, Any]] = []
+    options = gpu.arguments(["--only", checks, "--minutes", str(minutes)])
+    gpu.supervise(options, shown.append)
+    return shown
+
+
+IMPORTS = """
+import json, os, sys, time
+print('{"device": "card:0"}', flush=True)
+names = sys.argv[1:]
+def done(name, **result): print(json.dumps({"check": name, **result}), flush=True)
+"""
+THREE = "codecs,copies,tied"
+
+
+def test_each_check_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "print('of a library')\nfor name in names: done(name, ok=True)"
+    about, *results = supervised(monkeypatch, program, THREE)
+    assert about == {"device": "card:0"}
+    assert results == [{"check": name, "ok": True} for name in THREE.split(",")]
+
+
+def test_a_check_that_ends_its_process_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "for name in names:\n  if name == 'copies': os._exit(134)\n  done(name, ok=True)"
+    results = [line for line in supervised(monkeypatch, program, THREE) if "check" in line]
+    assert [line["ok"] for line in results] == [True, False, True]
+    assert "exit code 134" in results[1]["reason"]
+
+
+def test_a_device_that_failed_for_good_is_left_to_a_new_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = supervised(monkeypatch, "done(names[0], ok=False)", THREE)
+    assert [line.get("check") for line in shown if "check" in line] == THREE.split(",")
+    assert sum("device" in line for line in shown) == 3
+
+
+def test_a_check_that_hangs_ends_after_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_SHARES", 0.05)
+    program = "for name in names:\n  if name == 'copies': time.sleep(600)\n  done(name, ok=True)"
+    results = [line for line in supervised(monkeypatch, program, THREE, 3.0) if "check" in line]
+    assert [line["ok"] for line in results] == [True, False, True]
+    assert "share" in results[1]["reason"]
+
+
+def test_what_there_was_no_time_for_has_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert supervised(monkeypatch, "", THREE, 0.0) == [
+        {"check": name, "ok": False, "reason": "not run: 0 minutes over"}
+        for name in THREE.split(",")
+    ]
+
+
+def test_a_process_that_cannot_start_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "IMPORTS", "")
+    (only,) = supervised(monkeypatch, "raise SystemExit(3)", THREE)
+    assert only["check"] == "start"
+    assert "exit code 3" in only["reason"]
 
 
 def test_every_check_that_is_named_exists() -> None:
