@@ -251,6 +251,7 @@ def worker(config: Config, tmp_path: Path) -> Iterator[Worker]:
         made.kill()
 
 
+@pytest.mark.long
 def test_a_worker_that_stays_away_is_done_without_and_taken_back(
     config: Config, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def test_the_product_slowed_on_purpose_is_slower(network: Network) -> None:
     assert tardy["ratio"] > fast["ratio"]
 
 
+@pytest.mark.long
 def test_torch_slowed_on_purpose_is_slower(network: Network) -> None:
     with Ranks(network, LOAD) as ranks:
         plain = {name: ranks.run(name, 1, LIMIT_S) for name in PEERS}
@@ -182,6 +183,7 @@ def test_no_port_splits_the_segments_that_the_kernel_sends(rate_bit_s: float) ->
     assert burst_bytes(rate_bit_s) >= largest
 
 
+@pytest.mark.long
 @needs_root
 def test_bare_sockets_measure_a_shaped_network() -> None:
     with open_network("100mbit", 3) as shaped:

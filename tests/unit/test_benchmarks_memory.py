@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.stage_memory import CASES, Case, run
 
 TINY = {
@@ -18,6 +20,7 @@ def test_the_cases_are_those_that_were_asked_for() -> None:
         assert word in names
 
 
+@pytest.mark.long
 def test_estimates_of_a_llama_match_the_memory_of_its_stages() -> None:
     cuts = (("local", 0, 1), (1, 1, 2), ("local", 2, 3))
     row = run(Case("tiny", model=TINY, tokens=24, cuts=cuts))

@@ -19,6 +19,7 @@ def test_figures_are_those_of_the_samples() -> None:
     assert figures["ratio_to_gloo"] == 2.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("relay", [[], ["--relay"]], ids=["direct", "relayed"])
 @pytest.mark.parametrize("mb", ["0", pytest.param("0.5", marks=pytest.mark.long)])
 def test_receiver_slowed_on_purpose_is_slower(mb: str, relay: list[str]) -> None:

@@ -101,6 +101,7 @@ def test_frozen_embedding_has_no_backward_pass(tmp_path: Path) -> None:
     assert found.layers[0].backward_s > 0
 
 
+@pytest.mark.long
 def test_quantised_layers_are_measured_as_such_without_the_models_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

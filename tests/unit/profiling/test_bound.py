@@ -25,6 +25,7 @@ def taken(trace: Trace, step: int) -> float:
     return max(task.ended for task in tasks) - min(task.began for task in tasks)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     devices=st.sampled_from([[0], [0, 1], [0, 1, 2], [0, 1, 0, 1], [0, 1, 2, 0], [0, 0, 1, 2, 2]]),

@@ -26,9 +26,14 @@ from tests.unit.models.files.test_export import files_of
 
 CLASSES = [
     "Gemma3ForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
-    "LlavaNextForConditionalGeneration",
+    *(
+        pytest.param(name, marks=pytest.mark.long)
+        for name in (
+            "Mistral3ForConditionalGeneration",
+            "Qwen3VLMoeForConditionalGeneration",
+            "LlavaNextForConditionalGeneration",
+        )
+    ),
 ]
 
 
@@ -156,6 +161,7 @@ def test_an_adapter_is_one_of_the_original_class(name, excluded, tmp_path) -> No
     assert configs[0].exclude_modules == configs[1].exclude_modules
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("modules", [("q_proj", "down_proj"), ("q_proj", "lm_head")])
 def test_a_merged_adapter_is_a_whole_checkpoint(modules, tmp_path) -> None:
     name = "Gemma3ForConditionalGeneration"

@@ -83,6 +83,7 @@ def test_blocks_that_read_their_input_twice_are_bit_equal_in_autocast(
     assert "differs by" in verify_model(model_type=model_type).half
 
 
+@pytest.mark.long
 def test_weights_of_several_layers_are_summed_in_more_bits_than_in_the_whole() -> None:
     """There all uses share one narrow copy."""
     result = verify_model(model_type="zamba2")

@@ -196,6 +196,7 @@ def test_several_stages_are_split_and_joined_for_few_devices(
     assert len(further[0]) > len(further[1])
 
 
+@pytest.mark.long
 def test_with_many_unlike_devices_the_first_ones_come_again() -> None:
     """0.85 of the step with a stage each; 0.95 without starts of this form, 0.89 where the critical
     path does not say which layers to move."""
@@ -231,7 +232,7 @@ def test_a_split_that_needs_all_its_moves_is_found() -> None:
     assert plan(profile).predicted_step_s <= given.predicted_step_s
 
 
-@pytest.mark.parametrize("number", [0, 2, 4, 12])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.long), 2, 4, 12])
 def test_chunks_never_make_a_plan_longer(number: int) -> None:
     profile = random_fleet_of(number)
     without = plan(profile, allow=["checkpointing"])
