@@ -175,7 +175,9 @@ class Cluster:
 
     def start(self, needed: Collection[WorkerId] | None = None) -> dict[WorkerId, MachineFacts]:
         """Start this machine's workers and connect to the `needed` ones (default: all); return each
-        process's device. The others need not be there yet, see `returned`."""
+        process's device. The others need not be there yet, see `returned`. The thread that calls
+        it is the computing one."""
+        self.device.use()
         self._peers.listen()
         self._local.start()
         self._local.report()

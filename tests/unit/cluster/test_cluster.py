@@ -17,6 +17,7 @@ from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.cluster.loaded_pipeline import Boundaries, gradient_needs
 from hetero_framework.cluster.membership import Event, Membership, WorkerState
 from hetero_framework.config import Config
+from hetero_framework.core.devices import Device
 from hetero_framework.core.messages import (
     Body,
     Bye,
@@ -211,6 +212,22 @@ def test_f20_another_torch_version_is_reported(
     cluster().start()
     (line,) = [line for line in logged if "equal to the last bit only" in line]
     assert "worker 2 has torch 0.4.0" in line
+
+
+def test_the_thread_that_starts_it_makes_its_device_the_current_one(
+    links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[threading.Thread] = []
+
+    class Recording(Device):
+        def use(self) -> None:
+            used.append(threading.current_thread())
+
+    monkeypatch.setattr(cluster_module, "open_device", lambda name: Recording())
+    monkeypatch.setattr(cluster_module.LocalWorkers, "start", lambda self: None)
+    links.connect_all = lambda workers: {}  # type: ignore[method-assign]
+    cluster().start()
+    assert used == [threading.current_thread()]
 
 
 @pytest.mark.usefixtures("one_plan")
