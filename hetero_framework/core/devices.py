@@ -39,6 +39,7 @@ _CLOCK_WIDTH_S = 100e-6
 
 _T = TypeVar("_T")
 
+_IDLE_S = 0.5
 _log = logging.getLogger(__name__)
 
 
@@ -307,7 +308,8 @@ class _QueuedEvent(DeviceEvent):
 
 class _Watcher:
     """A thread that waits for events one after the other, as they are made: so each is seen when
-    it is reached, and the tensors that it holds live until then."""
+    it is reached, and the tensors that it holds live until then. It ends when none come, and the
+    next one starts it again."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[_QueuedEvent] = queue.SimpleQueue()
@@ -325,7 +327,12 @@ class _Watcher:
         while True:
             try:
                 # No name for the event: it would keep the last one alive.
-                self._events.get().wait()
+                self._events.get(timeout=_IDLE_S).wait()
+            except queue.Empty:
+                with self._lock:
+                    if self._events.empty():
+                        self._thread = None
+                        return
             except Exception as error:
                 # The computing thread meets it as well; this one goes on with the next event.
                 _log.debug("a device event cannot be waited for: %s", error)
