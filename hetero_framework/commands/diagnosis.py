@@ -452,7 +452,7 @@ def four_bit(view: MachineView) -> Problems:
     reasons = devices_known(view.config, view.local_ids)
     for id, asked in view.workers.items():
         if asked.welcome is not None:
-            reasons[id] = asked.welcome.no_four_bit or reasons.get(id)
+            reasons[id] = asked.welcome.no_four_bit
     try:
         check_devices(view.config, view.model, reasons)
     except UserError as error:

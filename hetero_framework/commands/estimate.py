@@ -29,7 +29,7 @@ from hetero_framework.config import (
     apply_override,
 )
 from hetero_framework.core import addresses
-from hetero_framework.core.devices import WITHOUT_FOUR_BIT, open_device
+from hetero_framework.core.devices import open_device, without_four_bit
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.data.sources import find_sources
@@ -90,7 +90,7 @@ def estimate_fleet(
 
 
 def _no_four_bit(device: KnownDevice) -> str | None:
-    return WITHOUT_FOUR_BIT["mps"] if device.kind == "apple" else None
+    return without_four_bit("mps") if device.kind == "apple" else None
 
 
 def _job(

@@ -279,9 +279,9 @@ def _own_device(name: str) -> str:
 
 
 def _lacks_four_bit(kind: str) -> bool:
-    from hetero_framework.core.devices import WITHOUT_FOUR_BIT  # imports torch
+    from hetero_framework.core.devices import without_four_bit  # imports torch
 
-    return kind in WITHOUT_FOUR_BIT
+    return without_four_bit(kind) is not None
 
 
 def _check_quantised(config: Config, here: Sequence[str]) -> None:
@@ -293,7 +293,7 @@ def _check_quantised(config: Config, here: Sequence[str]) -> None:
     if asks and not any(config.quantization(owner) for owner in owners):
         raise UserError(
             "no machine of these has 4 bits, which qlora needs",
-            hint="take --adapter lora, or add a machine with an NVIDIA, AMD or Intel GPU",
+            hint="take --adapter lora, or add a machine with an NVIDIA, AMD, Intel or Apple GPU",
         )
     from hetero_framework.models.cut.shard import load_model_config
     from hetero_framework.models.files.quantization import check_devices, devices_known

@@ -96,8 +96,8 @@ class Machine(Section):
     shared evenly by the processes of the plan on it."""
     quantization: Literal["nf4", "int8", "none"] | None = None
     """For the layers that the process holds, instead of model.quantization: "none" is full
-    precision, for a device without 4 bits (mps) beside others with. null: as that says. A layer
-    keeps its kind as long as a run lasts: it moves between machines of one kind only."""
+    precision, for a device without 4 bits beside others with. null: as that says. A layer keeps
+    its kind as long as a run lasts: it moves between machines of one kind only."""
 
     @field_validator("device")
     @classmethod

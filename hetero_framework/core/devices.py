@@ -13,8 +13,10 @@ import gc
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import platform
 import queue
+import re
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 import psutil
@@ -36,10 +39,10 @@ _POLL_S = 0.0002
 _CLOCK_AGE_S = 5.0
 _CLOCK_TRIES = 3
 _CLOCK_WIDTH_S = 100e-6
+_IDLE_S = 0.5
 
 _T = TypeVar("_T")
 
-_IDLE_S = 0.5
 _log = logging.getLogger(__name__)
 
 
@@ -133,20 +136,22 @@ class Device:
         """Whether it has bfloat16, and float16 where that is not among the native ones."""
         return Support(True, "works on every CPU; fast only where the CPU has instructions")
 
+    def check(self) -> None:
+        """Raise DeviceError, with the build to install, where this torch has no kernels for it."""
+
+    def features(self) -> dict[str, Support]:
+        """What it offers for transfers and measurements, tried out; empty for a CPU."""
+        return {}
+
     def four_bit(self) -> Support:
         """Whether bitsandbytes can hold 4-bit weights on this device."""
-        if importlib.util.find_spec("bitsandbytes") is None:
-            return Support(False, "bitsandbytes is not installed (pip install bitsandbytes)")
-        return self._four_bit()
+        return _four_bit_on(self.torch_device.type)
 
     @property
     def no_four_bit(self) -> str | None:
         """Why it has no 4 bits; None where it has."""
         support = self.four_bit()
         return None if support else support.reason
-
-    def _four_bit(self) -> Support:
-        return Support(True, "bitsandbytes on the CPU; slow, for trying out")
 
     def use(self) -> None:
         """For the computing thread: make this its current device (bitsandbytes, Triton kernels)."""
@@ -404,8 +409,13 @@ class AcceleratorDevice(Device):
             return Support(True, "native" if is_supported else "torch does not say")
         return Support(False, f"this {self.kind} device has no bfloat16; use float16")
 
-    def _four_bit(self) -> Support:
-        return Support(False, f"no 4 bits are known to work on {self.kind}; use bfloat16 there")
+    def features(self) -> dict[str, Support]:
+        return {
+            "streams": _offered(partial(self._side_stream, "out")),
+            "events with time": _offered(self._read_clock),
+            "memory figures": _offered(self.memory),
+            "pinned memory": _offered(partial(self._pinned, 1)),
+        }
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.torch_device)
@@ -437,13 +447,16 @@ class AcceleratorDevice(Device):
 
     def allocate_pinned(self, nbytes: int) -> memoryview:
         """Pinned memory; plain memory where the system gives no more that is pinned."""
-        # Without the device set, a thread's first pinned buffer could wake device 0 as well.
         try:
-            with self._current():
-                pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            pinned = self._pinned(nbytes)
         except RuntimeError:
             return super().allocate_pinned(nbytes)
         return memoryview(pinned.numpy().data)  # the view keeps the tensor alive
+
+    def _pinned(self, nbytes: int) -> torch.Tensor:
+        # Without the device set, a thread's first pinned buffer could wake device 0 as well.
+        with self._current():
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
         clock = self._device_clock()
@@ -604,6 +617,26 @@ class CudaDevice(_NamespaceDevice):
     # Waiting threads sleep: a spinning one would take a core from the computing thread.
     _event_options: ClassVar[dict[str, bool]] = {"blocking": True}
 
+    def check(self) -> None:
+        built_for = torch.cuda.get_arch_list()
+        if built_for and (lacking := self._lacks(built_for)) is not None:
+            what, hint = lacking
+            raise DeviceError(
+                f"{self.name} ({self.label}) has {what}, and torch {torch.__version__} has kernels"
+                f" for {', '.join(built_for)} alone",
+                hint=hint,
+            )
+
+    def _lacks(self, built_for: Sequence[str]) -> tuple[str, str] | None:
+        """What the GPU is and what to do, where none of these kernels run on it."""
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        if any(_runs_on(entry, major, minor) for entry in built_for):
+            return None
+        hint = "install a newer torch, or one that is built for a newer CUDA"
+        if (major, minor) < (7, 5):
+            hint = _CUDA_12_6 if major >= 5 else 'no build has any: set "device" to another'
+        return f"compute capability {major}.{minor}", hint
+
     def _half(self) -> Support:
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         if major >= 8:
@@ -611,11 +644,11 @@ class CudaDevice(_NamespaceDevice):
         text = f"compute capability {major}.{minor}; bfloat16 needs 8.0; use float16"
         return Support(False, text, emulated=True)
 
-    def _four_bit(self) -> Support:
-        major, minor = torch.cuda.get_device_capability(self.torch_device)
-        if major >= 6:
-            return Support(True, f"bitsandbytes on CUDA (compute capability {major}.{minor})")
-        return Support(False, f"compute capability {major}.{minor}; bitsandbytes needs 6.0")
+    def four_bit(self) -> Support:
+        support, needs = super().four_bit(), "bitsandbytes needs compute capability 6.0"
+        if support and torch.cuda.get_device_capability(self.torch_device) < (6, 0):
+            return Support(False, f"{needs}; use float16 there")
+        return support
 
 
 class RocmDevice(CudaDevice):
@@ -623,13 +656,60 @@ class RocmDevice(CudaDevice):
 
     kind = "rocm"
 
-    def _half(self) -> Support:
-        if torch.cuda.is_bf16_supported():
-            return Support(True, f"ROCm {torch.version.hip}")
-        return Support(False, "this GPU has no bfloat16; use float16")
+    @property
+    def _architecture(self) -> str:
+        """LLVM's name of the GPU's instruction set, such as "gfx90a"."""
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        return str(properties.gcnArchName).partition(":")[0]
 
-    def _four_bit(self) -> Support:
-        return Support(True, f"bitsandbytes on ROCm {torch.version.hip}")
+    def _lacks(self, built_for: Sequence[str]) -> tuple[str, str] | None:
+        names = {entry.partition(":")[0] for entry in built_for}
+        if (
+            self._architecture in names
+            or any(name.endswith("-generic") for name in names)
+            or "HSA_OVERRIDE_GFX_VERSION" in os.environ
+        ):
+            return None
+        return f"the instruction set {self._architecture}", (
+            "install a torch for ROCm that has it; or, where the list has a close relative, set"
+            " HSA_OVERRIDE_GFX_VERSION to that one's version, such as 10.3.0 for gfx1030"
+        )
+
+    def _half(self) -> Support:
+        # torch.cuda.is_bf16_supported says yes to every AMD GPU.
+        if self._architecture.startswith(_WITHOUT_BFLOAT16):
+            text = f"{self._architecture} computes bfloat16 in float32; use float16"
+            return Support(False, text, emulated=True)
+        return Support(True, f"native ({self._architecture})")
+
+    def four_bit(self) -> Support:
+        return Device.four_bit(self)
+
+
+_CUDA_12_6 = (
+    "install the torch that is built for CUDA 12.6, which has kernels for 5.0 to 8.6: pip install"
+    " --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
+)
+_ENTRY = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
+_WITHOUT_BFLOAT16 = (
+    *("gfx7", "gfx8", "gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c"),
+    "gfx10",
+)
+"""AMD's instruction sets before CDNA 1 (gfx908) and RDNA 3 (gfx11)."""
+
+
+def _runs_on(entry: str, major: int, minor: int) -> bool:
+    """Whether kernels built for an entry of torch.cuda.get_arch_list run on a compute capability.
+    Binaries (sm) run within their major version, PTX (compute) on all that is newer; a suffix
+    binds them to one capability (a) or to its family (f)."""
+    match = _ENTRY.fullmatch(entry)
+    if match is None:
+        return True  # nothing is known of it
+    form, suffix = match[1], match[4]
+    built, there = (int(match[2]), int(match[3])), (major, minor)
+    if suffix == "a":
+        return there == built
+    return there >= built and (major == built[0] or (form == "compute" and not suffix))
 
 
 class _PolledEvent(_QueuedEvent):
@@ -678,8 +758,13 @@ class MpsDevice(Device):
             return Support(True, f"macOS {version}")
         return Support(False, f"macOS {version}; bfloat16 on MPS needs macOS 14; use float16")
 
-    def _four_bit(self) -> Support:
-        return Support(False, WITHOUT_FOUR_BIT["mps"])
+    def features(self) -> dict[str, Support]:
+        return {
+            "streams": Support(False, "one queue, for copies as well"),
+            "events with time": Support(False, "a thread sees when they are reached"),
+            "memory figures": _offered(self.memory),
+            "pinned memory": Support(False, "it shares the machine's memory"),
+        }
 
     def synchronize(self) -> None:
         torch.mps.synchronize()
@@ -749,13 +834,6 @@ class XpuDevice(_NamespaceDevice):
             return Support(True, "native")
         return Support(False, "this GPU has no bfloat16; use float16", emulated=True)
 
-    def _four_bit(self) -> Support:
-        return Support(True, "bitsandbytes on XPU")
-
-
-WITHOUT_FOUR_BIT = {"mps": "bitsandbytes has no 4-bit kernels for MPS; use bfloat16 there"}
-"""Kinds of devices that have no 4 bits, wherever they are."""
-
 
 OUT_OF_TREE = {
     "npu": "torch_npu",
@@ -764,6 +842,40 @@ OUT_OF_TREE = {
     "hpu": "habana_frameworks.torch",
 }
 """Accelerators that torch has only once another module is imported."""
+
+
+def without_four_bit(kind: str) -> str | None:
+    """Why a kind of device has no 4 bits, as far as the bitsandbytes of this machine tells of
+    another's; None where it has, or nothing is known before that machine is asked."""
+    known = ("cpu", "cuda", "rocm", "mps", "xpu", *OUT_OF_TREE)
+    if kind not in known or importlib.util.find_spec("bitsandbytes") is None:
+        return None
+    support = _four_bit_on("cuda" if kind == "rocm" else kind)
+    return None if support else support.reason
+
+
+def _four_bit_on(kind: str) -> Support:
+    """Whether the installed bitsandbytes has a backend for torch's device type `kind`, its own or
+    one of another package. Does not import it, which takes seconds."""
+    spec = importlib.util.find_spec("bitsandbytes")
+    if spec is None:
+        return Support(False, "bitsandbytes is not installed (pip install bitsandbytes)")
+    folders = [Path(folder, "backends", kind) for folder in spec.submodule_search_locations or ()]
+    others = importlib.metadata.entry_points(group="bitsandbytes.backends")
+    if not any(folder.is_dir() for folder in folders) and kind not in {o.name for o in others}:
+        return Support(
+            False, f"the installed bitsandbytes has no backend for {kind}; use bfloat16 there"
+        )
+    slow = "; slow, for trying out" if kind == "cpu" else ""
+    return Support(True, f"bitsandbytes has a backend for {kind}{slow}")
+
+
+def _offered(call: Callable[[], object]) -> Support:
+    try:
+        call()
+    except Exception as error:  # whatever a vendor's driver raises
+        return Support(False, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return Support(True, "")
 
 
 def list_devices() -> list[Device]:
@@ -818,9 +930,15 @@ def _devices_of(kind: str) -> list[Device]:
 
 
 def open_device(name: str) -> Device:
-    """The device called `name`; DeviceError, listing what exists, when there is none. "auto" is the
-    first accelerator, else the CPU; a kind alone ("cuda") is its first device."""
-    devices = list_devices()
+    """The device called `name`. "auto" is the first accelerator, else the CPU; a kind alone
+    ("cuda") is its first device. DeviceError, listing what exists, when there is none, and where
+    torch has no kernels for it."""
+    device = _found(name, list_devices())
+    device.check()
+    return device
+
+
+def _found(name: str, devices: Sequence[Device]) -> Device:
     if name == "auto":
         return devices[0]
     kind, _, index = name.partition(":")

@@ -258,7 +258,7 @@ BROAD = {
     "cli.py": 1,
     "cluster/worker.py": 2,
     "core/threads.py": 1,
-    "core/devices.py": 2,
+    "core/devices.py": 3,
     "core/link.py": 3,
     "engine/boundary_io.py": 1,
     "trainer/coordinator.py": 1,

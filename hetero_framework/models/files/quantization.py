@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from hetero_framework.config import Config, Kind, process_name
-from hetero_framework.core.devices import WITHOUT_FOUR_BIT, Device, open_device
+from hetero_framework.core.devices import Device, open_device, without_four_bit
 from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.models.cut.language import on_meta
 from hetero_framework.models.cut.tiny import stock_class
@@ -100,8 +100,8 @@ def devices_known(config: Config, local: Collection[int | str] = ()) -> dict[int
     reasons: dict[int | str, str | None] = {}
     for owner in ["local", *(worker.id for worker in config.planned_workers)]:
         device = config.machine(owner).device
-        reasons[owner] = WITHOUT_FOUR_BIT.get(device.partition(":")[0])
-        if reasons[owner] is None and owner in local:
+        reasons[owner] = without_four_bit(device.partition(":")[0])
+        if owner in local:
             with suppress(DeviceError):  # an absent one is reported elsewhere
                 reasons[owner] = open_device(device).no_four_bit
     return reasons

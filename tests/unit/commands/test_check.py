@@ -285,11 +285,11 @@ def test_quantised_weights_on_a_device_without_4_bits_are_refused_by_name(
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
     raw |= {"adapter": {"r": 4}}
     raw["model"] = {"name_or_path": "model", "quantization": "nf4", "tokenizer": "tokenizer"}
-    raw["workers"][0]["device"] = "mps"
+    raw["workers"][0]["device"] = "musa"
     for plan in (raw["shard_plan"], "auto"):
         with pytest.raises(ConfigError) as caught:
             check(Config.from_dict({**raw, "shard_plan": plan}, tmp_path))
-        assert caught.value.message.startswith("worker 1 cannot hold quantised weights: bitsandb")
+        assert caught.value.message.startswith("worker 1 cannot hold quantised weights: the inst")
         assert 'set "quantization": "none"' in str(caught.value.hint)
     raw["workers"][0]["quantization"] = "none"
     found = check(Config.from_dict(raw, tmp_path))

@@ -249,6 +249,17 @@ def test_four_bits_on_a_device_without_them(
     )
 
 
+def test_a_worker_that_was_asked_knows_its_4_bits_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "devices_known", lambda *_: {1: "assumed to have none"})
+    made = view(tmp_path)
+    made.model.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}  # type: ignore[union-attr]
+    assert "assumed to have none" in found(diagnosis.four_bit, asked(made))[0]
+    welcome = SimpleNamespace(no_four_bit=None)
+    assert found(diagnosis.four_bit, asked(made, welcome=welcome)) == []
+
+
 def test_attention_that_a_device_does_not_train_with(tmp_path: Path) -> None:
     flex = {"from_config": TINY, "tokenizer": "t", "attn_implementation": "flex_attention"}
     made = asked(view(tmp_path, model=flex), welcome=SimpleNamespace(device="mps"))

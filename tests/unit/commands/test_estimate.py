@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.cli import main
+from hetero_framework.commands import estimate
 from hetero_framework.planner import load_profile
 from tests.samples import save_texts, save_tokenizer
 
@@ -204,9 +205,10 @@ def test_an_epoch_of_data_that_are_here_is_counted(
     assert found["estimate"]["pace"]["tokens"] == tokens
 
 
-def test_a_mac_beside_cards_holds_no_4_bits(
-    model: Path, capsys: pytest.CaptureFixture[str]
+def test_a_mac_beside_cards_holds_no_4_bits_where_bitsandbytes_has_none_for_it(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(estimate, "without_four_bit", {"mps": "no backend"}.get)
     devices = ["--device", "local=RTX 4090", "--device", "1=Apple M2 Max 64GB"]
     words = ["--adapter", "qlora", "--save-profile", "fleet.json"]
     found = estimated(capsys, "--model", str(model), *devices, *words)

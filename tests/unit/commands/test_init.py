@@ -141,21 +141,21 @@ def test_proposal_follows_the_adapter(
 
 
 def test_machines_without_4_bits_are_in_full_precision(tmp_path: Path) -> None:
-    machines = ["mac:9999:mps", "box:9999:cuda:0"]
+    machines = ["old:9999:musa", "mac:9999:mps"]
     raw = proposed(model="m", adapter="qlora", workers=machines)
     assert [w.get("quantization") for w in raw["workers"]] == ["none", None]
     assert "quantization" not in proposed(model="m", workers=machines)["workers"][0]
     (line,) = precision_lines(Config.from_dict(raw))
-    assert line.startswith("worker 1 (mps) has no 4 bits: its layers stay in full precision")
-    answers = Answers(model="org/m", layers=2, adapter="qlora", workers=["mac:1:mps"])
+    assert line.startswith("worker 1 (musa) has no 4 bits: its layers stay in full precision")
+    answers = Answers(model="org/m", layers=2, adapter="qlora", workers=["old:1:musa"])
     with pytest.raises(UserError, match="no machine of these has 4 bits"):
-        write_config(replace(answers, coordinator="desk:2:mps"), tmp_path / "c.json")
+        write_config(replace(answers, coordinator="desk:2:musa"), tmp_path / "c.json")
     folder = tmp_path / "stored"
     folder.mkdir()
     stored = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     fields = {"model_type": "llama", "num_hidden_layers": 2, "quantization_config": stored}
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    answers = Answers(model=str(folder), workers=["mac:1:mps"], coordinator="desk:2:cpu")
+    answers = Answers(model=str(folder), workers=["old:1:musa"], coordinator="desk:2:cpu")
     with pytest.raises(ConfigError, match="worker 1 cannot hold quantised weights"):
         write_config(answers, tmp_path / "c.json")
     assert not (tmp_path / "c.json").exists()

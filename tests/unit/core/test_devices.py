@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,6 +209,8 @@ def test_cpu_seed_leaves_the_same_state_as_torch() -> None:
 
 # ------------------------------------------------- which devices exist: torch's answers replaced
 
+BITSANDBYTES = importlib.util.find_spec("bitsandbytes")
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
@@ -221,8 +224,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         there = None if kind is None else SimpleNamespace(type=kind)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: there)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: number)
-        monkeypatch.setattr(importlib.util, "find_spec", {"bitsandbytes": "installed"}.get)
+        monkeypatch.setattr(importlib.util, "find_spec", {"bitsandbytes": BITSANDBYTES}.get)
         monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [])
+        monkeypatch.setattr(torch.cuda, "get_arch_list", list)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
         monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"Arc {device.index}")
 
@@ -255,7 +259,7 @@ def test_rocm_is_named_rocm_and_answers_to_cuda(machine: Callable[..., None]) ->
         assert (device.name, device.kind) == ("rocm:1", "rocm")
         assert device.torch_device == torch.device("cuda", 1)
         assert device.label == "GPU 1"
-    assert "ROCm 6.4" in device.four_bit().reason
+    assert device.four_bit()
     assert open_device("rocm").name == "rocm:0"
 
 
@@ -353,6 +357,121 @@ def test_cuda_support_follows_the_compute_capability(
     assert (device.memory().total, device.memory().free) == (8, 3)
 
 
+CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("built_for", "capability", "runs"),
+    [
+        (CUDA_13, (7, 5), True),
+        (CUDA_13, (8, 9), True),
+        (CUDA_13, (6, 0), False),
+        (CUDA_13, (7, 0), False),
+        (CUDA_13, (11, 0), False),
+        (CUDA_13, (13, 1), True),
+        (["sm_75", "compute_75"], (12, 0), True),
+        (["sm_86", "compute_86"], (8, 0), False),
+        (["sm_90a", "compute_90a"], (9, 0), True),
+        (["sm_120a", "compute_120a"], (12, 1), False),
+        (["sm_100f", "compute_100f"], (10, 3), True),
+        (["sm_100f", "compute_100f"], (12, 0), False),
+        (["of a later CUDA"], (9, 0), True),
+        ([], (3, 5), True),
+    ],
+)
+def test_a_card_without_kernels_in_this_torch_is_refused_when_it_is_opened(
+    machine: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    built_for: list[str],
+    capability: tuple[int, int],
+    runs: bool,
+) -> None:
+    machine(cuda=1)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if runs:
+        assert open_device("auto").name == "cuda:0"
+        return
+    with pytest.raises(DeviceError) as caught:
+        open_device("auto")
+    named = f"{capability[0]}.{capability[1]}"
+    assert f"cuda:0 (GPU 0) has compute capability {named}" in caught.value.message
+    assert ", ".join(built_for) in caught.value.message
+    assert ("whl/cu126" in str(caught.value.hint)) == (capability < (7, 5))
+    assert open_device("cpu").name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("built_for", "override", "runs"),
+    [
+        (["gfx906", "gfx1030"], None, True),
+        (["gfx906", "gfx1100"], None, False),
+        (["gfx906", "gfx1100"], "11.0.0", True),
+        (["gfx906", "gfx10-3-generic"], None, True),
+        ([], None, True),
+    ],
+)
+def test_an_amd_gpu_without_kernels_in_this_torch_is_refused(
+    machine: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    built_for: list[str],
+    override: str | None,
+    runs: bool,
+) -> None:
+    machine(cuda=1, hip="6.4")
+    gpu = SimpleNamespace(gcnArchName="gfx1030:sramecc-:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)
+    monkeypatch.delenv("HSA_OVERRIDE_GFX_VERSION", raising=False)
+    if override is not None:
+        monkeypatch.setenv("HSA_OVERRIDE_GFX_VERSION", override)
+    if runs:
+        assert open_device("rocm").name == "rocm:0"
+        return
+    with pytest.raises(DeviceError, match=r"set gfx1030, and torch .* for gfx906, gfx1100 alone"):
+        open_device("rocm")
+
+
+@pytest.mark.parametrize(
+    ("name", "native"),
+    [
+        *((name, False) for name in ("gfx900", "gfx906:sramecc+:xnack-", "gfx90c", "gfx1030")),
+        *((name, True) for name in ("gfx908", "gfx90a:sramecc+:xnack-", "gfx942", "gfx950")),
+        *((name, True) for name in ("gfx1100", "gfx1151", "gfx1201", "gfx1250")),
+    ],
+)
+def test_rocm_support_follows_the_instruction_set(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, name: str, native: bool
+) -> None:
+    machine(cuda=1, hip="6.4")
+    gpu = SimpleNamespace(gcnArchName=name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    support = open_device("rocm").supports(torch.bfloat16)
+    assert (bool(support), support.emulated) == (native, not native)
+    assert name.partition(":")[0] in support.reason
+
+
+def test_the_installed_bitsandbytes_tells_which_kinds_have_4_bits(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(invented=1)
+    lacking = {kind for kind in devices.OUT_OF_TREE if devices.without_four_bit(kind)}
+    assert lacking == {"npu", "musa", "mlu"}
+    for kind in ("cpu", "cuda", "rocm", "mps", "xpu", "auto", "invented"):
+        assert devices.without_four_bit(kind) is None
+    assert not devices._four_bit_on("invented")
+    other = SimpleNamespace(name="invented")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [other])
+    assert devices._four_bit_on("invented")
+    (tmp_path / "backends" / "cuda").mkdir(parents=True)
+    old = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", {"bitsandbytes": old}.get)
+    assert devices.without_four_bit("rocm") is None
+    assert "no backend for mps" in str(devices.without_four_bit("mps"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert devices.without_four_bit("mps") is None  # whether that machine has it is not known
+
+
 def test_cuda_seed_is_this_devices_only(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,8 +504,9 @@ def test_mps_bfloat16_needs_macos_14(
     assert bool(device.supports(torch.bfloat16)) == ok
     assert version in device.supports(torch.bfloat16).reason
     assert not device.supports(torch.float64)
-    assert not device.four_bit()
+    assert device.four_bit()
     assert (device.memory().total, device.memory().free) == (1000, 600)
+    assert {name for name, offer in device.features().items() if offer} == {"memory figures"}
 
 
 def test_an_xpu_without_a_memory_report_uses_torchs_figures(
@@ -680,6 +800,39 @@ def test_marks_without_times_are_watched(streams: tuple[Device, FakeStreams]) ->
     wait_until_seen(event)
     between = time.perf_counter()
     assert device.event_time(event) <= between
+
+
+def test_the_thread_that_watches_marks_ends_and_starts_again(
+    streams: tuple[Device, FakeStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_IDLE_S", 0.001)
+    device, fake = streams
+    fake.has_times = False
+    threads = set()
+    for _ in range(2):
+        wait_until_seen(device.record_event())
+        thread = device._watcher._thread  # type: ignore[attr-defined]
+        if thread is not None:
+            threads.add(thread)
+            thread.join(5.0)
+        assert device._watcher._thread is None  # type: ignore[attr-defined]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_an_accelerator_says_what_it_offers(
+    streams: tuple[Device, FakeStreams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, fake = streams
+    fake.mem_get_info = lambda device: (3, 8)  # type: ignore[attr-defined]
+    monkeypatch.setattr(device, "_pinned", torch.empty)
+    run_clock_at_once(device)
+    offers = device.features()
+    assert list(offers) == ["streams", "events with time", "memory figures", "pinned memory"]
+    assert all(offers.values())
+    fake.has_times = False
+    refused = device.features()["events with time"]
+    assert not refused
+    assert refused.reason == "RuntimeError: this driver has no times"
 
 
 def wait_until_seen(event: Any) -> None:
