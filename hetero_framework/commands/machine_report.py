@@ -15,6 +15,7 @@ from hetero_framework.cluster.roles import available_cores
 from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT
 from hetero_framework.core import addresses
 from hetero_framework.core.devices import Device, Support, list_devices
+from hetero_framework.errors import DeviceError
 from hetero_framework.models.cut.attention import KNOWN, attention_support
 from hetero_framework.units import size
 
@@ -22,7 +23,7 @@ _PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "trl", "datasets", "bitsandbytes", "safetensors",
     "pydantic",
 )  # fmt: skip
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def examine() -> dict[str, Any]:
@@ -59,12 +60,14 @@ def text(facts: dict[str, Any]) -> str:
         "",
     ]
     for device in facts["devices"]:
-        lines.append(
-            f"device {device['name']}: {device['label']}, {size(device['memory_bytes'])},"
-            f" {size(device['memory_free_bytes'])} free"
-        )
-        for name, answer in [*device["dtypes"].items(), ("4-bit (nf4)", device["four_bit"])]:
-            lines.append(f"  {name}: {_words(answer)}")
+        room = "memory unknown"
+        if device["memory_bytes"] is not None:
+            room = f"{size(device['memory_bytes'])}, {size(device['memory_free_bytes'])} free"
+        lines.append(f"device {device['name']}: {device['label']}, {room}")
+        if device["problem"] is not None:
+            lines.append(f"  cannot be used: {' '.join(device['problem'].split())}")
+        offers = {**device["dtypes"], "4-bit (nf4)": device["four_bit"], **device["features"]}
+        lines += [f"  {name}: {_words(answer)}" for name, answer in offers.items()]
     lines += ["", "attention:"]
     lines += [f"  {name}: {_words(answer)}" for name, answer in facts["attention"].items()]
     dot = facts["graphviz"] or "dot is not installed: diagrams are drawn plainer"
@@ -74,17 +77,24 @@ def text(facts: dict[str, Any]) -> str:
 
 
 def _device(device: Device) -> dict[str, Any]:
-    memory = device.memory()
+    problem, features = None, device.features()
+    try:
+        device.check()
+    except DeviceError as error:
+        problem = str(error)
+    memory = device.memory() if features.get("memory figures", True) else None
     return {
         "name": device.name,
         "kind": device.kind,
         "label": device.label,
-        "memory_bytes": memory.total,
-        "memory_free_bytes": memory.free,
+        "problem": problem,
+        "memory_bytes": memory and memory.total,
+        "memory_free_bytes": memory and memory.free,
         "dtypes": {
             str(dtype).removeprefix("torch."): _answer(device.supports(dtype)) for dtype in _DTYPES
         },
         "four_bit": _answer(device.four_bit()),
+        "features": {name: _answer(offer) for name, offer in features.items()},
     }
 
 
