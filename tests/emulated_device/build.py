@@ -40,10 +40,11 @@ def build(into: Path) -> Path:
     if library.exists():
         return library
     work = folder / "build"
+    work.mkdir(parents=True, exist_ok=True)
     arguments = ["build_ext", "--build-lib", str(work), "--build-temp", str(work)]
-    command = [sys.executable, "-m", "tests.emulated_device.build", *arguments]
-    root = SOURCE.parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=TIMEOUT_S)
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    # Not in the repository, whose pyproject.toml an older setuptools cannot read.
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode != 0:
         raise RuntimeError(f"the emulated device cannot be built:\n{done.stderr[-4000:]}")
     next(work.glob(f"{MODULE}*.so")).replace(library)
