@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -179,12 +180,16 @@ class Skip(Exception):
 
 
 class Bench:
-    """A card with workers on it, and what the checks train. A context manager."""
+    """A card with workers on it, and what the checks train. A context manager. `workers` are the
+    devices of the workers 1, 2, ... where they are not all on the card."""
 
-    def __init__(self, device: Device, size: Size, folder: Path) -> None:
+    def __init__(
+        self, device: Device, size: Size, folder: Path, workers: Sequence[str] | None = None
+    ) -> None:
         self.device = device
         self.size = size
         self.folder = folder
+        self._workers = workers or [device.name] * WORKERS
         self._machines: dict[str, Any] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._traces: dict[str, Trace] = {}
@@ -215,22 +220,23 @@ class Bench:
 
     def _start(self) -> None:
         """Start the workers once, for all runs: importing torch takes longer than most runs."""
-        ports = free_ports(WORKERS + 1)
-        machine: dict[str, Any] = {"hostname": "localhost", "ip": _HOST, "device": self.device.name}
-        machine["num_threads"] = max(1, (os.cpu_count() or 1) // (WORKERS + 1))
+        count = len(self._workers)
+        ports = free_ports(count + 1)
+        machine: dict[str, Any] = {"hostname": "localhost", "ip": _HOST}
+        machine["num_threads"] = max(1, (os.cpu_count() or 1) // (count + 1))
         self._machines = {
-            "coordinator": {**machine, "port": ports[0]},
+            "coordinator": {**machine, "device": self.device.name, "port": ports[0]},
             "workers": [
-                {**machine, "id": k, "port": ports[k], "models": ["*"]}
-                for k in range(1, WORKERS + 1)
+                {**machine, "device": device, "id": k, "port": ports[k], "models": ["*"]}
+                for k, device in enumerate(self._workers, 1)
             ],
         }
-        plan = [{"id": k or "local", "start": k, "end": k + 1} for k in range(WORKERS + 1)]
+        plan = [{"id": k or "local", "start": k, "end": k + 1} for k in range(count + 1)]
         path = self.folder / "workers.json"
         path.write_text(json.dumps({**self._machines, "shard_plan": plan}), encoding="utf-8")
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        for k in range(1, WORKERS + 1):
+        for k in range(1, count + 1):
             with (self.folder / f"worker-{k}.log").open("wb") as log:
                 self._processes.append(
                     subprocess.Popen(
@@ -300,12 +306,13 @@ class Bench:
         *,
         resume: int | None = None,
         keep: bool = False,
+        progress: Quiet | None = None,
         **settings: Any,
     ) -> Run:
         """Train as `config` says. `keep` leaves the output directory, for a run that goes on from
         step `resume`."""
         config = self.config(name, cuts, layers, **settings)
-        output, progress = config.output_dir, Quiet()
+        output, progress = config.output_dir, progress or Quiet()
         try:
             train(config, progress=progress, resume=resume)
             return read_run(output)
@@ -470,6 +477,7 @@ def lora_4bit(bench: Bench) -> Result:
     support = bench.device.four_bit()
     if not support:
         raise Skip(support.reason)
+    needs_bitsandbytes(bench)
     result = parity(
         bench,
         tolerance=2e-2,
@@ -479,6 +487,21 @@ def lora_4bit(bench: Bench) -> Result:
     )
     falls = result["losses"][-1] < result["losses"][0]
     return {**result, "ok": result["ok"] and falls, "loss_falls": falls}
+
+
+def needs_bitsandbytes(bench: Bench) -> None:
+    """Skips where bitsandbytes has no kernels for the card."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise Skip("bitsandbytes is not installed")
+    if bench.device.kind in ("mps", "cpu"):
+        raise Skip(f"bitsandbytes has no such kernels for {bench.device.kind}")
+    needs_hardware(bench, "kernels of bitsandbytes")
+
+
+def needs_hardware(bench: Bench, what: str) -> None:
+    """Skips on the emulated device of the tests, which has only what torch computes on a CPU."""
+    if bench.device.label.startswith("Emulated"):
+        raise Skip(f"an emulated device has no {what}")
 
 
 def small_run(
@@ -585,6 +608,7 @@ def copies(bench: Bench) -> Result:
     device, size = bench.device, bench.size
     if not device.is_async:
         raise Skip("on a CPU nothing is copied")
+    needs_hardware(bench, "times")
     wrong = mixed_up(device, size.copies * 4, size.copy_elements // 4, min(2048, size.matrix))
     work = Products(device, size.matrix)
     work.queue(4).wait()
@@ -774,6 +798,7 @@ def llama_1b(bench: Bench) -> Result:
 
 def overlap(bench: Bench) -> Result:
     """How much of the transfers' time the processes computed, by their timelines."""
+    needs_hardware(bench, "times")
     shares = {
         name: hidden_share(run.trace)
         for name, run in bench.big_runs().items()

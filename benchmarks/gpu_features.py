@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from benchmarks.gpu_checks import (
     Bench,
+    Quiet,
     Result,
     Skip,
     cuts_of,
     equal,
     loss_difference,
+    needs_bitsandbytes,
+    needs_hardware,
     parity,
     save_tokenizer,
     small_run,
@@ -23,7 +26,8 @@ from benchmarks.gpu_checks import (
 )
 from hetero_framework.config import Config
 from hetero_framework.core.codecs import CODECS
-from hetero_framework.errors import ResourceError
+from hetero_framework.core.devices import Device
+from hetero_framework.errors import HeteroError, ResourceError
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.sizing.memory import estimate_memory
 
@@ -52,6 +56,7 @@ def loss_chunks(bench: Bench) -> Result:
 
 def compiled(bench: Bench) -> Result:
     """torch.compile on every layer."""
+    needs_hardware(bench, "kernels of torch.compile")
     return parity(bench, tolerance=_NEAR, training={"torch_compile": True})
 
 
@@ -66,13 +71,6 @@ def optimizer_8bit(bench: Bench) -> Result:
     """bitsandbytes' paged 8-bit AdamW."""
     needs_bitsandbytes(bench)
     return parity(bench, tolerance=_NEAR, training={"optim": "paged_adamw_8bit"})
-
-
-def needs_bitsandbytes(bench: Bench) -> None:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise Skip("bitsandbytes is not installed")
-    if bench.device.kind in ("mps", "cpu"):
-        raise Skip(f"bitsandbytes has no such kernels for {bench.device.kind}")
 
 
 def tied(bench: Bench) -> Result:
@@ -181,23 +179,41 @@ def memory_returns(bench: Bench) -> Result:
     return {"ok": lost <= _RETURNED, "lost_bytes": lost}
 
 
+class Filling(Quiet):
+    """Takes all of a device's memory after the first step, down to pieces of 512 bytes."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+        self.ballast: list[torch.Tensor] = []
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        if self.ballast:
+            return
+        self._device.empty_cache()
+        size = self._device.memory().free
+        while size >= 512:
+            try:
+                ballast = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
+            except torch.OutOfMemoryError:
+                size //= 2
+            else:
+                self.ballast.append(ballast)
+
+
 def out_of_memory(bench: Bench) -> Result:
-    """A card that is full is told as that: exit code 6, and no word of the network."""
+    """A card that gets full between two steps is told as that: exit code 6, the place in the step,
+    and no word of the network."""
     if bench.device.kind not in ("cuda", "rocm", "xpu"):
         raise Skip("only where a device has memory of its own")
-    ballast = torch.empty(
-        max(0, bench.device.memory().free - 64 * 2**20),
-        dtype=torch.uint8,
-        device=bench.device.torch_device,
-    )
+    filling, cuts = Filling(bench.device), cuts_of(bench.size.layers)["cut_2"]
     try:
-        small_run(bench, "full", cuts_of(bench.size.layers)["cut_2"], training={})
-    except ResourceError as error:
-        return {"ok": "memory" in str(error), "exit_code": error.exit_code, "said": str(error)}
-    except Exception as error:
-        return {"ok": "memory" in str(error), "said": f"{type(error).__name__}: {error}"[:500]}
+        small_run(bench, "full", cuts, training={}, progress=filling)
+    except HeteroError as error:
+        told = isinstance(error, ResourceError) and "of micro-batch" in error.message
+        return {"ok": told, "exit_code": error.exit_code, "said": str(error)}
     finally:
-        del ballast
+        filling.ballast.clear()
         bench.device.empty_cache()
     return {"ok": False, "reason": "it ran with a full card"}
 

@@ -22,6 +22,9 @@ from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.models.cut.language import towers
 from hetero_framework.models.cut.tiny import tiny_config
 
+DEVICE = os.environ.get("HETERO_TEST_DEVICE", "cpu")
+"""Of the machines in those tests of several processes that run on any device."""
+
 TEXT = "the a model trains on many small machines and every layer keeps its own weights"
 WORDS = TEXT.split()
 

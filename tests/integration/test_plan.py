@@ -24,11 +24,11 @@ from hetero_framework.errors import UserError
 from hetero_framework.planner import load_profile
 from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import Pool, read_metrics
-from tests.samples import free_ports
+from tests.samples import DEVICE, free_ports
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
-MACHINE = {"ip": "127.0.0.1", "device": "cpu"}
+MACHINE = {"ip": "127.0.0.1", "device": DEVICE}
 
 
 @pytest.fixture

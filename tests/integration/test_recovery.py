@@ -23,7 +23,7 @@ from hetero_framework.errors import OutOfMemory, PeerLostError
 from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import TRAINING, Notes, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
-from tests.samples import free_ports
+from tests.samples import DEVICE, free_ports
 
 pytestmark = [pytest.mark.usefixtures("nothing_left_here")]
 
@@ -32,7 +32,7 @@ SETTINGS = {**TRAINING, "verify_architecture": False, "replicate_steps": 2, "max
 
 def configuration(output: Path, llama: Path, texts: Path, **training: Any) -> Config:
     ports = free_ports(3)
-    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": DEVICE}
     return Config.from_dict(
         {
             "coordinator": {**machine, "port": ports[0]},
@@ -92,6 +92,19 @@ def test_a_worker_that_is_killed_comes_back_and_the_result_is_the_same(
     assert read_metrics(tmp_path / "run") == read_metrics(whole)
     assert_same(weights(tmp_path / "run"), weights(whole))
     assert [line for line in notes.lines if "training goes on after step" in line]
+
+
+@LONG
+def test_a_worker_that_is_killed_in_a_backward_comes_back_and_the_result_is_the_same(
+    llama: Path, texts: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETERO_FAILPOINT", "worker-1/backward@4")
+    monkeypatch.setenv("HETERO_FAILPOINT_ONCE", str(tmp_path))
+    notes = Notes()
+    train(configuration(tmp_path / "run", llama, texts), progress=notes)
+    assert [line for line in notes.lines if "training goes on after step" in line]
+    assert read_metrics(tmp_path / "run") == read_metrics(whole)
+    assert_same(weights(tmp_path / "run"), weights(whole))
 
 
 @LONG

@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import CHECKS
 from tests.emulated_device.build import SOURCE, build, why_not
 from tests.emulated_device.mutations import MUTATIONS, SEEDS
+from tests.emulated_device.parity import pairs
 
 ROOT = Path(__file__).parents[2]
-CHECKS = (
-    *("codecs", "parity_fp32", "parity_bf16", "fp16", "padding_free", "loss_chunks", "tied"),
-    *("recompute", "several_stages", "cpu_coordinator", "wire_codecs", "resume"),
-    *("memory_returns",),
-)
-"""Of `benchmarks.gpu`, those that need no kernel of a real card and measure no time."""
+SKIPPED = ("lora_4bit", "copies", "overlap", "compiled", "lora_int8", "optimizer_8bit")
+"""Checks of `benchmarks.gpu` that need kernels or times of a real card."""
 
 pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
@@ -86,13 +84,53 @@ def test_a_model_trains_as_on_the_cpu_to_the_bit(library: Path) -> None:
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize(("kind", "seed"), [*(("cuda", seed) for seed in SEEDS), ("npu", 0)])
-@pytest.mark.parametrize("check", CHECKS)
-def test_a_check_of_a_card_passes(check: str, kind: str, seed: int, library: Path) -> None:
-    arguments = ["--device", f"{kind}:1", "--tiny", "--minutes", "10", "--only", check]
-    program = ("-m", "benchmarks.gpu", *arguments)
-    lines = run(library, *program, seed=seed, HETERO_EMULATED=kind).splitlines()
-    assert json.loads(lines[-1])["ok"]
+@pytest.mark.parametrize(("kind", "seed"), [("cuda", 0), ("npu", 1)])
+def test_every_check_of_a_card_passes_or_says_why_not(kind: str, seed: int, library: Path) -> None:
+    program = ("-m", "benchmarks.gpu", "--device", f"{kind}:1", "--tiny", "--minutes", "12")
+    _, *lines = run(library, *program, seed=seed, HETERO_EMULATED=kind).splitlines()
+    results = {line["check"]: line for line in map(json.loads, lines)}
+    assert list(results) == list(CHECKS)
+    skipped = {check for check, result in results.items() if "skipped" in result}
+    assert skipped == {*SKIPPED, *(["out_of_memory"] if kind != "cuda" else [])}
+    assert [check for check in results if check not in skipped and not results[check]["ok"]] == []
+
+
+@pytest.fixture(scope="module")
+def digests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of what runs on the CPU gave, which no seed changes."""
+    return tmp_path_factory.mktemp("digests") / "digests.json"
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("seed", SEEDS)
+def test_runs_of_several_processes_give_the_bits_of_the_same_cut_on_the_cpu(
+    seed: int, library: Path, digests: Path
+) -> None:
+    printed = run(library, "-m", "tests.emulated_device.parity", str(digests), seed=seed)
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert [(line["case"], line["plan"]) for line in lines] == pairs()
+    assert [line for line in lines if not line["equal"]] == []
+
+
+KILLED = "a_worker_that_is_killed_in_a_backward_comes_back_and_the_result_is_the_same"
+INTEGRATION = {
+    0: ("recovery.py::test_a_coordinator_that_is_killed_goes_on_with_the_same_command",),
+    1: (
+        "islands.py::test_two_islands_of_any_plans_are_one_training",
+        "plan.py::test_measured_plan_is_written_and_trains_to_the_same_bits",
+    ),
+    2: ("resume.py::test_resume_under_other_plans_equals_the_uninterrupted_run", "snapshot.py"),
+}
+"""Tests of several processes, by seed, that compare runs on the device with one another."""
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_lost_resumed_measured_or_summed_is_right(seed: int, library: Path) -> None:
+    names = (f"recovery.py::test_{KILLED}", *INTEGRATION[seed])
+    suite = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not faults")
+    tests = (f"tests/integration/test_{name}" for name in names)
+    run(library, *suite, *tests, seed=seed, HETERO_TEST_DEVICE="cuda:1")
 
 
 @pytest.mark.emulated

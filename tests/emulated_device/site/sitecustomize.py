@@ -74,6 +74,8 @@ def _fill_in() -> None:
             setattr(module, name, value)
         torch._register_device_module(NAME, module)
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    # The device has no fused attention: nor shall the CPU, whose results its own are compared with.
+    torch.backends.cuda.enable_flash_sdp(False)
     torch.empty = _with_pinned(torch, native)
     torch.Tensor.pin_memory = lambda self, device=None: torch.empty(
         tuple(self.shape), dtype=self.dtype, pin_memory=True
@@ -254,13 +256,13 @@ def _set_sync_debug_mode(mode: int | str) -> None:
 
 
 def _place() -> str:
-    """The thread, and the last three calls outside torch and this file."""
+    """The thread, and the calls outside torch and this file, the last one first."""
     frames = [
         f"{'/'.join(frame.filename.split('/')[-2:])}:{frame.lineno} {frame.name}"
         for frame in traceback.extract_stack()
         if "/torch/" not in frame.filename and frame.filename != __file__
     ]
-    return f"{threading.current_thread().name}: " + " < ".join(reversed(frames[-3:]))
+    return f"{threading.current_thread().name}: " + " < ".join(reversed(frames))
 
 
 def _listen(native: Any) -> None:

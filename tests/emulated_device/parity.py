@@ -1,0 +1,87 @@
+"""Trains small models on the emulated device, cut in several ways, and the same cuts on the CPU.
+
+    python -m tests.emulated_device.parity DIGESTS
+
+Prints one JSON object for each run on the device: its case, its plan, and whether its losses,
+gradient norms and weights have the bits of the CPU's run. DIGESTS is a file that keeps what the
+CPU's runs gave; it is written where it is not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_checks import TINY, Bench, Run, small_run
+from hetero_framework.core.devices import open_device
+
+_LORA = {"adapter": {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1}}
+_INT8 = {"activations": "int8", "gradients": "int8"}
+CASES: dict[str, dict[str, Any]] = {
+    "full": {"training": {}},
+    "lora": {"training": {}, **_LORA},
+    "bf16": {"training": {"bf16": True}, **_LORA},
+    "fp16": {"training": {"fp16": True}},
+    "sdpa": {"training": {}, "model": {"attn_implementation": "sdpa"}},
+    "checkpointing": {"training": {"gradient_checkpointing": True}, **_LORA},
+    "int8": {"training": {}, "wire": _INT8},
+    "padding_free": {
+        "training": {"loss_chunk_tokens": 16},
+        "data": {"padding_free": True},
+        "model": {"attn_implementation": None},
+    },
+}
+WORKERS = ("cuda:0", "cuda:1", "cpu", "cpu")
+_ON_CPU = {"local": "local", 1: 3, 2: 4}
+PLANS: dict[str, tuple[list[int], list[int | str]]] = {
+    "one": ([], ["local"]),
+    "two": ([2], ["local", 1]),
+    "three": ([1, 3], ["local", 1, 2]),
+    "mixed": ([1, 3], ["local", 3, 1]),
+    "interleaved": ([1, 2, 3], ["local", 1, "local", 2]),
+}
+"""Where the model is cut, and the workers of the stages."""
+_PLANS_OF_ALL = ("three", "mixed", "interleaved")
+
+
+def pairs() -> list[tuple[str, str]]:
+    """The cases and plans that are run."""
+    return [(c, p) for c in CASES for p in PLANS if p in _PLANS_OF_ALL or c in ("full", "lora")]
+
+
+def digest(run: Run) -> str:
+    """Of the losses, gradient norms and weights."""
+    found = hashlib.sha256(repr(run.steps).encode())
+    for name, tensor in sorted(run.weights.items()):
+        found.update(name.encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def main(kept: Path) -> None:
+    digests = json.loads(kept.read_text()) if kept.exists() else {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Bench(open_device("cuda:1"), TINY, Path(folder), WORKERS) as bench,
+    ):
+        for case, plan in pairs():
+            cuts, owners = PLANS[plan]
+            name = f"{case} {cuts}"
+            if name not in digests:
+                there = [_ON_CPU[owner] for owner in owners]
+                run = small_run(bench, "cpu", cuts, owners=there, coordinator="cpu", **CASES[case])
+                digests[name] = digest(run)
+            run = small_run(bench, "device", cuts, owners=owners, **CASES[case])
+            line = {"case": case, "plan": plan, "equal": digest(run) == digests[name]}
+            print(json.dumps(line), flush=True)
+    kept.write_text(json.dumps(digests))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
