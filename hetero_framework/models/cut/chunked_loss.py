@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from transformers import PretrainedConfig
 
+from hetero_framework.models.cut.known_masks import all_seen
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
 
@@ -78,6 +79,9 @@ def chunked_loss(
         chunk_BSD.requires_grad_(gradient_BSD is not None)
         with running():
             chunk = {name: values[span] for name, values in cut.items()}
+            if hasattr(inputs.get("attention_mask"), "_hetero_host"):
+                # Without one transformers reads positions on the device, for a mask of no use here.
+                chunk["attention_mask"] = all_seen(chunk["labels"])
             loss = shard.chunk_loss(chunk, chunk_BSD, num_items, number)
         total += loss.detach()
         if backward is not None:

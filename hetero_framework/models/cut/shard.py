@@ -39,6 +39,7 @@ from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.attention import check_installed
 from hetero_framework.models.cut.codebooks import for_model
 from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.known_masks import knowing, register_known_masks
 from hetero_framework.models.cut.language import lies_in
 from hetero_framework.models.cut.partition import Captured, ShardRange, Skeleton
 from hetero_framework.models.cut.reuse import ReusableModules
@@ -183,6 +184,7 @@ def build_shard(
     are taken as they are. `dtype` None takes the configuration's. Raises ModelError (files),
     ArchitectureError (a model that cannot be cut)."""
     register_per_sample()
+    register_known_masks()
     device, dtype = torch.device(device), dtype or config_dtype(config)
     with _ONE_AT_A_TIME:
         whole = Skeleton(config, introspect(config))
@@ -487,7 +489,8 @@ class Shard:
             arguments.update(self._placeholder(inputs, received[0]))
         self._injected = received
         try:
-            return self.model(**arguments, use_cache=False, **extra)
+            with knowing(arguments.get("attention_mask")):
+                return self.model(**arguments, use_cache=False, **extra)
         finally:
             self._injected = ()
 
