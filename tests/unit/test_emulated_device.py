@@ -133,6 +133,23 @@ def test_what_is_lost_resumed_measured_or_summed_is_right(seed: int, library: Pa
     run(library, *suite, *tests, seed=seed, HETERO_TEST_DEVICE="cuda:1")
 
 
+WAITS: dict[str, str] = {}
+"""Synchronisations that a micro-batch may make: a part of the place, and why it is needed. None."""
+
+
+@pytest.mark.emulated
+def test_no_micro_batch_makes_the_host_wait_for_the_device(library: Path, tmp_path: Path) -> None:
+    """Each would leave the device idle until the host has queued the next operations."""
+    trace = tmp_path / "syncs"
+    run(library, "-m", "tests.emulated_device.syncs", HETERO_EMULATED_SYNCS=str(trace))
+    files = list(tmp_path.glob("syncs.*"))
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(files) == 2  # a stage each
+    assert all("report_gradients" in file.read_text(encoding="utf-8") for file in files)
+    waits = [line for line in lines if "engine/executor.py" in line and " run_next < " in line]
+    assert [line for line in waits if not any(place in line for place in WAITS)] == []
+
+
 @pytest.mark.emulated
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_transfer_beside_computing_is_wrong(seed: int, library: Path) -> None:
