@@ -19,13 +19,16 @@ docs/maintainers/extending.md describes the rest.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Control, Message, shortened
+from hetero_framework.core.protocol import UserMessage
 from hetero_framework.errors import HeteroError, UserError
 from hetero_framework.log import one_lines
 
@@ -56,6 +59,9 @@ class WithTensors:
 _handlers: dict[str, Handler] = {}
 _watchers: list[Watcher] = []
 _imported: list[Path] = []
+_notices: deque[Message] = deque(maxlen=256)
+"""To the coordinator, from its workers and its own code; after each step they are handled."""
+_to_coordinator: Callable[[Message], None] = _notices.append
 
 # A handler's error is part of the answer; it must not end a run that is hours old.
 _FAILURES = (
@@ -99,10 +105,49 @@ def imported_files() -> tuple[Path, ...]:
     return tuple(_imported)
 
 
+def send(message: UserMessage) -> None:
+    """Send a message to the coordinator, from code in a worker or in the coordinator itself. It
+    comes to the handler of its command there after the step; without one it is ignored. The
+    coordinator has one for "checkpoint", which saves."""
+    _to_coordinator(message.on_wire())
+
+
+@contextmanager
+def sending_by(carry: Callable[[Message], None]) -> Iterator[None]:
+    """Within, `carry` takes this process's messages to its coordinator."""
+    global _to_coordinator
+    before, _to_coordinator = _to_coordinator, carry
+    try:
+        yield
+    finally:
+        _to_coordinator = before
+
+
+@contextmanager
+def coordinating(handlers: Mapping[str, Handler]) -> Iterator[None]:
+    """Within, this process is a coordinator, with `handlers` of its own. What was sent to an
+    earlier one is gone."""
+    before = dict(_handlers)
+    _notices.clear()
+    _handlers.update(handlers)
+    try:
+        yield
+    finally:
+        _handlers.clear()
+        _handlers.update(before)
+
+
+def note(message: Message) -> None:
+    """Keep a worker's notice until the step ends."""
+    _notices.append(message)
+
+
 def step_done(step: int, cluster: WorkerControl) -> None:
-    """Call every `after_step` function."""
+    """Call every `after_step` function, then the handlers of what was sent to the coordinator."""
     for watcher in _watchers:
         watcher(step, cluster)
+    for _ in range(len(_notices)):
+        answer(_notices.popleft())
 
 
 def _data(question: Control) -> Any:

@@ -209,6 +209,7 @@ def serve(
         log.log_to(config.training.log_level, *handlers),
         failpoints.armed(f"worker-{worker_id}"),
         (orders or StopSignals()).obeyed_by(worker.told_to_end),
+        control.sending_by(worker.to_coordinator),
     ):
         worker.serve(should_stop)
 

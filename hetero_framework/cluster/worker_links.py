@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from hetero_framework import errors
+from hetero_framework import control, errors
 from hetero_framework.cluster.direct_links import DirectLinks
 from hetero_framework.cluster.inbound_workers import InboundWorkers
 from hetero_framework.cluster.local_workers import LocalWorkers
@@ -584,6 +584,11 @@ class WorkerLinks:
             self.ready[event.worker] = body  # read later, since others may leave or load meanwhile
         if isinstance(body, m.Connected):
             self.direct.note(event.worker, body)
+            return None
+        if isinstance(body, m.Control) and body.answers is None:
+            event.message.release()
+            if self._talk[event.worker].may_go_on(event.worker):
+                control.note(Message(body))
             return None
         if isinstance(body, m.Log):
             if self._talk[event.worker].may_go_on(event.worker):

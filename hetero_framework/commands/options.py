@@ -69,15 +69,22 @@ OUTPUT_DIRECTORY = (
 )
 
 
+_DIRECTORIES = {"output_dir": "training.output_dir", "checkpoint_dir": "checkpoint_dir"}
+
+
 def load(arguments: argparse.Namespace, *, saved_plan: bool = True) -> Any:
     """The configuration; with `saved_plan`, where it leaves the plan to the run, with the run's."""
     from hetero_framework.config import load_config, with_saved_plan
 
     overrides = [*getattr(arguments, "set", ())]
-    if getattr(arguments, "output_dir", None):
-        # A path on the command line starts at the current directory, one in the file at the file.
-        path = Path(arguments.output_dir).absolute()
-        overrides.append(f"training.output_dir={json.dumps(str(path))}")
+    for name, setting in _DIRECTORIES.items():
+        if getattr(arguments, name, None):
+            # A path on the command line starts at the current directory, one in the file there.
+            path = Path(getattr(arguments, name)).absolute()
+            overrides.append(f"{setting}={json.dumps(str(path))}")
+    if getattr(arguments, "save_every_n_steps", None):
+        overrides += [f"training.save_steps={arguments.save_every_n_steps}"]
+        overrides += ['training.save_strategy="steps"']
     config = load_config(
         arguments.config or DEFAULT_CONFIG, overrides, getattr(arguments, "base_dir", None)
     )

@@ -14,6 +14,7 @@ from hetero_framework.commands.options import (
     ROLE_HELP,
     WORKER_ID,
     access_for,
+    at_least,
     flag,
     import_files,
     island_access_for,
@@ -45,6 +46,18 @@ OPTIONS = (
     *CONFIG,
     option("--output-dir", metavar="DIR", help="instead of training.output_dir"),
     option("--resume", type=_resume_step, metavar="latest|N", help="continue from a checkpoint"),
+    option("--resume_step", type=_resume_step, metavar="N", dest="resume", help="as --resume N"),
+    option(
+        "--resume_latest",
+        action="store_const",
+        const="latest",
+        dest="resume",
+        help="as --resume latest",
+    ),
+    option("--checkpoint_dir", metavar="DIR", help="instead of checkpoint_dir of the file"),
+    option(
+        "--save_every_n_steps", type=at_least(1), metavar="N", help="a checkpoint every N steps"
+    ),
     flag("--fresh", "start anew where an earlier run was cut short"),
     flag("--replan", "continue without workers that stay away, and take them back"),
     option("--role", choices=("coordinator", "worker"), help=ROLE_HELP),

@@ -47,7 +47,7 @@ FREE = frozenset(
     {"version", "coordinator", "workers", "shard_plan", "links", "checkpoint_dir", "resume_step"}
 ) | _listed(
     coordinator="hostname ip device num_threads port quantization",
-    workers="hostname ip device num_threads port quantization id models",
+    workers="hostname ip device num_threads port quantization id models num_gpus",
     shard_plan="id start end is_last links gradient_checkpointing",
     training="output_dir per_device_eval_batch_size logging_steps save_strategy save_steps"
     " save_total_limit eval_strategy eval_steps eval_on_start gradient_checkpointing report_to"

@@ -130,6 +130,8 @@ class WorkerConfig(Machine):
     port: Port | None = None
     """Port on which the worker listens for the coordinator. null: it listens nowhere and dials the
     coordinator's ip and port, from behind a home router or with an address that changes."""
+    num_gpus: int = 1
+    """1, or not given: a second device of the machine is an entry of its own."""
     models: tuple[Name, ...] | None = None
     """Models that a coordinator may have this worker load beside model and adapter of the worker's
     own file: folders (relative to it) and hub names, as patterns like "meta-llama/*"; "*" is
@@ -144,6 +146,16 @@ class WorkerConfig(Machine):
     def address(self) -> str:
         """Where the coordinator dials it, or its name and that it dials itself."""
         return f"{self.ip} (dials)" if self.port is None else host_and_port(self.ip, self.port)
+
+    @field_validator("num_gpus")
+    @classmethod
+    def _one_gpu(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(
+                "must be 1: write an entry for each GPU, each with its own id, port and device"
+                ' ("cuda:0", "cuda:1", ...), and name it in shard_plan'
+            )
+        return value
 
     @field_validator("id")
     @classmethod
@@ -608,7 +620,7 @@ class Config(WholeFile):
 
     model_config = ConfigDict(validate_default=True)
 
-    version: Literal["1", "1.0"] = "1"
+    version: Literal["1", "1.0", "0.1.0"] = "1"
     """Version of this file's format."""
     coordinator: CoordinatorConfig
     """The machine that drives the training."""

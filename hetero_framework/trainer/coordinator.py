@@ -244,7 +244,8 @@ class Coordinator:
         self._cluster.recovery.note_death = self._note_death
         try:
             self.start(checkpoint)
-            with self._stop.waiting():
+            commands = {"checkpoint": self._save_after_step}
+            with self._stop.waiting(), control.coordinating(commands):
                 return self._cluster.recovery.run(self)
         except (StopWanted, _Interrupted) as cut:
             self._checkpoints.keep_newest()
@@ -454,6 +455,9 @@ class Coordinator:
                     self._take_plan_now(change)
         self._state = self._replicas.finished(self._state)
         return self.finish()
+
+    def _save_after_step(self, data: object) -> None:
+        self._save_is_due = True
 
     def _note_what_is_due(self, before: int) -> None:
         """Note the actions due after the steps since `before`; a lost worker delays them."""

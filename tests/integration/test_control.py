@@ -28,7 +28,25 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_imported", [])
 
 
-def test_example_asks_the_worker_it_started_after_every_step(
+SAVING = """
+from hetero_framework import control
+from hetero_framework.core.protocol import Message, MessageType
+
+def checkpoint(step):
+    control.send(Message(MessageType.CONTROL, {"command": "checkpoint"}, {"step": step}))
+
+control.on("save")(checkpoint)
+
+@control.after_step
+def ask(step, cluster):
+    if step == 1:
+        cluster.control("box", "save", step)  # the worker sends it
+    if step == 3:
+        checkpoint(step)
+"""
+
+
+def test_example_asks_the_worker_it_started_and_messages_save_checkpoints(
     tmp_path, llama, texts, capsys
 ) -> None:
     ports = free_ports(2)
@@ -39,13 +57,19 @@ def test_example_asks_the_worker_it_started_after_every_step(
         "shard_plan": [{"id": "local", "start": 0, "end": 3}, {"id": "box", "start": 3, "end": 6}],
         "model": {"name_or_path": str(llama)},
         "data": {"train": str(texts), "max_length": 64},
-        "training": {**TRAINING, "max_steps": 2, "output_dir": str(tmp_path / "run")},
+        "training": {**TRAINING, "max_steps": 4, "output_dir": str(tmp_path / "run")},
     }
     file = tmp_path / "hetero_config.json"
     file.write_text(json.dumps(config))
-    assert main(["train", "--config", str(file), "--import", str(EXAMPLE), "--debug"]) == 0
+    saving = tmp_path / "saving.py"
+    saving.write_text(SAVING)
+    imports = ["--import", str(EXAMPLE), "--import", str(saving)]
+    directory = ["--checkpoint_dir", str(tmp_path / "saved")]
+    assert main(["train", "--config", str(file), *imports, *directory, "--debug"]) == 0
     lines = re.findall(r"step (\d), worker box: processor \d+ % busy", capsys.readouterr().out)
-    assert lines == ["1", "2"]
+    assert lines == ["1", "2", "3", "4"]
+    saved = sorted(path.name for path in (tmp_path / "saved").glob("step_*"))
+    assert saved == ["step_1", "step_3"]
 
 
 def test_worker_without_the_handler_is_an_error_that_names_it(pool, llama, texts, tmp_path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hetero_framework import control
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Control, Message, decode, encode
+from hetero_framework.core.protocol import MessageType, UserMessage
 from hetero_framework.errors import DeviceError, UserError
 
 
@@ -44,6 +45,37 @@ def test_decorator_returns_the_function_and_a_second_one_replaces_it() -> None:
     assert first(None) == "first"
     control.on("who")(lambda data: "second")
     assert control.result(ask("who", None)) == "second"
+
+
+def test_a_message_to_the_coordinator_reaches_its_handler_once_the_step_is_done() -> None:
+    saved: list[object] = []
+    message = UserMessage(MessageType.CONTROL, {"command": "checkpoint"}, {"step": 100})
+    unknown = UserMessage(MessageType.CONTROL, {"command": "unknown"})
+    control.send(message)  # to an earlier coordinator
+    with control.coordinating({"checkpoint": saved.append}):
+        control.step_done(1, None)  # type: ignore[arg-type]
+        assert saved == []
+        for one in (unknown, message):
+            control.send(one)
+        assert saved == []
+        control.step_done(2, None)  # type: ignore[arg-type]
+        assert saved == [{"payload": {"command": "checkpoint"}, "metadata": {"step": 100}}]
+        control.step_done(3, None)  # type: ignore[arg-type]
+        assert len(saved) == 1
+    assert control.answer(control.request(1, "checkpoint", None)).body.error
+
+
+def test_a_worker_sends_its_messages_to_the_coordinator() -> None:
+    sent: list[Message] = []
+    with control.sending_by(sent.append):
+        control.send(UserMessage(MessageType.CONTROL, {"command": "checkpoint"}))
+    (message,) = map(over_the_wire, sent)
+    assert message.expect(Control).request is None
+    taken: list[object] = []
+    with control.coordinating({"checkpoint": taken.append}):
+        control.note(message)
+        control.step_done(1, None)  # type: ignore[arg-type]
+    assert len(taken) == 1
 
 
 def test_bytes_travel_beside_question_and_answer() -> None:

@@ -176,7 +176,7 @@ def test_a_plan_without_workers_is_accepted() -> None:
         ("coordinator.learning_rate", 1, 'unknown key here; it belongs in "training"'),
         ("learning_rate", 1, 'learning_rate: unknown key here; it belongs in "training"'),
         ("trainning", {}, 'trainning: unknown key; did you mean "training"?'),
-        ("version", "2", 'version: must be "1" or "1.0", not the text "2"'),
+        ("version", "2", 'version: must be "1", "1.0" or "0.1.0", not the text "2"'),
         ("coordinator", None, "coordinator: must be an object {...}, not null"),
         ("coordinator", [], "coordinator: must be an object {...}, not a list [...]"),
         ("workers", {}, "workers: must be a list [...], not an object {...}"),
