@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hetero_framework import repository
 from hetero_framework.config import Config
+from hetero_framework.data import sentence_piece
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
@@ -81,12 +82,9 @@ def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     repository.refuse_code(name, revision, _SETTINGS, DataError, _CODE_HINT)
     if Path(name).is_dir():
         _check_folder(Path(name))
-    from transformers import AutoTokenizer  # slow, and not needed to find data
-
-    read = AutoTokenizer.from_pretrained
     try:
         with _TokenizersErrors():
-            tokenizer = read(name, revision=revision, trust_remote_code=False)
+            tokenizer = _read(name, revision)
     except _ERRORS as error:
         raise DataError(f"cannot load a tokenizer from {name}: {error}", hint=_HINT) from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -94,6 +92,14 @@ def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _processors_template(name, revision)
     return tokenizer
+
+
+def _read(name: str, revision: str | None) -> PreTrainedTokenizerBase:
+    if sentence_piece.is_bare(Path(name)):
+        return sentence_piece.read_sentence_piece(Path(name, sentence_piece.MODEL))
+    from transformers import AutoTokenizer  # slow, and not needed to find data
+
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
 def _processors_template(name: str, revision: str | None) -> str | None:
