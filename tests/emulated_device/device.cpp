@@ -212,6 +212,7 @@ class Memory {
     const size_t size = (wanted + 511) / 512 * 512;
     const StreamId stream = current_streams[index_];
     collect();
+    if (allocated + size > limit) throw_out_of_memory(wanted);
     auto& cached = cache_[{stream, size}];
     char* block = nullptr;
     if (!cached.empty()) {
@@ -269,7 +270,10 @@ class Memory {
     peak_reserved = reserved;
   }
 
+  size_t free_bytes() const { return limit > reserved ? limit - reserved : 0; }
+
   size_t allocated = 0, peak = 0, reserved = 0, peak_reserved = 0;
+  size_t limit = kBytes;  // of this process
 
  private:
   struct Block {
@@ -349,10 +353,10 @@ class Memory {
   [[noreturn]] void throw_out_of_memory(size_t wanted) {
     char message[256];
     snprintf(message, sizeof message,
-             "%s out of memory. Tried to allocate %.2f MiB. GPU %d has a total capacity of %.2f MiB of "
+             "%s out of memory. Tried to allocate %zu bytes. GPU %d has a total capacity of %.2f MiB of "
              "which %.2f MiB is free. (emulated)",
-             kIsCuda ? "CUDA" : kName.c_str(), wanted / 1048576.0, index_, kBytes / 1048576.0,
-             (kBytes - reserved) / 1048576.0);
+             kIsCuda ? "CUDA" : kName.c_str(), wanted, index_, kBytes / 1048576.0,
+             free_bytes() / 1048576.0);
     C10_THROW_ERROR(OutOfMemoryError, message);
   }
 
@@ -413,7 +417,7 @@ struct Allocator final : c10::DeviceAllocator {
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex device) override { memory_of(device).reset_peak(); }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
-    return {kBytes - memory_of(device).reserved, kBytes};
+    return {memory_of(device).free_bytes(), kBytes};
   }
 };
 Allocator allocator;
@@ -1171,12 +1175,13 @@ PYBIND11_MODULE(emulated_device, m) {
   m.def("memory", [](int device) {
     const Memory& memory = memory_of(device);
     return std::map<std::string, size_t>{{"total", kBytes},
-                                         {"free", kBytes - memory.reserved},
+                                         {"free", memory.free_bytes()},
                                          {"allocated", memory.allocated},
                                          {"peak_allocated", memory.peak},
                                          {"reserved", memory.reserved},
                                          {"peak_reserved", memory.peak_reserved}};
   });
+  m.def("limit", [](int device, size_t bytes) { memory_of(device).limit = bytes; });
   m.def("reset_peak", [](int device) { memory_of(device).reset_peak(); });
   m.def("drain", [] {  // before the interpreter ends, which queued work may still need
     py::gil_scoped_release release;

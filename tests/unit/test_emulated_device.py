@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import CHECKS
 from tests.emulated_device.build import SOURCE, build, why_not
+from tests.emulated_device.full import PLACES
 from tests.emulated_device.mutations import MUTATIONS, SEEDS
 from tests.emulated_device.parity import pairs
 
@@ -131,6 +133,34 @@ def test_what_is_lost_resumed_measured_or_summed_is_right(seed: int, library: Pa
     suite = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not faults")
     tests = (f"tests/integration/test_{name}" for name in names)
     run(library, *suite, *tests, seed=seed, HETERO_TEST_DEVICE="cuda:1")
+
+
+@pytest.mark.emulated
+def test_a_full_device_ends_the_run_with_advice_at_every_place(
+    library: Path, tmp_path: Path
+) -> None:
+    """Only the results can still be gathered then."""
+    printed = run(
+        library, "-m", "tests.emulated_device.full", HETERO_EMULATED_FULL=str(tmp_path / "place")
+    )
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert [(line["device"], line["place"]) for line in lines] == list(product((0, 1), PLACES))
+    gathered = [line.pop("code") for line in lines if line["place"] == "gather *"]
+    assert gathered == [0, 0]
+    for line in (line for line in lines if "code" in line):
+        assert line["code"] == 6, line
+        assert "memory ran out" in line["said"], line
+        assert "fewer layers" in line["said"], line
+        if line["place"] != "load *":
+            assert f"on cuda:{line['device']}, it needs at least" in line["said"], line
+    first = {(line["device"], line["place"]): line.get("first", "") for line in lines}
+    assert "stage 0, forward of micro-batch 0" in first[0, "forward 2"]
+    assert "stage 0, backward of micro-batch 0" in first[0, "backward 2"]
+    # The last stage does both as one.
+    assert "stage 1, forward of micro-batch 0" in first[1, "forward 2"]
+    assert "stage 1, forward of micro-batch 0" in first[1, "backward 2"]
+    assert "gradients" in first[0, "norms 2"]
+    assert "gradients" in first[1, "norms 2"]
 
 
 WAITS: dict[str, str] = {}

@@ -23,6 +23,7 @@ from typing import Any
 
 LIBRARY = os.environ.get("HETERO_EMULATED_LIBRARY")
 NAME = os.environ.get("HETERO_EMULATED", "cuda")
+FULL = os.environ.get("HETERO_EMULATED_FULL")
 CAPABILITY = (9, 0)
 
 
@@ -81,6 +82,8 @@ def _fill_in() -> None:
         tuple(self.shape), dtype=self.dtype, pin_memory=True
     ).copy_(self)
     _listen(native)
+    if FULL is not None:
+        _fill_up(native, FULL)
     atexit.register(native.drain)
 
 
@@ -185,6 +188,9 @@ def _namespace(torch: Any, native: Any) -> dict[str, Any]:
         "max_memory_reserved": lambda device=None: memory("peak_reserved", device),
         "memory_stats": memory_stats,
         "reset_peak_memory_stats": lambda device=None: native.reset_peak(existing(device)),
+        "set_per_process_memory_fraction": lambda fraction, device=None: native.limit(
+            existing(device), int(fraction * memory("total", device))
+        ),
         "empty_cache": native.empty_cache,
         "default_generators": generators,
         "manual_seed": lambda seed: generators[native.current_device()].manual_seed(int(seed)),
@@ -242,6 +248,28 @@ def _with_pinned(torch: Any, native: Any) -> Any:
         return memory.view(shape.dtype).view(shape.shape)
 
     return empty
+
+
+def _fill_up(native: Any, file: str) -> None:
+    """A device has no memory left from the failpoint on that the file names: "DEVICE POINT STEP",
+    where "*" is any step. The next run has all of it again."""
+    from hetero_framework.core import failpoints
+    from hetero_framework.log import current_step
+
+    hit = failpoints.hit
+
+    def reach(name: str) -> None:
+        if name == "join":
+            for device in range(native.count()):
+                native.limit(device, native.memory(device)["total"])
+        with open(file, encoding="utf-8") as wanted:
+            place = wanted.read()
+        here = f"{native.current_device()} {name}"
+        if place in (f"{here} *", f"{here} {current_step()}"):
+            native.limit(native.current_device(), 0)
+        hit(name)
+
+    failpoints.hit = reach
 
 
 # -- synchronisations ------------------------------------------------------------------------------
