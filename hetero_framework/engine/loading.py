@@ -10,6 +10,7 @@ import torch
 from hetero_framework.config import Config, StageSpec, TrainingConfig
 from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device
+from hetero_framework.engine.out_of_memory import explaining
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StageInterface
 from hetero_framework.errors import DeviceError
@@ -43,7 +44,7 @@ def load_stages(
 ) -> list[Stage]:
     """Load the stages of one process onto its device. What `pool` of earlier ones is not read
     again, and the rest of it is freed first. Raises ModelError, ConfigError when the adapter does
-    not fit the model, and DeviceError as the two checks below."""
+    not fit the model, OutOfMemory, and DeviceError as the two checks below."""
     assert config.model is not None
     spans = [ShardRange.of(spec) for spec in specs]
     kept = (pool or ReusePool()).hand_out(_origin(config), spans)
@@ -55,16 +56,17 @@ def load_stages(
     plan = None
     stages = []
     for spec, span, there in zip(specs, spans, kept, strict=True):
-        model = config.model.quantized(config.quantization(spec.owner))
-        shard = load_shard(model, config.base_dir, span, device, seed=seed, kept=there)
-        shard.is_quantized |= config.quantizes
-        failpoints.hit("load")
-        if config.adapter is not None and plan is None:
-            from hetero_framework.models.adapters.lora import plan_adapter
+        with explaining(f"loading {spec.layers}", device):
+            model = config.model.quantized(config.quantization(spec.owner))
+            shard = load_shard(model, config.base_dir, span, device, seed=seed, kept=there)
+            shard.is_quantized |= config.quantizes
+            failpoints.hit("load")
+            if config.adapter is not None and plan is None:
+                from hetero_framework.models.adapters.lora import plan_adapter
 
-            plan = plan_adapter(shard.config, config.adapter, config.base_dir)
-        attach_adapter(shard, plan, seed)
-        stages.append(Stage(spec, shard, config, device))
+                plan = plan_adapter(shard.config, config.adapter, config.base_dir)
+            attach_adapter(shard, plan, seed)
+            stages.append(Stage(spec, shard, config, device))
     return stages
 
 

@@ -12,8 +12,9 @@ import torch
 
 from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, Support, open_device
+from hetero_framework.engine import loading
 from hetero_framework.engine.loading import check_types, load_stages, take_apart
-from hetero_framework.errors import DeviceError
+from hetero_framework.errors import DeviceError, OutOfMemory
 from tests.samples import save_llama
 
 
@@ -103,3 +104,14 @@ def test_memory_of_stages_is_freed_when_they_are_taken_apart(
         assert not any(weight() is not None for weight in frozen)
     finally:
         gc.enable()
+
+
+def test_a_model_that_does_not_fit_is_told_with_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(loading, "load_shard", load)
+    settings = config()
+    with pytest.raises(OutOfMemory, match="loading layers 0-1: memory ran out on cpu, ") as raised:
+        load_stages(settings, settings.plan.stages, open_device("cpu"))
+    assert "fewer layers" in str(raised.value.hint)
