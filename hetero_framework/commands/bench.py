@@ -9,6 +9,7 @@ from hetero_framework.commands.options import (
     ACCESS,
     ANEW,
     CONFIG,
+    IMPORT,
     JSON,
     ROLE_HELP,
     access_for,
@@ -22,7 +23,10 @@ EXAMPLES = """
     hetero bench --config hetero_config.json
     hetero bench --config hetero_config.json --anew --json
     """
-OPTIONS = (*CONFIG, ANEW, option("--role", choices=("coordinator",), help=ROLE_HELP), *ACCESS, JSON)
+OPTIONS = (
+    *(*CONFIG, IMPORT, ANEW),
+    *(option("--role", choices=("coordinator",), help=ROLE_HELP), *ACCESS, JSON),
+)
 
 
 def run(arguments: argparse.Namespace) -> None:

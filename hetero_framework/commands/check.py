@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from hetero_framework.commands.options import CONFIG, JSON, at_least, load, option, report
+from hetero_framework.commands.options import (
+    CONFIG,
+    IMPORT,
+    JSON,
+    at_least,
+    load,
+    option,
+    report,
+)
 
 EXAMPLES = """
     hetero check
@@ -14,6 +22,7 @@ EXAMPLES = """
     """
 OPTIONS = (
     *CONFIG,
+    IMPORT,
     option(
         "--show",
         type=at_least(1),

@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hetero_framework.commands.options import OUTPUT_DIRECTORY, option
+from hetero_framework.commands.options import (
+    IMPORT,
+    OUTPUT_DIRECTORY,
+    option,
+)
 from hetero_framework.errors import UserError
 
 EXAMPLES = """
@@ -20,6 +24,7 @@ OPTIONS = (
         help="a step_N directory, or the output_dir of a run (its latest)",
     ),
     *OUTPUT_DIRECTORY,
+    IMPORT,
     option(
         "--config",
         metavar="FILE",

@@ -15,7 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hetero_framework.commands.options import DEFAULT_CONFIG, flag, load, option, repeated
+from hetero_framework.commands.options import (
+    DEFAULT_CONFIG,
+    IMPORT,
+    flag,
+    load,
+    option,
+    repeated,
+)
 from hetero_framework.config import (
     AUTO,
     COORDINATOR_PORT,
@@ -42,6 +49,7 @@ EXAMPLES = """
 _HOST_PORT_DEVICE = "HOST[:PORT[:DEVICE]]"
 OPTIONS = (
     flag("--non-interactive", "ask no questions"),
+    IMPORT,
     option("--model", metavar="NAME", help="model directory or hub name"),
     repeated(
         "--worker",

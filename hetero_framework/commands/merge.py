@@ -6,7 +6,11 @@ import argparse
 from pathlib import Path
 
 from hetero_framework import repository
-from hetero_framework.commands.options import OUTPUT_DIRECTORY, option
+from hetero_framework.commands.options import (
+    IMPORT,
+    OUTPUT_DIRECTORY,
+    option,
+)
 from hetero_framework.errors import UserError
 
 EXAMPLES = """
@@ -16,6 +20,7 @@ OPTIONS = (
     option("--adapter", required=True, metavar="DIR", help="PEFT adapter directory"),
     option("--model", required=True, metavar="NAME", help="model directory or hub name"),
     *OUTPUT_DIRECTORY,
+    IMPORT,
     option("--revision", metavar="NAME", help="branch, tag or commit on the hub"),
     option(
         "--dtype",

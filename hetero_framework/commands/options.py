@@ -60,7 +60,7 @@ ROLE_HELP = "role of this machine (default: by its addresses and host name)"
 IMPORT = repeated(
     "--import",
     "FILE",
-    "run this Python file first; it registers control messages (docs/maintainers/extending.md)",
+    "run this Python file first; it registers a model class (docs/models.md) or control messages",
     dest="imports",
 )
 OUTPUT_DIRECTORY = (
@@ -129,11 +129,11 @@ def key_directory(arguments: argparse.Namespace) -> Any:
 
 
 def import_files(arguments: argparse.Namespace) -> None:
-    """Run the files of --import."""
-    if arguments.imports:
+    """Run the files of --import, where the command has it."""
+    if files := getattr(arguments, "imports", None):
         from hetero_framework import control
 
-        for file in arguments.imports:
+        for file in files:
             control.import_file(Path(file))
 
 

@@ -14,6 +14,7 @@ from hetero_framework.commands.options import (
     ANEW,
     CONFIG,
     DEFAULT_CONFIG,
+    IMPORT,
     JSON,
     ROLE_HELP,
     access_for,
@@ -41,6 +42,7 @@ _SOURCES = ("measure", "dry_run", "profile")
 _JOB = ("adapter", "max_length", "batch_size")
 OPTIONS = (
     *CONFIG,
+    IMPORT,
     flag("--measure", "measure the machines of the configuration and their links"),
     ANEW,
     flag(

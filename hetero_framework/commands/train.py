@@ -16,7 +16,6 @@ from hetero_framework.commands.options import (
     access_for,
     at_least,
     flag,
-    import_files,
     island_access_for,
     load,
     option,
@@ -74,7 +73,6 @@ def run(arguments: argparse.Namespace) -> int | None:
 
     keys = processes_here(config, arguments)
     role = decide_role(config, role=arguments.role, worker_id=arguments.worker_id, keys=keys)
-    import_files(arguments)
     if not role.is_coordinator:
         return serve(config, role.worker_ids, arguments)
     config.require("model", "data")

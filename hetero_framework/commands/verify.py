@@ -8,7 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.commands.options import DEFAULT_CONFIG, flag, load, option
+from hetero_framework.commands.options import (
+    DEFAULT_CONFIG,
+    IMPORT,
+    flag,
+    load,
+    option,
+)
 from hetero_framework.errors import UserError
 from hetero_framework.log import printable
 
@@ -30,6 +36,7 @@ OPTIONS = (
     option(
         "--config", metavar="FILE", help=f"verify the configured model (default: {DEFAULT_CONFIG})"
     ),
+    IMPORT,
     option("--model-type", metavar="NAME", help="verify a tiny random model of this type or class"),
     flag("--all", "verify every causal LM architecture and multimodal class"),
     option("--cuts", type=_cuts, metavar="2,5", help="cut before these layers"),

@@ -14,7 +14,6 @@ from hetero_framework.commands.options import (
     WORKER_ID,
     access_for,
     flag,
-    import_files,
     load,
     option,
     processes_here,
@@ -43,7 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     keys = processes_here(config, arguments)
     role = decide_role(config, role="worker", worker_id=arguments.worker_id, keys=keys)
-    import_files(arguments)
     return serve(
         config,
         role.worker_ids,

@@ -26,6 +26,8 @@ LIBRARY_ERRORS = (
     ValueError,
 )
 
+OWN_CLASS_HINT = "a class of your own is registered by the file that --import names, everywhere"
+
 
 def one_line(error: BaseException) -> str:
     """An error as one short line."""

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.library import OWN_CLASS_HINT
 
 TINY_LAYERS = 6
 HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY, POSITIONS = 4, 16, 64, 96, 160, 128
@@ -248,7 +249,10 @@ def tiny_config(name: str) -> PretrainedConfig:
     for an unknown one."""
     model_type = multimodal_classes().get(name, name)
     if model_type not in CONFIG_MAPPING:
-        raise ArchitectureError(f"transformers knows no model type {model_type!r}")
+        raise ArchitectureError(
+            f"transformers knows no model type {model_type!r}",
+            hint=OWN_CLASS_HINT,
+        )
     cls: Any = CONFIG_MAPPING[model_type]
     extra = _DEFAULTS.get(model_type, {})
     if name != model_type:

@@ -29,7 +29,7 @@ from transformers.utils.hub import cached_file
 from hetero_framework import repository
 from hetero_framework.core import frames
 from hetero_framework.errors import ModelError
-from hetero_framework.models.library import LIBRARY_ERRORS
+from hetero_framework.models.library import LIBRARY_ERRORS, OWN_CLASS_HINT
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -55,7 +55,8 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
             raise ModelError(f"model {source!r} has no config.json that names its model_type")
         if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
             raise ModelError(
-                f"the installed transformers has no model type {model_type!r} (model {source!r})"
+                f"the installed transformers has no model type {model_type!r} (model {source!r})",
+                hint=OWN_CLASS_HINT,
             )
         check_quantizer(fields.get("quantization_config"), source)
         # Code that lies beside a checkpoint is never run, the library's own is.
