@@ -244,7 +244,8 @@ NOT_WRITTEN = """
 .bin .cache .ckpt .csv .gz .id .ip .joblib .local .ndjson .npz .parquet .pickle .pkl .port .pt .pth
 .quantization .start .text .tsv .txt .weight .yaml .yml
 arrow.json chat_template.json dataset_dict.json alias_names.json alias_settings.json
-known_devices.json preprocessor_config.json processor_config.json state.json tokenizer.json tokenizer_config.json
+known_devices.json preprocessor_config.json processor_config.json state.json tokenizer.json
+tokenizer_config.json
 train.jsonl video_preprocessor_config.json
 """
 
