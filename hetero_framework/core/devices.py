@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -170,6 +170,19 @@ class Device:
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in CPU memory, complete on return; itself when it is there already."""
         return tensor.detach().to("cpu")
+
+    def all_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`to_host` of each, with one wait for all of them."""
+        event = self.record_event(*tensors)
+        hosts = []
+        for host, release in self.copies_out(tensors, event, self._host_buffers):
+            hosts.append(host if release is _nothing else host.clone())
+            release()
+        return hosts
+
+    @cached_property
+    def _host_buffers(self) -> BufferPool:
+        return self.buffers()
 
     def allocate_host(self, nbytes: int) -> memoryview:
         """CPU memory for transfers with this device: pinned up to 64 MiB where that is faster."""

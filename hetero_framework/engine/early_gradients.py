@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +17,13 @@ EARLY_PART_BYTES = 1 << 18
 
 
 class EarlyGradients:
-    """Final gradients of one stage's parameters. `to_host` copies one into CPU memory."""
+    """Final gradients of one stage's parameters. `to_host` copies some into CPU memory."""
 
     def __init__(
         self,
         stage: int,
         parameters: Iterable[tuple[str, Parameter]],
-        to_host: Callable[[Tensor], Tensor],
+        to_host: Callable[[Sequence[Tensor]], list[Tensor]],
     ) -> None:
         self._stage = stage
         self._parameters = list(parameters)
@@ -73,5 +73,6 @@ class EarlyGradients:
             return
         gradients, self._waiting = self._waiting, {}
         self.given.update(gradients)
-        here = {name: self._to_host(gradient) for name, gradient in gradients.items()}
-        self._take.take(GradientPart(self._stage, 0, StatePart(here)))
+        here = self._to_host(list(gradients.values()))
+        part = StatePart(dict(zip(gradients, here, strict=True)))
+        self._take.take(GradientPart(self._stage, 0, part))

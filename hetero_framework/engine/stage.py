@@ -88,7 +88,7 @@ class Stage:
         # Tied weights cross the wire in every step, and may be a gigabyte each.
         self._tied_copies: dict[str, HostCopy] = defaultdict(lambda: HostCopy(device))
         self._names = {p: name for name, p in self._parameters}
-        self._early = EarlyGradients(self.index, self._parameters, device.to_host)
+        self._early = EarlyGradients(self.index, self._parameters, device.all_to_host)
         trained = list(self._names)
         self._optimizer = build_optimizer(training, shard.model, trained) if trained else None
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)

@@ -57,10 +57,11 @@ class StateSnapshot:
                 self._kept[number] = self._copied(live)
 
     def _copied(self, part: StatePart) -> StatePart:
-        tensors = {}
-        for name, tensor in part.tensors.items():
-            host = self._device.to_host(tensor)
-            tensors[name] = host.clone() if host.data_ptr() == tensor.data_ptr() else host
+        hosts = self._device.all_to_host(list(part.tensors.values()))
+        tensors = {
+            name: host.clone() if host.data_ptr() == tensor.data_ptr() else host
+            for (name, tensor), host in zip(part.tensors.items(), hosts, strict=True)
+        }
         return StatePart(tensors, part.values, part.last)
 
 

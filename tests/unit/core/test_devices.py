@@ -73,6 +73,31 @@ def test_tensors_go_to_the_device_and_back(device: Device) -> None:
 
 
 @every_device
+def test_several_tensors_go_to_the_host_with_one_wait(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = [0]
+    copies_out = device.copies_out
+
+    def counted(*arguments: Any) -> Any:
+        waits[0] += 1
+        return copies_out(*arguments)
+
+    monkeypatch.setattr(device, "copies_out", counted)
+    sent = [torch.full((1 << 12,), float(k)) for k in range(8)] + [torch.ones(0), torch.ones(2, 3)]
+    doubled = [tensor.mul_(2) for tensor in device.copies_in(sent)]
+    hosts = device.all_to_host(doubled)
+    assert waits == [1]
+    if device.is_async:
+        more = device.all_to_host([tensor * 2 for tensor in doubled])  # in the same buffers
+        assert all(map(torch.equal, more, [host * 2 for host in hosts]))
+        assert all(map(torch.equal, hosts, [tensor * 2 for tensor in sent]))
+    else:
+        assert all(map(torch.equal, hosts, doubled))
+    assert device.all_to_host([]) == []
+
+
+@every_device
 def test_copies_beside_computing_are_not_mixed_up(device: Device) -> None:
     """One thread computes, one sends, one receives, as in a run: nothing is mixed up."""
     pool = device.buffers()
