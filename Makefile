@@ -6,6 +6,7 @@
 # make faults  what breaks, with its figures
 # make long    all other tests that take longer, and where torchft is more of those of islands
 # make islands real islands with torchft's lighthouse: kills at every point (Linux x86-64)
+# make lowest   the unit tests and the demo with the oldest versions that pyproject.toml permits
 # make emulated  the CUDA code on an emulated device (Linux, a C++ compiler)
 # make bench   the benchmarks, 10 minutes; results under benchmarks/results
 
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 endif
 STAMP := $(VENV)/.hetero-setup
 
-.PHONY: setup demo demo-islands test lint lines faults long islands emulated bench clean
+.PHONY: setup demo demo-islands test lint lines faults long islands lowest emulated bench clean
 
 setup: $(STAMP)
 
@@ -66,6 +67,16 @@ long: setup
 
 islands: $(ISLANDS)
 	$(BIN)/python -m pytest -m "islands and not long" $(PYTEST_ARGS)
+
+# pip has no way to ask for the oldest versions; uv has.
+LOWEST := $(VENV)-lowest
+LOWEST_BIN := $(LOWEST)/$(notdir $(BIN))
+lowest:
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(LOWEST_BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(LOWEST_BIN)/python -m uv pip install --python $(LOWEST) --resolution lowest-direct --editable ".[dev,pictures]"
+	$(LOWEST_BIN)/python -m pytest -n 2 --dist loadgroup tests/unit $(PYTEST_ARGS)
+	$(LOWEST_BIN)/python examples/demo.py
 
 emulated: setup
 	$(BIN)/python -m pytest -m "emulated or not emulated" tests/unit/test_emulated_device.py $(PYTEST_ARGS)

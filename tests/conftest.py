@@ -6,8 +6,10 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
+from packaging.version import Version
 
 from hetero_framework.core import timeouts
 from hetero_framework.log import Lines, log_to
@@ -24,6 +26,33 @@ for _name, _usual in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.
     _number = getattr(signal, _name, None)  # Windows has no SIGHUP
     if _number is not None and signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
+
+
+# What transformers does differently before the version of requirements.txt, or does not have yet.
+_NEWER = "5.23"
+_NEED_NEWER = (
+    "test_codebooks.py::test_every_codebook_trains",
+    "test_codebooks.py::test_the_loss_is_the_mean",
+    "test_codebooks.py::test_a_model_has_as_many_ids_a_token_as_embeddings_to_add_up[musicgen-4]",
+    "test_side.py::test_a_tensor_crosses_every_boundary",
+    "test_side.py::test_hidden_states_that_the_model_keeps_using",
+    "test_language.py::test_a_class_that_the_library_cannot_build_says_so[gemma4_assistant]",
+    "test_equivalence.py::test_the_loss_of_all_routers_passes_to_the_bit[dbrx]",
+    "test_equivalence.py::test_the_loss_of_all_routers_passes_to_the_bit[jetmoe]",
+    "test_equivalence.py::test_an_architecture_that_does_not_run_in_autocast",
+    "test_equivalence.py::test_tensors_made_between_blocks_stay",
+    "test_side_tensor_checks.py::test_a_few_runs_determine_the_shapes",
+    "test_boundary_contents.py::test_bytes_of_side_tensors_are_reported",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if Version(version("transformers")) >= Version(_NEWER):
+        return
+    skip = pytest.mark.skip(reason=f"needs transformers {_NEWER}")
+    for item in items:
+        if any(name in item.nodeid for name in _NEED_NEWER):
+            item.add_marker(skip)
 
 
 def pytest_collection_finish() -> None:
