@@ -7,6 +7,7 @@ It imports nothing slow at its top: help and simple errors come at once.
 
 SUMMARIES = {
     "init": "write a configuration, by questions or from options",
+    "convert": "make a configuration from one of axolotl, LLaMA-Factory or TRL",
     "check": "validate configuration, model and data; show each machine's part and memory",
     "train": "train; the same command on every machine",
     "worker": "serve the layers of this machine's worker entries",

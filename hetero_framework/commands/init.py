@@ -88,17 +88,17 @@ def run(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output)
     if not arguments.non_interactive:
         code = run_wizard(answers, output, force=arguments.force)
-        _prepare_keys(load(argparse.Namespace(config=output)), output)
+        prepare_machines(load(argparse.Namespace(config=output)), output)
         return code
     config = write_config(answers, output, force=arguments.force)
     for line in precision_lines(config):
         print(line)
     print(f"wrote {output}; next: hetero check --config {output}")
-    _prepare_keys(config, output)
+    prepare_machines(config, output)
     return 0
 
 
-def _prepare_keys(config: Config, output: Path) -> None:
+def prepare_machines(config: Config, output: Path) -> None:
     """Make the keys that other machines need, and print how they get them."""
     from hetero_framework.commands.key_management import prepare_keys
     from hetero_framework.security.keys import FOLDER, KeyDirectory
@@ -256,7 +256,7 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
     if answers.model is not None:
         _model(answers.model)
     answers = replace(
-        answers, model=_beside(answers.model, output), data=_beside(answers.data, output)
+        answers, model=beside(answers.model, output), data=beside(answers.data, output)
     )
     if answers.coordinator is None and answers.adapter == "qlora":
         # "auto" may open a device without 4 bits.
@@ -409,7 +409,7 @@ class _Questions:
 
     def _find_layers(self) -> None:
         """The number of the model's layers; forgets the model where another is to be named."""
-        model = _beside(self.answers.model, self.output)
+        model = beside(self.answers.model, self.output)
         try:
             layers = _layers(replace(self.answers, model=model), self.output)
             self.say(f"The model has {layers} layers.")
@@ -505,7 +505,7 @@ def _layers(answers: Answers, output: Path) -> int:
     return introspect(load_model_config(model, output.absolute().parent)).num_layers
 
 
-def _beside(path: str | None, output: Path) -> str | None:
+def beside(path: str | None, output: Path) -> str | None:
     """A path of this directory as the file `output` has to write it; a hub name unchanged."""
     if path is None or not Path(path).expanduser().exists():
         return path

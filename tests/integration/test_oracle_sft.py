@@ -12,9 +12,11 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from trl import SFTConfig
 
 from hetero_framework.cli import main
 from hetero_framework.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT
+from tests.integration.conftest import TRAINING
 from tests.integration.oracles import assert_agree, assert_close, save_adapter, sft_run
 from tests.integration.test_parity import weights
 from tests.samples import WORDS, save_llama
@@ -136,6 +138,27 @@ def test_three_epochs_of_full_training_agree_with_sft_trainer(losses, chat_model
         training=training,
     )
     theirs, trained = sft_run(chat_model, rows, tmp_path / "trl", **settings, **training)
+    assert_agree(ours, theirs)
+    assert_close(weights(tmp_path / "run"), trained)
+
+
+def test_a_converted_configuration_agrees_with_sft_trainer(losses, chat_model, tmp_path) -> None:
+    """What it does not say are TRL's own defaults, the loss on all turns among them."""
+    rows = write_jsonl(tmp_path / "rows.jsonl", conversations(random.Random(4)))
+    fields = {**TRAINING, "num_train_epochs": 1, "bf16": False}
+    fields = {
+        name: value for name, value in fields.items() if name in SFTConfig.__dataclass_fields__
+    }
+    files = {"model": str(chat_model), "dataset_name": str(rows)}
+    (tmp_path / "sft.json").write_text(json.dumps({**files, "SFTConfig": fields}))
+    out = tmp_path / "c.json"
+    assert main(["convert", str(tmp_path / "sft.json"), "--output", str(out)]) == 0
+    made = json.loads(out.read_text())
+    del made["training"]["output_dir"]
+    made["data"]["train"] = str(rows)
+    ours = losses([2, 4], **{name: made[name] for name in ("model", "data", "training")})
+    fields |= {"optim": "adamw_torch_fused", "gradient_checkpointing": True}
+    theirs, trained = sft_run(chat_model, rows, tmp_path / "trl", **fields)
     assert_agree(ours, theirs)
     assert_close(weights(tmp_path / "run"), trained)
 

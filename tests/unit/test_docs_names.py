@@ -129,7 +129,8 @@ def of_other_tools() -> frozenset[str]:
     """Settings of transformers, peft, trl and others, which have their own lists and test."""
     found: set[str] = set()
     for file in PACKAGE.glob("config/alias_*.json"):
-        found |= set(re.findall(r'"([\w.]+)"', file.read_text(encoding="utf-8")))
+        for names in re.findall(r'"([\w. ]+)"', file.read_text(encoding="utf-8")):
+            found |= set(names.split())
     return frozenset(found)
 
 
@@ -244,6 +245,7 @@ NOT_WRITTEN = """
 .bin .cache .ckpt .csv .gz .id .ip .joblib .local .ndjson .npz .parquet .pickle .pkl .port .pt .pth
 .quantization .start .text .tsv .txt .weight .yaml .yml
 arrow.json chat_template.json dataset_dict.json alias_names.json alias_settings.json
+alias_....json dataset_info.json
 known_devices.json preprocessor_config.json processor_config.json state.json tokenizer.json
 tokenizer_config.json
 train.jsonl video_preprocessor_config.json

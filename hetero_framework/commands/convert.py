@@ -1,0 +1,240 @@
+"""`hetero convert`: makes a configuration from one of axolotl, LLaMA-Factory or TRL."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from itertools import groupby, islice
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from hetero_framework.commands.init import Answers, beside, prepare_machines, propose
+from hetero_framework.commands.options import DEFAULT_CONFIG, JSON, at_least, flag, option, repeated
+from hetero_framework.commands.options import report as print_report
+from hetero_framework.config import Config
+from hetero_framework.config.convert import (
+    STATUSES,
+    Conversion,
+    Rewrite,
+    as_messages,
+    program_of,
+)
+from hetero_framework.config.problems import shown
+from hetero_framework.core import addresses
+from hetero_framework.core.files import write_file
+from hetero_framework.errors import UserError
+
+EXAMPLES = """
+    hetero convert qlora.yml
+    hetero convert sft.sh --worker 192.168.1.20 --worker 192.168.1.30:9999:mps --output cluster.json
+    hetero convert llama3_lora_sft.yaml --world-size 4
+    hetero convert sft_config.json --model Qwen/Qwen2.5-0.5B --data train.jsonl
+    """
+_HOST = "HOST[:PORT[:DEVICE]]"
+OPTIONS = (
+    option("file", metavar="FILE", help="a YAML or JSON file, or a script with a command line"),
+    option(
+        *("-o", "--output"),
+        default=DEFAULT_CONFIG,
+        metavar="FILE",
+        help=f"default: {DEFAULT_CONFIG}",
+    ),
+    option("--model", metavar="NAME", help="model, where FILE names none"),
+    option("--data", metavar="FILE", help="training data, where FILE names none"),
+    option(
+        "--world-size",
+        type=at_least(1),
+        metavar="N",
+        help="processes of the other run: a step had the samples of all",
+    ),
+    repeated("--worker", _HOST, "a worker, as in hetero init; may be repeated", dest="workers"),
+    option("--coordinator", metavar=_HOST, help="the coordinator (default: this machine)"),
+    flag("--force", "replace an existing file"),
+    JSON,
+)
+# Names that stand around fields of classes.
+_CLASSES = re.compile(
+    "((sft|peft|lora|model)_config|(training_|model_|script_)?args|model_init_kwargs"
+    "|SFTConfig|LoraConfig|ModelConfig|ScriptArguments)"
+)
+_ASSIGNED = re.compile(r"\s*(?:export\s+)?(\w+)=(\S*|\"[^\"]*\"|'[^']*')\s*")
+_COMMAND = re.compile(r"^[^#\n]*(\btrl\s+\w+|\.py)\b.*\s--\w", re.MULTILINE)
+_REDIRECTED = re.compile(r"\s\d>(&\d|\S+)")
+_PROCESSES = ("num_processes", "nproc_per_node")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    file, output = Path(arguments.file), Path(arguments.output)
+    if output.exists() and not arguments.force:
+        raise UserError(f"{output} exists already", hint="replace it with --force, or use --output")
+    keys = read(file)
+    processes = [keys[name] for name in _PROCESSES if name in keys]
+    named = {"model.name_or_path": arguments.model, "data.train": arguments.data}
+    made = Conversion(
+        program_of(keys, str(file)),
+        keys,
+        file.absolute().parent,
+        output.absolute(),
+        arguments.world_size or int((processes or [1])[0]),
+        {name: value for name, value in named.items() if value},
+    )
+    for rewrite in made.rewrites:
+        _write_rows(rewrite)
+    raw = _whole_file(made, arguments)
+    config = Config.from_dict(raw, output.absolute().parent, name=f"what {file} becomes")
+    write_file(output, json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
+    data = {
+        "program": made.program,
+        "output": str(output),
+        "keys": [
+            {**vars(row), "to": {path: made.settings[path] for path in row.to}} for row in made.rows
+        ],
+        "defaults": made.defaults,
+        "notes": list(_notes(config, made.world_size)),
+    }
+    print_report(arguments, data, _text)
+    if config.workers:
+        prepare_machines(config, output)
+    return 0
+
+
+def _whole_file(made: Conversion, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The converted sections with the machines of the options; the plan is left to the run."""
+    sections = made.sections(lambda text: str(beside(text, made.output)))
+    model = sections["model"]
+    answers = Answers(
+        model=model["name_or_path"],
+        workers=arguments.workers,
+        coordinator=arguments.coordinator,
+        adapter="qlora" if model.get("quantization") else "lora",
+    )
+    hostname, own = addresses.local_hostnames()[0], addresses.primary_address()
+    return {**propose(answers, None, hostname=hostname, own_address=own), **sections}
+
+
+def _write_rows(rewrite: Rewrite) -> None:
+    from hetero_framework.data.sources import open_source, read_file
+
+    entry, rows = rewrite.entry, read_file(open_source(str(rewrite.source), rewrite.source))
+    kept = (row.fields for row in islice(rows, rewrite.limit))
+    lines = (row if entry is None else as_messages(row, entry) for row in kept)
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    write_file(rewrite.target, text.encode())
+
+
+def _notes(config: Config, world_size: int) -> Iterator[str]:
+    micro = config.training.per_device_train_batch_size
+    count = config.training.gradient_accumulation_steps
+    there = "" if world_size > 1 else "; there of each GPU, and --world-size N counts N of them"
+    yield f"a step has {micro} x {count} = {micro * count} samples on any number of machines{there}"
+    if not config.workers:
+        yield "no workers yet: convert again with --worker HOST, or add them to the file"
+
+
+def _text(data: dict[str, Any]) -> str:
+    lines = [f"{data['program']}: {len(data['keys'])} keys"]
+    for status in STATUSES:
+        rows = [row for row in data["keys"] if row["status"] == status]
+        lines += ["", f"{status}:"] * bool(rows)
+        for row in (row for row in rows if row["to"]):
+            to = (p + f" = {shown(v)}" * (status == "changed") for p, v in row["to"].items())
+            why = f": {row['why']}" if row["why"] else ""
+            lines.append(f"  {row['key']} {shown(row['value'])} -> {', '.join(to)}{why}")
+        without = sorted((row for row in rows if not row["to"]), key=lambda row: row["why"])
+        for why, group in groupby(without, key=lambda row: row["why"]):
+            keys = [r["key"] + f" {shown(r['value'])}" * (why != "empty") for r in group]
+            lines.append(f"  {', '.join(keys)}: {why}")
+    lines += ["", "its defaults, which differ from those here:"] * bool(data["defaults"])
+    lines += [f"  {path} = {shown(value)}" for path, value in data["defaults"].items()]
+    done = f"wrote {data['output']}; next: hetero check --config {data['output']}"
+    return "\n".join([*lines, "", *data["notes"], done])
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The keys of a YAML or JSON file, or the options of a command line. Raises UserError."""
+    try:
+        text = file.read_text(encoding="utf-8-sig").replace("\\\n", " ")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+    if file.suffix not in (".yaml", ".yml", ".json") and _COMMAND.search(text):
+        return _read_command(text, file)
+    return _flat(_read_mapping(text, file), file)
+
+
+def _read_mapping(text: str, file: Path) -> dict[str, Any]:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is given twice, of which one would be lost."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            names = [key.value for key, _ in node.value]
+            if twice := [str(name) for name in names if names.count(name) > 1]:
+                raise UserError(f"{file}: the key {twice[0]} is given twice; keep one")
+            return super().construct_mapping(node, deep)
+
+    try:
+        value = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        hint = "give a YAML or JSON file, or a script with: trl sft --model_name_or_path ..."
+        raise UserError(f"{file} holds no keys and values", hint=hint)
+    return {str(key): part for key, part in value.items()}
+
+
+def _flat(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Without the names of classes around fields, as in {"SFTConfig": {...}}."""
+    found: dict[str, Any] = {}
+    for key, value in keys.items():
+        inside = _CLASSES.fullmatch(key) and isinstance(value, dict)
+        for name, part in _flat(value, file).items() if inside else [(key, value)]:
+            if found.setdefault(name, part) != part:
+                raise UserError(f"{file}: {name} is given twice, with two values; keep one")
+    return found
+
+
+def _read_command(text: str, file: Path) -> dict[str, Any]:
+    """The options of the first command that trains, with the script's own variables put in."""
+    variables: dict[str, str] = {}
+    for line in text.splitlines():
+        if assigned := _ASSIGNED.fullmatch(line):
+            variables[assigned[1]] = assigned[2].strip("\"'")
+        elif _COMMAND.match(line):
+            try:
+                lexer = shlex.shlex(_REDIRECTED.sub(" ", line), posix=True, punctuation_chars=True)
+                lexer.whitespace_split = True
+                words = list(lexer)
+            except ValueError as error:
+                raise UserError(f"{file}: {error}: {line.strip()}") from error
+            return _options([Template(word).safe_substitute(variables) for word in words], file)
+    raise UserError(f"{file} has no command that trains")
+
+
+def _options(words: list[str], file: Path) -> dict[str, Any]:
+    """The options of a command up to its end; those in front of the program are the launcher's."""
+    if "trl" in words and (method := words[words.index("trl") + 1]) != "sft":
+        raise UserError(f"{file}: trl {method} is not done here: next-token loss only, as trl sft")
+    end = next((k for k, word in enumerate(words) if set(word) <= set("|&;<>()")), len(words))
+    program = next(k for k, word in enumerate(words) if word == "trl" or word.endswith(".py"))
+    starts = [k for k, word in enumerate(words[:end]) if re.match(r"--\w", word)]
+    found: dict[str, Any] = {}
+    for start, stop in zip(starts, [*starts[1:], end], strict=True):
+        name, equals, value = words[start][2:].partition("=")
+        values = [value] if equals else words[start + 1 : stop]
+        name = name.replace("-", "_")
+        if start < program:
+            values = values[:1]
+            name = name if name in _PROCESSES else f"launcher.{name}"
+        if name == "config":
+            path = file.parent / values[0]
+            found |= _flat(_read_mapping(path.read_text(encoding="utf-8"), path), path)
+        elif name.startswith("no_") and not values:
+            found[name.removeprefix("no_")] = "false"
+        else:
+            found[name] = values[0] if len(values) == 1 else values or "true"
+    return found

@@ -1,0 +1,474 @@
+"""Configurations of axolotl, LLaMA-Factory and TRL, turned into settings of this project.
+
+A table per program, alias_<program>.json, says what becomes of its keys: "keys" maps names
+(expressions) to a setting or to cases [value, status, settings, reason], of which the first that
+fits counts; "idle" are keys that need no setting, "never" those that cannot be had; "defaults" are
+the program's own, under what they need. In settings "$" is the value, "$," its parts between
+commas, "*" the key; in defaults "=name*2" is another setting. Names of transformers, PEFT and TRL
+that no table has are those of the configuration file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hetero_framework.config.aliases import is_harmless, own_name, refusal_of
+from hetero_framework.config.optimizers import optimizer_problems
+from hetero_framework.config.problems import problems_of, shown
+from hetero_framework.config.schema import AdapterConfig, DataConfig, ModelConfig, TrainingConfig
+from hetero_framework.config.section import Section
+from hetero_framework.config.strict_json import read_json_object
+from hetero_framework.config.text_limits import text_problems
+from hetero_framework.errors import UserError
+
+PROGRAMS = {"axolotl": "axolotl", "LLaMA-Factory": "llama_factory", "TRL": "trl"}
+STATUSES = ("taken", "changed", "cannot be had", "to do by hand", "unknown")
+_SECTIONS: dict[str, type[Section]] = {
+    "adapter": AdapterConfig,
+    "data": DataConfig,
+    "training": TrainingConfig,
+    "model": ModelConfig,
+}
+_NEEDED = {"model": {"name_or_path": "model"}, "data": {"train": "train.jsonl"}}
+_PATHS = (
+    *("model.name_or_path", "model.tokenizer", "adapter.init_from"),
+    *("data.train", "data.eval", "data.chat_template_path"),
+)
+_SECRET = re.compile(r".*(hub_token|api_key|secret|password|webhook\w*)")
+# Settings in whose place another one may stand.
+_INSTEAD = {
+    "training.warmup_ratio": "training.warmup_steps",
+    "training.save_strategy": "training.save_steps",
+    "training.eval_strategy": "training.eval_steps",
+    "training.bf16": "training.fp16",
+}
+_SPLIT = re.compile(r"([\w.-]+)(?:\[:(\d+)%\])?")
+_LOADERS = ("json", "jsonl", "parquet", "text", "csv", "arrow")  # of `datasets`, beside data_files
+_INFO = "dataset_info.json"
+# Roles of LLaMA-Factory's tags; those of its default tags are read as they are.
+_TAGS = {
+    **{"user": "user", "assistant": "assistant", "system": "system"},
+    **{"observation": "tool", "function": "tool_call"},
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one key: one of STATUSES, the settings that it went `to`, and why."""
+
+    key: str
+    value: Any
+    status: str
+    to: tuple[str, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A file whose rows are to be written anew: as messages where its entry of dataset_info.json is
+    given, and how many at most."""
+
+    source: Path
+    target: Path
+    entry: dict[str, Any] | None
+    limit: int | None
+
+
+@dataclass
+class Conversion:
+    """The settings that a configuration of another program becomes, and what became of each key.
+
+    Args:
+        program: one of PROGRAMS.
+        given: its keys and values.
+        folder: that of the file.
+        output: the configuration to be written; what is rewritten lies beside it.
+        world_size: processes of the other run, each of which took micro-batches of its own.
+        settings: those that are there already, by path.
+    """
+
+    program: str
+    given: dict[str, Any]
+    folder: Path
+    output: Path
+    world_size: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    rows: list[Outcome] = field(default_factory=list)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    rewrites: list[Rewrite] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.table = _table(self.program)
+        last = ("val_set_size", "val_size")  # they divide what the others name
+        for key in sorted(self.given, key=last.__contains__):
+            self._take_key(key, self.given[key])
+        if self.program == "LLaMA-Factory":
+            self._use_named_sets()
+        for key in last:
+            self._hold_out(key, float(self.given.get(key) or 0))
+        self._decide_adapter()
+        self._fill_defaults()
+        self._scale_batch()
+        self._settle()
+
+    def sections(self, place: Callable[[str], str]) -> dict[str, Any]:
+        """model, adapter, data and training, as in the file; `place` makes a path as it stands here
+        into one of that file."""
+        made: dict[str, Any] = {name: {} for name in _SECTIONS}
+        for path, value in self.settings.items():
+            section, _, name = path.partition(".")
+            if path in _PATHS:
+                value = list(map(place, value)) if isinstance(value, list) else place(value)
+            if name:
+                made[section][name] = value
+        return made if self.settings["adapter"] else {**made, "adapter": None}
+
+    def _say(self, key: str, value: Any, status: str, why: str = "", *to: str) -> None:
+        value = "(not shown)" if value and _SECRET.fullmatch(key) else value
+        self.rows.append(Outcome(key, value, status, to, why))
+
+    def _take_key(self, key: str, value: Any) -> None:
+        """One key of the file, or the keys inside it."""
+        if key in ("datasets", "test_datasets", "pretraining_dataset") and value:
+            entries = value if isinstance(value, list) else [value]
+            plain = {"type": "pretrain"} if key == "pretraining_dataset" else {}
+            entries = [{**plain, **(e if isinstance(e, dict) else {"path": e})} for e in entries]
+            for number, entry in enumerate(entries):
+                for name, inner in entry.items():
+                    self._take(f"datasets.{name}", inner, f"{key}[{number}].{name}")
+            self._use_sets(key, entries, "eval" if key == "test_datasets" else "train")
+        elif key == "special_tokens" and value:
+            for name, inner in value.items():
+                self._take(f"{key}.{name}", inner, f"{key}.{name}")
+        else:
+            self._take(key, value, key)
+
+    def _take(self, name: str, value: Any, key: str) -> None:
+        """Find out what becomes of `key`, which the table calls `name`."""
+        if value is None or value in ("", [], {}):
+            return self._say(key, value, "taken", "empty")
+        for names, rule in self.table["keys"].items():
+            if any(re.fullmatch(pattern, name) for pattern in names.split()):
+                return self._apply(name, value, key, rule)
+        for status, reasons in (("taken", "idle"), ("cannot be had", "never")):
+            for why, names in self.table[reasons].items():
+                if re.fullmatch(names, name):
+                    return self._say(key, value, "taken" if value is False else status, why)
+        if any(is_harmless(section, name, value) for section in _SECTIONS):
+            return self._say(key, value, "taken", "what happens anyway")
+        for section in ("adapter", "data", "training"):
+            if self.program != "axolotl" and name in _SECTIONS[section].model_fields:
+                return self._set(key, value, {f"{section}.{name}": value})
+        if called := own_name("training", name):
+            return self._say(key, value, "to do by hand", f"it is called {called} here")
+        why = refusal_of("training", name)
+        status = "cannot be had" if why else "unknown"
+        return self._say(key, value, status, why or f"no key of {self.program} that is known here")
+
+    def _apply(self, name: str, value: Any, key: str, rule: Any) -> None:
+        text = value.strip() if isinstance(value, str) else json.dumps(value, default=str)
+        cases = [(".*", "taken", {rule: "$"}, "")] if isinstance(rule, str) else rule
+        for pattern, status, settings, why in cases:
+            if match := re.fullmatch(pattern, text, re.IGNORECASE | re.DOTALL):
+                if status == "stop":
+                    raise UserError(
+                        f"{key}: {shown(value)} of {self.program} is not done here: {why}"
+                    )
+                made = {
+                    p.replace("*", name): self._fill(s, value, match) for p, s in settings.items()
+                }
+                return self._set(key, value, made, status, why)
+        return self._say(key, value, "cannot be had", "there is no such value here")
+
+    def _fill(self, made: Any, value: Any, match: re.Match[str]) -> Any:
+        """What a table means by "$" and the like."""
+        if isinstance(made, dict):
+            return {key: self._fill(part, value, match) for key, part in made.items()}
+        if made == "$,":
+            return _listed(value)
+        if made == "per epoch":
+            return 1 / (value * float(self.given.get("num_epochs") or 1))
+        if made == "per micro-batch":
+            return max(1, value // int(self.given.get("micro_batch_size") or 1))
+        return value if made == "$" else match.expand(made) if isinstance(made, str) else made
+
+    def _set(
+        self,
+        key: str,
+        value: Any,
+        settings: Mapping[str, Any],
+        status: str = "taken",
+        why: str = "",
+    ) -> None:
+        """Take settings from a key, where they are valid."""
+        for path, asked in settings.items():
+            old = self.settings.get(path)
+            fitting, wrong = _fit(path, asked)
+            if wrong:
+                return self._say(key, value, "cannot be had", wrong)
+            if old == "all-linear":  # a union of both
+                fitting, status, why = old, "changed", "all linear layers are named already"
+            elif old not in (None, fitting):
+                status, why = "changed", f"in place of {shown(old)}, which another key says"
+            self.settings[path] = fitting
+        return self._say(key, value, status, why, *settings)
+
+    def _drop(self, path: str, why: str) -> None:
+        """Take a setting back; its row says why."""
+        self.defaults.pop(path, None)
+        if self.settings.pop(path, None) is not None:
+            self._change(path, status="cannot be had", to=(), why=why)
+
+    def _change(self, path: str, **new: Any) -> None:
+        """Say something else of the key that gave a setting."""
+        self.rows = [replace(row, **new) if path in row.to else row for row in self.rows]
+
+    def _decide_adapter(self) -> None:
+        """Whether there is an adapter, and no settings of one where there is none."""
+        always = [made for needs, made in self.table["defaults"] if not needs]
+        named = {"r", "peft_type", "target_modules"} & self.given.keys()  # of PEFT's own class
+        given = bool(named) or any(made.get("adapter") for made in always)
+        if not self.settings.setdefault("adapter", given):
+            for path in [path for path in self.settings if path.startswith("adapter.")]:
+                self._drop(path, f"{self.program} does not use it without an adapter either")
+            self._drop("model.quantization", "quantised weights are not trained without an adapter")
+
+    def _fill_defaults(self) -> None:
+        """State the other program's defaults where they differ from those here."""
+        for needs, made in self.table["defaults"]:
+            if not all(self.settings.get(name) or self.given.get(name) for name in needs.split()):
+                continue
+            for path, value in made.items():
+                instead = self.settings.get(_INSTEAD.get(path, ""), False)
+                if path in self.settings or instead is not False:
+                    continue
+                if isinstance(value, str) and value.startswith("="):
+                    name, _, factor = value[1:].partition("*")
+                    value = self.settings.get(name, _own_default(name)) * int(factor or 1)
+                if value != _own_default(path):
+                    self.settings[path] = self.defaults[path] = value
+
+    def _scale_batch(self) -> None:
+        """A step has the micro-batches that each process had."""
+        path, n = "training.gradient_accumulation_steps", self.world_size
+        if n > 1:
+            before = self.settings.get(path, 1)
+            self.settings[path] = before * n
+            self._change(path, status="changed", why=f"{before} of each of {n} processes")
+
+    def _settle(self) -> None:
+        """Leave out what contradicts another setting, and name what is missing."""
+        has = self.settings.get
+        transformers = self.program != "axolotl"  # which evaluates by eval_strategy alone
+        strategy = has("training.eval_strategy", "no" if transformers else "steps")
+        if self.program == "TRL" and strategy != "no" and has("data.train"):
+            self.settings.setdefault("data.eval", has("data.train"))
+        for path, wrong, why in (
+            (
+                "training.eval_strategy",
+                not has("data.eval") and strategy != "no",
+                "no evaluation data",
+            ),
+            (
+                "training.eval_steps",
+                strategy != "steps" or not has("data.eval"),
+                "nothing to evaluate",
+            ),
+            (
+                "training.eval_on_start",
+                has("training.eval_on_start") and not has("data.eval"),
+                "no evaluation data",
+            ),
+            ("training.warmup_ratio", has("training.warmup_steps"), "warmup_steps counts"),
+            ("data.pad_to_multiple_of", has("data.padding_free"), "nothing is padded"),
+            (
+                "adapter.init_lora_weights",
+                has("model.quantization")
+                and has("adapter.init_lora_weights") in ("pissa", "olora"),
+                "it rewrites weights, which are quantised",
+            ),
+        ):
+            if wrong:
+                self._drop(path, why)
+        for path, name in (("model.name_or_path", "model"), ("data.train", "train.jsonl")):
+            if self.settings.setdefault(path, name) == name:
+                self._say(path, None, "to do by hand", f"the file names none: write it in {path}")
+
+    def _use_sets(self, key: str, entries: list[dict[str, Any]], role: str) -> None:
+        """Take sets of data; all of a run have one split and configuration."""
+        names = [n for e in entries for n in _listed(e.get("data_files") or e.get("path"))]
+        self.settings[f"data.{role}"] = names[0] if len(names) == 1 else names
+        for number, entry in enumerate(entries):
+            if entry.get("data_files") and entry.get("path") not in (None, *_LOADERS):
+                why = "download these files, and write their names in data.train"
+                self._say(f"{key}[{number}].data_files", entry["data_files"], "to do by hand", why)
+            for name, path in (("split", f"data.{role}_split"), ("name", "data.dataset_config")):
+                value, first = entry.get(name), entries[0].get(name)
+                if value and not number:
+                    self.settings[path] = value
+                if value != first:
+                    why = f"all data of a run have one {path}; save this set as a file"
+                    self._say(f"{key}[{number}]", value, "to do by hand", why)
+
+    def _hold_out(self, key: str, share: float) -> None:
+        """Take the end of the training data for evaluation: a share, or a number of rows."""
+        if share == 0:
+            return None
+        self.rows = [row for row in self.rows if row.key != key]
+        form = _SPLIT.fullmatch(self.settings.get("data.train_split", "train"))
+        if "data.train" not in self.settings or form is None or (share >= 1 and form[2]):
+            return self._say(key, share, "to do by hand", "choose data.eval and data.eval_split")
+        name, end = form[1], int(form[2] or 100)
+        cut = f"-{share:.0f}" if share >= 1 else f"{end - max(1, round(end * share))}%"
+        held = f"{name}[{cut}:{f'{end}%' if form[2] else ''}]"
+        self.settings["data.train_split"] = f"{name}[:{cut}]"
+        self.settings["data.eval"] = self.settings["data.train"]
+        self.settings["data.eval_split"] = held
+        why = f"the last rows, {held}, and not rows drawn at random"
+        return self._say(key, share, "changed", why, "data.train_split", "data.eval_split")
+
+    def _use_named_sets(self) -> None:
+        """The sets that LLaMA-Factory's dataset_info.json describes: under dataset_dir, from this
+        or the file's folder upwards, or beside the file."""
+        name = str(self.given.get("dataset_dir") or "data")
+        places = [Path(name), *(p / name for p in (self.folder, *self.folder.parents)), self.folder]
+        found = next((place for place in places if (place / _INFO).is_file()), None)
+        info = read_json_object(found / _INFO) if found else {}
+        for key, role in (("dataset", "train"), ("eval_dataset", "eval")):
+            if names := _listed(self.given.get(key)):
+                sets = [self._named_set(n, info.get(n), found or Path(name)) for n in names]
+                self._use_sets(key, sets, role)
+
+    def _named_set(self, name: str, entry: Any, folder: Path) -> dict[str, Any]:
+        key, limit = f"dataset {name}", self.given.get("max_samples")
+        if not isinstance(entry, dict):
+            why = f"no {_INFO} that names it was found; write its file in data.train"
+            self._say(key, None, "to do by hand", why)
+            return {"path": f"{folder}/{name}.json"}
+        is_text = self.given.get("stage") == "pt"
+        column = (entry.get("columns") or {}).get("prompt")
+        if is_text and column:
+            self._set(key, column, {"data.dataset_text_field": column})
+        if "file_name" not in entry:
+            hub = next(
+                str(entry[n]) for n in ("hf_hub_url", "ms_hub_url", "script_url") if n in entry
+            )
+            if not is_text and entry.get("formatting", "alpaca") == "alpaca":
+                why = "the chat template writes its rows there: write them as messages into a file"
+                self._say(key, hub, "to do by hand", why)
+            split = entry.get("split", "train") + (f"[:{limit}]" if limit else "")
+            return {"path": hub, "name": entry.get("subset"), "split": split}
+        source = folder / entry["file_name"]
+        if not source.is_file():
+            self._say(key, str(source), "to do by hand", "it is not here; convert where it is")
+            return {"path": str(source)}
+        target = self.output.with_name(f"{self.output.stem}.{name}.jsonl")
+        limits = [int(n) for n in (limit, entry.get("num_samples")) if n]
+        self.rewrites.append(
+            Rewrite(source, target, None if is_text else entry, min(limits, default=None))
+        )
+        self.settings.setdefault("data.format", "messages")
+        form = "as they are" if is_text else "as messages"
+        self._say(key, str(source), "changed", f"its rows are in {target.name}, {form}")
+        return {"path": str(target)}
+
+
+@cache
+def _table(program: str) -> dict[str, Any]:
+    file = Path(__file__).with_name(f"alias_{PROGRAMS[program]}.json")
+    table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return table
+
+
+def program_of(keys: Mapping[str, Any], name: str) -> str:
+    """The program whose keys these are. Raises UserError where that cannot be told."""
+    found = {p: sum(mark in keys for mark in _table(p)["marks"].split()) for p in PROGRAMS}
+    best = max(found, key=lambda program: found[program])
+    if "shard_plan" in keys or not found[best]:
+        hint = f"its keys are {', '.join(keys) or 'none'}"
+        raise UserError(f"{name} is not of axolotl, LLaMA-Factory or TRL", hint=hint)
+    return best
+
+
+def _own_default(path: str) -> Any:
+    """The default of a setting here; None where it has none."""
+    section, _, name = path.partition(".")
+    info = _SECTIONS[section].model_fields[name] if name else None
+    return info.get_default(call_default_factory=True) if info and not info.is_required() else None
+
+
+def _fit(path: str, value: Any) -> tuple[Any, str]:
+    """`value` as the setting at `path` takes it, and why it is refused, or "". A text that is a
+    number or a switch, as on a command line, is one; a single text may be a list of one."""
+    section, _, name = path.partition(".")
+    refused: list[str] = []
+    for candidate in (value, *_read_text(value), [value]) if name else ():
+        try:
+            part = {**_NEEDED.get(section, {}), name: candidate}
+            _SECTIONS[section].model_validate_json(json.dumps(part, default=str))
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            refused += [problem.text for problem in problems_of(details, _SECTIONS[section], part)]
+            continue
+        refused = [problem.text for problem in text_problems({section: {name: candidate}})]
+        if path in ("training.optim", "training.lr_scheduler_type"):
+            refused += map(str, optimizer_problems(TrainingConfig(**{name: candidate})))
+        return candidate, " ".join(refused)
+    return value, refused[0] if refused else ""
+
+
+def _read_text(value: Any) -> Iterator[Any]:
+    text = str(value)
+    try:
+        yield json.loads(text.lower() if text.lower() in ("true", "false") else text)
+    except ValueError:
+        return
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list, or the parts of a text between commas."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    return list(value or ())
+
+
+def as_messages(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of LLaMA-Factory's data as messages: an instruction and its input are one turn of the
+    user, with a line break between. Raises UserError for a row without the columns."""
+    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
+    beside = {name: row.get(columns.get(name, "")) for name in ("system", "tools")}
+    try:
+        if entry.get("formatting", "alpaca") == "alpaca":
+            turns = [*_turns(row, columns)]
+        else:
+            names = {
+                tags.get("role_tag", "from"): "role",
+                tags.get("content_tag", "value"): "content",
+            }
+            roles = {tags.get(f"{tag}_tag"): role for tag, role in _TAGS.items()}
+            turns = [
+                {names.get(name, name): value for name, value in turn.items()}
+                for turn in row[columns.get("messages", "conversations")]
+            ]
+            turns = [{**turn, "role": roles.get(turn["role"], turn["role"])} for turn in turns]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"a row is not as {_INFO} says: {error!r}: {shown(row)}") from error
+    return {**{name: value for name, value in beside.items() if value}, "messages": turns}
+
+
+def _turns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    for asked, answered in row.get(columns.get("history", "")) or ():
+        yield {"role": "user", "content": asked}
+        yield {"role": "assistant", "content": answered}
+    names = (columns.get("prompt"), columns.get("query")) if columns else ("instruction", "input")
+    parts = [row[name] for name in names if name and row.get(name)]
+    yield {"role": "user", "content": "\n".join(parts)}
+    yield {"role": "assistant", "content": row[columns.get("response", "output")]}

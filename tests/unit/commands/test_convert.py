@@ -1,0 +1,323 @@
+"""Configurations of other trainers: each key is taken, changed or explained, and the result is one
+of this project. The inputs have the keys of these projects' own examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import trl
+
+from hetero_framework.cli import main
+from hetero_framework.commands.convert import read
+from hetero_framework.config import Config, load_config
+from hetero_framework.config.convert import STATUSES, as_messages
+from hetero_framework.data.sources import find_sources
+from hetero_framework.data.train_data import load_data
+from hetero_framework.errors import UserError
+from tests.unit.data_helpers import CHATML_MARKED, tiny_tokenizer
+
+FOREIGN = Path(__file__).with_name("foreign")
+# What has to be done by hand before such a run can begin: data and templates to be written anew.
+BY_HAND = {
+    "axolotl_qlora.yml": [],
+    "axolotl_chat.yml": [],
+    "axolotl_full.yaml": [],
+    "axolotl_text.yml": [],
+    "llama_factory_lora.yaml": [],
+    "llama_factory_qlora.yaml": [],
+    "llama_factory_full.yaml": [],
+    "llama_factory_pretrain.yaml": [],
+    "trl_full.sh": [],
+    "trl_lora.txt": [],
+    "trl_classes.json": [],
+    "trl_recipe.yaml": ["datasets[1]", "chat_template_path"],
+}
+Report = dict[str, Any]
+
+
+@pytest.fixture
+def convert(tmp_path, monkeypatch, capsys):
+    """Converts a text or a file of foreign/: the report, and the configuration."""
+    folder = shutil.copytree(FOREIGN, tmp_path / "there")
+    monkeypatch.chdir(folder)
+
+    def run(name: str, text: str | None = None, *options: str) -> tuple[Report, Config]:
+        if text is not None:
+            (folder / name).write_text(text)
+        command = ["convert", name, "--json", "--force", "--output", str(tmp_path / "c.json")]
+        assert main([*command, *options]) == 0
+        report = json.loads(capsys.readouterr().out)
+        return report, load_config(tmp_path / "c.json")
+
+    return run
+
+
+def rows(report: Report) -> dict[str, Report]:
+    return {row["key"]: row for row in report["keys"]}
+
+
+def rendered(config: Config, tokenizer: Any) -> list[str]:
+    examples = load_data(config, tokenizer).examples
+    return [tokenizer.decode(ids) for ids, _ in examples]
+
+
+def test_the_inputs_are_all_named() -> None:
+    assert {file.name for file in FOREIGN.iterdir()} == {*BY_HAND, "data"}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_every_key_is_taken_changed_or_explained(name: str, convert) -> None:
+    report, config = convert(name)
+    config.require("model", "data")
+    found = rows(report)
+    given = read(FOREIGN / name)
+    for key in ("datasets", "test_datasets"):
+        for number, entry in enumerate(given.pop(key, ())):
+            given |= {f"{key}[{number}].{inner}": value for inner, value in entry.items()}
+    special = given.pop("special_tokens", {})
+    given |= {f"special_tokens.{inner}": value for inner, value in special.items()}
+    assert given.keys() <= found.keys()
+    assert {row["status"] for row in found.values()} <= set(STATUSES) - {"unknown"}
+    for row in found.values():
+        assert row["to"] or row["why"], row
+        assert row["why"] or row["status"] == "taken", row
+    by_hand = [key for key, row in found.items() if row["status"] == "to do by hand"]
+    assert by_hand == BY_HAND[name]
+    assert report["program"].lower().startswith(name.partition("_")[0])
+
+
+def test_axolotl_means_the_same(convert) -> None:
+    _, config = convert("axolotl_qlora.yml")
+    assert config.model.quantization == "nf4"
+    assert config.model.dtype == "bfloat16"
+    assert (config.adapter.r, config.adapter.target_modules) == (32, "all-linear")
+    assert config.adapter.autocast_adapter_dtype is True  # PEFT's default, over 4 bits too
+    assert (config.data.format, config.data.padding_free) == ("alpaca", True)
+    assert config.training.per_device_eval_batch_size == 2
+    assert (config.training.eval_steps, config.data.eval) == (None, None)
+    report, config = convert("axolotl_chat.yml")
+    assert config.data.train_split == "train[:95%]"
+    assert config.data.eval_split == "train[95%:]"
+    assert config.training.eval_steps == 1 / 16
+    assert config.training.save_steps == 1 / 8
+    assert config.adapter.use_dora
+    assert config.training.learning_rate == 2e-4  # a text in YAML 1.1
+    assert rows(report)["wandb_project"]["to"] == {"training.report_to": "tensorboard"}
+    report, config = convert("axolotl_full.yaml")
+    assert config.adapter is None
+    assert (config.data.train_split, config.data.eval_split) == ("train[:18%]", "train[18%:20%]")
+    assert config.training.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert config.data.eos_token == "<|im_end|>"
+    _, config = convert("axolotl_text.yml")
+    assert config.training.gradient_accumulation_steps == 4
+    assert config.model.revision == "12e4567"
+    assert (config.data.train, config.data.eval) == ("corpus.jsonl", "held.jsonl")
+    assert config.data.dataset_text_field == "body"
+
+
+def test_axolotl_without_settings_has_its_defaults(convert) -> None:
+    report, config = convert("a.yml", "base_model: org/m\nmicro_batch_size: 3\nwarmup_steps: 0\n")
+    assert config.training.num_train_epochs == 1
+    assert config.training.lr_scheduler_type == "cosine"
+    assert config.training.warmup_ratio is None
+    assert config.data.max_length == 512
+    assert report["defaults"]["data.max_length"] == 512
+    (missing,) = [row for row in report["keys"] if row["status"] == "to do by hand"]
+    assert missing["key"] == "data.train"
+    _, config = convert("a.yml", "base_model: org/m\nfp16: true\nadapter: lora\n")
+    assert (config.training.fp16, config.training.bf16) == (True, False)
+    assert config.model.dtype == "float16"
+    assert config.training.warmup_ratio == 0.03
+
+
+def test_steps_have_the_samples_of_all_processes(convert) -> None:
+    report, config = convert("axolotl_qlora.yml", None, "--world-size", "4")
+    assert config.training.gradient_accumulation_steps == 16
+    assert rows(report)["gradient_accumulation_steps"]["status"] == "changed"
+    _, config = convert("trl_lora.txt")
+    assert config.training.gradient_accumulation_steps == 32
+
+
+def test_the_rows_of_llama_factory_become_messages(convert) -> None:
+    _, config = convert("llama_factory_lora.yaml")
+    assert rendered(config, tiny_tokenizer(CHATML_MARKED)) == [
+        "<|im_start|>user\nWhat are you?<|im_end|>\n<|im_start|>assistant\nA fox.<|im_end|>\n",
+        "<|im_start|>user\nAdd the numbers.\n2 and 2<|im_end|>\n"
+        "<|im_start|>assistant\n4<|im_end|>\n",
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+        "<|im_start|>assistant\nA fox.<|im_end|>\n",
+    ]
+    assert config.adapter.lora_alpha == 16
+    assert config.training.gradient_checkpointing is True
+    _, config = convert("llama_factory_pretrain.yaml")
+    assert (config.data.format, config.data.dataset_text_field) == ("text", "body")
+    _, config = convert("llama_factory_full.yaml")
+    assert (config.data.train, config.data.train_split) == ("org/chats", "train[:1000]")
+    assert (config.model.dtype, config.training.eval_steps) == ("float32", None)
+
+
+def test_history_comes_before_the_turn() -> None:
+    entry = {"columns": {"prompt": "q", "response": "a", "history": "before", "system": "rule"}}
+    row = {"q": "3?", "a": "4", "before": [["1?", "2"]], "rule": "Count."}
+    said = as_messages(row, entry)
+    assert [turn["content"] for turn in said["messages"]] == ["1?", "2", "3?", "4"]
+    assert said["system"] == "Count."
+    with pytest.raises(UserError, match="is not as dataset_info"):
+        as_messages({"text": "x"}, {})
+
+
+def test_the_rows_of_axolotls_alpaca_are_rendered(convert, tmp_path) -> None:
+    text = (
+        "base_model: m\nmicro_batch_size: 1\ndatasets: [{path: data/identity.json, type: alpaca}]"
+    )
+    _, config = convert("a.yml", text)
+    (source,) = find_sources(config.data.train, config.base_dir)
+    assert source.path == tmp_path / "there" / "data" / "identity.json"
+    *_, text, _ = rendered(config, tiny_tokenizer())
+    assert text.endswith("### Input:\n2 and 2\n\n### Response:4</s>")
+
+
+def test_trl_means_the_same(convert) -> None:
+    report, config = convert("trl_full.sh")
+    assert (config.data.eval, config.data.eval_split) == ("org/conversations", "validation")
+    assert config.data.eos_token == "<|im_end|>"
+    assert config.adapter is None
+    assert rows(report)["push_to_hub"]["status"] == "cannot be had"
+    _, config = convert("trl_lora.txt")
+    assert config.adapter.target_modules == ("q_proj", "v_proj")
+    assert (config.adapter.lora_alpha, config.adapter.lora_dropout) == (16, 0.05)
+    assert config.training.gradient_checkpointing is False
+    assert (config.model.dtype, config.model.quantization) == ("bfloat16", "nf4")
+    report, config = convert("trl_classes.json")
+    assert (config.model.name_or_path, config.data.train) == ("org/base-7b", "pairs.jsonl")
+    assert (config.adapter.r, config.adapter.lora_dropout) == (8, 0.1)
+    assert rows(report)["init_lora_weights"]["status"] == "cannot be had"
+    assert "hf_abc" not in json.dumps(report)
+    _, config = convert("trl_recipe.yaml")
+    assert config.data.train == ("org/one", "org/two")
+    assert config.data.pad_to_multiple_of is None
+
+
+def defaults_of(cls: type) -> dict[str, Any]:
+    return {
+        f.name: f.default_factory() if callable(f.default_factory) else f.default
+        for f in dataclasses.fields(cls)
+    }
+
+
+def test_defaults_are_those_of_the_installed_trl(convert) -> None:
+    report, config = convert("a.sh", "trl sft --model_name_or_path m --dataset_name d --use_peft")
+    ours = config.to_dict()
+    theirs = defaults_of(trl.SFTConfig) | {"bf16": True, "pad_to_multiple_of": None}
+    ours["training"] |= {"eval_strategy": config.training.evaluation, "log_level": "passive"}
+    ours["training"]["lr_scheduler_kwargs"] = theirs["lr_scheduler_kwargs"]
+    theirs["output_dir"] = ours["training"]["output_dir"]
+    for section in ("data", "training"):
+        shared = theirs.keys() & ours[section].keys()
+        assert {name: ours[section][name] for name in shared} == {n: theirs[n] for n in shared}
+    of_model = defaults_of(trl.ModelConfig)
+    assert ours["model"]["dtype"] == of_model["dtype"]
+    for name, key in {
+        "r": "lora_r",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
+    }.items():
+        assert ours["adapter"][name] == of_model[key]
+    assert report["defaults"]["training.learning_rate"] == 2e-5
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+def test_whole_classes_are_read(convert) -> None:
+    """As to_dict() of these writes them: every field is there."""
+    classes = {
+        "SFTConfig": trl.SFTConfig(output_dir="out", use_cpu=True, bf16=False).to_dict(),
+        "LoraConfig": peft.LoraConfig(task_type="CAUSAL_LM", r=4).to_dict(),
+    }
+    for fields in classes.values():
+        fields.pop("revision", None)
+    text = json.dumps(classes, default=lambda value: sorted(value))
+    report, config = convert("c.json", text, "--model", "org/m", "--data", "rows.jsonl")
+    assert (config.model.name_or_path, config.data.train) == ("org/m", "rows.jsonl")
+    assert config.adapter.r == 4
+    lost = {row["key"] for row in report["keys"] if row["status"] not in ("taken", "changed")}
+    assert lost <= {"use_cpu", "accelerator_config", "runtime_config", "hub_token", "peft_version"}
+
+
+def test_unknown_keys_are_named(convert, capsys) -> None:
+    report, _ = convert("a.yml", "base_model: m\nfoo_bar: 3\ndatasets: [{path: d, typ: alpaca}]\n")
+    unknown = {row["key"]: row["value"] for row in report["keys"] if row["status"] == "unknown"}
+    assert unknown == {"foo_bar": 3, "datasets[0].typ": "alpaca"}
+
+
+def test_machines_come_from_options(convert) -> None:
+    _, config = convert("axolotl_qlora.yml", None, "--worker", "127.0.0.1:9200:cpu")
+    assert [(w.ip, w.port, w.device) for w in config.workers] == [("127.0.0.1", 9200, "cpu")]
+    assert config.quantization(1) is not None or config.workers[0].quantization == "none"
+    assert not config.is_planned
+
+
+def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
+    convert("trl_recipe.yaml")
+    assert main(["convert", "trl_recipe.yaml", "--force", "-o", str(tmp_path / "c.json")]) == 0
+    said = capsys.readouterr().out
+    for text in (
+        "  learning_rate 4e-05 -> training.learning_rate\n",
+        "its defaults, which differ from those here:",
+        '  report_to ["wandb"] -> training.report_to = "tensorboard": ',
+        "to do by hand:",
+        "next: hetero check --config",
+    ):
+        assert text in said
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yml", "base_model: m\nrl: dpo\n", 'rl: "dpo" of axolotl is not done here'),
+        ("a.yml", "base_model: m\nadapter: llama-adapter\n", "only LoRA"),
+        ("a.yaml", "stage: dpo\ntemplate: x\n", "TRL trains it"),
+        ("a.yaml", "stage: sft\nfinetuning_type: freeze\n", "LoRA or all weights"),
+        ("a.sh", "trl dpo --model_name_or_path m\n", "trl dpo is not done here"),
+        ("a.sh", "trl sft --eos_token 'x\n", "No closing quotation"),
+        ("a.sh", "echo hello\n", "holds no keys and values"),
+        ("a.yml", "base_model: [\n", "cannot be read"),
+        ("a.yml", "base_model: m\nbase_model: n\n", "the key base_model is given twice"),
+        ("a.json", '{"SFTConfig": {"seed": 1}, "args": {"seed": 2}}', "seed is given twice"),
+        ("a.yml", "- 1\n", "holds no keys and values"),
+        ("a.yml", "name: x\n", "is not of axolotl, LLaMA-Factory or TRL"),
+        ("a.json", '{"coordinator": {}, "shard_plan": []}', "is not of axolotl"),
+        ("missing.yml", None, "cannot read missing.yml"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(
+    name, text, said, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["convert", name]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "hetero_config.json").exists()
+
+
+def test_an_existing_file_stays(tmp_path, capsys) -> None:
+    (tmp_path / "c.json").write_text("{}")
+    assert main(["convert", str(FOREIGN / "trl_full.sh"), "-o", str(tmp_path / "c.json")]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert (tmp_path / "c.json").read_text() == "{}"
+
+
+def test_a_value_that_is_not_one_here_is_left_out(convert) -> None:
+    report, config = convert(
+        "a.yml", "base_model: m\noptimizer: muon\nlr_scheduler: rex\nlogging_steps: often\n"
+    )
+    found = rows(report)
+    for key in ("optimizer", "lr_scheduler", "logging_steps"):
+        assert found[key]["status"] == "cannot be had"
+    assert config.training.optim == "adamw_torch_fused"
