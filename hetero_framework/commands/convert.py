@@ -6,7 +6,9 @@ import argparse
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from itertools import groupby, islice
 from pathlib import Path
 from string import Template
@@ -71,17 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     file, output = Path(arguments.file), Path(arguments.output)
     if output.exists() and not arguments.force:
         raise UserError(f"{output} exists already", hint="replace it with --force, or use --output")
-    keys = read(file)
-    processes = [keys[name] for name in _PROCESSES if name in keys]
-    named = {"model.name_or_path": arguments.model, "data.train": arguments.data}
-    made = Conversion(
-        program_of(keys, str(file)),
-        keys,
-        file.absolute().parent,
-        output.absolute(),
-        arguments.world_size or int((processes or [1])[0]),
-        {name: value for name, value in named.items() if value},
-    )
+    made = _converted(file, arguments)
     for rewrite in made.rewrites:
         _write_rows(rewrite)
     raw = _whole_file(made, arguments)
@@ -98,8 +90,24 @@ def run(arguments: argparse.Namespace) -> int:
     }
     print_report(arguments, data, _text)
     if config.workers:
-        prepare_machines(config, output)
+        with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+            prepare_machines(config, output)
     return 0
+
+
+def _converted(file: Path, arguments: argparse.Namespace) -> Conversion:
+    keys = read(file)
+    program = program_of(keys, str(file))
+    processes = next((keys[name] for name in _PROCESSES if name in keys), 1)
+    named = {"model.name_or_path": arguments.model, "data.train": arguments.data}
+    given = {name: value for name, value in named.items() if value}
+    folder, output = file.absolute().parent, Path(arguments.output).absolute()
+    try:
+        world_size = arguments.world_size or int(processes)
+        return Conversion(program, keys, folder, output, world_size, given)
+    except (AttributeError, TypeError, ValueError) as error:
+        problem = f"{file} has a value of another kind than {program} takes: {error}"
+        raise UserError(problem, hint="--debug shows where") from error
 
 
 def _whole_file(made: Conversion, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -230,9 +238,9 @@ def _options(words: list[str], file: Path) -> dict[str, Any]:
         if start < program:
             values = values[:1]
             name = name if name in _PROCESSES else f"launcher.{name}"
-        if name == "config":
-            path = file.parent / values[0]
-            found |= _flat(_read_mapping(path.read_text(encoding="utf-8"), path), path)
+        if name == "config" and values:
+            path = Path(values[0])
+            found = read(path if path.exists() else file.parent / path) | found
         elif name.startswith("no_") and not values:
             found[name.removeprefix("no_")] = "false"
         else:

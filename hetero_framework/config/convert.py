@@ -195,9 +195,9 @@ class Conversion:
         if made == "$,":
             return _listed(value)
         if made == "per epoch":
-            return 1 / (value * float(self.given.get("num_epochs") or 1))
+            return 1 / (int(value) * float(self.given.get("num_epochs") or 1))
         if made == "per micro-batch":
-            return max(1, value // int(self.given.get("micro_batch_size") or 1))
+            return max(1, int(value) // int(self.given.get("micro_batch_size") or 1))
         return value if made == "$" else match.expand(made) if isinstance(made, str) else made
 
     def _set(

@@ -249,7 +249,14 @@ def test_whole_classes_are_read(convert) -> None:
     assert lost <= {"use_cpu", "accelerator_config", "runtime_config", "hub_token", "peft_version"}
 
 
-def test_unknown_keys_are_named(convert, capsys) -> None:
+def test_a_file_named_on_the_command_line_is_read_and_gives_way(convert) -> None:
+    text = "trl sft --seed 5 --config trl_recipe.yaml --learning_rate 1e-3"
+    _, config = convert("a.sh", text)
+    assert (config.training.seed, config.training.learning_rate) == (5, 1e-3)
+    assert config.data.max_length == 4096
+
+
+def test_unknown_keys_are_named(convert) -> None:
     report, _ = convert("a.yml", "base_model: m\nfoo_bar: 3\ndatasets: [{path: d, typ: alpaca}]\n")
     unknown = {row["key"]: row["value"] for row in report["keys"] if row["status"] == "unknown"}
     assert unknown == {"foo_bar": 3, "datasets[0].typ": "alpaca"}
@@ -260,6 +267,10 @@ def test_machines_come_from_options(convert) -> None:
     assert [(w.ip, w.port, w.device) for w in config.workers] == [("127.0.0.1", 9200, "cpu")]
     assert config.quantization(1) is not None or config.workers[0].quantization == "none"
     assert not config.is_planned
+    machines = ("--worker", "10.0.0.5", "--coordinator", "10.0.0.4")
+    _, config = convert("trl_full.sh", None, *machines)  # keys are made; the JSON stays whole
+    assert config.coordinator.ip == "10.0.0.4"
+    assert (config.base_dir / "hetero_keys" / "authority.pem").exists()
 
 
 def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
@@ -289,6 +300,9 @@ def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
         ("a.yml", "base_model: [\n", "cannot be read"),
         ("a.yml", "base_model: m\nbase_model: n\n", "the key base_model is given twice"),
         ("a.json", '{"SFTConfig": {"seed": 1}, "args": {"seed": 2}}', "seed is given twice"),
+        ("a.yml", "base_model: m\nval_set_size: some\n", "a value of another kind than axolotl"),
+        ("a.yml", "base_model: m\nspecial_tokens: x\n", "a value of another kind than axolotl"),
+        ("a.sh", "trl sft --seed 1 --config no.yaml\n", "cannot read"),
         ("a.yml", "- 1\n", "holds no keys and values"),
         ("a.yml", "name: x\n", "is not of axolotl, LLaMA-Factory or TRL"),
         ("a.json", '{"coordinator": {}, "shard_plan": []}', "is not of axolotl"),
