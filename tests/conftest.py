@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 import pytest
+from hypothesis import settings
 from packaging.version import Version
 
 from hetero_framework.core import timeouts
@@ -17,6 +18,9 @@ from hetero_framework.log import Lines, log_to
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # One thread per process: parity to the last bit is promised for equal thread counts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A machine that does something else too is no reason to fail.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 # Nothing is remembered between tests; those of what is remembered choose a directory.
 os.environ.setdefault("HETERO_CACHE", "")
 
@@ -41,6 +45,7 @@ _NEED_NEWER = (
     "test_equivalence.py::test_the_loss_of_all_routers_passes_to_the_bit[jetmoe]",
     "test_equivalence.py::test_an_architecture_that_does_not_run_in_autocast",
     "test_equivalence.py::test_tensors_made_between_blocks_stay",
+    "test_missing_parts.py::",
     "test_side_tensor_checks.py::test_a_few_runs_determine_the_shapes",
     "test_boundary_contents.py::test_bytes_of_side_tensors_are_reported",
 )

@@ -87,7 +87,7 @@ def test_a_model_trains_as_on_the_cpu_to_the_bit(library: Path) -> None:
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize(("kind", "seed"), [("cuda", 0), ("npu", 1)])
+@pytest.mark.parametrize(("kind", "seed"), [*(("cuda", seed) for seed in SEEDS), ("npu", 1)])
 def test_every_check_of_a_card_passes_or_says_why_not(kind: str, seed: int, library: Path) -> None:
     program = ("-m", "benchmarks.gpu", "--device", f"{kind}:1", "--tiny", "--minutes", "12")
     _, *lines = run(library, *program, seed=seed, HETERO_EMULATED=kind).splitlines()
@@ -116,34 +116,34 @@ def test_runs_of_several_processes_give_the_bits_of_the_same_cut_on_the_cpu(
 
 
 KILLED = "a_worker_that_is_killed_in_a_backward_comes_back_and_the_result_is_the_same"
-INTEGRATION = {
-    0: ("recovery.py::test_a_coordinator_that_is_killed_goes_on_with_the_same_command",),
-    1: (
-        "islands.py::test_two_islands_of_any_plans_are_one_training",
-        "plan.py::test_measured_plan_is_written_and_trains_to_the_same_bits",
-    ),
-    2: ("resume.py::test_resume_under_other_plans_equals_the_uninterrupted_run", "snapshot.py"),
-}
-"""Tests of several processes, by seed, that compare runs on the device with one another."""
+INTEGRATION = (
+    f"recovery.py::test_{KILLED}",
+    "recovery.py::test_a_coordinator_that_is_killed_goes_on_with_the_same_command",
+    "islands.py::test_two_islands_of_any_plans_are_one_training",
+    "plan.py::test_measured_plan_is_written_and_trains_to_the_same_bits",
+    "resume.py::test_resume_under_other_plans_equals_the_uninterrupted_run",
+    "snapshot.py",
+)
+"""Tests of several processes that compare runs on the device with one another."""
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_lost_resumed_measured_or_summed_is_right(seed: int, library: Path) -> None:
-    names = (f"recovery.py::test_{KILLED}", *INTEGRATION[seed])
     suite = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not faults")
-    tests = (f"tests/integration/test_{name}" for name in names)
+    tests = (f"tests/integration/test_{name}" for name in INTEGRATION)
     run(library, *suite, *tests, seed=seed, HETERO_TEST_DEVICE="cuda:1")
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_full_device_ends_the_run_with_advice_at_every_place(
-    library: Path, tmp_path: Path
+    seed: int, library: Path, tmp_path: Path
 ) -> None:
     """Only the results can still be gathered then."""
-    printed = run(
-        library, "-m", "tests.emulated_device.full", HETERO_EMULATED_FULL=str(tmp_path / "place")
-    )
+    place = str(tmp_path / "place")
+    program = ("-m", "tests.emulated_device.full")
+    printed = run(library, *program, seed=seed, HETERO_EMULATED_FULL=place)
     lines = [json.loads(line) for line in printed.splitlines()]
     assert [(line["device"], line["place"]) for line in lines] == list(product((0, 1), PLACES))
     gathered = [line.pop("code") for line in lines if line["place"] == "gather *"]
