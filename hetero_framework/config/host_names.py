@@ -7,6 +7,7 @@ import re
 
 from hetero_framework.config.problems import shown
 
+_SCOPE = re.compile(r"[A-Za-z0-9_.~-]+")  # of an IPv6 address: the name of an interface
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?")
 
 
@@ -16,7 +17,8 @@ def checked_host(value: str) -> str:
         raise ValueError("is missing: the machine's address, or name (of a worker, hostname does)")
     try:
         ipaddress.ip_address(value)
-        return value
+        if "%" not in value or _SCOPE.fullmatch(value.partition("%")[2]):
+            return value
     except ValueError:
         pass
     if "://" in value or "/" in value:

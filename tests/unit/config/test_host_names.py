@@ -14,7 +14,17 @@ from hetero_framework.config.host_names import (
 
 @pytest.mark.parametrize(
     "host",
-    ["10.0.0.1", "::1", "fe80::1", "box", "box-2.lan", "box_2", "a.b.", "x" * 63, "3com.example"],
+    [
+        "10.0.0.1",
+        "::1",
+        "fe80::1%eth0",
+        "box",
+        "box-2.lan",
+        "box_2",
+        "a.b.",
+        "x" * 63,
+        "3com.example",
+    ],
 )
 def test_valid_hosts_are_accepted_unchanged(host: str) -> None:
     assert checked_host(host) == host
@@ -31,6 +41,7 @@ def test_valid_hosts_are_accepted_unchanged(host: str) -> None:
         ("10.0.0", "neither an IP address nor a host name"),
         ("10.0.0.256", "neither an IP address nor a host name"),
         (".", "neither an IP address nor a host name"),
+        ("fe80::1%eth0; reboot", "neither an IP address nor a host name"),
         (".".join(["x" * 63] * 4), "neither an IP address nor a host name"),
         ("a..b", "between its dots"),
         ("-box", "between its dots"),
