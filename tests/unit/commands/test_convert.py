@@ -236,7 +236,9 @@ def test_defaults_are_those_of_the_installed_trl(convert) -> None:
 def test_whole_classes_are_read(convert) -> None:
     """As to_dict() of these writes them: every field is there."""
     classes = {
-        "SFTConfig": trl.SFTConfig(output_dir="out", use_cpu=True, bf16=False).to_dict(),
+        "SFTConfig": trl.SFTConfig(
+            output_dir="out", use_cpu=True, bf16=False, disable_tqdm=False
+        ).to_dict(),
         "LoraConfig": peft.LoraConfig(task_type="CAUSAL_LM", r=4).to_dict(),
     }
     for fields in classes.values():

@@ -775,7 +775,9 @@ def test_every_alias_leads_to_an_existing_setting(section: str) -> None:
             assert f'"{name}"' in json.dumps(json_schema()), here
 
 
-@pytest.mark.parametrize("name", ["hetero_config.json", "examples/llama8b_4bit.json"])
+@pytest.mark.parametrize(
+    "name", ["hetero_config.json", "examples/llama8b_4bit.json", "examples/own_model.json"]
+)
 def test_shipped_configuration_is_valid(name: str) -> None:
     config = load_config(ROOT / name)
     config.require("model", "data")
