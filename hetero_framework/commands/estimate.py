@@ -128,7 +128,7 @@ def _epoch_tokens(config: Config) -> int | None:
         if any(path is None or path.stat().st_size > _COUNTED_BYTES for path in paths):
             return None
         only_train = config.with_changes(data={"eval": None}, training=_NO_EVALUATION)
-        return len(load_data(only_train, load_tokenizer(only_train)).examples.ids)
+        return load_data(only_train, load_tokenizer(only_train)).examples.tokens
     except UserError:
         return None  # a plan needs no data
 

@@ -312,7 +312,8 @@ class DataConfig(Section):
 
     train: str | tuple[str, ...]
     """Training data: file(s) (.json, .jsonl, .parquet, .txt), a folder of them, one saved by
-    `datasets`, or a dataset name. Relative paths start at this file's folder."""
+    `datasets`, a dataset name, or Megatron's .bin and .idx by their prefix, also a blend: ["0.3",
+    "a", "0.7", "b"]. Relative paths start at this file's folder."""
     eval: str | tuple[str, ...] | None = None
     """Evaluation data, of the same forms; see training.eval_steps."""
     format: Literal["auto", "text", "prompt_completion", "messages", "alpaca"] = "auto"

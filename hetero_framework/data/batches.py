@@ -17,7 +17,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 
 from hetero_framework.config import TrainingConfig
-from hetero_framework.data.examples import IGNORE_INDEX, Examples
+from hetero_framework.data.examples import IGNORE_INDEX, Rows
 from hetero_framework.errors import DataError
 
 MicroBatch = dict[str, torch.Tensor]
@@ -160,8 +160,31 @@ class SampleOrder:
         return self._cached[1]
 
 
+class StreamOrder(SampleOrder):
+    """Samples one after another in whole steps, beyond the end of an epoch, as Megatron-LM takes
+    them. `num_examples` are those of one epoch."""
+
+    @property
+    def batches_per_epoch(self) -> int:
+        steps = max(1, self.num_examples // self.samples_per_step)
+        return steps * self.training.gradient_accumulation_steps
+
+    def step_indices(self, step: int) -> list[np.ndarray]:
+        if step < 0:
+            raise IndexError(f"step {step} is negative")
+        first = step * self.samples_per_step
+        numbers = np.arange(first, first + self.samples_per_step)
+        return np.split(numbers, self.training.gradient_accumulation_steps)
+
+    def largest(
+        self, tokens: np.ndarray, first_step: int, *, packed: bool = False, multiple: int = 1
+    ) -> tuple[int, int] | None:
+        """All micro-batches are equally large."""
+        return (first_step, 0) if first_step < self.total_steps else None
+
+
 def collate(
-    examples: Examples,
+    examples: Rows,
     indices: Sequence[int] | np.ndarray,
     pad_token_id: int,
     pad_to_multiple_of: int | None = None,
@@ -182,7 +205,7 @@ def collate(
     return {"input_ids": input_ids_BS, "attention_mask": attention_mask_BS, "labels": labels_BS}
 
 
-def pack(examples: Examples, indices: Sequence[int] | np.ndarray) -> MicroBatch:
+def pack(examples: Rows, indices: Sequence[int] | np.ndarray) -> MicroBatch:
     """One example after another in one row: input_ids_1T, position_ids_1T, labels_1T, int64.
 
     The tensors of transformers' DataCollatorWithFlattening and TRL's `padding_free`. Where there is

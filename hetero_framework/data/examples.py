@@ -6,10 +6,31 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
 IGNORE_INDEX = -100
+
+
+class Rows(Protocol):
+    """Tokenised rows, by number: token ids and labels, both int64."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    @property
+    def longest(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -31,9 +52,18 @@ class Examples:
         return ids, np.where(self.trained[span], ids, IGNORE_INDEX)
 
     @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each example."""
+        return np.diff(self.offsets)
+
+    @property
     def longest(self) -> int:
         """Tokens in the longest example."""
-        return int(np.diff(self.offsets).max(initial=0))
+        return int(self.lengths.max(initial=0))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from hetero_framework.config import Config, DataConfig
 from hetero_framework.data.formats import Formatter
+from hetero_framework.data.megatron import Samples
 from hetero_framework.data.rendered import LEFT_OUT
-from hetero_framework.data.sources import Record, find_sources
+from hetero_framework.data.sources import MEGATRON, Record, find_sources
 from hetero_framework.data.splits import SplitReader
-from hetero_framework.data.train_data import formatter_for, kept_part
+from hetero_framework.data.train_data import formatter_for, kept_part, load_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,11 +37,22 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
     data = config.data
     if data is None or count < 1:
         return []
+    sources = find_sources(data.train, config.base_dir)
+    if any(source.kind == MEGATRON for source in sources):
+        rows = load_data(config, tokenizer).examples
+        assert isinstance(rows, Samples)
+        return [_row(rows, k, tokenizer) for k in range(min(count, len(rows)))]
     reader = SplitReader(data.train_split, ("train",), data.dataset_config)
-    records = reader.read(find_sources(data.train, config.base_dir), lambda note: None)
+    records = reader.read(sources, lambda note: None)
     chosen = list(islice(records, count))
     formatter = formatter_for(chosen[0], tokenizer, data)
     return [_shown(record, formatter, tokenizer, data) for record in chosen]
+
+
+def _row(rows: Samples, number: int, tokenizer: PreTrainedTokenizerBase) -> Shown:
+    ids = rows[number][0].tolist()
+    pieces = _pieces(tokenizer, ids, [True] * len(ids))
+    return Shown(rows.where(number), len(ids), len(ids), pieces, [])
 
 
 def _shown(

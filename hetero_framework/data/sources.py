@@ -10,12 +10,13 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import math
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 MAX_LINE_BYTES = 16 * 2**20
+MEGATRON = "megatron"
 
 _BOM = b"\xef\xbb\xbf"
 _JSON_SPACE = re.compile(r"[ \t\r\n]*")
@@ -52,7 +54,11 @@ _KINDS = {
     ".txt": "text",
     ".text": "text",
 }
-_HOW = "use .jsonl, .json, .parquet, .txt, a folder of such files, or a hub name"
+_NUMBER = re.compile(r"[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?", re.IGNORECASE)
+_HOW = (
+    "use .jsonl, .json, .parquet, .txt, a folder of such files, or a hub name, or Megatron's .bin "
+    "with its .idx"
+)
 _HEAD_BYTES = 512
 _ONE_A_LINE = "in a .jsonl file each line is one object; a JSON list goes into a .json file"
 
@@ -68,11 +74,13 @@ class Record:
 @dataclass(frozen=True)
 class Source:
     """One entry of `data.train` or `data.eval`, found but not read. `kind` is jsonl, json, parquet,
-    text, saved (a `save_to_disk` folder), folder (of files) or hub."""
+    text, saved (a `save_to_disk` folder), folder (of files), hub or megatron (a pair of files, of
+    which `path` is the `.idx`; it may have a weight)."""
 
     name: str
     kind: str
     path: Path | None = None
+    weight: float | None = None
 
     @property
     def is_file(self) -> bool:
@@ -85,6 +93,8 @@ def find_sources(spec: str | tuple[str, ...] | list[str], base_dir: Path) -> lis
     entries = [spec] if isinstance(spec, str) else list(spec)
     if not entries:
         raise DataError("the list of data files is empty", hint=_HOW)
+    if (blend := _blend(entries, base_dir)) is not None:
+        return blend
     return [source for entry in entries for source in _find(entry, base_dir)]
 
 
@@ -100,8 +110,32 @@ def read_file(source: Source) -> Iterator[Record]:
         raise DataError(f"{source.name} holds no example")
 
 
+def _blend(entries: list[str], base_dir: Path) -> list[Source] | None:
+    """Weights that alternate with the prefixes of Megatron's files."""
+    if len(entries) % 2 or not all(map(_NUMBER.fullmatch, entries[::2])):
+        return None
+    blend = []
+    for weight, entry in zip(map(float, entries[::2]), entries[1::2], strict=True):
+        found = _find(entry, base_dir)
+        if [source.kind for source in found] != [MEGATRON]:
+            raise DataError(f"{entry} has a weight, and is not a .bin with an .idx of Megatron's")
+        if not 0 < weight < math.inf:
+            raise DataError(f"{entry}: the weight of a part of a blend is above 0, not {weight}")
+        blend.append(replace(found[0], weight=weight))
+    return blend
+
+
+def _megatron(entry: str, path: Path) -> Source | None:
+    """Megatron's pair of files that has the path as its prefix, or of which it is one."""
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    pair = [Path(f"{prefix}{suffix}") for suffix in (".idx", ".bin")]
+    return Source(entry, MEGATRON, pair[0]) if all(map(Path.is_file, pair)) else None
+
+
 def _find(entry: str, base_dir: Path) -> list[Source]:
     path = base_dir / os.path.expanduser(entry)
+    if (pair := _megatron(entry, path)) is not None:
+        return [pair]
     if path.is_dir():
         return [_folder(entry, path)]
     if path.exists():
@@ -149,6 +183,10 @@ def _suffix(path: Path) -> str:
 def open_source(entry: str, path: Path) -> Source:
     """The file at `path`, whose kind is told by its name and its first bytes."""
     suffix = _suffix(path)
+    if (pair := _megatron(entry, path)) is not None:
+        return pair
+    if suffix == ".idx":
+        raise DataError(f"{entry} is an index of Megatron's without its {path.stem}.bin")
     if suffix in PICKLED_SUFFIXES:
         raise DataError(
             f"{entry} is a pickled format, which can run code when it is read", hint=_HOW

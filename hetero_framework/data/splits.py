@@ -59,6 +59,19 @@ class SplitReader:
                 else:
                     yield from self._folder(source.name, source.path, source.kind, say)
 
+    def of_rows(self, name: str, count: int) -> range:
+        """The rows of the split, which is one slice, in data of `count` rows."""
+
+        def no_rows() -> Iterator[Record]:
+            return iter(())
+
+        splits = dict.fromkeys(self.whole, _Split(no_rows, lambda: count))
+        [(_, begin, end), *others] = self._slices(name, splits, _ONE_SPLIT)
+        rows = range(count)[begin:end]
+        if others or not rows:
+            raise DataError(f"{name}: the split {self.split} is not one slice with examples in it")
+        return rows
+
     def _folder(
         self, name: str, path: Path, kind: str, say: Callable[[str], None]
     ) -> Iterator[Record]:

@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetero_framework.config import Config, DataConfig
-from hetero_framework.data.batches import LazyBatches, MicroBatch, SampleOrder, collate, pack
+from hetero_framework.data.batches import (
+    LazyBatches,
+    MicroBatch,
+    SampleOrder,
+    StreamOrder,
+    collate,
+    pack,
+)
 from hetero_framework.data.display import display
-from hetero_framework.data.examples import Examples, ExamplesBuilder
+from hetero_framework.data.examples import Examples, ExamplesBuilder, Rows
 from hetero_framework.data.formats import Formatter, detect_format
+from hetero_framework.data.megatron import Corpus, Samples, find_corpus
 from hetero_framework.data.sources import Record, Source, find_sources, shorten
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.token_cache import find_entry
@@ -33,8 +41,8 @@ _CHUNK = 1000  # records tokenised in one call
 class TrainData:
     """Tokenised data and the order in which a run sees them; `report` is lines for the user."""
 
-    examples: Examples
-    eval_examples: Examples | None
+    examples: Rows
+    eval_examples: Rows | None
     order: SampleOrder
     settings: DataConfig
     pad_token_id: int
@@ -84,7 +92,7 @@ class TrainData:
         """The micro-batch with the most tokens, padding included, from `first_step` on, and its
         step; None where no step is left."""
         place = self.order.largest(
-            np.diff(self.examples.offsets),
+            self.examples.lengths,
             first_step,
             packed=self.settings.padding_free,
             multiple=self.settings.pad_to_multiple_of or 1,
@@ -105,7 +113,7 @@ class TrainData:
 
         return LazyBatches(math.ceil(len(numbers) / rows), make)
 
-    def _collate(self, examples: Examples, rows: np.ndarray) -> MicroBatch:
+    def _collate(self, examples: Rows, rows: np.ndarray) -> MicroBatch:
         if self.settings.padding_free:
             return pack(examples, rows)
         return collate(examples, rows, self.pad_token_id, self.settings.pad_to_multiple_of)
@@ -126,18 +134,39 @@ def load_data(
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
     report: list[str] = []
     reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report, most)
-    train = reader.read("train", data.train, data.train_split)
-    evaluation = None
+    found = reader.read("train", data.train, data.train_split)
+    train: Rows
+    order: SampleOrder
+    if isinstance(found, Corpus):
+        _refuse_sequential(config)
+        order = StreamOrder(sum(found.pass_samples), config.training)
+        train = found.samples(order.total_steps * order.samples_per_step, order.seed)
+        reader.look_at(train)
+    else:
+        train, order = found, SampleOrder(len(found), config.training)
+    evaluation: Rows | None = None
     if data.eval is not None:
-        evaluation = reader.read("eval", data.eval, data.eval_split)
+        held_out = reader.read("eval", data.eval, data.eval_split)
+        if isinstance(held_out, Corpus):
+            evaluation = held_out.samples(None, order.seed)
+            reader.look_at(evaluation)
+        else:
+            evaluation = held_out
         if train.fingerprint == evaluation.fingerprint:
             report.append("warning: the evaluation data are the training data")
     if data.padding_free:
         pad_token_id, sentence = 0, "no padding: the samples of a micro-batch make one row"
     else:
         pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
-    order = SampleOrder(len(train), config.training)
     return TrainData(train, evaluation, order, data, pad_token_id, [*report, sentence])
+
+
+def _refuse_sequential(config: Config) -> None:
+    if config.training.train_sampling_strategy != "random":
+        raise DataError(
+            "training.train_sampling_strategy: Megatron's files are read in Megatron's own order",
+            hint="leave it out",
+        )
 
 
 def _unused(name: str, fields: dict[str, Any]) -> Iterator[str]:
@@ -145,6 +174,11 @@ def _unused(name: str, fields: dict[str, Any]) -> Iterator[str]:
     if fields:
         shown = (f"{field} ({shorten(str(value), 30)!r})" for field, value in fields.items())
         yield f"{name}: fields that are not used: {', '.join(shown)}"
+
+
+def _shown(sources: list[Source]) -> str:
+    names = ", ".join(source.name for source in sources[:3])
+    return f"{names} and {len(sources) - 3} more" if len(sources) > 3 else names
 
 
 def _twice(name: str, sources: list[Source]) -> Iterator[str]:
@@ -184,9 +218,17 @@ class _Reader:
     report: list[str]
     most: int | None = None
 
-    def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples:
+    def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples | Corpus:
         sources = find_sources(spec, self.base_dir)
         self.report += _twice(name, sources)
+        known = math.inf if self.vocab_size is None else self.vocab_size
+        if (corpus := find_corpus(name, sources, split, self.data, known)) is not None:
+            samples = sum(corpus.pass_samples)
+            self.report.append(
+                f"{name}: {samples:,} samples of {corpus.length + 1:,} tokens in one pass over "
+                f"{corpus.tokens:,} tokens of {_shown(sources)}, in Megatron's order"
+            )
+            return corpus
         options = self.data.model_dump(exclude={"train", "eval"})
         settings = [name, split, options, self.vocab_size]
         entry = find_entry(sources, self.tokenizer, settings)
@@ -200,6 +242,12 @@ class _Reader:
         if entry is not None and lasting:
             entry.write(examples, lines)
         return examples
+
+    def look_at(self, samples: Samples) -> None:
+        """Check the ids of the first samples, where a part of the data is looked at. In a run the
+        check is made when a sample is taken: a corpus is too large to be read first."""
+        for number in range(min(self.most or 0, len(samples))):
+            samples[number]
 
     def _make(
         self, name: str, sources: list[Source], split: str
@@ -217,9 +265,7 @@ class _Reader:
         rest = self.most is not None and next(records, None) is not None
         if rest:
             notes.append(f"{name}: only the first {self.most:,} examples were looked at")
-        origin = ", ".join(source.name for source in sources[:3])
-        if len(sources) > 3:
-            origin += f" and {len(sources) - 3} more"
+        origin = _shown(sources)
         if split != whole[0] or not all(source.is_file for source in sources):
             origin += f", split {split}"
         lines = [

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from hetero_framework._version import __version__
 from hetero_framework.config import Config, TrainingConfig, resuming
 from hetero_framework.data import TrainData
-from hetero_framework.data.batches import SampleOrder
+from hetero_framework.data.batches import StreamOrder
 from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.errors import CheckpointError, UserError
 from hetero_framework.trainer.checkpoint import CheckpointReader
@@ -91,7 +92,10 @@ def check_identity(
     reported = [(name, line) for name, line in changed if name in resuming.REPORTED]
     if manifest["identity"]["data"] != data.fingerprint:
         was = manifest.get("contents", {})
-        causes = [line for name, line in reported if name.startswith(("data.", "model."))]
+        deciding: tuple[str, ...] = ("data.", "model.")
+        if isinstance(data.order, StreamOrder):  # Megatron shuffles the epochs of a run together
+            deciding += ("training.max_steps", "training.num_train_epochs")
+        causes = [line for name, line in reported if name.startswith(deciding)]
         for name in ("tokenizer", "chat template"):
             if was.get(name, now[name]) != now[name]:
                 causes.append(f"the {name} differs")
@@ -172,7 +176,7 @@ def _rate_line(manifest: Mapping[str, Any], now: TrainingConfig, data: TrainData
     known = {key: value for key, value in settings.items() if key in TrainingConfig.model_fields}
     try:
         was = TrainingConfig.model_validate_json(json.dumps(known))
-        order = SampleOrder(len(data.examples), was)
+        order = replace(data.order, training=was)
         done = manifest["position"]["committed_steps"]
         before = LearningRate(was, order.total_steps).rate(done)
         after = LearningRate(now, data.total_steps).rate(done)

@@ -104,13 +104,24 @@ def sft_run(
 def torch_run(
     model: Path, rows: Path, adapter: Path | None = None, **training: Any
 ) -> tuple[Steps, Tensors]:
+    """A plain loop over the rows of a file, in the order of the Trainer."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    settings = _settings(training)
+    batches = list(_epochs(tokenized(rows, tokenizer), DataCollatorForSeq2Seq(tokenizer), settings))
+    return torch_loop(model, batches, adapter, **training)
+
+
+def _settings(training: dict[str, Any]) -> dict[str, Any]:
+    return {"weight_decay": 0.0, "fp16": False, "max_steps": -1, "seed": 42, **TRAINING, **training}
+
+
+def torch_loop(
+    model: Path, batches: list[list], adapter: Path | None = None, **training: Any
+) -> tuple[Steps, Tensors]:
     """A plain loop in torch: the whole model, torch's AdamW, clip_grad_norm_ and GradScaler."""
-    settings = {"weight_decay": 0.0, "fp16": False, "max_steps": -1, "seed": 42, **TRAINING}
-    settings.update(training)
+    settings = _settings(training)
     whole = stock_model(model, adapter)
     whole.train()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    batches = list(_epochs(tokenized(rows, tokenizer), DataCollatorForSeq2Seq(tokenizer), settings))
     no_decay = ["bias", "norm"]
     decayed = set(get_parameter_names(whole, [torch.nn.LayerNorm], no_decay))
     named = [(name, p) for name, p in whole.named_parameters() if p.requires_grad]

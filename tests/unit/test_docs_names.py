@@ -53,10 +53,12 @@ OTHERS = {
     "pydantic": "model_copy use_attribute_docstrings",
     "torchft": "Manager",
     "a chat template of Gemma": "<|tool_response>",
+    "Megatron-LM": "preprocess_data.py MMIDIDX TNTIDX seq-length GPTDataset"
+    " BlendedDataset full_validation eod_mask_loss reset_position_ids reset_attention_mask",
     "the Makefile": "TORCH_SPEC=... VENV=DIR",
     "file names that a user may choose": "data/train.json data/train.parquet data/train.txt"
     " data/part-*.jsonl data/validation-00000-of-00001.parquet test/a.txt runs/chaos"
-    " runs/default/adapter a.jsonl b.parquet cluster.json meta-llama/*",
+    " runs/default/adapter a.jsonl b.parquet cluster.json corpus.bin corpus.idx meta-llama/*",
     "shapes of names": "test_<thing>_<condition>_<result> model.layers.17..."
     " hetero://CLUSTER/coordinator hetero://CLUSTER/worker/ID worker-<id>",
 }
@@ -242,8 +244,8 @@ def _name(span: str) -> bool:
 
 # Files of others, which are only read, and words that look like files.
 NOT_WRITTEN = """
-.bin .cache .ckpt .csv .gz .id .ip .joblib .local .ndjson .npz .parquet .pickle .pkl .port .pt .pth
-.quantization .start .text .tsv .txt .weight .yaml .yml
+.bin .cache .ckpt .csv .gz .id .idx .ip .joblib .local .ndjson .npz .parquet .pickle .pkl .port .pt
+.pth .quantization .start .text .tsv .txt .weight .yaml .yml
 arrow.json chat_template.json dataset_dict.json alias_names.json alias_settings.json
 alias_....json dataset_info.json
 known_devices.json preprocessor_config.json processor_config.json state.json tokenizer.json

@@ -367,10 +367,10 @@ def test_examples_of_the_page_have_the_format_of_their_heading(tmp_path, heading
 
 def test_configurations_of_the_page_are_valid():
     blocks = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     assert len(examples_of_the_page()) == 7
     for block in blocks:
-        DataConfig.model_validate(json.loads(block))
+        DataConfig.model_validate_json(block)
 
 
 def test_the_row_without_padding_on_the_page_is_that_of_training():

@@ -1,0 +1,460 @@
+"""Megatron-LM's indexed data sets (`.bin` and `.idx`), and the samples that its GPTDataset makes.
+
+The documents of a corpus follow one another in a shuffled order, and sample k is the tokens from
+k * length to (k + 1) * length of that stream, both included: `length` + 1 tokens. Megatron feeds
+the first `length` of them and takes the last `length` as labels. The models here shift labels
+themselves, so a row has all of the tokens and its loss is that of the same `length` predictions;
+what the model says after the last token has no label.
+
+Files are memory-mapped, and what was read is given back to the system soon. So is the index of
+documents and samples, which lies in a temporary file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import struct
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetero_framework.config import DataConfig
+from hetero_framework.core.cache import cache_directory
+from hetero_framework.data.sources import MEGATRON, Source
+from hetero_framework.data.splits import SplitReader
+from hetero_framework.errors import DataError
+
+_MMAP, _CACHED = b"MMIDIDX\0\0", b"TNTIDX\0\0"
+_MMAP_HEADER = struct.Struct("<QBQQ")  # version, code of the type, sequences, documents
+_CACHED_HEADER = struct.Struct("<QQQQQQ")  # ..., bytes of a token, sequences, sizes, documents
+_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_PAIR = "the .idx belongs to another .bin, or one of the two was not copied whole"
+_CHUNK = 1 << 20  # sequences looked at together
+_SAMPLED = 256, 4096  # pieces of a .bin that its fingerprint covers, and bytes of each
+_AROUND = 6 << 16  # bytes that the system reads around a place, in all files for one document
+_MOST_TOUCHED = 32 << 20
+_BLEND_CHUNK = 1 << 16
+_SEPARATE_BELOW = 0.80  # a smaller part of a last epoch is shuffled by itself
+_MEANINGLESS = (
+    *("format", "dataset_config", "dataset_text_field", "truncation_mode", "add_eos"),
+    *("completion_only_loss", "assistant_only_loss"),
+)
+_SURPLUS = 0.005  # of the samples of each part of a blend
+
+
+class IndexedFile:
+    """The sequences of a `.bin` by its `.idx`, in Megatron's present format (MMIDIDX) or that of
+    its "cached" and "lazy" data sets (TNTIDX).
+
+    `lengths` are the tokens of each sequence and `starts` their places in the file, in units of
+    `unit` bytes. Raises DataError, with the name of the file, where the two do not fit each other.
+    """
+
+    def __init__(self, idx: Path) -> None:
+        self.idx, self.bin = idx, idx.with_suffix(".bin")
+        self._index, self._tokens = _mapped(self.idx), _mapped(self.bin)
+        head = self._index[:64]
+        try:
+            if head.startswith(_MMAP):
+                version, code, count, documents = _MMAP_HEADER.unpack_from(head, 9)
+                begin, kinds = 34, [("<i4", count), ("<i8", count), ("<i8", documents)]
+            elif head.startswith(_CACHED):
+                version, code, size, count, sizes, documents = _CACHED_HEADER.unpack_from(head, 8)
+                begin = 56
+                kinds = [("<i8", n) for n in (count + 1, count + 1, sizes, documents)]
+            else:
+                raise DataError(f"{idx} is not an index of Megatron's: it begins with {head[:9]!r}")
+        except struct.error as error:
+            raise DataError(f"{idx} ends within its header", hint=_PAIR) from error
+        if version != 1:
+            raise DataError(f"{idx} has version {version} of its format; only 1 is known")
+        if code not in _TYPES or _TYPES[code][-2] == "f":
+            integers = ", ".join(str(key) for key, name in _TYPES.items() if name[-2] != "f")
+            raise DataError(f"{idx}: its type of tokens has the code {code}, not one of {integers}")
+        self.dtype = np.dtype(_TYPES[code])
+        whole = begin + sum(np.dtype(kind).itemsize * n for kind, n in kinds)
+        modes = len(self._index) - whole
+        if modes not in (0, count if head.startswith(_MMAP) else 0):
+            raise DataError(
+                f"{idx} has {len(self._index):,} bytes, but {count:,} sequences and {documents:,} "
+                f"bounds of documents take {whole:,}",
+                hint=_PAIR,
+            )
+        arrays = []
+        for kind, n in kinds:
+            arrays.append(np.frombuffer(self._index, kind, n, begin))
+            begin += arrays[-1].nbytes
+        if head.startswith(_MMAP):
+            self.lengths, self.starts, self._bounds = arrays
+            self.unit = 1
+        else:
+            if sizes != count or size != self.dtype.itemsize:
+                raise DataError(
+                    f"{idx} holds {count:,} arrays of {sizes:,} dimensions of {size} bytes of "
+                    f"{self.dtype}, not sequences of tokens"
+                )
+            self.starts, self.lengths, self._bounds = arrays[1:]
+            self.unit = size
+        self._modes = np.frombuffer(self._index, "i1", modes, begin)
+        self._check()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def _check(self) -> None:
+        """DataError where the index contradicts itself or the .bin."""
+        size, item = len(self._tokens), self.dtype.itemsize
+        total, outside = 0, None
+        for first in range(0, len(self), _CHUNK):
+            part = slice(first, first + _CHUNK)
+            lengths = self.lengths[part].astype(np.int64)
+            starts = self.starts[: len(self)][part] * self.unit
+            total += int(lengths.sum())
+            wrong = (lengths < 0) | (starts < 0) | (starts > size - lengths * item)
+            if outside is None and wrong.any():
+                k = int(wrong.argmax())
+                outside = first + k, int(starts[k]), int(lengths[k])
+            if (modes := np.flatnonzero(self._modes[part])).size:
+                raise DataError(
+                    f"{self.idx}: sequence {first + int(modes[0])} has mode "
+                    f"{self._modes[first + modes[0]]}; only text (mode 0) is trained here"
+                )
+            _give_back(self.lengths)
+        if total * item != size:
+            raise DataError(
+                f"{self.idx} lists {total:,} tokens of {item} bytes, which is {total * item:,} "
+                f"bytes, but {self.bin} has {size:,}",
+                hint=_PAIR,
+            )
+        if outside is not None:
+            raise DataError(
+                f"{self.idx}: sequence {outside[0]}, {outside[2]:,} tokens from byte "
+                f"{outside[1]:,} on, is outside {self.bin} of {size:,} bytes",
+                hint=_PAIR,
+            )
+        bounds = self._bounds
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(self):
+            raise DataError(
+                f"{self.idx}: its documents do not go from sequence 0 to {len(self):,}", hint=_PAIR
+            )
+
+    def tokens(self, sequence: int, begin: int, most: int) -> np.ndarray:
+        """At most `most` tokens of a sequence from its token `begin` on, in place."""
+        count = min(most, int(self.lengths[sequence]) - begin)
+        place = int(self.starts[sequence]) * self.unit + begin * self.dtype.itemsize
+        return np.frombuffer(self._tokens, self.dtype, count, place)
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Digest of the index, and of the size and evenly spaced pieces of the .bin: a corpus is
+        too large to be read at every start."""
+        digest = hashlib.sha256(str(len(self._tokens)).encode())
+        for first in range(0, len(self._index), 1 << 24):
+            digest.update(self._index[first : first + (1 << 24)])
+            _give_back(self.lengths)
+        count, size = _SAMPLED
+        for k in range(count):
+            first = (len(self._tokens) - size) * k // (count - 1)
+            digest.update(self._tokens[max(first, 0) : max(first, 0) + size])
+        return digest.digest()
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{path} does not exist", hint="a .bin and its .idx lie together"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: it is empty
+        raise DataError(f"cannot read {path}: {error}") from error
+
+
+def _give_back(*arrays: np.ndarray) -> None:
+    """Take the pages that were read of the files of these arrays out of this process's memory."""
+    for each in arrays:
+        file = getattr(each.base, "obj", None)
+        if isinstance(file, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            file.madvise(mmap.MADV_DONTNEED)
+
+
+def _stored(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """The parts as one array in a temporary file of the cache directory, memory-mapped; in memory
+    where there is no such directory."""
+    directory = cache_directory()
+    if directory is None:
+        return np.concatenate(list(parts))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            for part in parts:
+                file.write(part.data)
+            file.flush()
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), part.dtype)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the index of the samples into {directory}: {error}",
+            hint="HETERO_CACHE names another folder for caches; empty, the index is kept in memory",
+        ) from error
+
+
+class _Stream:
+    """GPTDataset of Megatron: samples of some of a file's sequences.
+
+    Args:
+        numbers: The sequences that are taken.
+        length: Predictions of a sample.
+        samples: At least how many there are, in one epoch or in several; None: those of one epoch.
+    """
+
+    def __init__(
+        self, file: IndexedFile, numbers: range, length: int, samples: int | None, seed: int
+    ) -> None:
+        self.file, self.length = file, length
+        tokens = _tokens(file, numbers)
+        epochs = 1 if samples is None else max(1, -(-(samples * length + 1) // tokens))
+        before = ((epochs - 1) * tokens - 1) // length  # samples of all epochs but the last
+        of_epoch = (tokens - 1) // length
+        separate = (
+            samples is not None
+            and epochs > 1
+            and samples - before < int(_SEPARATE_BELOW * of_epoch)
+        )
+        self.rule = [epochs, separate]
+        self._touched = 0  # bytes of the files in memory, at most
+        self._count = (epochs * tokens - 1) // length
+        state = np.random.RandomState(seed)
+        once = np.arange(numbers.start, numbers.stop, dtype=np.int32)
+        groups = [epochs - 1, 1] if separate else [epochs]
+        self._documents = _stored(_shuffled(np.tile(once, n), state) for n in groups)
+        self._ends = _stored(self._sums())  # of each document in the stream
+        _give_back(file.lengths)
+        kind = np.uint32 if self._count < 2**32 - 2 else np.int64
+        bounds = [0, before, self._count] if separate else [0, self._count]
+        self._order = _stored(
+            _shuffled(np.arange(a, b, dtype=kind), state) for a, b in pairwise(bounds)
+        )
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _sums(self) -> Iterator[np.ndarray]:
+        end = 0
+        for first in range(0, len(self._documents), _CHUNK):
+            lengths = self.file.lengths[self._documents[first : first + _CHUNK]]
+            sums = np.cumsum(lengths, dtype=np.int64) + end
+            end = int(sums[-1])
+            yield sums
+
+    def pieces(self, index: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The sequences of a sample and its tokens in each."""
+        at = int(self._order[index]) * self.length
+        place = int(np.searchsorted(self._ends, at, side="right"))
+        missing = self.length + 1
+        while missing:
+            sequence, end = int(self._documents[place]), int(self._ends[place])
+            part = self.file.tokens(
+                sequence, int(self.file.lengths[sequence]) - (end - at), missing
+            )
+            yield sequence, part
+            missing, at, place = missing - len(part), end, place + 1
+            self._touched += part.nbytes + _AROUND
+            if self._touched > _MOST_TOUCHED:
+                _give_back(part, self.file.lengths, self._documents, self._ends, self._order)
+                self._touched = 0
+
+
+def _shuffled(values: np.ndarray, state: np.random.RandomState) -> np.ndarray:
+    state.shuffle(values)
+    return values
+
+
+def _tokens(file: IndexedFile, numbers: range) -> int:
+    parts = (numbers[k : k + _CHUNK] for k in range(0, len(numbers), _CHUNK))
+    return sum(int(file.lengths[p.start : p.stop].sum(dtype=np.int64)) for p in parts)
+
+
+class _Blend:
+    """The part of a blend that each sample comes from, as `build_blending_indices` of Megatron
+    chooses it: that which lags furthest behind its weight. `limits` are the samples of each part,
+    for its `build_exhaustive_blending_indices`. Choices are made when they are asked for."""
+
+    def __init__(self, weights: Sequence[float], limits: Sequence[int] | None = None) -> None:
+        total = float(np.sum(np.array(weights, dtype=np.float64)))
+        self._weights = [weight / total for weight in weights]
+        self._limits = limits
+        self._counts = [0] * len(weights)
+        self._chosen = array("h")
+        self._before: list[list[int]] = []  # samples of each part before each chunk of choices
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        """The part, and the number of the sample in it."""
+        while len(self._chosen) <= index:
+            self._before.append(list(self._counts))
+            for number in range(len(self._chosen), len(self._chosen) + _BLEND_CHUNK):
+                self._choose(max(number, 1.0))
+        chunk, within = divmod(index, _BLEND_CHUNK)
+        part = self._chosen[index]
+        earlier = self._chosen[index - within : index].count(part)
+        return part, self._before[chunk][part] + earlier
+
+    def _choose(self, number: float) -> None:
+        lags = [w * number - n for w, n in zip(self._weights, self._counts, strict=True)]
+        if self._limits is not None:
+            spent = map(int.__ge__, self._counts, self._limits)
+            lags = [-math.inf if done else lag for done, lag in zip(spent, lags, strict=True)]
+        part = lags.index(max(lags))
+        self._chosen.append(part)
+        self._counts[part] += 1
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What `data.train` or `data.eval` names: files, the sequences that are taken of each, and the
+    weights of a blend. `known` are the token ids that the model has embeddings for."""
+
+    files: list[IndexedFile]
+    numbers: list[range]
+    weights: list[float] | None
+    length: int
+    known: float
+
+    @cached_property
+    def tokens(self) -> int:
+        return sum(map(_tokens, self.files, self.numbers))
+
+    @cached_property
+    def pass_samples(self) -> list[int]:
+        """Samples of one pass over each part. Raises DataError where there is none."""
+        counts = []
+        for file, numbers in zip(self.files, self.numbers, strict=True):
+            tokens = _tokens(file, numbers)
+            counts.append((tokens - 1) // self.length)
+            if counts[-1] < 1:
+                raise DataError(
+                    f"{file.bin} holds {tokens:,} tokens, and a sample takes {self.length + 1:,}",
+                    hint="lower data.max_length",
+                )
+        return counts
+
+    def samples(self, count: int | None, seed: int) -> Samples:
+        """The samples of a run that takes `count` of them; None: those of one pass.
+
+        As in Megatron, a list without weights is taken in proportion to the samples of its parts.
+        Beyond one pass over it Megatron stops; here it goes on as if these numbers were written as
+        weights.
+        """
+        sizes, weights = self.pass_samples, self.weights
+        if len(self.files) == 1:
+            wanted, blend = [count], None
+        elif weights is None and (count is None or count <= sum(sizes)):
+            blend = _Blend(sizes, sizes if count is None else None)
+            wanted = [None] * len(sizes)
+        else:
+            count = sum(sizes) if count is None else count
+            blend = _Blend(weights or sizes)
+            shares = np.array(weights or sizes, np.float64)
+            shares = shares / shares.sum()
+            wanted = [math.ceil(math.ceil(count * w) * (1 + _SURPLUS)) for w in shares.tolist()]
+        streams = [
+            _Stream(file, numbers, self.length, n, seed)
+            for file, numbers, n in zip(self.files, self.numbers, wanted, strict=True)
+        ]
+        return Samples(self, streams, blend, sum(sizes) if count is None else count)
+
+
+def find_corpus(
+    name: str, sources: Sequence[Source], split: str, data: DataConfig, known: float
+) -> Corpus | None:
+    """The corpus that data.train or data.eval (`name`) means; None where it names other data.
+    Raises DataError for settings that have no meaning for token ids."""
+    if not any(source.kind == MEGATRON for source in sources):
+        return None
+    if others := [source.name for source in sources if source.kind != MEGATRON]:
+        raise DataError(f"data.{name} mixes Megatron's files with others: {', '.join(others)}")
+    for setting in _MEANINGLESS:
+        if getattr(data, setting) != DataConfig.model_fields[setting].default:
+            raise DataError(
+                f"data.{setting} has no meaning for Megatron's files: they hold token ids",
+                hint="leave it out",
+            )
+    if data.max_length is None:
+        raise DataError("Megatron's files need data.max_length", hint="it is Megatron's seq-length")
+    files = [IndexedFile(source.path) for source in sources if source.path is not None]
+    whole = ("train",) if name == "train" else ("test", "train")
+    reader = SplitReader(split, whole)
+    numbers = [reader.of_rows(str(file.bin), len(file)) for file in files]
+    weights = [source.weight for source in sources if source.weight is not None]
+    return Corpus(files, numbers, weights or None, data.max_length, known)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """`count` rows of `length` + 1 tokens, in the order in which a run takes them."""
+
+    corpus: Corpus
+    streams: list[_Stream]
+    blend: Any
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and labels, int64. Raises DataError for an id beyond the model's embeddings."""
+        stream, number = self._place(index)
+        parts, known = [], self.corpus.known
+        for sequence, part in stream.pieces(number):
+            if part.size and not 0 <= part.min() <= part.max() < known:
+                wrong = part.max() if part.min() >= 0 else part.min()
+                raise DataError(
+                    f"{stream.file.bin}: document {sequence} has the token id {wrong}, but the "
+                    f"model has {known} embeddings, from 0 on",
+                    hint="the files were made with another tokenizer than this model's",
+                )
+            parts.append(part.astype(np.int64))
+        ids = np.concatenate(parts)
+        return ids, ids.copy()
+
+    def where(self, index: int) -> str:
+        """The files and documents of a row."""
+        stream, number = self._place(index)
+        documents = [str(sequence) for sequence, part in stream.pieces(number) if part.size]
+        return f"{stream.file.bin} document {', '.join(documents)}"
+
+    def _place(self, index: int) -> tuple[_Stream, int]:
+        part, number = (0, index) if self.blend is None else self.blend[index]
+        return self.streams[part], number
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one pass."""
+        return self.corpus.tokens
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.broadcast_to(np.int64(self.longest), len(self))
+
+    @property
+    def longest(self) -> int:
+        return self.corpus.length + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256, in hex, of the files, as far as `IndexedFile.fingerprint` looks at them, and of
+        all else that decides the samples, except the seed."""
+        digest = hashlib.sha256(f"megatron 1 {self.longest} {self.corpus.weights}".encode())
+        for stream, numbers in zip(self.streams, self.corpus.numbers, strict=True):
+            digest.update(stream.file.fingerprint)
+            digest.update(str([numbers, stream.rule]).encode())
+        return digest.hexdigest()
