@@ -19,6 +19,7 @@ docs/maintainers/extending.md describes the rest.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ class WorkerControl(Protocol):
     def control(self, worker: int | str, name: str, data: Any = None) -> Any: ...
 
 
+_log = logging.getLogger(__name__)
 Handler = Callable[[Any], Any]
 Watcher = Callable[[int, WorkerControl], None]
 _H = TypeVar("_H", bound=Handler)
@@ -59,7 +61,10 @@ class WithTensors:
 _handlers: dict[str, Handler] = {}
 _watchers: list[Watcher] = []
 _imported: list[Path] = []
-_notices: deque[Message] = deque(maxlen=256)
+_OWN = "hetero."  # what the names of the framework's own questions begin with
+_MOST_NOTICES = 16
+"""Of a step, since each may carry 16 MiB."""
+_notices: deque[Message] = deque()
 """To the coordinator, from its workers and its own code; after each step they are handled."""
 _to_coordinator: Callable[[Message], None] = _notices.append
 
@@ -138,7 +143,13 @@ def coordinating(handlers: Mapping[str, Handler]) -> Iterator[None]:
 
 
 def note(message: Message) -> None:
-    """Keep a worker's notice until the step ends."""
+    """Keep a worker's notice until the step ends. A worker does not ask the framework's own
+    questions of the coordinator, whose handlers load models and fill memory; these are dropped, as
+    is what comes after `_MOST_NOTICES`."""
+    name = message.expect(Control).name
+    if name.startswith(_OWN) or len(_notices) >= _MOST_NOTICES:
+        _log.warning("a message of a worker to the coordinator was dropped: %s", shortened(name))
+        return
     _notices.append(message)
 
 
@@ -190,4 +201,4 @@ def result(message: Message) -> Any:
             hint="a worker knows the handlers of the files that its own --import options name",
         )
     # The framework prints the answers to its own questions; others are for the user's code.
-    return one_lines(reply.data) if reply.name.startswith("hetero.") else reply.data
+    return one_lines(reply.data) if reply.name.startswith(_OWN) else reply.data

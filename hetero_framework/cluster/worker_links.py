@@ -585,7 +585,7 @@ class WorkerLinks:
         if isinstance(body, m.Connected):
             self.direct.note(event.worker, body)
             return None
-        if isinstance(body, m.Control) and body.answers is None:
+        if isinstance(body, m.Control) and body.answers is None and body.request is None:
             event.message.release()
             if self._talk[event.worker].may_go_on(event.worker):
                 control.note(Message(body))

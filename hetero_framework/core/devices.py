@@ -641,7 +641,7 @@ class CudaDevice(_NamespaceDevice):
             )
 
     def _lacks(self, built_for: Sequence[str]) -> tuple[str, str] | None:
-        """What the GPU is and what to do, where none of these kernels run on it."""
+        """What the GPU is and what to install; None where kernels built for one of these run."""
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         if any(_runs_on(entry, major, minor) for entry in built_for):
             return None

@@ -4,7 +4,7 @@ The documents of a corpus follow one another in a shuffled order, and sample k i
 k * length to (k + 1) * length of that stream, both included: `length` + 1 tokens. Megatron feeds
 the first `length` of them and takes the last `length` as labels. The models here shift labels
 themselves, so a row has all of the tokens and its loss is that of the same `length` predictions;
-what the model says after the last token has no label.
+the prediction after the last token has no label.
 
 Files are memory-mapped, and what was read is given back to the system soon. So is the index of
 documents and samples, which lies in a temporary file.

@@ -126,7 +126,7 @@ def _blend(entries: list[str], base_dir: Path) -> list[Source] | None:
 
 
 def _megatron(entry: str, path: Path) -> Source | None:
-    """Megatron's pair of files that has the path as its prefix, or of which it is one."""
+    """The .idx and .bin of Megatron that a path names: by their common prefix, or one of them."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     pair = [Path(f"{prefix}{suffix}") for suffix in (".idx", ".bin")]
     return Source(entry, MEGATRON, pair[0]) if all(map(Path.is_file, pair)) else None

@@ -78,6 +78,20 @@ def test_a_worker_sends_its_messages_to_the_coordinator() -> None:
     assert len(taken) == 1
 
 
+def test_a_worker_neither_asks_the_frameworks_questions_nor_floods_the_coordinator(
+    logged: list[str],
+) -> None:
+    asked: list[object] = []
+    handlers = {"hetero.measure": asked.append, "count": asked.append}
+    with control.coordinating(handlers):
+        for name in ("hetero.measure", *["count"] * 40):
+            control.note(over_the_wire(Message(Control(name, None))))
+        control.step_done(1, None)  # type: ignore[arg-type]
+        assert len(asked) == control._MOST_NOTICES
+    assert "hetero.measure" in logged[0]
+    assert len(logged) == 1 + 40 - control._MOST_NOTICES
+
+
 def test_bytes_travel_beside_question_and_answer() -> None:
     def raw(data: bytes) -> WireTensor:
         return WireTensor("uint8", (len(data),), memoryview(data))
