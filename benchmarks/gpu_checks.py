@@ -344,14 +344,25 @@ class Bench:
         layers = self.size.big["num_hidden_layers"]
         return f"big-{ways}", [layers * k // ways for k in range(1, ways)], layers
 
+    def _big_model(self) -> Path:
+        """Random weights, drawn on the device: a CPU may need a minute for each billion."""
+        folder = self.folder / "big"
+        if not folder.exists():
+            config = LlamaConfig(max_position_embeddings=self.size.big_length, **self.size.big)
+            config.dtype = torch.bfloat16 if self.device.supports(torch.bfloat16) else torch.float16
+            with self.device.torch_device:
+                model = AutoModelForCausalLM.from_config(config)
+            model.save_pretrained(folder)
+            del model
+            self.device.empty_cache()
+        return folder
+
     def big_settings(self) -> dict[str, Any]:
         size = self.size
         lines = size.big_steps * size.big_micro_batches * size.big_batch
         texts = save_texts(self.folder / "long.jsonl", lines, shortest=size.big_length)
-        model = {"model_type": "llama", "max_position_embeddings": size.big_length, **size.big}
-        dtype = "bfloat16" if self.device.supports(torch.bfloat16) else "float16"
         return {
-            "model": {"from_config": model, "tokenizer": str(self.tokenizer), "dtype": dtype},
+            "model": {"name_or_path": str(self._big_model()), "tokenizer": str(self.tokenizer)},
             "data": {"train": str(texts), "max_length": size.big_length},
             "training": {
                 "max_steps": size.big_steps,
