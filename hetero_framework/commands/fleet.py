@@ -238,6 +238,8 @@ def _tiny(config: Config, folder: str) -> Config:
     training = {name: raw["training"][name] for name in kept}
     for machine in (raw["coordinator"], *raw["workers"]):
         machine["quantization"] = None
+    for worker in raw["workers"]:
+        worker["models"] = ["*"]  # one that this process starts serves nobody else
     return Config.from_dict(
         {
             **{name: raw[name] for name in ("coordinator", "workers")},

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.cluster.link_probe import LinkSpeed
+from hetero_framework.cluster.model_allowlist import check_permitted
 from hetero_framework.commands import fleet
 from hetero_framework.commands.fleet import directions, turns
 from hetero_framework.config import Config
@@ -33,6 +34,19 @@ def test_a_link_has_the_speed_measured_with_both_directions_in_use() -> None:
     assert back == {"from": 1, "to": "local", "bytes_per_s": 2e7, "latency_s": 0.005}
     there, back = directions("local", 1, LinkSpeed(0.01, 1e8, 4e7, both_ways=1.1))  # noise
     assert (there["bytes_per_s"], back["bytes_per_s"]) == (1e8, 4e7)
+
+
+@pytest.mark.parametrize("model", [{"name_or_path": "models/[1]"}, {"from_config": {}}])
+def test_a_worker_that_is_started_to_be_measured_may_load_the_model(model: dict[str, Any]) -> None:
+    """The file that it is given names another, tiny one."""
+    fields = {"model_type": "llama", "num_hidden_layers": 2}
+    model = {"from_config": fields, "tokenizer": "none"} if "from_config" in model else model
+    machine = {"ip": "127.0.0.1"}
+    workers = [{**machine, "id": 1, "port": 9999}]
+    sections = {"coordinator": machine, "workers": workers, "shard_plan": "auto", "model": model}
+    asked = Config.from_dict(sections)
+    own = fleet._tiny(asked, "runs")
+    assert check_permitted(asked, own, own.worker(1)) == asked
 
 
 @pytest.mark.parametrize(
