@@ -776,7 +776,15 @@ def test_every_alias_leads_to_an_existing_setting(section: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["hetero_config.json", "examples/llama8b_4bit.json", "examples/own_model.json"]
+    "name",
+    [
+        "hetero_config.json",
+        "examples/island.json",
+        "examples/llama8b_4bit.json",
+        "examples/own_model.json",
+        "examples/three_machines.json",
+        "examples/two_cards_and_mac.json",
+    ],
 )
 def test_shipped_configuration_is_valid(name: str) -> None:
     config = load_config(ROOT / name)

@@ -1,0 +1,112 @@
+"""The configurations of examples/ train, with tiny models and data, on the processors of one
+machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework import cli
+from hetero_framework.core import timeouts
+from hetero_framework.core.timeouts import LinkDeadlines
+from hetero_framework.islands import lighthouse
+from tests.integration.conftest import Pool, read_metrics
+from tests.integration.test_parity import assert_same, weights
+from tests.islands import StandIn, serving, train_islands
+from tests.samples import DEVICE, free_ports, save_llama
+
+pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def tall(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many layers as the model of 72B has."""
+    small = {"hidden_size": 64, "intermediate_size": 64}
+    return save_llama(tmp_path_factory.mktemp("tall"), layers=80, **small)
+
+
+def train(name: str, model: Path, data: Path, output: Path, machines: dict[str, Any]) -> int:
+    """`hetero train` by an example, with these settings of its machines."""
+    changes = {
+        **machines,
+        "model.name_or_path": str(model),
+        "model.dtype": "float32",
+        "data.train": str(data),
+        "training.output_dir": str(output),
+        "training.max_steps": STEPS,
+        "training.gradient_accumulation_steps": 2,
+        "training.save_steps": 100,
+        "training.verify_architecture": False,
+        "training.visualize": False,
+    }
+    replaced = [f"--set={place}={json.dumps(value)}" for place, value in changes.items()]
+    return cli.main(["train", "--config", str(EXAMPLES / name), "--role", "coordinator", *replaced])
+
+
+@pytest.mark.long
+def test_three_machines_are_planned_for_and_train(llama: Path, texts: Path, tmp_path: Path) -> None:
+    """This process starts the workers, as it does those of its own machine; one of them dials."""
+    coordinator, worker = free_ports(2)
+    machines = {"coordinator.port": coordinator, "workers[0].port": worker}
+    machines |= {"workers[1].hostname": "localhost"}
+    for entry in ("coordinator", "workers[0]", "workers[1]"):
+        machines |= {f"{entry}.ip": "127.0.0.1", f"{entry}.device": DEVICE}
+    assert train("three_machines.json", llama, texts, tmp_path / "run", machines) == 0
+    assert len(read_metrics(tmp_path / "run")) == STEPS
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
+    assert plan["shard_plan"][-1]["end"] == 6
+
+
+@pytest.mark.long
+def test_two_cards_and_a_mac_hold_the_layers_of_the_plan_in_4_bits_and_in_full(
+    pool: Pool, tall: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = {"coordinator": pool.machines["coordinator"]}
+    entries |= {f"workers[{i}]": pool.machines["workers"][i] for i in range(2)}
+    machines = {
+        f"{entry}.{key}": machine[key]
+        for entry, machine in entries.items()
+        for key in ("hostname", "ip", "port", "device")
+    }
+    assert train("two_cards_and_mac.json", tall, texts, tmp_path / "run", machines) == 0
+    assert len(read_metrics(tmp_path / "run")) == STEPS
+    said = capsys.readouterr().out
+    assert "worker 1, layers 0-10" in said
+    assert "worker 2, layers 11-23" in said
+
+
+def test_islands_of_the_example_train_one_model(
+    pool: Pool, llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lighthouse, "SETTLE_S", 0.0)
+    monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", LinkDeadlines())
+    example = json.loads((EXAMPLES / "island.json").read_text(encoding="utf-8"))
+    raws = {}
+    with serving(StandIn()) as served:
+        for worker, name in enumerate(("attic", "garage"), 1):
+            short = {"max_steps": 12, "gradient_accumulation_steps": 2, "warmup_steps": 2}
+            own = pool.config(tmp_path / name, [3], training=short)
+            plan = [own["shard_plan"][0], {**own["shard_plan"][1], "id": worker}]
+            raws[name] = {
+                **example,
+                "coordinator": own["coordinator"],
+                "workers": [pool.machines["workers"][worker - 1]],
+                "shard_plan": plan,
+                "model": {"name_or_path": str(llama)},
+                "data": {**example["data"], "train": str(texts)},
+                "training": {**example["training"], **own["training"]},
+                "island": {
+                    **example["island"],
+                    "name": name,
+                    "lighthouse": f"127.0.0.1:{served.port}",
+                    **{"warmup_steps": 2, "sync_steps": 4, "delay_steps": 1},
+                },
+            }
+        train_islands(raws)
+    assert_same(weights(tmp_path / "attic"), weights(tmp_path / "garage"))
