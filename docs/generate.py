@@ -19,14 +19,18 @@ TARGET = Path(__file__).with_name("configuration.md")
 _INTRODUCTION = """\
 # hetero_config.json
 
-One JSON file names the machines, the layers of each, and the training. It is the same file on every
-machine; the coordinator's copy takes precedence. `hetero init` writes one, `hetero check` validates
-one, `hetero schema` prints its JSON Schema. This page is generated from that schema by
-`python docs/generate.py`.
+One file, JSON or YAML, names the machines, the layers of each, and the training. It is the same
+file on every machine; the coordinator's copy takes precedence. `hetero init` writes one in JSON,
+`hetero check` validates one, `hetero schema` prints its JSON Schema. This page is generated from
+that schema by `python docs/generate.py`.
 
 - Values are strict: `9999` is a port, `"9999"` is not. Where a decimal number is expected, a whole
   one is accepted.
-- Unknown names, repeated keys, comments and trailing commas are errors that name the place.
+- Unknown names, repeated keys, and in JSON comments and trailing commas are errors that name the
+  place.
+- A file whose name ends in `.yaml` or `.yml` is YAML, with the values of JSON: `1e-4` is a number;
+  yes, no, on, off and 010 are texts. It holds one document without anchors, aliases, merge keys and
+  tags. The copies that a run keeps are JSON, and `hetero plan --write` changes JSON alone.
 - Relative paths start at the folder of the file. Paths of command line options start at the
   current directory.
 - Only `coordinator` and `shard_plan` are required, and `workers` for plans that name any;

@@ -26,9 +26,10 @@ from hetero_framework.config.convert import (
     program_of,
 )
 from hetero_framework.config.problems import shown
+from hetero_framework.config.strict_json import parse_object
 from hetero_framework.core import addresses
 from hetero_framework.core.files import write_file
-from hetero_framework.errors import UserError
+from hetero_framework.errors import ConfigError, UserError
 
 EXAMPLES = """
     hetero convert qlora.yml
@@ -170,29 +171,12 @@ def read(file: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {file}: {error}") from error
     if file.suffix not in (".yaml", ".yml", ".json") and _COMMAND.search(text):
         return _read_command(text, file)
-    return _flat(_read_mapping(text, file), file)
-
-
-def _read_mapping(text: str, file: Path) -> dict[str, Any]:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Refuses a key that is given twice, of which one would be lost."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            names = [key.value for key, _ in node.value]
-            if twice := [str(name) for name in names if names.count(name) > 1]:
-                raise UserError(f"{file}: the key {twice[0]} is given twice; keep one")
-            return super().construct_mapping(node, deep)
-
     try:
-        value = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
-    if not isinstance(value, dict):
+        keys = parse_object(text.encode(), name=str(file), foreign=True)
+    except ConfigError as error:
         hint = "give a YAML or JSON file, or a script with: trl sft --model_name_or_path ..."
-        raise UserError(f"{file} holds no keys and values", hint=hint)
-    return {str(key): part for key, part in value.items()}
+        raise UserError(error.message, hint=hint) from None
+    return _flat({str(key): part for key, part in keys.items()}, file)
 
 
 def _flat(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 import time
@@ -20,6 +19,7 @@ from hetero_framework.config import (
     island_name,
     split_address,
 )
+from hetero_framework.config.strict_json import parse_object
 from hetero_framework.core import addresses, timeouts, tls
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
@@ -190,7 +190,8 @@ def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> Pa
             return
         if given is None:
             raise ValueError("the configuration is missing")
-        config = Config.from_dict(json.loads(given.text), file.absolute().parent, name=given.name)
+        raw = parse_object(given.text.encode(), name=file.name)
+        config = Config.from_dict(raw, file.absolute().parent, name=given.name)
         config.worker(str(joined.identity.worker))
         _keep(keys, joined)
         _write_configuration(file, given.text)

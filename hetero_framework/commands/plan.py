@@ -156,6 +156,11 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("model", "device", "bandwidth", *_JOB):
         if getattr(arguments, name) and not arguments.dry_run:
             raise UserError(f"--{name.replace('_', '-')} goes with --dry-run")
+    if arguments.write and Path(arguments.config).suffix in (".yaml", ".yml"):
+        raise UserError(
+            f"--write does not change {arguments.config}: the comments of YAML would be lost",
+            hint='let shard_plan be "auto" there, or copy the one that --json prints',
+        )
     if arguments.write and any(getattr(arguments, name) for name in _JOB):
         raise UserError(
             "--write would put a plan for another job into the configuration",

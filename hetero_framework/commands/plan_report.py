@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.config import Config, layers_text, process_name
-from hetero_framework.config.strict_json import read_json_object
+from hetero_framework.config.strict_json import read_object
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.planner import FleetProfile, Result, evaluate, plan
@@ -61,7 +61,7 @@ def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> Result:
     configuration. Raises ConfigError and PlanError."""
     if not file.exists():
         raise ConfigError(f"plan {file} does not exist")
-    return judge_settings(profile, read_json_object(file), file, wishes)
+    return judge_settings(profile, read_object(file), file, wishes)
 
 
 def judge_settings(
@@ -117,7 +117,7 @@ def write_plan(facts: Mapping[str, Any], file: Path) -> Config:
     """Put a plan into a configuration, which is returned; its other settings and their order stay.
     Raises ConfigError for one that it does not fit, and UserError where the file cannot be written.
     """
-    raw = read_json_object(file)
+    raw = read_object(file)
     raw["shard_plan"] = entries_of(facts)
     changes = facts["changes"]
     if "wire" in changes:

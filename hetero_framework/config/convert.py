@@ -25,7 +25,7 @@ from hetero_framework.config.optimizers import optimizer_problems
 from hetero_framework.config.problems import problems_of, shown
 from hetero_framework.config.schema import AdapterConfig, DataConfig, ModelConfig, TrainingConfig
 from hetero_framework.config.section import Section
-from hetero_framework.config.strict_json import read_json_object
+from hetero_framework.config.strict_json import read_object
 from hetero_framework.config.text_limits import text_problems
 from hetero_framework.errors import UserError
 
@@ -341,7 +341,7 @@ class Conversion:
         name = str(self.given.get("dataset_dir") or "data")
         places = [Path(name), *(p / name for p in (self.folder, *self.folder.parents)), self.folder]
         found = next((place for place in places if (place / _INFO).is_file()), None)
-        info = read_json_object(found / _INFO) if found else {}
+        info = read_object(found / _INFO) if found else {}
         for key, role in (("dataset", "train"), ("eval_dataset", "eval")):
             if names := _listed(self.given.get(key)):
                 sets = [self._named_set(n, info.get(n), found or Path(name)) for n in names]

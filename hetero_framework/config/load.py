@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hetero_framework.config.problems import shown
 from hetero_framework.config.schema import Config
-from hetero_framework.config.strict_json import read_json_object
+from hetero_framework.config.strict_json import read_object
 from hetero_framework.errors import ConfigError
 from hetero_framework.file_trust import untrusted_reason
 
@@ -21,20 +22,24 @@ _PLAN_HINT = "delete the file, or begin anew with --fresh; the machines are plan
 
 
 def load_config(
-    path: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Mapping[str, Any],
     overrides: Sequence[str] = (),
     base_dir: str | os.PathLike[str] | None = None,
 ) -> Config:
-    """The configuration in a file, with `overrides` such as "training.learning_rate=1e-4".
+    """The configuration in a JSON or YAML file, or in a dictionary, which is left as it is, with
+    `overrides` such as "training.learning_rate=1e-4".
 
-    Relative paths start at `base_dir`, else at the file's folder. Raises ConfigError (PlanError
-    when only the plan is wrong) that lists all problems.
+    Relative paths start at `base_dir`, else at the file's folder or the current directory. Raises
+    ConfigError (PlanError when only the plan is wrong) that lists all problems.
     """
-    file = Path(path)
-    raw = read_json_object(file)
+    if isinstance(source, Mapping):
+        raw, folder, name = copy.deepcopy(dict(source)), Path.cwd(), "configuration"
+    else:
+        raw, folder = read_object(Path(source)), Path(source).absolute().parent
+        name = str(source)
     for override in overrides:
         apply_override(raw, override)
-    return Config.from_dict(raw, base_dir or file.absolute().parent, name=str(path))
+    return Config.from_dict(raw, base_dir or folder, name=name)
 
 
 def with_saved_plan(config: Config) -> Config:
@@ -47,7 +52,7 @@ def with_saved_plan(config: Config) -> Config:
         problem = f"{file} is not read, others may have made it: it {wrong.problem}"
         raise ConfigError(problem, hint=f"{wrong.mend}, or {_PLAN_HINT}")
     try:
-        return config.with_changes(shard_plan=read_json_object(file).get("shard_plan"))
+        return config.with_changes(shard_plan=read_object(file).get("shard_plan"))
     except ConfigError as error:
         raise type(error)(f"{file}: {error.message}", hint=_PLAN_HINT) from None
 

@@ -1,6 +1,7 @@
-"""Read a JSON object strictly, with errors that name line, column and what to change.
+"""Reads an object of JSON or YAML strictly, with errors that name line, column and what to change.
 
-The standard reader accepts duplicate keys and NaN silently; both are refused here.
+The standard readers accept duplicate keys and NaN silently; both are refused here. A file is YAML
+where its name ends in .yaml or .yml.
 """
 
 from __future__ import annotations
@@ -9,38 +10,51 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from hetero_framework.config import strict_yaml
 from hetero_framework.errors import ConfigError
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 _SHOWN_COLUMNS = 100
 _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(?=\s*:)|"(?:[^"\\]|\\.)*"|[{}\[\],]')
+YAML_ENDINGS = (".yaml", ".yml")
 _YAML = re.compile(r"(\s*#.*\n)*\s*(---\s|[A-Za-z_]\w*:(\s|$))")
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The object in the file `path`. Raises ConfigError where it cannot be read or is refused."""
-    return parse_json_object(_read_bytes(path), name=str(path))
+    return parse_object(_read_bytes(path), name=str(path))
 
 
-def parse_json_object(content: bytes, *, name: str) -> dict[str, Any]:
-    """The object in `content` (UTF-8, a byte order mark is accepted); `name` is for messages."""
+def parse_object(content: bytes, *, name: str, foreign: bool = False) -> dict[str, Any]:
+    """The object in `content` (UTF-8, a byte order mark is accepted). `name` is for messages, and
+    its ending says whether it is YAML. `foreign`: a file of another program, YAML unless it ends in
+    .json, and read as that program does."""
     text = _decode(content, name)
     if not text.strip():
         raise ConfigError(f"{name} is empty", hint="`hetero init` writes a complete file")
     try:
-        value = json.loads(text, object_pairs_hook=_Object)
+        if name.endswith(YAML_ENDINGS) or (foreign and not name.endswith(".json")):
+            value = strict_yaml.loads(text, object_hook=_Object, foreign=foreign)
+        else:
+            value = json.loads(text, object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
         raise ConfigError(_describe(error, text, name)) from None
+    except yaml.YAMLError as error:
+        line, column, cause = strict_yaml.place_and_cause(error, text)
+        raise ConfigError(_at(name, text, line, column, f"not valid YAML: {cause}")) from None
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     except ValueError as error:  # an integer with thousands of digits
         raise ConfigError(f"{name} holds a number that cannot be read: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{name} must hold one JSON object {{...}}, but holds {json_type(value)}")
+        raise ConfigError(f"{name} must hold one object {{...}}, but holds {json_type(value)}")
     faults = list(_faults(value, "", text))
     if len(faults) == 1:
         raise ConfigError(f"{name}: {faults[0]}")
@@ -73,12 +87,16 @@ def join_path(parent: str, key: str | int) -> str:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers which keys it was given more than once."""
+    """An object that remembers which keys it was given more than once, with `lines` in which."""
 
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+    def __init__(
+        self, pairs: list[tuple[str, Any]], lines: Mapping[str, list[int]] | None = None
+    ) -> None:
         super().__init__(pairs)
-        seen: set[str] = set()
-        self.repeated = list(dict.fromkeys(k for k, _ in pairs if k in seen or seen.add(k)))  # type: ignore[func-returns-value]
+        self.lines = lines or {}
+        names = (key for key, _ in pairs) if lines is None else (k for k in lines for _ in lines[k])
+        counts = Counter(names) if len(self) < len(pairs) else {}  # most have no key twice
+        self.repeated = [key for key, count in counts.items() if count > 1]
 
 
 def repeated_keys(text: str, index: int = 0) -> list[str]:
@@ -132,8 +150,8 @@ def _decode(content: bytes, name: str) -> str:
 
 def _describe(error: json.JSONDecodeError, text: str, name: str) -> str:
     line_number, column, cause = error.lineno, error.colno, error.msg
-    if _YAML.match(text) or name.endswith((".yaml", ".yml")):
-        return f"{name}: this looks like YAML; the configuration is JSON (`hetero init` writes one)"
+    if _YAML.match(text):
+        return f"{name}: this looks like YAML; let its name end in .yaml"
     rest = text[error.pos :].lstrip()
     before = text[: error.pos].rstrip()
     if rest.startswith(("//", "/*", "#")):
@@ -151,15 +169,17 @@ def _describe(error: json.JSONDecodeError, text: str, name: str) -> str:
         cause = "the file ends too early; a closing bracket or quote is missing"
     elif rest.startswith(("True", "False", "None")):
         cause = "JSON writes true, false and null in lower case"
+    return _at(name, text, line_number, column, f"not valid JSON: {cause}")
+
+
+def _at(name: str, text: str, line_number: int, column: int, cause: str) -> str:
+    """The message for a place in the text, with the line there."""
     lines = text.splitlines() or [""]
     line = lines[min(line_number, len(lines)) - 1]
     left = max(0, column - 1 - _SHOWN_COLUMNS // 2)
     shown = line[left : left + _SHOWN_COLUMNS].replace("\t", " ")
     marker = " " * (column - 1 - left) + "^"
-    return (
-        f"{name}, line {line_number}, column {column}: not valid JSON: {cause}\n"
-        f"    {shown}\n    {marker}"
-    )
+    return f"{name}, line {line_number}, column {column}: {cause}\n    {shown}\n    {marker}"
 
 
 def _faults(value: Any, path: str, text: str) -> Iterator[str]:
@@ -167,7 +187,7 @@ def _faults(value: Any, path: str, text: str) -> Iterator[str]:
     if isinstance(value, _Object):
         for key in value.repeated:
             here = join_path(path, key)
-            lines = " and ".join(map(str, _lines_of_key(text, here)))
+            lines = " and ".join(map(str, value.lines.get(key) or _lines_of_key(text, here)))
             yield f'{here}: the key "{key}" is given twice (lines {lines}); keep one'
     if isinstance(value, dict):
         for key, item in value.items():

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from hetero_framework.config import Section
 from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.config.section import WholeFile, WorkerId, with_unit
-from hetero_framework.config.strict_json import read_json_object
+from hetero_framework.config.strict_json import read_object
 from hetero_framework.errors import ConfigError
 
 MAX_LAYERS = 10_000
@@ -150,7 +150,7 @@ def load_profile(path: str | Path) -> FleetProfile:
     if not file.exists():
         hint = "`hetero plan --measure --save-profile FILE` writes one"
         raise ConfigError(f"profile {file} does not exist", hint=hint)
-    return FleetProfile.from_dict(read_json_object(file), name=str(path))
+    return FleetProfile.from_dict(read_object(file), name=str(path))
 
 
 def ids_text(ids: Sequence[int | str]) -> str:

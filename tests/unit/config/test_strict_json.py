@@ -9,15 +9,15 @@ from hetero_framework.config import strict_json
 from hetero_framework.config.strict_json import (
     join_path,
     json_type,
-    parse_json_object,
-    read_json_object,
+    parse_object,
+    read_object,
 )
 from hetero_framework.errors import ConfigError
 
 
 def parsed(content: str | bytes) -> dict[str, Any]:
     content = content.encode() if isinstance(content, str) else content
-    return parse_json_object(content, name="config.json")
+    return parse_object(content, name="config.json")
 
 
 def test_a_valid_object_is_parsed() -> None:
@@ -31,14 +31,14 @@ def test_a_valid_object_is_parsed() -> None:
     ("content", "expected"),
     [
         ("", "is empty"),
-        ("[1]", "must hold one JSON object"),
+        ("[1]", "must hold one object {...}, but holds a list"),
         ('{\n  "a": 1,\n}', "line 2, column 9: not valid JSON: a comma before the closing"),
         ('{\n  "a": [1, 2,]\n}', "line 2, column 13: not valid JSON: a comma before the closing"),
         ('{\n  // note\n  "a": 1\n}', "line 2, column 3: not valid JSON: JSON has no comments"),
         ('{"a": 1 # note\n}', "line 1, column 9: not valid JSON: JSON has no comments"),
         ("{'a': 1}", "double quotes"),
-        ("coordinator:\n  ip: 10.0.0.1\n", "looks like YAML; the configuration is JSON"),
-        ("# who\n---\nworkers: []\n", "looks like YAML; the configuration is JSON"),
+        ("coordinator:\n  ip: 10.0.0.1\n", "this looks like YAML; let its name end in .yaml"),
+        ("# who\n---\nworkers: []\n", "this looks like YAML; let its name end in .yaml"),
         ('{"a": True}', "lower case"),
         ('{"a": 1 "b": 2}', "line 1, column 9: not valid JSON: Expecting ',' delimiter"),
         ('{"a": {"b": 1}', "the file ends too early"),
@@ -101,21 +101,15 @@ def test_a_long_line_is_shown_around_the_fault() -> None:
     assert shown[marker.index("^")] == "y"
 
 
-def test_yaml_is_recognised_by_its_file_name(tmp_path: Path) -> None:
-    (file := tmp_path / "fleet.yml").write_text("- 1\n")
-    with pytest.raises(ConfigError, match="this looks like YAML"):
-        read_json_object(file)
-
-
 def test_a_file_of_unlikely_size_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strict_json, "MAX_FILE_BYTES", 1 << 20)
     (file := tmp_path / "model.safetensors").write_bytes(b"{}".ljust(1 << 20))
-    assert read_json_object(file) == {}
+    assert read_object(file) == {}
     file.write_bytes(b"{}".ljust((1 << 20) + 1))
     with pytest.raises(ConfigError, match="more than the 1 MiB of the largest configuration"):
-        read_json_object(file)
+        read_object(file)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""Reads YAML as strictly as JSON: one document, with the values that JSON has and no others.
+
+PyYAML reads YAML 1.1, where 1e-4 is a text and `no` is false. Here numbers, booleans and null are
+those on which YAML 1.2 and JSON agree; any other word is a text, which the schema judges.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import yaml
+
+_TAG = "tag:yaml.org,2002:"
+_PLAIN = {
+    "null": r"(null|Null|NULL|~|)\Z",
+    "bool": r"(true|True|TRUE|false|False|FALSE)\Z",
+    "int": r"-?(0|[1-9][0-9]*)\Z",
+    "float": r"(-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|-?\.inf|\.nan)\Z",
+}
+ObjectHook = Callable[[list[tuple[str, Any]], dict[str, list[int]]], dict[str, Any]]
+
+
+def loads(text: str, *, object_hook: ObjectHook, foreign: bool = False) -> Any:
+    """The value in `text`. `object_hook` makes an object of its pairs and the lines of its keys.
+
+    `foreign` reads as other programs do: YAML 1.1, with aliases, merge keys and the standard tags.
+    Raises yaml.YAMLError, ValueError for a number too long, and RecursionError.
+    """
+    loader = (_Loader if foreign else _Strict)(text)
+    loader.object_hook = object_hook
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def place_and_cause(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
+    """Line and column, from 1, and what is wrong there."""
+    if not isinstance(error, yaml.MarkedYAMLError):  # a character that no YAML has
+        at = getattr(error, "position", 0)
+        line, column = text.count("\n", 0, at), at - text.rfind("\n", 0, at) - 1
+        return line + 1, column + 1, "this character may not stand in a YAML file"
+    mark = error.problem_mark or error.context_mark
+    cause = error.problem or "it cannot be read"
+    if mark.index >= len(text.rstrip()):
+        cause = f"the file ends too early; a closing bracket or quote is missing ({cause})"
+    elif text[mark.index] == "\t":
+        cause = "a tab; YAML is indented with spaces"
+    elif error.context == "expected a single document in the stream":
+        cause = "a second document begins here; delete it"
+    return mark.line + 1, mark.column + 1, cause
+
+
+class _Loader(yaml.SafeLoader):
+    object_hook: ObjectHook
+
+    def _object(self, node: yaml.MappingNode) -> dict[str, Any]:
+        lines = defaultdict(list)
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _error("a key must be a text", key)
+            lines[key.value].append(key.start_mark.line + 1)
+        self.flatten_mapping(node)  # puts in what a merge key names
+        return self.object_hook(self.construct_pairs(node, deep=True), lines)
+
+
+class _Strict(_Loader):
+    yaml_implicit_resolvers: ClassVar[dict[str | None, Any]] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            raise _error("anchors and aliases (& and *) are not read; write the value out", event)
+        if event.tag is not None:
+            raise _error(f"tags (here {event.tag}) are not read; write the value alone", event)
+        is_key = index is None and isinstance(parent, yaml.MappingNode)
+        if is_key and isinstance(event, yaml.ScalarEvent):
+            event.implicit = (False, True)  # a text, also where it looks like a number
+        return super().compose_node(parent, index)
+
+
+def _error(problem: str, at: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+
+
+_Loader.add_constructor(f"{_TAG}map", _Loader._object)
+for _name, _pattern in _PLAIN.items():
+    _Strict.add_implicit_resolver(_TAG + _name, re.compile(_pattern), None)
