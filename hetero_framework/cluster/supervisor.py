@@ -190,7 +190,7 @@ class _Supervisor:
             return
         worker.starts += 1
         name = f"worker {worker.id} | " if len(self._workers) > 1 else ""
-        worker.printer = _print_lines(worker.process, name, worker.last_lines)
+        worker.printer = print_lines(worker.process, name, worker.last_lines)
         worker.tell(pausing.PauseState.RUNNING)
 
     def _ended(self, worker: SupervisedWorker, process: subprocess.Popen[bytes], code: int) -> None:
@@ -243,7 +243,7 @@ def _memory_of(process: subprocess.Popen[bytes]) -> int:
     return 0
 
 
-def _print_lines(
+def print_lines(
     process: subprocess.Popen[bytes], prefix: str, last_lines: deque[str]
 ) -> threading.Thread:
     """Copy a child's lines to our standard error behind `prefix`, in a thread; keep the last."""

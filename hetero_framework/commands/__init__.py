@@ -11,6 +11,7 @@ SUMMARIES = {
     "check": "validate configuration, model and data; show each machine's part and memory",
     "train": "train; the same command on every machine",
     "worker": "serve the layers of this machine's worker entries",
+    "launch": "write what starts every process of a configuration, and start them",
     "pause": "pause a worker of this machine: its state goes to the run, its process ends",
     "resume": "start a paused worker of this machine again; its run continues by itself",
     "invite": "print the command that makes another machine a worker or an island, and wait until"

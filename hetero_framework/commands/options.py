@@ -57,6 +57,9 @@ JSON = flag("--json", "print JSON")
 ANEW = flag("--anew", "measure everything again, also where a machine has cached results")
 WORKER_ID = option("--worker-id", metavar="ID", help="act as this worker")
 ROLE_HELP = "role of this machine (default: by its addresses and host name)"
+LIFE_LINE = flag(
+    "--life-line", "end as after SIGTERM when standard input ends; `hetero launch` uses it"
+)
 IMPORT = repeated(
     "--import",
     "FILE",
@@ -135,6 +138,14 @@ def import_files(arguments: argparse.Namespace) -> None:
 
         for file in files:
             control.import_file(Path(file))
+
+
+def keep_life_line(arguments: argparse.Namespace) -> None:
+    """With --life-line: from now on, the end of standard input is a SIGTERM to this process."""
+    if arguments.life_line:
+        from hetero_framework.cluster.child import end_with_stdin
+
+        end_with_stdin()
 
 
 def key_options(arguments: argparse.Namespace) -> Any:

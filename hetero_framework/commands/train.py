@@ -11,12 +11,14 @@ from hetero_framework.commands.options import (
     ACCESS,
     CONFIG,
     IMPORT,
+    LIFE_LINE,
     ROLE_HELP,
     WORKER_ID,
     access_for,
     at_least,
     flag,
     island_access_for,
+    keep_life_line,
     load,
     option,
     processes_here,
@@ -63,10 +65,12 @@ OPTIONS = (
     WORKER_ID,
     *ACCESS,
     IMPORT,
+    LIFE_LINE,
 )
 
 
 def run(arguments: argparse.Namespace) -> int | None:
+    keep_life_line(arguments)
     config = load(arguments, saved_plan=False)
     from hetero_framework.cluster.roles import decide_role
     from hetero_framework.commands.preflight import preflight

@@ -11,9 +11,11 @@ from hetero_framework.commands.options import (
     ACCESS,
     CONFIG,
     IMPORT,
+    LIFE_LINE,
     WORKER_ID,
     access_for,
     flag,
+    keep_life_line,
     load,
     option,
     processes_here,
@@ -30,6 +32,7 @@ OPTIONS = (
     *ACCESS,
     flag("--keep", "wait for the next run after each"),
     IMPORT,
+    LIFE_LINE,
     option("--base-dir", help=argparse.SUPPRESS),
     flag("--supervised", argparse.SUPPRESS),
     option("--run-id", help=argparse.SUPPRESS),
@@ -37,6 +40,7 @@ OPTIONS = (
 
 
 def run(arguments: argparse.Namespace) -> int:
+    keep_life_line(arguments)
     config = load(arguments, saved_plan=False)
     from hetero_framework.cluster.roles import decide_role
 

@@ -37,6 +37,7 @@ CODE = sorted(
 # What is not ours, and therefore not looked up: libraries' roots, other programs, and single words.
 LIBRARIES = {"bytes", "build", "datasets", "logging", "peft", "ssl", "torch", "transformers"}
 PROGRAMS = {".", "accelerate", "git", "hf", "ip", "kill", "nohup", "pip", "timedatectl"}
+PROGRAMS |= {"docker", "sbatch", "sh", "sky", "ssh"}
 OTHERS = {
     "Python": "assert except recv_into socket ssl MemoryBIO SSLSocket",
     "the system and its tools": "/etc/hosts chmod chown gso_max_size mypy ruff tbf"
@@ -55,6 +56,7 @@ OTHERS = {
     "a chat template of Gemma": "<|tool_response>",
     "Megatron-LM": "preprocess_data.py MMIDIDX TNTIDX seq-length GPTDataset"
     " BlendedDataset full_validation eod_mask_loss reset_position_ids reset_attention_mask",
+    "launchers": "~/.ssh ~/.ssh/config hetero_launch/cluster",
     "the Makefile": "TORCH_SPEC=... VENV=DIR",
     "file names that a user may choose": "data/train.json data/train.parquet data/train.txt"
     " data/part-*.jsonl data/validation-00000-of-00001.parquet test/a.txt runs/chaos"

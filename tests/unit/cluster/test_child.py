@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -21,3 +22,16 @@ def test_a_sigkill_is_looked_up_in_the_kernels_log() -> None:
     assert describe_end(7, -signal.SIGTERM, 3) == "signal SIGTERM"
     assert describe_end(7, 1, 3) == "exit code 1"
     assert describe_end(7, -signal.SIGKILL, None).startswith("signal SIGKILL (")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_the_end_of_a_life_line_interrupts_any_wait_as_sigterm_does() -> None:
+    program = (
+        "import signal, sys, threading\n"
+        "from hetero_framework.cluster.child import end_with_stdin\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+        "end_with_stdin()\n"
+        "threading.Event().wait(60)\n"
+    )
+    words = [sys.executable, "-c", program]
+    assert subprocess.run(words, stdin=subprocess.DEVNULL, timeout=40).returncode == 7
