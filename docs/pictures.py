@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -81,38 +82,51 @@ def main() -> None:
 
 def run_with_a_death() -> None:
     """The live table in a run's middle, and what its screen shows after worker 1 was killed."""
-    import fcntl
-    import pty
-    import termios
-
     settings = json.loads((DEMO / "lora_config.json").read_text(encoding="utf-8"))
     settings["model"]["name_or_path"], settings["data"]["train"] = "full/model", "data/lora.jsonl"
     settings["training"] |= {"output_dir": "pictured", "per_device_train_batch_size": 2}
     (DEMO / "lora.json").write_text(json.dumps(settings))
     shutil.rmtree(DEMO / "pictured", ignore_errors=True)
     command = [*HETERO, "train", "--config", "lora.json"]
+    written, pictures = "", 0
+    for written in terminal(command, DEMO):
+        steps = [int(step) for step in re.findall(r"step (\d+)/", written)] or [0]
+        if not pictures and steps[-1] >= KILLED_AT:
+            save("live", "hetero train --config lora.json", screen(written))
+            (pid,) = re.findall(r"worker 1: started as process (\d+)", written)
+            os.kill(int(pid), signal.SIGKILL)
+            pictures = 1
+        elif pictures == 1 and steps[-1] >= KILLED_AT + 2:
+            recovery = screen(written).partition("warning: lost the link")
+            save("recovery", f"after kill -9 {pid}", "".join(recovery[1:]))
+            pictures = 2
+    print("the last screen:", screen(written), sep="\n")
+
+
+def terminal(command: Sequence[str], folder: Path) -> Iterator[str]:
+    """Run a command in a terminal, and yield all that it has written whenever its display is whole:
+    nothing has come for a moment. Raises CalledProcessError when it fails."""
+    import fcntl
+    import pty
+    import termios
+
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-    written, pictures = "", 0
-    with subprocess.Popen(command, cwd=DEMO, stdin=theirs, stdout=theirs, stderr=theirs) as run:
+    written, shown = "", ""
+    with subprocess.Popen(command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs) as run:
         os.close(theirs)
-        while run.poll() is None:
-            if select.select([ours], [], [], 0.03)[0]:
-                written += _read(ours)
-                continue
-            # Nothing has come for a moment: the display is whole.
-            steps = [int(step) for step in re.findall(r"step (\d+)/", written)] or [0]
-            if not pictures and steps[-1] >= KILLED_AT:
-                save("live", "hetero train --config lora.json", screen(written))
-                (pid,) = re.findall(r"worker 1: started as process (\d+)", written)
-                os.kill(int(pid), signal.SIGKILL)
-                pictures = 1
-            elif pictures == 1 and steps[-1] >= KILLED_AT + 2:
-                recovery = screen(written).partition("warning: lost the link")
-                save("recovery", f"after kill -9 {pid}", "".join(recovery[1:]))
-                pictures = 2
+        while True:
+            ended = run.poll() is not None
+            if select.select([ours], [], [], 0.03)[0] and (came := _read(ours)):
+                written += came
+            elif written != shown:
+                yield written
+                shown = written
+            elif ended:
+                break
     os.close(ours)
-    print(f"the run ended with {run.returncode}; the last screen:", screen(written), sep="\n")
+    if run.returncode:
+        raise subprocess.CalledProcessError(run.returncode, command)
 
 
 def _read(terminal: int) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -128,8 +129,35 @@ def test_recipe_of_the_readme_is_a_configuration_of_the_same_machines() -> None:
 def test_readme_has_the_pictures_that_its_program_makes() -> None:
     pictures = set(re.findall(r"docs/images/([\w-]+\.svg)", (ROOT / "README.md").read_text()))
     assert pictures == {file.name for file in (ROOT / "docs" / "images").iterdir()}
-    made = (ROOT / "docs" / "pictures.py").read_text(encoding="utf-8")
+    programs = (ROOT / "docs" / f"{name}.py" for name in ("pictures", "record"))
+    made = "".join(file.read_text(encoding="utf-8") for file in programs)
     assert [name for name in pictures if name.partition(".")[0] not in made] == []
+
+
+def test_the_recording_plays_without_scripts_and_is_small() -> None:
+    recording = (ROOT / "docs" / "images" / "demo.svg").read_text(encoding="utf-8")
+    assert len(recording.encode()) <= program("record").MOST_BYTES
+    root = ElementTree.fromstring(recording)
+    elements = {element.tag.rpartition("}")[2] for element in root.iter()}
+    assert elements == {"svg", "title", "style", "rect", "text", "tspan", "g"}
+    assert "the same, byte for byte" in "".join(root.itertext())
+
+
+def test_a_recording_shows_each_line_while_it_was_there() -> None:
+    record = program("record")
+    frames = [(0.0, record.lines("one")), (9.0, record.lines("\x1b[1mtwo & 3\x1b[0m\nlast"))]
+    paced = record.paced(frames)
+    assert [at for at, _ in paced] == [
+        *(0.0, record.WAIT_S),
+        record.WAIT_S + record.LINE_S + record.LAST_S,
+    ]
+    drawn = ElementTree.fromstring(record.draw(paced, "a < b"))
+    groups = {
+        "".join(g.itertext()).strip(): g for g in drawn.iter() if g.get("id", "").startswith("l")
+    }
+    assert list(groups) == ["one", "two & 3last"]
+    assert groups["one"].get("visibility") == "hidden"  # where nothing moves
+    assert groups["two & 3last"].get("visibility") is None
 
 
 @pytest.mark.parametrize(
