@@ -164,10 +164,19 @@ def _fields(owner: type) -> dict[str, Any]:
     return found
 
 
+def _names(section: str) -> set[str]:
+    """The settings of a section."""
+    found = _section(Config.model_fields[section].annotation)
+    return set(found.model_fields) if found is not None else set()
+
+
 if __name__ == "__main__":
     # Names of other versions stay: a file may have been written for them.
     known = json.loads(aliases.FILE.read_text(encoding="utf-8"))
-    names = {s: known[s] | found for s, found in alias_names().items()}
+    names = {
+        section: {n: v for n, v in (known[section] | found).items() if n not in _names(section)}
+        for section, found in alias_names().items()
+    }
     text = json.dumps(names, indent=0, sort_keys=True) + "\n"
     aliases.FILE.write_text(text, encoding="utf-8")
     TARGET.write_text(page(), encoding="utf-8")

@@ -421,6 +421,10 @@ class TrainingConfig(Section):
     """Adam's epsilon."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are clipped to this global norm over all stages; 0: never."""
+    label_smoothing_factor: Annotated[float, with_unit("share", ge=0, le=1)] = 0.0
+    """Share of each label that goes to all tokens alike. The loss, also of an evaluation, is that
+    of transformers' Trainer: divided by the number of labels in all micro-batches of a step, and
+    without what routers add (router_aux_loss_coef). eval_perplexity is its exponential."""
     optim: Name = "adamw_torch"
     """Optimizer, by its name in transformers. (Its own default is adamw_torch_fused.)"""
     optim_args: str | None = None
@@ -912,6 +916,13 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
             )
     adapter = parts.get("adapter")
     rewrites = adapter is not None and adapter.init_lora_weights in REWRITING_INITS
+    smooths = training is not None and training.label_smoothing_factor
+    if smooths and model is not None and model.router_aux_loss_coef:
+        yield Problem(
+            "model.router_aux_loss_coef",
+            "is no part of the loss with training.label_smoothing_factor, as in transformers; set"
+            " one of them to 0",
+        )
     if rewrites and quantised:
         yield Problem("adapter.init_lora_weights", REWRITES_QUANTISED)
     if model is not None and model.from_config is not None:

@@ -142,6 +142,24 @@ def test_three_epochs_of_full_training_agree_with_sft_trainer(losses, chat_model
     assert_close(weights(tmp_path / "run"), trained)
 
 
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
+def test_smoothed_labels_of_some_tokens_agree_with_sft_trainer(
+    losses, chat_model, tmp_path
+) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", pairs(random.Random(5)))
+    training = {"label_smoothing_factor": 0.1, "loss_chunk_tokens": 16, "num_train_epochs": 1}
+    ours = losses(
+        [2, 4],
+        model={"name_or_path": str(chat_model)},
+        data={"train": str(rows), "padding_free": True, "max_length": None},
+        training=training,
+    )
+    shared = {"padding_free": True, "max_length": None}
+    theirs, trained = sft_run(chat_model, rows, tmp_path / "trl", **shared, **training)
+    assert_agree(ours, theirs)
+    assert_close(weights(tmp_path / "run"), trained)
+
+
 def test_a_converted_configuration_agrees_with_sft_trainer(losses, chat_model, tmp_path) -> None:
     """What it does not say are TRL's own defaults, the loss on all turns among them."""
     rows = write_jsonl(tmp_path / "rows.jsonl", conversations(random.Random(4)))

@@ -30,6 +30,8 @@ CASES = {
     "adafactor": {"optim": "adafactor"},
     "sgd_linear": {"optim": "sgd", "lr_scheduler_type": "linear", "learning_rate": 0.05},
     "max_steps": {"max_steps": 5, "data_seed": 3, "gradient_accumulation_steps": 3},
+    "smoothing": {"label_smoothing_factor": 0.1, "bf16": True},
+    "smoothing_in_chunks": {"label_smoothing_factor": 1.0, "loss_chunk_tokens": 16},
     "drop_last": {"dataloader_drop_last": True, "num_train_epochs": 1.5, "max_grad_norm": 0.1},
 }
 
@@ -145,9 +147,13 @@ def test_the_loss_of_routers_agrees_with_trainer(way, losses, texts, tmp_path) -
     "model_type",
     [*NO_DROPOUT, *(pytest.param(name, marks=pytest.mark.long) for name in WITH_SIDES)],
 )
-def test_other_architectures_agree_with_trainer(model_type, losses, texts, tmp_path) -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_other_architectures_agree_with_trainer(
+    model_type, smoothing, losses, texts, tmp_path
+) -> None:
     model = save_tiny(tmp_path / "model", model_type, **(NO_DROPOUT | WITH_SIDES)[model_type])
     training = {"max_steps": 3, "warmup_steps": 0, "weight_decay": 0.5}
+    training |= {"label_smoothing_factor": smoothing}
     ours = losses([2, 4], model={"name_or_path": str(model)}, training=training)
     theirs, _ = trainer_run(model, texts, tmp_path / "trainer", **training)
     assert_agree(ours, theirs)

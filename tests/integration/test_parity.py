@@ -44,6 +44,10 @@ CASES = {
     "full": {},
     "full_bf16": {"training": {"bf16": True}},
     "full_fp16": {"training": {"fp16": True}},
+    "lora_smoothing": {
+        "adapter": LORA,
+        "training": {"label_smoothing_factor": 0.1, "loss_chunk_tokens": 16, "bf16": True},
+    },
     "lora_pure_bf16": {"adapter": LORA, "bfloat16": True},
 }
 

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hetero_framework.config import StageSpec, TrainingConfig
 from hetero_framework.data.batches import IGNORE_INDEX, MicroBatch, num_items
@@ -33,11 +34,14 @@ class CausalLM:
         self,
         loss_chunk_tokens: int | Literal["auto"] | None,
         id_layers: frozenset[int] = frozenset(),
+        label_smoothing: float = 0.0,
     ) -> None:
         """`loss_chunk_tokens`: tokens whose logits exist at once, at most; None: all. `id_layers`:
-        the model's layers that read token ids (`ModelStructure.id_readers`)."""
+        the model's layers that read token ids (`ModelStructure.id_readers`). `label_smoothing`: the
+        share of a token's loss that is the mean over all tokens in its place."""
         self._loss_chunk_tokens = loss_chunk_tokens
         self._id_layers = id_layers
+        self._smoother = LabelSmoother(label_smoothing) if label_smoothing else None
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
         """The tensors that a stage needs: tokens in front and where its layers read them, labels at
@@ -70,11 +74,17 @@ class CausalLM:
         limit = chunk_tokens(self._loss_chunk_tokens, shard.config)
         if chunks := spans(inputs["labels"].shape, limit):
             loss = chunked_loss(
-                shard, inputs, received, divisor, chunks, running=running, backward=differentiate
+                *(shard, inputs, received, divisor, chunks),
+                running=running,
+                backward=differentiate,
+                smoother=self._smoother,
             )
         else:
+            tokens_only, smoother = backward is None, self._smoother
             with running():
-                loss = shard.loss(inputs, received, divisor, tokens_only=backward is None)
+                loss = shard.loss(
+                    inputs, received, divisor, tokens_only=tokens_only, smoother=smoother
+                )
             if differentiate is not None:
                 differentiate(loss)
             loss = loss.detach()
@@ -89,11 +99,12 @@ class CausalLM:
         """For training this model: the divisor of the losses of a step's micro-batches, as in
         transformers' Trainer. It leaves the first label of each row, which is not predicted, out
         only where it knows the loss from the class's name, and so not for `GPT2LMHeadModel`. Where
-        it averages means, these are the items."""
+        it averages means, these are the items. Smoothed losses are divided by the same number."""
         if averages_means(model_class(config)):
             return len
         loss = LOSS_MAPPING.get(getattr(meta_model(config), "loss_type", None) or "")
-        if loss is not ForCausalLMLoss and introspect(config).loss_counts_items:
+        divides = self._smoother is not None or introspect(config).loss_counts_items
+        if loss is not ForCausalLMLoss and divides:
             return lambda batches: num_items(batches, first=0)
         return self.prediction_counter(config)
 
@@ -106,10 +117,12 @@ class CausalLM:
         self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
     ) -> int:
         """Memory that the last stage needs for the loss of `tokens` tokens at once, with weights of
-        `number_bytes`: logits, their float32 upcast, its log-softmax and the gradients of both. Of
-        one loss chunk, also a float32 sum for `head_numbers`, the narrower trained weights."""
+        `number_bytes`: logits, their float32 upcast, its log-softmax and the gradients of both; one
+        copy more to smooth labels. Of one loss chunk, also a float32 sum for `head_numbers`, the
+        narrower trained weights."""
         # In float32 the upcast is no copy.
         per_logit = 16 if number_bytes == 4 else number_bytes + 16
+        per_logit += 4 * (self._smoother is not None)
         limit = chunk_tokens(self._loss_chunk_tokens, text)
         if limit is None or tokens <= limit:
             return tokens * int(text.vocab_size) * per_logit
@@ -136,4 +149,4 @@ def averages_means(cls: type[PreTrainedModel]) -> bool:
 
 def objective_of(training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> CausalLM:
     """The objective of a run; `id_layers` as for `CausalLM`."""
-    return CausalLM(training.loss_chunk_tokens, id_layers)
+    return CausalLM(training.loss_chunk_tokens, id_layers, training.label_smoothing_factor)

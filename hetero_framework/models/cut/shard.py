@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hetero_framework.core import frames
 from hetero_framework.errors import ArchitectureError, ModelError
@@ -454,26 +455,42 @@ class Shard:
         return left
 
     def chunk_loss(
-        self, inputs: Inputs, hidden_BSD: Tensor, num_items: Tensor, number: int
+        self,
+        inputs: Inputs,
+        hidden_BSD: Tensor,
+        num_items: Tensor,
+        number: int,
+        smoother: LabelSmoother | None = None,
     ) -> Tensor:
         """The loss of loss chunk `number` of a micro-batch, from what `forward` of this last shard
         gave. `hidden_BSD` and the `inputs` (labels, optional position_ids) are the chunk's; the
         first label of each row is not used."""
         self._chunk = number
         with self._doing("head"):
-            return self.loss(inputs, (hidden_BSD,), num_items)
+            return self.loss(inputs, (hidden_BSD,), num_items, smoother=smoother)
 
     def loss(
-        self, inputs: Inputs, received: Bundle, num_items: Tensor, *, tokens_only: bool = False
+        self,
+        inputs: Inputs,
+        received: Bundle,
+        num_items: Tensor,
+        *,
+        tokens_only: bool = False,
+        smoother: LabelSmoother | None = None,
     ) -> Tensor:
         """Sum of the token losses over `inputs["labels"]` divided by `num_items`; unless
-        `tokens_only`, with the model's term for the routers of all layers."""
+        `tokens_only`, with the model's term for the routers of all layers. A `smoother` computes
+        the token losses instead, and nothing else, as under transformers' Trainer."""
         inputs, received = for_model(inputs, self.ids_per_token), as_inner(received)
         labels = inputs["labels"]
         structure = self._whole.structure
-        if structure.loss_counts_items and not (tokens_only and structure.reports):
+        own = structure.loss_counts_items and not (tokens_only and structure.reports)
+        if own and smoother is None:
             return self._run(inputs, received, labels=labels, num_items_in_batch=num_items).loss
         logits = self._run(inputs, received).logits
+        if smoother is not None:
+            # As accelerate hands it on under autocast; transformers' own loss does so always.
+            return smoother({"logits": logits.float()}, labels, True, num_items)
         return token_loss(self.model, logits, labels, num_items)
 
     def _run(self, inputs: Inputs, received: Bundle, **extra: Any) -> Any:

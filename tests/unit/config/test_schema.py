@@ -307,6 +307,15 @@ def test_fp16_weights_cannot_all_be_trained_with_a_loss_scale() -> None:
     assert "training.fp16: needs float32 weights" in message({**raw, "adapter": None})
 
 
+def test_smoothed_labels_have_no_loss_of_routers() -> None:
+    raw = changed("model.router_aux_loss_coef", 0.1, changed("training.label_smoothing_factor", 1))
+    assert "model.router_aux_loss_coef: is no part of the loss with" in message(raw)
+    Config.from_dict(changed("model.router_aux_loss_coef", 0.0, raw))
+    assert "training.label_smoothing_factor: " in message(
+        changed("training.label_smoothing_factor", -0.1)
+    )
+
+
 @pytest.mark.parametrize(
     ("plan", "expected"),
     [
@@ -518,7 +527,10 @@ def test_library_defaults_of_unsupported_settings_pass_with_a_line() -> None:
                 **{"packing": False, "push_to_hub": False, "deepspeed": None, "fsdp": ""},
                 **{"load_best_model_at_end": False, "ddp_find_unused_parameters": False},
                 **{"group_by_length": False, "do_train": True, "save_safetensors": True},
-                **{"fsdp_config": {}, "hub_model_id": None, "label_smoothing_factor": 0.0},
+                **{
+                    "fsdp_config": {},
+                    "hub_model_id": None,
+                },
                 **{
                     "gradient_checkpointing_kwargs": {"use_reentrant": False},
                     "fp16_full_eval": False,
@@ -553,7 +565,7 @@ def test_harmless_values_of_other_tools_pass_with_a_line_each(
         ("training.save_safetensors", False),
         ("training.gradient_checkpointing_kwargs", {"use_reentrant": True}),
         ("training.dataloader_num_workers", 4),
-        ("training.label_smoothing_factor", 0.1),
+        ("training.dataloader_num_workers", 3),
         ("training.average_tokens_across_devices", False),
         ("training.shuffle", False),
         ("data.train_on_inputs", False),
