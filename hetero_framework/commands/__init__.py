@@ -24,6 +24,7 @@ SUMMARIES = {
     "plan": "measure or estimate the machines, and choose the layers that each of them holds",
     "bench": "measure the machines and predict the step of the configured plan",
     "timeline": "show where the time of a run's steps went and what would help most; draw a step",
+    "plot": "draw loss, evaluation, learning rate and gradient norm of a run, or of several",
     "verify": "cut a model and compare it with the whole: loss, gradients, three training steps",
     "merge": "fold an adapter into its model and write a checkpoint",
     "export": "write the adapter or model of a checkpoint, without workers",

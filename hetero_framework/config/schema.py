@@ -471,7 +471,8 @@ class TrainingConfig(Section):
     logging_dir: Name | None = None
     """TensorBoard directory. null: output_dir/tensorboard."""
     visualize: bool = True
-    """Draw the diagram of the machines into output_dir."""
+    """Draw the diagram of the machines into output_dir, and at the end the run's curves
+    (curves.png), for which matplotlib is needed."""
     visualization_format: Literal["png", "svg", "pdf", "mmd"] = "png"
     """Format of the diagram; mmd is Mermaid text. Graphviz draws it, else matplotlib."""
     timeline_steps: Annotated[int, with_unit("steps", ge=-1)] = 3

@@ -633,6 +633,7 @@ class Coordinator:
         self._files.timeline.close()
         self._checkpoints.finished()
         self._files.directories.mark_finished()
+        outputs.draw_curves(self._config)
         files = outputs.result_files(self._config, result, self._files.metrics.path)
         self._progress.close({**files, **outputs.what_next(self._prepared, files)})
         _log.info("", extra=log.event("run finished", step=self._state.step))

@@ -46,6 +46,8 @@ from hetero_framework.repository import resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.trainer.setup import Facts, Prepared
+from hetero_framework.visualizer import curves, pictures
+from hetero_framework.visualizer.curves import CURVES_FILE
 from hetero_framework.visualizer.diagram import DiagramDetails
 from hetero_framework.visualizer.diagram_file import draw
 
@@ -53,7 +55,8 @@ _log = logging.getLogger(__name__)
 OWNER_FILE = ".hetero-run"
 HOLDER_FILE = ".lock.json"  # beside the lock: Windows lets nobody read a locked file
 UNFINISHED_FILE = ".unfinished"
-_NO_LINKS = (".durable", ".lock", "logs", METRICS_FILE, EVENTS_FILE, TIMELINE_FILE)
+_RECORDS = (METRICS_FILE, EVENTS_FILE, TIMELINE_FILE, CURVES_FILE)
+_NO_LINKS = (".durable", ".lock", "logs", *_RECORDS)
 _HINTS = {
     "training.output_dir": "choose another one: --output-dir DIR",
     "checkpoint_dir": "set checkpoint_dir to a directory that can be written, or to null",
@@ -156,7 +159,7 @@ class RunDirectories:
         old = {path: Path("checkpoints", path.name) for path in self.store.paths()}
         old |= {path: Path("durable", path.name) for path in self._durable.paths()}
         old |= {path: Path("tensorboard", path.name) for path in self._events()}
-        for name in (METRICS_FILE, EVENTS_FILE, TIMELINE_FILE, *RESULT_DIRS):
+        for name in (*_RECORDS, *RESULT_DIRS):
             if (path := self._output / name).exists() and not self._is_read(path):
                 old[path] = Path(name)
         if old:
@@ -323,6 +326,18 @@ def draw_diagram(prepared: Prepared, facts: Facts, direct: frozenset[int]) -> No
     draw(config, config.output_dir / f"architecture.{chosen}", chosen, details)
 
 
+def draw_curves(config: Config) -> None:
+    """Draw `curves.png` in the output directory, if the configuration wants pictures and matplotlib
+    is there. A picture that fails is no reason for a run to fail."""
+    if not (config.training.visualize and pictures.can_draw()):
+        return
+    output = config.output_dir
+    try:
+        curves.draw([curves.read_run(output, output.name)], output / CURVES_FILE)
+    except (HeteroError, ImportError, OSError, RuntimeError, ValueError) as error:
+        _log.warning("the curves are not drawn: %s", error)
+
+
 def export(prepared: Prepared, pipeline: Pipeline) -> Path:
     """Write the finished artefact that the stages hold; returns its directory."""
     config, plan, directory = prepared.config, prepared.adapter_plan, prepared.config.result_dir
@@ -366,6 +381,7 @@ def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]
         if config.training.visualize and picture.exists():
             files["diagram"] = picture
             break
+    files["curves"] = config.output_dir / CURVES_FILE
     return {label: path for label, path in files.items() if path.exists()}
 
 

@@ -88,6 +88,7 @@ def test_run_writes_a_timeline(
     assert "predicted and measured, step" in said
     assert "memory: predicted" in said
     assert (tmp_path / "run" / "timeline.svg").exists()
+    assert (tmp_path / "run" / "curves.png").exists()
 
 
 def test_interleaved_run_and_evaluation(losses: Callable[..., Any], tmp_path: Path) -> None:

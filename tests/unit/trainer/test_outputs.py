@@ -12,6 +12,7 @@ import torch
 
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
+from hetero_framework.trainer import outputs
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.outputs import RunDirectories
 from tests.unit.trainer.conftest import Alone
@@ -205,3 +206,26 @@ def test_the_base_model_is_no_place_to_write_into(
     with refused, entered(config):
         pass
     assert names(base) == ["config.json"]
+
+
+def test_a_run_goes_on_where_its_curves_cannot_be_drawn(
+    alone: Alone, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = alone(training={"visualize": True})
+    curves, metrics = config.output_dir / "curves.png", config.output_dir / "metrics.jsonl"
+    outputs.draw_curves(config)
+    assert "the curves are not drawn: there is no metrics.jsonl" in logged.pop()
+    config.output_dir.mkdir()
+    metrics.write_text('{"step": 1, "loss": 2.0, "learning_rate": 0.1, "grad_norm": null}\n')
+    outputs.draw_curves(alone())  # which wants none
+    monkeypatch.setattr("hetero_framework.visualizer.pictures.can_draw", lambda: False)
+    outputs.draw_curves(config)
+    assert not curves.exists()
+    monkeypatch.undo()
+    curves.mkdir()
+    outputs.draw_curves(config)
+    assert "cannot write the picture" in logged.pop()
+    curves.rmdir()
+    outputs.draw_curves(config)
+    assert logged == []
+    assert outputs.result_files(config, config.result_dir, metrics)["curves"] == curves
