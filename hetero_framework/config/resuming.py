@@ -36,8 +36,8 @@ REPORTED = frozenset({"data", "training", "wire", "island"}) | _listed(
     " chat_template_kwargs eos_token pad_token pad_to_multiple_of padding_free",
     training="num_train_epochs max_steps learning_rate warmup_steps warmup_ratio lr_scheduler_type"
     " lr_scheduler_kwargs weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm"
-    " label_smoothing_factor loss_chunk_tokens torch_compile torch_compile_backend"
-    " torch_compile_mode",
+    " label_smoothing_factor neftune_noise_alpha loss_chunk_tokens torch_compile"
+    " torch_compile_backend torch_compile_mode",
     wire="activations gradients",
     island="sync_steps warmup_steps method fragments delay_steps mixing compression"
     " outer_learning_rate outer_momentum outer_nesterov share",

@@ -388,7 +388,7 @@ class TrainingConfig(Section):
     """Directory of the results (relative to this file): adapter or checkpoint, metrics.jsonl,
     diagram, logs."""
     seed: Seed = 42
-    """Seed of weights, order and dropout."""
+    """Seed of weights, order, dropout and noise."""
     data_seed: Seed | None = None
     """Seed of the sample order. null: seed."""
     num_train_epochs: Annotated[float, with_unit("epochs", gt=0)] = 3.0
@@ -425,6 +425,10 @@ class TrainingConfig(Section):
     """Share of each label that goes to all tokens alike. The loss, also of an evaluation, is that
     of transformers' Trainer: divided by the number of labels in all micro-batches of a step, and
     without what routers add (router_aux_loss_coef). eval_perplexity is its exponential."""
+    neftune_noise_alpha: float | None = Field(default=None, ge=0)
+    """NEFTune: uniform noise on the embeddings in training, within this / sqrt(tokens of a row x
+    hidden size). It is drawn anew in each step from seed, step and micro-batch, as dropout is: the
+    same whatever the cut, but other numbers than transformers draws. null or 0: none."""
     optim: Name = "adamw_torch"
     """Optimizer, by its name in transformers. (Its own default is adamw_torch_fused.)"""
     optim_args: str | None = None

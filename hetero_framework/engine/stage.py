@@ -77,6 +77,8 @@ class Stage:
         self._side_checks = SideTensorChecks(shard, training)
         if training.compiles:
             shard.compile_blocks(training.torch_compile_backend, training.torch_compile_mode)
+        if training.neftune_noise_alpha:
+            shard.add_noise(training.neftune_noise_alpha)
         if config.checkpointing(spec.index) is True:
             shard.recompute_blocks()
         self._parameters = trainable_parameters(shard)

@@ -47,7 +47,7 @@ _KNOWN_STEPS = 3
 """Steps after which the usual step is known; before that step_timeout_s counts."""
 _SAME = re.compile(
     "learning_rate|lr_.*|warmup_.*|weight_decay|adam_.*|max_grad_norm|optim.*|fp16|bf16|seed"
-    "|max_skipped_steps|label_smoothing_factor"
+    "|max_skipped_steps|label_smoothing_factor|neftune_noise_alpha"
 )
 _PATHS = {"name_or_path", "revision", "init_from"}
 """Its place may differ by machine; its content is compared by its bytes."""

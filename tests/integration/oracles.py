@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from transformers import (
     TrainingArguments,
     get_scheduler,
 )
+from transformers.integrations import neftune
 from transformers.trainer_pt_utils import get_parameter_names
 from trl import SFTConfig, SFTTrainer
 
+from hetero_framework.models.rng import forward_seed
 from tests.integration.conftest import TRAINING
 
 Step = tuple[float, float, float]  # loss, norm of the gradient, learning rate
@@ -78,6 +80,21 @@ def trainer_run(
     )
     trainer.train()
     return _logged(trainer), trained_weights(trainer.model)
+
+
+def seeded_noise(monkeypatch: pytest.MonkeyPatch, seed: int, steps: Sequence[int]) -> None:
+    """Have transformers draw NEFTune's noise from our seeds; `steps` are the micro-batches of each
+    step."""
+    places = iter([(step, k) for step, count in enumerate(steps) for k in range(count)])
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            if module.training:
+                torch.manual_seed(forward_seed(seed, *next(places), "noise"))
+            return neftune.neftune_post_forward_hook.stock(module, args, output)
+
+    hook.stock = neftune.neftune_post_forward_hook  # type: ignore[attr-defined]
+    monkeypatch.setattr(neftune, "neftune_post_forward_hook", hook)
 
 
 def sft_run(

@@ -11,6 +11,7 @@ from tests.integration.oracles import (
     assert_agree,
     assert_close,
     save_adapter,
+    seeded_noise,
     stock_model,
     trained_weights,
     trainer_run,
@@ -41,6 +42,29 @@ def test_full_training_agrees_with_trainer(case, losses, llama, texts, tmp_path)
     training = CASES[case]
     ours = losses([2, 4], training=training)
     theirs, trained = trainer_run(llama, texts, tmp_path / "trainer", **training)
+    assert_agree(ours, theirs)
+    assert_close(weights(tmp_path / "run"), trained)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "saved_embedding"])
+def test_noise_of_the_same_seeds_agrees_with_trainer(
+    lora, losses, llama, texts, tmp_path, monkeypatch
+) -> None:
+    """In evaluations, too, which have none."""
+    training = {"neftune_noise_alpha": 5.0, "eval_strategy": "epoch", "seed": 7}
+    sections: dict[str, Any] = {}
+    adapter = None
+    if lora:
+        saved = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+        adapter = save_adapter(llama, tmp_path / "adapter", **saved)
+        sections = {"adapter": {"init_from": str(adapter)}}
+    files = {"train": str(texts), "eval": str(texts), "max_length": 64}
+    ours = losses([2, 4], data=files, training=training, **sections)
+    plain = losses([2, 4], "plain", data=files, training={**training, "neftune_noise_alpha": 0})
+    assert ours != plain
+    del training["eval_strategy"]
+    seeded_noise(monkeypatch, 7, [4, 4, 3] * 3)
+    theirs, trained = trainer_run(llama, texts, tmp_path / "trainer", adapter, **training)
     assert_agree(ours, theirs)
     assert_close(weights(tmp_path / "run"), trained)
 

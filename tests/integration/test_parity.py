@@ -44,9 +44,12 @@ CASES = {
     "full": {},
     "full_bf16": {"training": {"bf16": True}},
     "full_fp16": {"training": {"fp16": True}},
-    "lora_smoothing": {
+    "lora_smoothing_noise": {
         "adapter": LORA,
-        "training": {"label_smoothing_factor": 0.1, "loss_chunk_tokens": 16, "bf16": True},
+        "training": {
+            **{"label_smoothing_factor": 0.1, "loss_chunk_tokens": 16, "bf16": True},
+            **{"neftune_noise_alpha": 5.0, "gradient_checkpointing": True},
+        },
     },
     "lora_pure_bf16": {"adapter": LORA, "bfloat16": True},
 }

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hetero_framework.core import frames
@@ -308,9 +309,9 @@ class Shard:
     """A runnable layer range of a model.
 
     `on_enter`, the place to set the random state, is called with "embedding" when a forward starts
-    (tensors that all shards make before the blocks may have dropout, as XLNet's positions), with i
-    before block i (in its recomputation too) and with "head" after the last block ("head n" for
-    loss chunk n > 0).
+    (tensors that all shards make before the blocks may have dropout, as XLNet's positions) and once
+    more after "noise" (`add_noise`), with i before block i (in its recomputation too) and with
+    "head" after the last block ("head n" for loss chunk n > 0).
     """
 
     def __init__(
@@ -388,6 +389,23 @@ class Shard:
             # weights for good on some CPUs: training would go on with other numbers.
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.training = True
+
+    def add_noise(self, alpha: float) -> None:
+        """Add NEFTune's noise to the embeddings in training, as transformers does: uniform within
+        alpha / sqrt(tokens of a row x hidden size). Raises ArchitectureError where the model has no
+        one embedding."""
+        if not self.range.is_first:
+            return
+        embedding: Any = None
+        with suppress(NotImplementedError):
+            embedding = self.model.get_input_embeddings()
+        if embedding is None or isinstance(embedding, nn.ModuleList):
+            raise ArchitectureError(
+                f"a {self.config.model_type} model has no one embedding to add noise to",
+                hint="leave training.neftune_noise_alpha out",
+            )
+        embedding.neftune_noise_alpha = alpha
+        self._hooks.append(embedding.register_forward_hook(weakly(self._noisy)))
 
     def compile_blocks(self, backend: str | None, mode: str | None) -> None:
         """Compile the forward of every block with torch.compile; hooks stay outside. Which shape
@@ -698,6 +716,17 @@ class Shard:
 
     def _capture_output(self, module: nn.Module, args: Any, output: Any) -> None:
         self._captured[0] = self._whole.structure.forms[-1].take(output)
+
+    def _noisy(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """After the embedding. What is drawn after the noise is what shards without it draw."""
+        if not module.training or self._part == "head":
+            return output
+        if self.on_enter is not None:
+            self.on_enter("noise")
+        noisy: Tensor = neftune_post_forward_hook(module, args, output)
+        if self.on_enter is not None:
+            self.on_enter("embedding")
+        return noisy
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the last block, on the last shard."""

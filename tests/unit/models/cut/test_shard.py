@@ -275,8 +275,9 @@ def seed_by_place(place: str | int) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("model_type", ["gpt2", "xlnet"])  # XLNet drops of its positions, too
-def test_dropout_does_not_depend_on_the_cut(
-    model_type: str, checkpointing: bool, checkpoints: Any
+@pytest.mark.parametrize("alpha", [None, 5.0], ids=["no noise", "noise"])
+def test_dropout_and_noise_do_not_depend_on_the_cut(
+    model_type: str, alpha: float | None, checkpointing: bool, checkpoints: Any
 ) -> None:
     inputs = probe_inputs(config_of(model_type))
     results = []
@@ -287,6 +288,8 @@ def test_dropout_does_not_depend_on_the_cut(
         for shard in shards:
             shard.train(True)
             shard.on_enter = seed_by_place
+            if alpha is not None:
+                shard.add_noise(alpha)
             if checkpointing:
                 shard.recompute_blocks()
         results.append(run(shards, inputs))
@@ -295,6 +298,34 @@ def test_dropout_does_not_depend_on_the_cut(
     for other_loss, other in results[1:]:
         assert torch.equal(other_loss, loss)
         assert all(torch.equal(other[name], gradient) for name, gradient in gradients.items())
+
+
+def test_noise_is_uniform_within_its_bound_and_in_training_only(checkpoints: Any) -> None:
+    (shard,) = build("llama", checkpoints("llama"), [0, 6])
+    ids_BS = torch.arange(64).reshape(2, 32) % 60
+    embedding = shard.model.get_input_embeddings()
+    embedding.requires_grad_(False)
+    plain_BSD = embedding(ids_BS)
+    shard.add_noise(5.0)
+    shard.on_enter = seed_by_place
+    shard.train(False)
+    assert torch.equal(embedding(ids_BS), plain_BSD)
+    shard.train(True)
+    noise_BSD = embedding(ids_BS) - plain_BSD
+    assert torch.equal(embedding(ids_BS) - plain_BSD, noise_BSD)
+    bound = 5.0 / (32 * plain_BSD.shape[-1]) ** 0.5
+    assert 0.95 * bound < float(noise_BSD.abs().max()) <= bound * (1 + 1e-5)
+    # Of a uniform distribution: its mean is 0 and its deviation bound / sqrt(3).
+    assert abs(float(noise_BSD.mean())) < 0.1 * bound
+    assert float(noise_BSD.std()) == pytest.approx(bound / 3**0.5, rel=0.05)
+
+
+def test_noise_needs_one_embedding(checkpoints: Any) -> None:
+    config = tiny_config("musicgen")
+    whole = ShardRange(0, introspect(config).num_layers, is_first=True, is_last=True)
+    shard = build_shard(config, None, whole, dtype=torch.float32)
+    with pytest.raises(ArchitectureError, match="no one embedding"):
+        shard.add_noise(5.0)
 
 
 def test_recompute_gives_the_gradients_of_the_stored_forward(checkpoints: Any) -> None:
