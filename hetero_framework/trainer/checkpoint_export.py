@@ -52,7 +52,7 @@ def export_last_checkpoint(
         config, plan, directory = prepared.config, prepared.adapter_plan, prepared.config.result_dir
         about = (prepared.model_config, prepared.generation, prepared.tokenizer)
         output = OutputDirectory(directory, overwrite=True)
-        write_result(output, config, plan, *about, _tensors(reader, config, plan))
+        write_result(output, config, plan, *about, _tensors(reader, config, plan), reader.step)
     except PeerLostError:
         raise
     except (HeteroError, OSError) as error:
@@ -94,7 +94,7 @@ def export_checkpoint(
 
     generation = base_generation(config.model, config.base_dir, model_config)
     about = (model_config, generation, load_tokenizer(config))
-    write_result(output, config, plan, *about, _tensors(reader, config, plan))
+    write_result(output, config, plan, *about, _tensors(reader, config, plan), reader.step)
     return reader
 
 

@@ -45,6 +45,7 @@ from hetero_framework.profiling.trace_file import TIMELINE_FILE
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.metrics import METRICS_FILE
+from hetero_framework.trainer.run_card import run_card
 from hetero_framework.trainer.setup import Facts, Prepared
 from hetero_framework.visualizer import curves, pictures
 from hetero_framework.visualizer.curves import CURVES_FILE
@@ -356,20 +357,24 @@ def write_result(
     generation: GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase,
     tensors: Iterable[Mapping[str, torch.Tensor]],
+    step: int | None = None,
 ) -> None:
     """Write an adapter as PEFT does, or (`plan` None) a Hugging Face checkpoint; complete, or an
-    error that lists what is missing. `generation` is `base_generation`."""
+    error that lists what is missing. `generation` is `base_generation`; `step` None: the last."""
     assert config.model is not None
+    card = run_card(config, model_config, step)
     model_config, generation = copy.deepcopy((model_config, generation))
     told = config.data is not None and config.data.eos_token is not None
     align_tokens(model_config, generation, tokenizer, ends_as_told=told)
     if plan is None:
         towers = non_text_weights(config.model, config.base_dir, model_config)
-        write_checkpoint(output, tensors, model_config, generation, tokenizer, towers=towers)
+        write_checkpoint(
+            output, tensors, model_config, generation, tokenizer, towers=towers, card=card
+        )
         return
     name = config.model.name_or_path
     base = None if name is None else resolve_model_path(name, config.base_dir)
-    write_adapter(output, tensors, plan, base, config.model.revision, tokenizer)
+    write_adapter(output, tensors, plan, base, config.model.revision, tokenizer, card)
 
 
 def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]:

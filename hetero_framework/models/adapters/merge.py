@@ -24,6 +24,7 @@ from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import load_model_config, load_shard
+from hetero_framework.models.files.card import base_facts, model_card
 from hetero_framework.models.files.export import (
     OutputDirectory,
     Tensors,
@@ -39,6 +40,7 @@ from hetero_framework.repository import resolve_model_path
 
 _log = logging.getLogger(__name__)
 
+_MERGED = ("the base model", "an adapter, folded into its weights")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -82,7 +84,9 @@ def merge_adapter(
     else:
         tokenizer = _tokenizer(source, revision)
     towers = non_text_weights(settings, base_dir, config)
-    write_checkpoint(output, parts, out_config, generation, tokenizer, towers=towers)
+    facts = base_facts(model, revision, base_dir)
+    card = model_card(facts, out_config, adapter=False, lists={"## Made from": _MERGED})
+    write_checkpoint(output, parts, out_config, generation, tokenizer, towers=towers, card=card)
 
 
 def _adapts_a_tied_end(config: PretrainedConfig, plan: AdapterPlan) -> bool:

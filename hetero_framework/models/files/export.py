@@ -49,6 +49,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 MODEL_WEIGHTS = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
+CARD = "README.md"
 EXPORT_LIST = "hetero_export.json"  # in every artefact: the names of its files
 MAX_FILE_BYTES = 1 << 30  # of one weight file, which the writer holds in memory
 
@@ -139,9 +140,11 @@ def write_adapter(
     base_model: str | None,
     revision: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    card: str | None = None,
 ) -> None:
-    """Write a PEFT adapter directory from the shards' parts, atomically. Raises CheckpointError,
-    with the keys, for tensors that are missing, unexpected, misshapen or there twice."""
+    """Write a PEFT adapter directory from the shards' parts, atomically. `card` is the text
+    of its README.md. Raises CheckpointError, with the keys, for tensors that are missing,
+    unexpected, misshapen or there twice."""
     tensors: Tensors = {}
     for part in _checked(parts, plan.tensors, "adapter"):
         tensors.update({key: _own_copy(tensor) for key, tensor in part.items()})
@@ -167,6 +170,7 @@ def write_adapter(
             tokenizer.save_pretrained(str(folder))
         if plan.towers and base_model is not None:
             copy_processor(base_model, revision, folder)
+        output.put_card(card)
 
 
 def write_checkpoint(
@@ -177,6 +181,7 @@ def write_checkpoint(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     towers: NonTextWeights | None = None,
+    card: str | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint directory from the shards' parts, and the `towers` that no
     shard has, atomically, with at most one file's tensors and one part in memory. Raises
@@ -202,6 +207,7 @@ def write_checkpoint(
             tokenizer.save_pretrained(str(folder))
         if towers is not None:
             towers.copy_processor(folder)
+        output.put_card(card)
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -336,6 +342,11 @@ class OutputDirectory:
             if not self._is_complete():
                 discard(self._partial)
 
+    def put_card(self, text: str | None) -> None:
+        """Write the artefact's README.md, unless somebody else's stands in the directory."""
+        if text is not None and CARD not in set(self._present()) - self._listed():
+            (self._partial / CARD).write_text(text, encoding="utf-8", newline="\n")
+
     def _is_complete(self) -> bool:
         """Whether everything but the last rename is done."""
         with suppress(OSError):  # a disk that does not say
@@ -361,16 +372,20 @@ class OutputDirectory:
     def _present(self) -> list[str]:
         return sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else []
 
+    def _listed(self) -> set[str]:
+        """The files of the artefact that is there; none without its list."""
+        try:
+            listed = json.loads((self.path / EXPORT_LIST).read_text("utf-8"))["files"]
+            return {EXPORT_LIST, *map(str, listed)}
+        except FileNotFoundError:  # of a version that wrote no list
+            return set()
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{self.path / EXPORT_LIST} cannot be read") from error
+
     def _foreign(self, files: list[str]) -> list[str]:
         """The entries of the directory that remain when `files` are written into it."""
         present = self._present()
-        try:
-            listed = json.loads((self.path / EXPORT_LIST).read_text("utf-8"))["files"]
-            ours = {EXPORT_LIST, *map(str, listed)}
-        except FileNotFoundError:  # of a version that wrote no list
-            ours = set(files) if present == files else set()
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{self.path / EXPORT_LIST} cannot be read") from error
+        ours = self._listed() or (set(files) if present == files else set())
         foreign = [name for name in present if name not in ours]
         if taken := sorted({*files, EXPORT_LIST}.intersection(foreign)):
             what = f"{', '.join(taken)} of another origin"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
@@ -330,6 +331,10 @@ def test_merged_checkpoint_equals_pefts_merge(
     base = save_model(tmp_path / "base", model_type)
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig(**settings))
     merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
+    card = ModelCard.load(tmp_path / "merged" / "README.md")
+    assert (card.data.library_name, card.data.base_model) == ("transformers", None)
+    assert "an adapter, folded into its weights" in card.text
+    assert str(tmp_path) not in str(card)
     reference = PeftModel.from_pretrained(stock(base), str(adapter)).merge_and_unload()
     merged = load_cleanly(tmp_path / "merged")
     assert torch.equal(stock_logits(merged), stock_logits(reference))

@@ -1,0 +1,108 @@
+"""The card of a result (README.md), in the form of the Hugging Face hub.
+
+It is made to be published with the result: nothing in it names a machine, an address or a place on
+a disk. Models and data sets are named where they are the hub's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
+from transformers import PretrainedConfig
+
+from hetero_framework._version import __version__
+from hetero_framework.models.cut.language import stock_class
+from hetero_framework.models.files.export import CARD
+from hetero_framework.repository import resolve_model_path
+from hetero_framework.versions import installed
+
+_TEXT = """---
+{metadata}
+---
+
+# {title}
+
+Written by hetero_framework with the result. Complete it before you publish it.
+
+## How to load it
+
+```python
+{load}
+```
+
+{lists}
+"""
+_LOAD_ADAPTER = """from peft import PeftModel
+from transformers import AutoTokenizer, {loader}
+
+model = {loader}.from_pretrained("{base}")
+model = PeftModel.from_pretrained(model, "PATH-OR-NAME-OF-THIS")
+tokenizer = AutoTokenizer.from_pretrained("PATH-OR-NAME-OF-THIS")"""
+_LOAD_MODEL = """from transformers import AutoTokenizer, {loader}
+
+model = {loader}.from_pretrained("PATH-OR-NAME-OF-THIS")
+tokenizer = AutoTokenizer.from_pretrained("PATH-OR-NAME-OF-THIS")"""
+_VERSIONS = {"PEFT": "peft", "Transformers": "transformers", "Pytorch": "torch"}
+
+
+def model_card(
+    base: tuple[str | None, Mapping[str, str]],
+    config: PretrainedConfig,
+    *,
+    adapter: bool,
+    lists: Mapping[str, Sequence[str]],
+    datasets: Sequence[str] = (),
+    results: Sequence[EvalResult] = (),
+) -> str:
+    """The text of a card. `base` is `base_facts`; `lists` are headings and what stands below each;
+    `datasets` are names on the hub."""
+    name, terms = base
+    shown, loader = name or "a model that is not on the hub", stock_class(config).__name__
+    title = f"LoRA adapter for {shown}" if adapter else f"Fine-tuned from {shown}"
+    kind = "adapter" if adapter else "finetune"
+    metadata = ModelCardData(
+        base_model=name,
+        datasets=list(datasets) or None,
+        eval_results=list(results) or None,
+        library_name="peft" if adapter else "transformers",
+        model_name=title if results else None,
+        pipeline_tag="text-generation" if loader.endswith("ForCausalLM") else None,
+        tags=["hetero_framework", *["lora", "transformers"] * adapter]
+        + [f"base_model:{kind}:{name}"] * (name is not None),
+        **terms,  # type: ignore[arg-type]
+    )
+    load = _LOAD_ADAPTER if adapter else _LOAD_MODEL
+    versions = [f"{name} {installed(package)}" for name, package in _VERSIONS.items()]
+    lists = {**lists, "### Framework versions": [f"hetero_framework {__version__}", *versions]}
+    return _TEXT.format(
+        metadata=metadata.to_yaml(),
+        title=title,
+        load=load.format(loader=loader, base=name or "PATH-OF-THE-BASE-MODEL"),
+        lists="\n\n".join(
+            "\n".join([head, "", *(f"- {x}" for x in lists[head])]) for head in lists
+        ),
+    )
+
+
+def base_facts(
+    name_or_path: str | None, revision: str | None, base_dir: Path
+) -> tuple[str | None, dict[str, str]]:
+    """A model's name on the hub, None for a directory, and its licence as its own card says it, if
+    that is on this machine. Nothing for a model that begins at random."""
+    if name_or_path is None:
+        return None, {}
+    source = resolve_model_path(name_or_path, base_dir)
+    is_here = Path(source).is_dir()
+    card = (
+        Path(source, CARD) if is_here else try_to_load_from_cache(source, CARD, revision=revision)
+    )
+    try:
+        data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()  # type: ignore[arg-type]
+    except (OSError, ValueError, TypeError, yaml.YAMLError):  # none, or one that nobody can read
+        data = {}
+    terms = {key: data.get(key) for key in ("license", "license_name")}
+    kept = {key: value for key, value in terms.items() if isinstance(value, str)}
+    return None if is_here else source, kept

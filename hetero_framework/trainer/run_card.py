@@ -1,0 +1,81 @@
+"""The card of a run's result: its data, settings, plan and last figures."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from huggingface_hub import EvalResult
+from transformers import PretrainedConfig
+
+from hetero_framework.config import Config
+from hetero_framework.data.sources import find_sources
+from hetero_framework.errors import DataError, UserError
+from hetero_framework.models.files.card import base_facts, model_card
+from hetero_framework.visualizer.curves import read_run
+
+# What shapes the result, without what may hold a path or a name of a machine.
+_SETTINGS = {
+    "model": "dtype quantization",
+    "adapter": "r lora_alpha lora_dropout target_modules modules_to_save bias use_rslora use_dora",
+    "data": "format max_length completion_only_loss assistant_only_loss",
+    "training": "learning_rate lr_scheduler_type warmup_steps optim weight_decay max_grad_norm"
+    " per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps seed"
+    " bf16 fp16",
+}
+
+
+def run_card(config: Config, model_config: PretrainedConfig, step: int | None = None) -> str:
+    """The card of the result after `step`; None: at the end of the run."""
+    model, raw = config.model, config.to_dict()
+    assert model is not None
+    trained, tested = (_hub_names(config, role) for role in ("train", "eval"))
+    figures, results = [], []
+    for key, name in (("loss", "loss"), ("eval_loss", "evaluation loss")):
+        at, value = _last(config, key, step)
+        if math.isfinite(value):
+            figures.append(f"{name} {value:.4g} (step {at})")
+            if tested and key == "eval_loss":
+                results = [EvalResult("text-generation", tested[0], tested[0], "loss", value)]
+    settings = [
+        f"{section}.{name}: `{json.dumps(raw[section][name])}`"
+        for section, names in _SETTINGS.items()
+        for name in names.split()
+        if raw[section] and raw[section][name] is not None
+    ]
+    return model_card(
+        base_facts(model.name_or_path, model.revision, config.base_dir),
+        model_config,
+        adapter=config.adapter is not None,
+        lists={
+            "## Training data": trained or ["files that are not on the hub"],
+            "## Training procedure": settings,
+            "### Plan": [f"stage {stage.index}: {stage.contents}" for stage in config.plan.stages],
+            "### Last figures": figures or ["not kept with this result"],
+        },
+        datasets=list(dict.fromkeys([*trained, *tested])),
+        results=results,
+    )
+
+
+def _last(config: Config, key: str, step: int | None) -> tuple[int, float]:
+    """The step and value of a curve's last point up to `step`; NaN where there is none."""
+    try:
+        points = read_run(config.output_dir, "").curves.get(key, ([], []))
+    except UserError:  # the metrics are elsewhere, or lost
+        points = ([], [])
+    known = [(at, value) for at, value in zip(*points, strict=True) if step is None or at <= step]
+    return known[-1] if known else (0, math.nan)
+
+
+def _hub_names(config: Config, role: str) -> list[str]:
+    """The data sets of "train" or "eval" that are the hub's. Where the configuration's folder is on
+    another machine, nothing tells a file from a name on the hub."""
+    given = getattr(config.data, role, None)
+    if given is None or not config.base_dir.is_dir():
+        return []
+    try:
+        sources = find_sources(given, config.base_dir)
+    except DataError:  # a file that is no longer here
+        return []
+    return [source.name for source in sources if source.kind == "hub"]
