@@ -223,14 +223,14 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def _own_loopback(machines: int) -> Iterator[tuple[Place, ...]]:
-    with _namespaces(1) as (pid,):
+    with hold_namespaces(1) as (pid,):
         _batch(pid, ["link set lo up"])
         yield tuple(Place("127.0.0.1", _FIRST_PORT + k, "lo", pid) for k in range(machines))
 
 
 @contextmanager
 def _bridged(rates_bit_s: Sequence[float]) -> Iterator[tuple[Place, ...]]:
-    with _namespaces(len(rates_bit_s) + 1) as (switch, *pids):
+    with hold_namespaces(len(rates_bit_s) + 1) as (switch, *pids):
         _batch(switch, ["link add bridge type bridge", "link set bridge up"])
         for k, (pid, rate_bit_s) in enumerate(zip(pids, rates_bit_s, strict=True)):
             burst = burst_bytes(rate_bit_s)
@@ -269,7 +269,7 @@ def burst_bytes(rate_bit_s: float) -> int:
 
 
 @contextmanager
-def _namespaces(count: int) -> Iterator[list[int]]:
+def hold_namespaces(count: int) -> Iterator[list[int]]:
     """Process ids that hold one new network namespace each. `cat` ends when its pipe closes."""
     with ExitStack() as stack:
         holders = []
@@ -336,7 +336,10 @@ def _proxies(
     with Machines() as machines:
         reach = [(places[0].address, places[0].port)]
         children = [
-            machines.start(place, delay, place.address, place.port, one_way_s, jitter_s)
+            machines.start(
+                *(place, pass_on, (place.address, 0), (place.address, place.port)),
+                *(one_way_s, jitter_s),
+            )
             for place in places[1:]
         ]
         for place, child in zip(places[1:], children, strict=True):
@@ -344,19 +347,23 @@ def _proxies(
         yield tuple(reach)
 
 
-def delay(
-    connection: Connection, address: str, port: int, one_way_s: float, jitter_s: float
+def pass_on(
+    connection: Connection,
+    at: tuple[str, int],
+    to: tuple[str, int],
+    one_way_s: float = 0.0,
+    jitter_s: float = 0.0,
 ) -> None:
-    """A process that listens at `address` and passes everything on to its `port`, late.
+    """A process that listens at one address and passes everything on to another, late.
 
     Sends the port that it has on `connection`; serves until it is ended.
     """
-    listener = socket.create_server((address, 0))
+    listener = socket.create_server(at)
     connection.send(listener.getsockname()[1])
     while True:
         near, _ = listener.accept()
         try:
-            far = socket.create_connection((address, port), timeout=10)
+            far = socket.create_connection(to, timeout=10)
         except OSError:
             near.close()
             continue

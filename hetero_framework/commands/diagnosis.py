@@ -318,7 +318,7 @@ def own_address(view: MachineView) -> Problems:
             yield (
                 f"{process_name(id)} is on this machine, which does not have its address"
                 f" {machine.ip}",
-                f"give its ip as one of {', '.join(addresses.local_addresses()[:6])}",
+                f"give its ip as one of {', '.join(addresses.addresses_for_others()[:6])}",
             )
 
 

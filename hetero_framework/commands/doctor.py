@@ -8,6 +8,7 @@ import argparse
 from hetero_framework.commands.options import (
     ACCESS,
     JSON,
+    SET,
     WORKER_ID,
     key_options,
     load,
@@ -27,6 +28,7 @@ OPTIONS = (
         metavar="FILE",
         help="check the machines of this configuration, as seen from this one",
     ),
+    SET,
     WORKER_ID,
     *ACCESS,
     JSON,

@@ -40,13 +40,14 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+SET = repeated(
+    "--set",
+    "NAME=VALUE",
+    "replace a setting of the file, as in training.max_steps=10; may be repeated",
+)
 CONFIG = (
     option("--config", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"),
-    repeated(
-        "--set",
-        "NAME=VALUE",
-        "replace a setting of the file, as in training.max_steps=10; may be repeated",
-    ),
+    SET,
 )
 KEYS = option("--keys", metavar="DIR", help="default: hetero_keys beside the configuration")
 ACCESS = (

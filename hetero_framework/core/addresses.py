@@ -73,6 +73,14 @@ def primary_address() -> str:
     return "127.0.0.1"
 
 
+def addresses_for_others() -> list[str]:
+    """The addresses of this machine that may be given to others: neither loopback nor link-local;
+    loopback where there is no other."""
+    known = [(local, parsed(local)) for local in local_addresses()]
+    given = [host for host, ip in known if ip and not (ip.is_loopback or ip.is_link_local)]
+    return given or ["127.0.0.1"]
+
+
 def port_is_free(host: str, port: int) -> bool:
     """Whether a program on this machine could listen on host:port now. It listens there itself for
     a moment, which may keep a program that starts just then from the port."""

@@ -28,7 +28,7 @@ MTU_ADVICE = (
 )
 HANDSHAKE_HINT = (
     "it runs an old version, without keys or with --insecure-plaintext, or another program has "
-    "this port"
+    "this port, or passes it on to a machine where nothing listens"
 )
 REFUSED = "the machine answers, but nothing listens on that port"
 """The reason that `on_retry` is given when no process has the port."""
@@ -224,7 +224,7 @@ def _explain_listen(error: OSError, host: str, port: int) -> NetworkError:
         what = f"this machine does not have the address {host}"
         hint = (
             "change this entry's \"ip\" in the configuration to one of this machine's addresses; it"
-            f" has {', '.join(addresses.local_addresses()[:6])}"
+            f" has {', '.join(addresses.addresses_for_others()[:6])}"
         )
     elif error.errno in (errno.EACCES, errno.EPERM):
         what, hint = "not permitted", 'ports below 1024 need special rights; choose a higher "port"'

@@ -35,7 +35,7 @@ from hetero_framework.cluster.worker import serve
 from hetero_framework.commands.diagnosis import diagnose
 from hetero_framework.config import Config
 from hetero_framework.engine.loading import load_stages
-from hetero_framework.security.access import KeyOptions, Plaintext
+from hetero_framework.security.access import Access, KeyOptions, Plaintext, access_of
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.visualizer.progress import Progress
 from tests.integration.test_parity import LORA
@@ -76,20 +76,29 @@ class Tell(Progress):
         self._connection.send(("said", text))
 
 
-def coordinate(connection: Connection, raw: dict[str, Any]) -> None:
+def access(config: Config, process: int | str, keys: Path | None) -> Access:
+    """By a directory of keys, or without."""
+    return ACCESS if keys is None else access_of(config, process, KeyOptions(keys))
+
+
+def coordinate(connection: Connection, raw: dict[str, Any], keys: Path | None = None) -> None:
     """The coordinator's process."""
-    train(Config.from_dict(raw), progress=Tell(connection), access=ACCESS)
+    config = Config.from_dict(raw)
+    train(config, progress=Tell(connection), access=access(config, "local", keys))
     connection.send(("done", None))
 
 
-def work(connection: Connection, raw: dict[str, Any], worker: int, logs: str) -> None:
+def work(
+    connection: Connection, raw: dict[str, Any], worker: int, logs: str, keys: Path | None = None
+) -> None:
     """A worker's process; what it says is in `logs`."""
     folder = Path(logs)
     folder.mkdir(parents=True)
     with (folder / "said.log").open("wb", buffering=0) as said:
         os.dup2(said.fileno(), sys.stderr.fileno())
     config = Config.from_dict(raw)
-    serve(config, worker, build=load_stages, keep=True, logs=folder, access=ACCESS)
+    own = access(config, worker, keys)
+    serve(config, worker, build=load_stages, keep=True, logs=folder, access=own)
 
 
 def doctor(connection: Connection, raw: dict[str, Any]) -> None:

@@ -36,7 +36,10 @@ CODE = sorted(
 
 # What is not ours, and therefore not looked up: libraries' roots, other programs, and single words.
 LIBRARIES = {"bytes", "build", "datasets", "logging", "peft", "ssl", "torch", "transformers"}
-PROGRAMS = {".", "accelerate", "git", "hf", "ip", "kill", "nohup", "pip", "timedatectl"}
+PROGRAMS = {
+    *(".", "accelerate", "git", "hf", "hostname", "ip", "kill", "nohup", "pip", "sysctl"),
+    *("tailscale", "timedatectl", "wsl"),
+}
 PROGRAMS |= {"docker", "sbatch", "sh", "sky", "ssh"}
 OTHERS = {
     "Python": "assert except recv_into socket ssl MemoryBIO SSLSocket",
@@ -49,6 +52,7 @@ OTHERS = {
     "TRL and axolotl": "DataCollatorWithFlattening SFTTrainer device_map early_stopping_patience"
     " lora_r micro_batch_size sample_packing sequence_len train_dataset",
     "peft": "PeftModel.from_pretrained pissa_niter_N",
+    "WireGuard, WSL and Docker": "[Interface] [Peer] .wslconfig [wsl2]",
     "datasets and its hub": "Json configs load_dataset remove_none_values save_to_disk"
     " tatsu-lab/alpaca train+validation HF_TOKEN",
     "pydantic": "model_copy use_attribute_docstrings",

@@ -48,7 +48,9 @@ def written(place: Path) -> dict[str, str]:
     """The files of launch/, with `place` by another name."""
     files = sorted(file for file in Path("launch").rglob("*") if file.is_file())
     return {
-        file.relative_to("launch").as_posix(): file.read_text().replace(str(place), "/srv/my cluster")
+        file.relative_to("launch").as_posix(): file.read_text().replace(
+            str(place), "/srv/my cluster"
+        )
         for file in files
     }
 

@@ -32,6 +32,7 @@ def test_addresses_of_all_interfaces_without_zones(monkeypatch: pytest.MonkeyPat
         wlan0=[(socket.AF_INET, "10.1.1.5")],
     )
     assert addresses.local_addresses() == ["127.0.0.1", "192.168.1.20", "fe80::1", "10.1.1.5"]
+    assert addresses.addresses_for_others() == ["192.168.1.20", "10.1.1.5"]
     assert addresses.is_local_address("192.168.1.20")
     assert addresses.is_local_address("FE80:0::1")
     assert not addresses.is_local_address("192.168.1.21")
