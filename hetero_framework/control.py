@@ -61,6 +61,7 @@ class WithTensors:
 _handlers: dict[str, Handler] = {}
 _watchers: list[Watcher] = []
 _imported: list[Path] = []
+_callbacks: list[Any] = []
 _OWN = "hetero."  # what the names of the framework's own questions begin with
 _MOST_NOTICES = 16
 """Of a step, since each may carry 16 MiB."""
@@ -94,15 +95,23 @@ def after_step(watcher: _W) -> _W:
 
 
 def import_file(path: Path) -> None:
-    """Run a Python file that registers functions, once. Raises UserError if there is none."""
+    """Run a Python file that registers functions, once, and take up its list `callbacks`, if it has
+    one. Raises UserError if there is no such file."""
     path = path.resolve()
     if path in _imported:
         return
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise UserError(f"--import {path}: no such Python file")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     _imported.append(path)
+    _callbacks.extend(getattr(module, "callbacks", ()))
+
+
+def imported_callbacks() -> tuple[Any, ...]:
+    """transformers' callbacks for the training, from imported files."""
+    return tuple(_callbacks)
 
 
 def imported_files() -> tuple[Path, ...]:

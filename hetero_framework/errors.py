@@ -37,6 +37,10 @@ class ConfigError(UserError):
     """The configuration file is missing, broken or contradicts itself."""
 
 
+class CallbackError(UserError):
+    """A callback of the user's raised an error."""
+
+
 class PlanError(ConfigError):
     """The shard plan does not cover the model exactly once, in order."""
 

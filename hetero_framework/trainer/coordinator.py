@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +25,6 @@ from hetero_framework.cluster.membership import WorkerState
 from hetero_framework.config import Config, interval
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core import failpoints, timeouts
-from hetero_framework.core.spans import is_span
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_count
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
 from hetero_framework.engine.hosts import (
@@ -52,6 +51,17 @@ from hetero_framework.trainer.disk_space import warn_of_a_small_disk
 from hetero_framework.trainer.islands import open_islands
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
+from hetero_framework.trainer.observers import (
+    Curves,
+    Due,
+    EventLog,
+    MetricsFile,
+    Observer,
+    Observers,
+    RunStart,
+    Screen,
+    TimelineFile,
+)
 from hetero_framework.trainer.outputs import RunDirectories
 from hetero_framework.trainer.replanning import AUTO, PlanChange, Replanning, absence_s
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single, StepPart
@@ -84,17 +94,6 @@ class RunSummary:
     files: dict[str, Path] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class RunFiles:
-    """The outputs of a run."""
-
-    directories: RunDirectories
-    checkpoints: RunCheckpoints
-    metrics: MetricsWriter
-    events: log.Events
-    timeline: Timeline
-
-
 def train(
     config: Config,
     *,
@@ -107,6 +106,7 @@ def train(
     access: Access | None = None,
     islands: Access | None = None,
     build: BuildStages = load_stages,
+    callbacks: Sequence[Any] = (),
 ) -> RunSummary:
     """Train as the coordinator, from start to finish. No worker outlives the call.
 
@@ -118,6 +118,7 @@ def train(
         access: For the links to workers; `islands` is for those to other islands. Default: by the
             keys that lie beside the configuration.
         build: Builds the stages of this process.
+        callbacks: Of transformers, instances or classes; those of imported files come after them.
 
     Raises the HeteroError that fits the failure.
     """
@@ -175,21 +176,25 @@ def train(
                     Timeline(config, devices=labels) as timeline,
                 ):
                     checkpoints = RunCheckpoints(store, cluster, prepared)
-                    files = RunFiles(directories, checkpoints, metrics, events, timeline)
+                    observers = [MetricsFile(metrics), EventLog(events), TimelineFile(timeline)]
+                    observers += [Screen(show), Curves(config)]
+                    observers += _callbacks(prepared, store, callbacks)
                     replanning = Replanning(prepared, facts, survivors=replan)
                     replanning.move_s = load_s
                     replicas = _replicas(prepared, cluster, checkpoints, stop, islands)
                     run = Coordinator(
                         prepared,
                         cluster,
-                        files,
+                        checkpoints,
+                        directories,
+                        Observers(observers),
                         show,
                         stop,
                         replicas,
                         replanning,
                         plan.step_s if plan is not None else None,
                     )
-                    return run.run(checkpoint)
+                    return run.run(checkpoint, goes_on)
         except KeyboardInterrupt:
             raise errors.StoppedEarly(
                 f"stopped at once by {stop.requested or 'Ctrl-C'}",
@@ -207,7 +212,9 @@ class Coordinator:
         self,
         prepared: setup.Prepared,
         cluster: Cluster,
-        files: RunFiles,
+        checkpoints: RunCheckpoints,
+        directories: RunDirectories,
+        observers: Observers,
         progress: Progress,
         stop: StopRequest,
         replicas: ReplicaGroup,
@@ -221,8 +228,9 @@ class Coordinator:
         self._config = config = prepared.config
         self._data: TrainData = prepared.data
         self._cluster = cluster
-        self._files = files
-        self._checkpoints = files.checkpoints
+        self._checkpoints = checkpoints
+        self._directories = directories
+        self._tell = observers.tell
         self._progress = progress
         self._stop = stop
         self._replicas = replicas
@@ -233,17 +241,19 @@ class Coordinator:
         self._count_predictions = self._objective.prediction_counter(prepared.model_config)
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
         self._first_step, self._has_begun = 0, False
+        self._epoch = 0.0
         self._losses: list[tuple[int, float]] = []  # and the steps
-        self._evaluation_is_due = self._save_is_due = False
+        self._due = Due()
         self._deaths: Counter[tuple[WorkerId, int]] = Counter()  # by worker and step
         self._memory = _memory_by_owner(prepared)
         self._may_last_s = math.inf
 
-    def run(self, checkpoint: CheckpointReader | None) -> RunSummary:
-        """Do the whole run, from a checkpoint or from the beginning."""
+    def run(self, checkpoint: CheckpointReader | None, continued: bool = False) -> RunSummary:
+        """Do the whole run, from a checkpoint or from the beginning. `continued`: the run was cut
+        short, and the same command goes on."""
         self._cluster.recovery.note_death = self._note_death
         try:
-            self.start(checkpoint)
+            self.start(checkpoint, continued)
             commands = {"checkpoint": self._save_after_step}
             with self._stop.waiting(), control.coordinating(commands):
                 return self._cluster.recovery.run(self)
@@ -254,6 +264,12 @@ class Coordinator:
                 what = f"{str(cut) or 'a worker'} was waited for"
             where = f"stopped by {self._stop.requested} while {what}"
             raise errors.StoppedEarly(where, hint=self._checkpoints.advice()) from None
+        except errors.CallbackError as error:
+            self._cluster.retrying(self._cluster.pipeline.abort)
+            self._checkpoints.keep(self._state)
+            raise errors.CallbackError(
+                error.message, hint=self._checkpoints.advice(error)
+            ) from error
         except errors.PeerLostError as error:
             # How to go on depends on what has been saved.
             self._checkpoints.keep_newest()
@@ -264,29 +280,30 @@ class Coordinator:
             self._replicas.close(f"it was stopped by {stopped}" if stopped else "it ends")
             self._checkpoints.close()
 
-    def start(self, checkpoint: CheckpointReader | None) -> None:
+    def start(self, checkpoint: CheckpointReader | None, continued: bool = False) -> None:
         """Load a checkpoint or begin afresh, and show the placement of stages."""
         if checkpoint is not None:
-            self._files.directories.own_checkpoints()
-            self._files.directories.set_later_aside(checkpoint.step)
+            self._directories.own_checkpoints()
+            self._directories.set_later_aside(checkpoint.step)
         else:
-            self._files.directories.tidy()
-            self._files.directories.set_aside()
-        self._files.directories.mark_unfinished()
+            self._directories.tidy()
+            self._directories.set_aside()
+        self._directories.mark_unfinished()
         self._state = self._take_up(checkpoint)
         self._first_step = self._state.step
         if checkpoint is not None:
-            self._files.directories.tidy()
-        warn_of_a_small_disk(self._prepared, self._files.directories.store, self._state.step)
-        self._files.metrics.resume(self._state.step)
+            self._directories.tidy()
+        warn_of_a_small_disk(self._prepared, self._directories.store, self._state.step)
         self._draw_diagram()
-        step, total, rows = self._state.step, self._data.total_steps, self._stage_rows()
+        total = self._data.total_steps
         logging_steps = interval(self._config.training.logging_steps, total)
-        self._progress.start(total, rows, step, logging_steps)
-        self._files.events.open()
-        what = "run started" if checkpoint is None else "run resumed"
-        run_id = self._cluster.run_id
-        _log.info("", extra=log.event(what, step=step, run_id=run_id, total_steps=total))
+        is_resumed = checkpoint is not None
+        goes_on = is_resumed and continued
+        run = RunStart(self._cluster.run_id, total, logging_steps, is_resumed, goes_on)
+        self._epoch = self._epoch_before(self._state)
+        if goes_on and self._state.step > 0:
+            self._note_what_is_left()
+        self._tell(Observer.begin, self._state, run, self._stage_rows(), self._due)
 
     def _draw_diagram(self) -> None:
         outputs.draw_diagram(self._prepared, self._replanning.facts, self._cluster.loaded.direct)
@@ -358,10 +375,10 @@ class Coordinator:
     def _return_to(self, state: TrainState) -> None:
         """Take this state, which all stages have; drop the records of later steps."""
         if state.step < self._state.step:  # due again with its step
-            self._evaluation_is_due = self._save_is_due = False
-        self._state = state
+            self._due = Due()
+        self._state, self._epoch = state, self._epoch_before(state)
         self._losses = [entry for entry in self._losses if entry[0] <= state.step]
-        self._files.metrics.resume(state.step)
+        self._tell(Observer.went_back, state)
         log.set_step(state.step)
 
     def _take_back(self) -> None:
@@ -393,7 +410,6 @@ class Coordinator:
         """Have all processes load their stages of another plan, with the newest state that is kept.
         A loss meanwhile starts that again. Raises PeerLostError for a worker that stays away."""
         reached, began = self._state.step, time.monotonic()
-        self._files.timeline.close()
 
         def take() -> TrainState:
             self._cluster.recovery.forget_step()
@@ -410,7 +426,7 @@ class Coordinator:
         self._return_to(state)
         self._order = ModelOrder(self._cluster.loaded.trainable)
         self._memory = _memory_by_owner(change.prepared)
-        self._progress.replanned(self._stage_rows())
+        self._tell(Observer.replanned, self._stage_rows(), self._config.plan.stages)
         self._draw_diagram()
         repeated = plural(reached - state.step, "step")
         fields: dict[str, Any] = {"to_step": state.step, "from_step": reached}
@@ -427,7 +443,7 @@ class Coordinator:
                 self.evaluate()
             self._has_begun = True
         self._do_what_is_due()
-        while self._state.step < total:
+        while self._state.position < total and not self._due.stop:
             self._cluster.pipeline.check = self._heed_stop
             if self._stop.requested is not None:
                 self._stop_early()
@@ -436,7 +452,7 @@ class Coordinator:
                 if state.step != self._state.step:
                     self._return_to(state)
                 self._state = state
-                if state.step >= total:
+                if state.position >= total:
                     break
                 self.train_step()
             except ReplicasChanged as changed:
@@ -448,51 +464,93 @@ class Coordinator:
                 _log.warning("the step under way was given up; it is repeated when the run goes on")
                 self._stop_early()
             control.step_done(self._state.step, self._cluster)
-            self._do_what_is_due()
-            if self._state.step < total:
+            try:
+                self._do_what_is_due()
+            except errors.PeerLostError as lost:
+                if self._state.position < total:
+                    raise
+                return self.finish(lost)
+            if (left := total - self._state.position) > 0 and not self._due.stop:
                 self._take_back()
-                if (change := self._replanning.wanted(total - self._state.step)) is not None:
+                if (change := self._replanning.wanted(left)) is not None:
                     self._take_plan_now(change)
         self._state = self._replicas.finished(self._state)
         return self.finish()
 
     def _save_after_step(self, data: object) -> None:
-        self._save_is_due = True
+        self._due.save = True
 
-    def _note_what_is_due(self, before: int) -> None:
-        """Note the actions due after the steps since `before`; a lost worker delays them."""
-        training, total = self._config.training, self._data.total_steps
-        eval_steps = training.eval_steps or training.logging_steps
-        # As the Trainer does, evaluate at the end as well; `finish` saves then.
-        at_end = self._state.step == total and training.evaluation == "steps"
-        is_due = at_end or self._is_due(training.evaluation, eval_steps, before)
-        self._evaluation_is_due |= is_due and self._data.num_eval_examples > 0
-        self._save_is_due |= self._is_due(training.save_strategy, training.save_steps, before)
+    def _note_what_is_due(self, before: TrainState) -> None:
+        """Note what is due after the steps since `before`, and as in the Trainer at the end; a lost
+        worker delays it."""
+        training, due, state = self._config.training, self._due, self._state
+        total, every = self._data.total_steps, self._data.steps_per_epoch
+
+        def due_after(steps: float) -> bool:
+            """With islands several steps may be done at once."""
+            steps = interval(steps, total)
+            return bool(state.step // steps > before.step // steps)
+
+        due.is_open, due.stop_epoch = True, False
+        due.is_epoch_over = state.position // every > before.position // every
+        due.stop |= state.position >= total
+        due.log |= due_after(training.logging_steps)
+        if training.evaluation == "steps":
+            due.evaluate |= due_after(training.eval_steps or training.logging_steps) or due.stop
+        if training.save_strategy == "steps":
+            due.save |= due_after(training.save_steps) or due.stop
+
+    def _note_what_is_left(self) -> None:
+        """Note what was due after the last step of a run that was cut short. What was done then,
+        observers know."""
+        state, due, training = self._state, self._due, self._config.training
+        self._note_what_is_due(replace(state, step=state.step - 1))
+        due.evaluate |= training.evaluation == "epoch" and due.is_epoch_over
+        due.save = due.is_open = False
 
     def _do_what_is_due(self) -> None:
-        """Do the due actions that are not done yet."""
-        if self._evaluation_is_due:
-            self.evaluate()
-            self._evaluation_is_due = False
-        if self._save_is_due and self._replicas.saves:
-            self.save()
-            self._save_is_due = False
+        """Do what is due after a step, then after its epoch, and is not done yet."""
+        due = self._due
+        self._do_marked()
+        if due.is_open and (due.is_epoch_over or due.stop or due.stop_epoch):
+            due.evaluate |= self._config.training.evaluation == "epoch"
+            due.save |= self._config.training.save_strategy == "epoch"
+            self._tell(Observer.epoch_end, self._state, due)
+            self._do_marked()
+        if due.is_open and due.stop_epoch:
+            self._leave_epoch()
+        due.is_open = False
 
-    def _is_due(self, strategy: str, steps: float, before: int) -> bool:
-        """Whether an action of every `steps` steps, or of each epoch's end, is due after the steps
-        since `before`: one step, with islands maybe several."""
-        step, total = self._state.step, self._data.total_steps
-        if strategy == "steps":
-            every = interval(steps, total)
-            return step // every > before // every
-        every = self._data.steps_per_epoch
-        return strategy == "epoch" and (step // every > before // every or step == total)
+    def _do_marked(self) -> None:
+        due = self._due
+        if due.log:
+            due.log = False
+            self._tell(Observer.log, self._state, due)
+        if due.evaluate and self._data.num_eval_examples:
+            self.evaluate()
+        due.evaluate = False
+        if due.save and self._replicas.saves:
+            self.save()
+            due.save = False
+
+    def _leave_epoch(self) -> None:
+        """Go on with the next epoch, as a callback wants it."""
+        if self._config.island is not None:
+            _log.warning("an island cannot leave an epoch early: all train on one order of data")
+        elif rest := -self._state.position % self._data.steps_per_epoch:
+            self._state = self._state.after_jump(rest)
+            self._checkpoints.begin(self._state)
+
+    def _epoch_before(self, state: TrainState) -> float:
+        """The epoch, as the Trainer logs it, when the step before `state` was done."""
+        return self._data.epoch_of(state.position - 1) if state.step else 0.0
 
     def train_step(self) -> None:
         """Do one step: all micro-batches through all stages, one decision, one commit."""
         started, traffic = time.perf_counter(), self._cluster.traffic()
         state = self._state
         log.set_step(state.step + 1)
+        self._tell(Observer.step_begin, state)
         part = self._replicas.part(state, self._data, self._count_items)
         batches = part.batches
         tokens = sum(map(token_count, batches))
@@ -513,6 +571,7 @@ class Coordinator:
         # The decision. After a yes the step counts, whatever breaks from here on.
         finite = math.isfinite(loss) and bool(norm.isfinite())
         commits, norm = self._replicas.decide(finite, norm)
+        self._tell(Observer.before_commit, state)
         if commits:
             factor = clip_factor(norm, self._config.training.max_grad_norm)
             self._cluster.pipeline.commit(rate, factor, self._cluster.recovery.recover)
@@ -523,7 +582,9 @@ class Coordinator:
             self._state = state.after_skip(tokens, overflow=overflow)
             self._note_skip(losses, reports, overflow, part.number)
         self._state = self._replicas.after_step(state, self._state)
-        self._note_what_is_due(state.step)
+        self._epoch = self._data.epoch_of(state.position)
+        self._tell(Observer.after_commit, self._state)
+        self._note_what_is_due(state)
 
         self._losses.append((self._state.step, loss))
         seconds = time.perf_counter() - started
@@ -533,7 +594,7 @@ class Coordinator:
         self._keep_spans()
         line: dict[str, Any] = {
             "step": self._state.step,
-            "epoch": self._data.epoch_of(state.step),
+            "epoch": self._epoch,
             "loss": loss,
             "grad_norm": float(norm),
             "learning_rate": rate,
@@ -551,8 +612,9 @@ class Coordinator:
         specs, moved = self._config.plan.stages, (traffic, self._cluster.traffic())
         predicted = stage_predictions(forecast, self._memory, [spec.owner for spec in specs])
         line["stages"] = stage_lines(specs, stages, *moved, predicted)
-        self._files.metrics.write(line)
-        self._progress.step(line)
+        self._tell(Observer.step_end, self._state, line, self._due)
+        if self._due.stop_epoch:
+            self._leave_epoch()
         self._checkpoints.after_step(self._state, seconds)
 
     def _gradients(
@@ -568,9 +630,13 @@ class Coordinator:
         return losses, *pipeline.report_gradients()
 
     def evaluate(self) -> None:
-        """Compute mean token loss and perplexity over the evaluation data, through the same
-        pipeline. Training's random numbers are functions of the step, so this does not affect them.
-        A request to stop ends it without a result."""
+        """Compute losses over the evaluation data, through the same pipeline. Training's random
+        numbers are functions of the step, so this does not affect them. A request to stop ends it
+        without a result.
+
+        `eval_loss` is the Trainer's: the mean over samples of their batch's mean over tokens.
+        `eval_token_loss` is the mean over tokens, and `eval_perplexity` its exponential.
+        """
         batches = self._data.eval_batches()
         items = [0] * len(batches)
         started = time.perf_counter()
@@ -586,24 +652,27 @@ class Coordinator:
 
         try:
             with self._ending_within(0.0):
-                total = math.fsum(self._cluster.retrying(losses))
+                sums = self._cluster.retrying(losses)
         except _Interrupted:
             self._cluster.retrying(self._cluster.pipeline.abort)
-            _log.warning("the evaluation is cut short; a resumed run does not repeat it")
+            _log.warning("the evaluation is cut short; the run does it again when it goes on")
             return
-        tokens = sum(items)
-        loss = total / tokens
+        tokens, count = sum(items), self._data.num_eval_examples
+        loss = math.fsum(sums) / tokens
+        size = self._config.training.per_device_eval_batch_size
+        sizes = [min(size, count - first) for first in range(0, count, size)]
         metrics = {
             "step": self._state.step,
-            "epoch": self._data.epoch_of(self._state.step - 1) if self._state.step else 0.0,
-            "eval_loss": loss,
+            "epoch": self._epoch,
+            "eval_loss": sample_mean(sums, items, sizes),
+            "eval_token_loss": loss,
             "eval_perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "eval_samples": count,
+            "eval_batches": len(batches),
             "eval_tokens": tokens,
             "eval_seconds": time.perf_counter() - started,
         }
-        self._files.metrics.write(metrics)
-        self._progress.evaluation(metrics)
-        _log.info("", extra=log.event("evaluation", step=self._state.step, eval_loss=loss))
+        self._tell(Observer.evaluated, self._state, metrics, self._due)
 
     def save(self) -> None:
         """Write a checkpoint of this step. The run ends after _MAX_FAILED_SAVES failures."""
@@ -611,32 +680,40 @@ class Coordinator:
         if error is not None and self._checkpoints.failures >= _MAX_FAILED_SAVES:
             self._checkpoints.keep(self._state)
             raise errors.ResourceError(error.message, hint=self._checkpoints.advice(error))
+        self._due.save = False
+        if self._checkpoints.has(self._state):
+            self._tell(Observer.saved, self._state, self._due)
 
-    def finish(self) -> RunSummary:
-        """Gather and write the result, and show the paths of all files."""
+    def finish(self, lost: errors.PeerLostError | None = None) -> RunSummary:
+        """Gather and write the result, and show the paths of all files. With a worker `lost` after
+        the last step, the last checkpoint becomes the result."""
         self._cluster.pipeline.check = self._heed_stop
         saves = self._config.training.save_strategy != "no" and self._replicas.saves
         self._replicas.close("its training is done")
         try:
+            if lost is not None:
+                raise lost
             if saves and not self._checkpoints.has(self._state):
                 self._checkpoints.save(self._state)  # the result matters more than the checkpoint
+                if self._checkpoints.has(self._state):
+                    self._tell(Observer.saved, self._state, self._due)
             with self._ending_within(timeouts.STEP_END_S):
                 result = self._export()
         except _Interrupted:
             self._stop_early()
-        except errors.PeerLostError as lost:
+        except errors.PeerLostError as error:
+            lost = error
             self._checkpoints.keep_newest()
             result = export_last_checkpoint(self._prepared, self._checkpoints, self._state, lost)
         else:
             self._cluster.retrying(self._cluster.pipeline.drain_commits)
         self._keep_spans()
-        self._files.timeline.close()
+        self._tell(Observer.trained, self._state, self._due)
         self._checkpoints.finished()
-        self._files.directories.mark_finished()
-        outputs.draw_curves(self._config)
-        files = outputs.result_files(self._config, result, self._files.metrics.path)
-        self._progress.close({**files, **outputs.what_next(self._prepared, files)})
-        _log.info("", extra=log.event("run finished", step=self._state.step))
+        self._directories.mark_finished()
+        files = outputs.result_files(self._config, result)
+        shown: dict[str, str | Path] = {**files, **outputs.what_next(self._prepared, files)}
+        self._tell(Observer.finished, self._state, shown)
         return RunSummary(self._state.step, tuple(loss for _, loss in self._losses), files)
 
     def _export(self) -> Path:
@@ -657,14 +734,11 @@ class Coordinator:
         raise type(problem)(message, hint=self._checkpoints.advice(problem))
 
     def _keep_spans(self) -> None:
-        """Add recorded spans to the timeline. A worker's spans of a step come with its next answer,
-        so those of the last step come at the end."""
+        """Tell what was recorded. A worker's spans of a step come with its next answer, so those of
+        the last step come at the end."""
         offsets = self._cluster.clock_offsets()
         for owner, spans in self._cluster.pipeline.take_spans().items():
-            if not all(map(is_span, spans)):
-                text = f"worker {owner}: COMMITTED holds what is not a span"
-                raise errors.ProtocolError(text)
-            self._files.timeline.add(owner, spans, offsets.get(owner, 0.0))
+            self._tell(Observer.spans, owner, spans, offsets.get(owner, 0.0))
 
     def _note_skip(
         self, losses: list[float], reports: list[GradientReport], overflow: bool, number: int
@@ -714,6 +788,16 @@ class Coordinator:
         raise errors.StoppedEarly(where, hint=self._checkpoints.advice())
 
 
+def _callbacks(
+    prepared: setup.Prepared, store: CheckpointStore, given: Sequence[Any]
+) -> Iterator[Observer]:
+    """What tells transformers' callbacks, where there are any."""
+    if callbacks := [*given, *control.imported_callbacks()]:
+        from hetero_framework.trainer.callbacks import Callbacks  # it imports the Trainer's parts
+
+        yield Callbacks(prepared, store, callbacks)
+
+
 def _replicas(
     prepared: setup.Prepared,
     cluster: Cluster,
@@ -749,6 +833,19 @@ def _log_of_run(config: Config, progress: Progress, events: log.Events) -> Itera
             raise
         finally:
             log.set_step(None)
+
+
+def sample_mean(sums: Sequence[float], items: Sequence[int], sizes: Sequence[int]) -> float:
+    """The mean over samples of their batch's loss, as the Trainer's evaluation has it.
+
+    Args:
+        sums: The losses of each batch, added up over its `items`; `sizes` are its samples. A batch
+            whose loss is not finite is left out, unless all are.
+    """
+    means = [total / n if n else math.nan for total, n in zip(sums, items, strict=True)]
+    weighted = list(zip(means, sizes, strict=True))
+    finite = [(mean, n) for mean, n in weighted if math.isfinite(mean)] or weighted
+    return math.fsum(mean * n for mean, n in finite) / sum(n for _, n in finite)
 
 
 class _Interrupted(Exception):

@@ -29,60 +29,42 @@ from hetero_framework.errors import DataError, ResourceError, UserError
 from hetero_framework.log import not_through_links
 
 METRICS_FILE = "metrics.jsonl"
+HISTORY_FILE, TRAINER_STATE_FILE = "log_history.jsonl", "trainer_state.json"  # of callbacks
 Traffic = tuple[int, int, float, int]  # bytes in, bytes out, seconds of writing, direct bytes
 
 _log = logging.getLogger(__name__)
 
 
-class MetricsWriter:
-    """Writes the metrics of one run into `output_dir`; a context manager.
+class StepLines:
+    """A file of JSON lines that each have a "step". A new object appends; `resume`, called first,
+    makes the file what an uninterrupted run would have written."""
 
-    TensorBoard events go to `logging_dir`, if one is given and TensorBoard is installed; the names
-    of their files end in `run_id`. A new writer appends; `resume(step)`, called first, makes the
-    file what an uninterrupted run would have written up to that step (0: a fresh run).
-    """
-
-    def __init__(
-        self, output_dir: Path, *, logging_dir: Path | None = None, run_id: str = ""
-    ) -> None:
-        self.path = output_dir / METRICS_FILE
-        self._logging_dir, self._board_dir = logging_dir, logging_dir
-        self._run_id = run_id
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._bytes: int | None = None  # of complete lines, once one was written
         self._num_lost = 0
-        self._board: Any = None
-        self._resumed_step = 0
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._board is not None:
-            with _tolerated("the last TensorBoard events"):
-                self._board.close()
-
-    def resume(self, step: int) -> None:
-        """Drop every line of a step beyond `step`, and a last line cut off by a crash.
+    def resume(self, step: int) -> list[dict[str, Any]]:
+        """Drop every line of a step beyond `step`, and a last line cut off by a crash; return the
+        others.
 
         The file is replaced in one rename. Raises DataError for a line that is not one of ours.
         """
-        self._resumed_step, self._bytes = step, None
-        if self._board is not None:  # a new one hides the steps that are repeated
-            with _tolerated("TensorBoard events"):
-                self._board.close()
-            self._board, self._logging_dir = None, self._board_dir
+        self._bytes = None
         try:
             lines = self.path.read_bytes().splitlines(keepends=True)
         except FileNotFoundError:
-            return
+            return []
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror}") from error
-        kept = []
+        kept, parsed = [], []
         for number, line in enumerate(lines, 1):
             if number == len(lines) and not line.endswith(b"\n"):
                 break
-            if _step_of(line, number, self.path) <= step:
+            content = _parsed(line, number, self.path)
+            if content["step"] <= step:
                 kept.append(line)
+                parsed.append(content)
         if len(kept) != len(lines):
             try:
                 write_file(self.path, b"".join(kept))
@@ -90,13 +72,14 @@ class MetricsWriter:
                 hint = "free some space or set another training.output_dir, then resume"
                 reason = f"cannot write {self.path}: {error.strerror}"
                 raise ResourceError(reason, hint=hint) from error
+        return parsed
 
-    def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append the line of a training step or of an evaluation, with its "step"."""
+    def write(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """Append a line with its "step", and return it as it stands in the file."""
         # Values that JSON cannot hold become null.
-        line = json.loads(json.dumps(metrics), parse_constant=lambda name: None)
+        plain = json.loads(json.dumps(line), parse_constant=lambda name: None)
         try:
-            self._append((json.dumps(line) + "\n").encode())
+            self._append((json.dumps(plain) + "\n").encode())
         except OSError as error:
             if not self._num_lost:
                 text = (
@@ -108,7 +91,7 @@ class MetricsWriter:
             if self._num_lost:
                 _log.warning("%s is written again; %d lines are lost", self.path, self._num_lost)
             self._num_lost = 0
-        self._show(line)
+        return dict(plain)
 
     def _append(self, data: bytes) -> None:
         """Add `data` whole; the rest of a failed attempt is cut off first."""
@@ -120,6 +103,46 @@ class MetricsWriter:
             if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._bytes += len(data)
+
+
+class MetricsWriter:
+    """Writes the metrics of one run into `output_dir`; a context manager.
+
+    TensorBoard events go to `logging_dir`, if one is given and TensorBoard is installed; the names
+    of their files end in `run_id`. `resume(step)` is called first (0: a fresh run).
+    """
+
+    def __init__(
+        self, output_dir: Path, *, logging_dir: Path | None = None, run_id: str = ""
+    ) -> None:
+        self._lines = StepLines(output_dir / METRICS_FILE)
+        self._logging_dir, self._board_dir = logging_dir, logging_dir
+        self._run_id = run_id
+        self._board: Any = None
+        self._resumed_step = 0
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._board is not None:
+            with _tolerated("the last TensorBoard events"):
+                self._board.close()
+
+    def resume(self, step: int) -> int | None:
+        """Drop what was written beyond `step`; return the step of the last evaluation. Raises as
+        `StepLines.resume`."""
+        self._resumed_step = step
+        if self._board is not None:  # a new one hides the steps that are repeated
+            with _tolerated("TensorBoard events"):
+                self._board.close()
+            self._board, self._logging_dir = None, self._board_dir
+        lines = self._lines.resume(step)
+        return max((line["step"] for line in lines if "eval_loss" in line), default=None)
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Append the line of a training step or of an evaluation, with its "step"."""
+        self._show(self._lines.write(metrics))
 
     def _show(self, line: Mapping[str, Any]) -> None:
         """Give a line's numbers to TensorBoard, which gets no more once it has failed."""
@@ -198,12 +221,13 @@ def _open_tensorboard(directory: Path, resumed_step: int, run_id: str) -> Any:
     return SummaryWriter(str(directory), purge_step=purge, filename_suffix=suffix)
 
 
-def _step_of(line: bytes, number: int, path: Path) -> int:
+def _parsed(line: bytes, number: int, path: Path) -> dict[str, Any]:
     try:
-        step = json.loads(line)["step"]
+        content = json.loads(line)
+        step = content["step"]
     except (ValueError, KeyError, TypeError):
         step = None
     if not isinstance(step, int):
         hint = "move the file away or set another training.output_dir"
         raise DataError(f"{path}, line {number}: this is not a line of metrics", hint=hint)
-    return step
+    return dict(content)

@@ -44,7 +44,7 @@ from hetero_framework.models.files.non_text_modules import non_text_weights
 from hetero_framework.profiling.trace_file import TIMELINE_FILE
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
-from hetero_framework.trainer.metrics import METRICS_FILE
+from hetero_framework.trainer.metrics import HISTORY_FILE, METRICS_FILE, TRAINER_STATE_FILE
 from hetero_framework.trainer.run_card import run_card
 from hetero_framework.trainer.setup import Facts, Prepared
 from hetero_framework.visualizer import curves, pictures
@@ -56,7 +56,10 @@ _log = logging.getLogger(__name__)
 OWNER_FILE = ".hetero-run"
 HOLDER_FILE = ".lock.json"  # beside the lock: Windows lets nobody read a locked file
 UNFINISHED_FILE = ".unfinished"
-_RECORDS = (METRICS_FILE, EVENTS_FILE, TIMELINE_FILE, CURVES_FILE)
+_RECORDS = (
+    *(METRICS_FILE, EVENTS_FILE, TIMELINE_FILE, CURVES_FILE),
+    *(HISTORY_FILE, TRAINER_STATE_FILE),
+)
 _NO_LINKS = (".durable", ".lock", "logs", *_RECORDS)
 _HINTS = {
     "training.output_dir": "choose another one: --output-dir DIR",
@@ -377,9 +380,10 @@ def write_result(
     write_adapter(output, tensors, plan, base, config.model.revision, tokenizer, card)
 
 
-def result_files(config: Config, result: Path, metrics: Path) -> dict[str, Path]:
+def result_files(config: Config, result: Path) -> dict[str, Path]:
     """Label and place of everything that a run leaves."""
-    files = {result.name: result, "metrics": metrics, "checkpoints": config.checkpoints}
+    files = {result.name: result, "metrics": config.output_dir / METRICS_FILE}
+    files["checkpoints"] = config.checkpoints
     files["timeline"] = config.output_dir / TIMELINE_FILE
     for chosen in (config.training.visualization_format, "mmd"):
         picture = config.output_dir / f"architecture.{chosen}"

@@ -43,8 +43,8 @@ class ReplicaGroup(Protocol):
 
     def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
         """This replica's part of the next step."""
-        batches = data.step_batches(state.step)
-        return StepPart(state.step, batches, count_items(batches))
+        batches = data.step_batches(state.position)
+        return StepPart(state.position, batches, count_items(batches))
 
     def losses(self, local: list[float]) -> list[float]:
         """The losses of the step's micro-batches on all replicas, given the `local` ones."""

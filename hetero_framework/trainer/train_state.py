@@ -16,7 +16,8 @@ class TrainState:
     `step` counts the steps done, skipped ones among them; `committed_steps` those that changed the
     weights, which is the position in the learning-rate schedule. `skipped_in_a_row` and `skipped`,
     in all, leave out steps that only the loss scale made overflow. `tokens` are all that were
-    trained on. `group` is what a group of replicas has to remember, as JSON data.
+    trained on. `group` is what a group of replicas has to remember, as JSON data. `jumped` counts
+    the steps of the data that were left out where a callback ended an epoch early.
     """
 
     step: int = 0
@@ -26,6 +27,16 @@ class TrainState:
     loss_scale: LossScale = field(default_factory=LossScale)
     skipped: int = 0
     group: Mapping[str, Any] = field(default_factory=dict)
+    jumped: int = 0
+
+    @property
+    def position(self) -> int:
+        """The next step of the data."""
+        return self.step + self.jumped
+
+    def after_jump(self, steps: int) -> TrainState:
+        """The state with `steps` more of the data left out."""
+        return replace(self, jumped=self.jumped + steps)
 
     def after_commit(self, tokens: int) -> TrainState:
         """The state after a step of `tokens` tokens that changed the weights."""
@@ -45,8 +56,11 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON data, for `load_state_dict`."""
-        group = {"group": dict(self.group)} if self.group else {}
-        return group | {
+        group: dict[str, Any] = {"group": dict(self.group)} if self.group else {}
+        jumped = {"jumped": self.jumped} if self.jumped else {}
+        return {
+            **group,
+            **jumped,
             "step": self.step,
             "committed_steps": self.committed_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -62,4 +76,5 @@ class TrainState:
         counts = ("step", "committed_steps", "skipped_in_a_row", "tokens")
         scale = LossScale(state["loss_scale"], state["loss_scale_good_steps"])
         later = {"skipped": state.get("skipped", 0), "group": state.get("group", {})}
+        later["jumped"] = state.get("jumped", 0)
         return cls(**{name: state[name] for name in counts}, **later, loss_scale=scale)

@@ -36,7 +36,9 @@ def make(pool: Pool, llama: Path, texts: Path, output: Path, cuts: list[int], **
 
 def evals(output: Path) -> list[tuple]:
     lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-    return [(e["step"], e["eval_loss"], e["eval_perplexity"]) for e in lines if "eval_loss" in e]
+    return [
+        (e["step"], e["eval_token_loss"], e["eval_perplexity"]) for e in lines if "eval_loss" in e
+    ]
 
 
 @pytest.mark.parametrize("adapter", [LORA, None], ids=["lora", "full"])
@@ -138,7 +140,7 @@ def test_evaluation_leaves_training_alone(pool, llama, texts, tmp_path) -> None:
     assert len(evals(tmp_path / "with")) == 9
 
 
-def test_eval_loss_is_the_mean_over_tokens(pool, llama, texts, tmp_path) -> None:
+def test_eval_token_loss_is_the_mean_over_tokens(pool, llama, texts, tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 
     from hetero_framework.data import load_data, load_tokenizer

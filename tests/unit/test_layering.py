@@ -261,6 +261,7 @@ BROAD = {
     "core/devices.py": 3,
     "core/link.py": 3,
     "engine/boundary_io.py": 1,
+    "trainer/callbacks.py": 1,
     "trainer/coordinator.py": 1,
 }
 

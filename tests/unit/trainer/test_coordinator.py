@@ -106,14 +106,14 @@ def test_metrics_that_cannot_be_written_do_not_end_the_run(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = alone()
-    real = metrics.MetricsWriter._append
+    real = metrics.StepLines._append
 
-    def append(writer: metrics.MetricsWriter, data: bytes) -> None:
+    def append(writer: metrics.StepLines, data: bytes) -> None:
         if json.loads(data)["step"] in (2, 3):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(writer, data)
 
-    monkeypatch.setattr(metrics.MetricsWriter, "_append", append)
+    monkeypatch.setattr(metrics.StepLines, "_append", append)
     assert train(config).steps == 4
     assert [line["step"] for line in lines_of(config)] == [1, 4]
 
@@ -261,8 +261,11 @@ def test_a_stop_is_heard_between_evaluation_batches_and_saves(
     assert made == [0, 1, 2]
     assert steps_saved(config) == ["step_3"]
     log = (config.output_dir / "logs" / "coordinator.log").read_text()
-    assert "evaluation is cut short; a resumed run does not repeat it" in log
+    assert "evaluation is cut short; the run does it again when it goes on" in log
     assert not any("eval_loss" in line for line in lines_of(config))
+    monkeypatch.undo()
+    train(config)
+    assert [line["step"] for line in lines_of(config) if "eval_loss" in line] == [3, 4]
 
 
 def test_a_stop_with_a_full_disk_saves_elsewhere_and_the_advice_works(

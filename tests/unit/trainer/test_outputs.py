@@ -228,4 +228,4 @@ def test_a_run_goes_on_where_its_curves_cannot_be_drawn(
     curves.rmdir()
     outputs.draw_curves(config)
     assert logged == []
-    assert outputs.result_files(config, config.result_dir, metrics)["curves"] == curves
+    assert outputs.result_files(config, config.result_dir)["curves"] == curves

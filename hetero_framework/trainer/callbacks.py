@@ -1,0 +1,309 @@
+"""transformers' callbacks, told of a run as its Trainer tells them.
+
+Each gets real TrainingArguments, a TrainerState and a TrainerControl, whose flags are obeyed. The
+model that they see is on the device "meta": configuration and shapes, no values, since no process
+holds the weights. `log_history` and the state of callbacks that have one are kept in
+log_history.jsonl, which a resumed run goes on with.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import IntervalStrategy
+
+from hetero_framework.config import Config, TrainingConfig, interval
+from hetero_framework.core.files import write_file
+from hetero_framework.errors import CallbackError, ConfigError
+from hetero_framework.models.cut.language import meta_model
+from hetero_framework.trainer.checkpoint import CheckpointStore
+from hetero_framework.trainer.metrics import (
+    HISTORY_FILE,
+    METRICS_FILE,
+    TRAINER_STATE_FILE,
+    StepLines,
+)
+from hetero_framework.trainer.observers import Due, Observer, RunStart
+from hetero_framework.trainer.setup import Prepared
+from hetero_framework.trainer.train_state import TrainState
+from hetero_framework.visualizer.progress import StageRow
+
+_STATES, _STOPPED = "stateful_callbacks", "stopped"
+_FLAGS = {
+    "should_log": "log",
+    "should_evaluate": "evaluate",
+    "should_save": "save",
+    "should_epoch_stop": "stop_epoch",
+    "should_training_stop": "stop",
+}
+_log = logging.getLogger(__name__)
+
+
+class Callbacks(Observer):
+    """Calls transformers' callbacks in their order.
+
+    Args:
+        callbacks: Instances or classes.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        store: CheckpointStore,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
+    ) -> None:
+        self._prepared, self._store = prepared, store
+        self._callbacks = [made(callback) for callback in callbacks]
+        self._history = StepLines(prepared.config.output_dir / HISTORY_FILE)
+        self._arguments = training_arguments(prepared.config)
+        self._control = TrainerControl()
+        self._states: dict[str, Any] | None = None  # as they stand in the file
+        self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: 1.0)
+        self._epoch: int | None = None
+        self._line: Mapping[str, Any] = {}
+        self._losses: list[tuple[int, float]] = []  # not logged yet, with their steps
+        self._stopped_at: int | None = None
+        self._began_s = 0.0
+        self._sum, self._first_step = 0.0, 0
+        self.state = TrainerState()
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        return meta_model(self._prepared.model_config)
+
+    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
+        training = self._prepared.config.training
+        total, data = run.total_steps, self._prepared.data
+        self._began_s, self._first_step = time.time(), state.step
+        self.state = TrainerState(
+            max_steps=total,
+            num_train_epochs=math.ceil(total / data.steps_per_epoch),
+            logging_steps=run.logging_steps,
+            save_steps=interval(training.save_steps, total),
+            eval_steps=interval(self._arguments.eval_steps or 500, total),  # its default
+            train_batch_size=training.per_device_train_batch_size,
+        )
+        self._call("on_init_end")
+        self._read(state)
+        if run.is_continued and self._stopped_at == state.step:
+            due.stop = True
+        due.log &= bool(self._losses)
+        self._call("on_train_begin")
+
+    def went_back(self, state: TrainState) -> None:
+        self._read(state)
+
+    def step_begin(self, state: TrainState) -> None:
+        epoch = state.position // self._prepared.data.steps_per_epoch
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._control.should_epoch_stop = False
+            self._call("on_epoch_begin")
+        control = self._control
+        control.should_log = control.should_evaluate = control.should_save = False
+        self._call("on_step_begin")
+
+    def before_commit(self, state: TrainState) -> None:
+        self._call("on_pre_optimizer_step")
+
+    def after_commit(self, state: TrainState) -> None:
+        self._call("on_optimizer_step")
+
+    def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
+        self._line = line
+        self._note(line)
+        self.state.global_step, self.state.epoch = state.step, line["epoch"]
+        self._optimizer.param_groups[0]["lr"] = line["learning_rate"]
+        self._scheduler._last_lr = [line["learning_rate"]]
+        self._decide("on_step_end", due)
+
+    def epoch_end(self, state: TrainState, due: Due) -> None:
+        self._decide("on_epoch_end", due)
+        self._write_states()
+        if due.stop and state.position < self.state.max_steps:
+            self._stopped_at = state.step
+            self._history.write({"step": state.step, _STOPPED: True})
+
+    def log(self, state: TrainState, due: Due) -> None:
+        count = state.step - (self._losses[0][0] - 1) if self._losses else 1
+        total = _filtered(self._losses) if self._losses else math.nan
+        self._losses = []
+        self._sum += total
+        names = ("grad_norm", "learning_rate")
+        self._report({"loss": total / count, **{name: self._line[name] for name in names}}, due)
+
+    def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
+        seconds = metrics["eval_seconds"]
+        told = {
+            "eval_loss": metrics["eval_loss"],
+            "eval_runtime": round(seconds, 4),
+            "eval_samples_per_second": round(metrics["eval_samples"] / seconds, 3),
+            "eval_steps_per_second": round(metrics["eval_batches"] / seconds, 3),
+        }
+        self._report(told, due)
+        due.evaluate = False
+        self._decide("on_evaluate", due, metrics=told)
+        self._write_states()
+
+    def saved(self, state: TrainState, due: Due) -> None:
+        self._decide("on_save", due)
+        self._write_states()
+        self._write_state()
+
+    def trained(self, state: TrainState, due: Due) -> None:
+        seconds, steps = time.time() - self._began_s, state.step - self._first_step
+        self._sum += _filtered(self._losses)
+        training = self._prepared.config.training
+        samples = steps * training.per_device_train_batch_size
+        samples *= training.gradient_accumulation_steps
+        self._report(
+            {
+                "train_runtime": round(seconds, 4),
+                "train_samples_per_second": round(samples / seconds, 3),
+                "train_steps_per_second": round(steps / seconds, 3),
+                "total_flos": self.state.total_flos,
+                "train_loss": self._sum / max(steps, 0.001),
+            },
+            due,
+        )
+
+    def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
+        self._call("on_train_end")
+        self._write_state()
+
+    def _decide(self, event: str, due: Due, **details: Any) -> None:
+        """Call the callbacks with the flags of `due`, which they may change."""
+        for flag, name in _FLAGS.items():
+            setattr(self._control, flag, getattr(due, name))
+        self._call(event, **details)
+        for flag, name in _FLAGS.items():
+            setattr(due, name, getattr(self._control, flag))
+
+    def _report(self, logs: dict[str, Any], due: Due) -> None:
+        logs["epoch"] = self.state.epoch
+        entry = {**logs, "step": self.state.global_step}
+        self.state.log_history.append(entry)
+        self._history.write(entry)
+        self._decide("on_log", due, logs=logs)
+
+    def _call(self, event: str, **details: Any) -> None:
+        for callback in self._callbacks:
+            try:
+                control = getattr(callback, event)(
+                    self._arguments,
+                    self.state,
+                    self._control,
+                    model=self._model,
+                    processing_class=self._prepared.tokenizer,
+                    optimizer=self._optimizer,
+                    lr_scheduler=self._scheduler,
+                    train_dataloader=None,
+                    eval_dataloader=None,
+                    **details,
+                )
+            except Exception as error:  # whatever it is, the user's code is told of by name
+                name = type(callback).__name__
+                text = f"{type(error).__name__}: {error}"
+                raise CallbackError(f"the callback {name} failed in {event}: {text}") from error
+            if isinstance(control, TrainerControl):
+                self._control = control
+
+    def _note(self, line: Mapping[str, Any]) -> None:
+        """Take the loss and the tokens of a step."""
+        self._losses.append((line["step"], line["loss"]))
+
+    def _read(self, state: TrainState) -> None:
+        """Go on with what was recorded up to a step."""
+        lines = self._history.resume(state.step)
+        history = [line for line in lines if _STATES not in line and _STOPPED not in line]
+        self._stopped_at = next((line["step"] for line in lines if _STOPPED in line), None)
+        self.state.log_history = history
+        self.state.global_step = state.step
+        self.state.epoch = self._prepared.data.epoch_of(state.position - 1) if state.step else 0
+        self._epoch, self._losses = None, []
+        logged = max((line["step"] for line in history if "loss" in line), default=0)
+        steps = StepLines(self._prepared.config.output_dir / METRICS_FILE).resume(state.step)
+        for line in steps:
+            if "loss" in line:
+                self._line = line
+                if line["step"] > logged:
+                    self._note(line)
+        self._states = next((line[_STATES] for line in reversed(lines) if _STATES in line), None)
+        for callback in self._callbacks:
+            kept = (self._states or {}).get(type(callback).__name__)
+            if isinstance(callback, ExportableState) and kept is not None:
+                for name, value in kept["attributes"].items():
+                    setattr(callback, name, value)
+
+    def _write_states(self) -> None:
+        """Keep the state of the callbacks that have one, where it has changed."""
+        exportable = [c for c in self._callbacks if isinstance(c, ExportableState)]
+        states = {type(callback).__name__: callback.state() for callback in exportable}
+        if states and states != self._states:
+            self._states = states
+            self._history.write({"step": self.state.global_step, _STATES: states})
+
+    def _write_state(self) -> None:
+        """Write trainer_state.json, as the Trainer does into each checkpoint."""
+        stateful = {**(self._states or {}), "TrainerControl": self._control.state()}
+        content = {**asdict(self.state), _STATES: stateful}
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+        path = self._prepared.config.output_dir / TRAINER_STATE_FILE
+        try:
+            write_file(path, text.encode())
+        except OSError as error:
+            _log.warning("cannot write %s: %s", path, error.strerror)
+
+
+def made(callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback:
+    """An instance. Raises ConfigError for what is no callback."""
+    if inspect.isclass(callback) and issubclass(callback, TrainerCallback):
+        return callback()
+    if not isinstance(callback, TrainerCallback):
+        raise ConfigError(
+            f"{callback!r} is no callback",
+            hint="derive it from transformers.TrainerCallback",
+        )
+    return callback
+
+
+def training_arguments(config: Config) -> TrainingArguments:
+    """The settings of a run, those that transformers knows, in its own form."""
+    arguments = TrainingArguments(str(config.output_dir), report_to="none", use_cpu=True)
+    for name in TrainingConfig.model_fields.keys() - {"output_dir", "eval_strategy", "report_to"}:
+        if hasattr(arguments, name):
+            value, former = getattr(config.training, name), getattr(arguments, name)
+            setattr(arguments, name, type(former)(value) if isinstance(former, Enum) else value)
+    arguments.eval_strategy = IntervalStrategy(config.training.evaluation)
+    if config.training.evaluation == "steps" and arguments.eval_steps is None:
+        arguments.eval_steps = arguments.logging_steps
+    return arguments
+
+
+def _filtered(losses: Sequence[tuple[int, float]]) -> float:
+    """The sum of losses, as the Trainer's logging_nan_inf_filter adds them up: one that is not
+    finite counts as the mean of those before it."""
+    total = 0.0
+    for number, (_, loss) in enumerate(losses):
+        total += loss if math.isfinite(loss) else total / (1 + number)
+    return total

@@ -1,0 +1,203 @@
+"""Observers of a run: the display, the files of metrics, callbacks.
+
+The training loop names events, and no observer. A step that is repeated after a loss is told again,
+after `went_back`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
+
+from hetero_framework import errors, log
+from hetero_framework.config import Config, StageSpec
+from hetero_framework.core.spans import Span, is_span
+from hetero_framework.profiling.trace_file import Timeline
+from hetero_framework.trainer import outputs
+from hetero_framework.trainer.metrics import MetricsWriter
+from hetero_framework.trainer.train_state import TrainState
+from hetero_framework.visualizer.progress import Progress, StageRow
+
+P = ParamSpec("P")
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Due:
+    """What follows a step. Observers may change all but the last two, in `begin`, `step_end`,
+    `epoch_end`, `evaluated` and `saved`."""
+
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+    stop_epoch: bool = False
+    stop: bool = False
+    is_epoch_over: bool = False
+    is_open: bool = False  # not everything that follows the step is done
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A run as it begins or goes on: its number, all its steps, and how often it logs.
+    `is_continued`: it was cut short, and the same command goes on."""
+
+    run_id: str
+    total_steps: int
+    logging_steps: int
+    is_resumed: bool
+    is_continued: bool = False
+
+
+class Observer:
+    """Told of the events of one run, in the coordinator's thread. Each does nothing by itself."""
+
+    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
+        """The stages have the state that the run begins or goes on with. What `due` holds may have
+        been done after that step already."""
+
+    def went_back(self, state: TrainState) -> None:
+        """The stages have an earlier state again; the steps after it are repeated."""
+
+    def replanned(self, rows: Sequence[StageRow], stages: Sequence[StageSpec]) -> None:
+        """Other stages run the steps from now on."""
+
+    def step_begin(self, state: TrainState) -> None:
+        """A step begins."""
+
+    def before_commit(self, state: TrainState) -> None:
+        """The gradients of a step are complete and finite; no weight has changed."""
+
+    def after_commit(self, state: TrainState) -> None:
+        """The step has changed the weights, or is about to where a worker lags behind."""
+
+    def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
+        """A step is done; `line` is that of metrics.jsonl."""
+
+    def epoch_end(self, state: TrainState, due: Due) -> None:
+        """The last step of an epoch, or of the run, is done, and what was due after it."""
+
+    def log(self, state: TrainState, due: Due) -> None:
+        """It is time to log."""
+
+    def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
+        """An evaluation is done; `metrics` are its line of metrics.jsonl."""
+
+    def saved(self, state: TrainState, due: Due) -> None:
+        """A checkpoint was written."""
+
+    def spans(self, owner: int | str, spans: Sequence[Span], offset_s: float) -> None:
+        """What a process recorded; `offset_s` is its clock minus the coordinator's."""
+
+    def trained(self, state: TrainState, due: Due) -> None:
+        """All steps are done; the result is not written yet."""
+
+    def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
+        """The result is written. `files` are lines for the user: a label and a path or text."""
+
+
+class Observers:
+    """Tells each event to all observers, in their order."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+
+    def tell(
+        self, event: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """`event` is a method of `Observer`."""
+        for observer in self._observers:
+            getattr(observer, event.__name__)(*args, **kwargs)
+
+
+class Screen(Observer):
+    """The progress display."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
+        self._progress.start(run.total_steps, rows, state.step, run.logging_steps)
+
+    def replanned(self, rows: Sequence[StageRow], stages: Sequence[StageSpec]) -> None:
+        self._progress.replanned(rows)
+
+    def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
+        self._progress.step(line)
+
+    def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
+        self._progress.evaluation(metrics)
+
+    def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
+        self._progress.close(files)
+
+
+class MetricsFile(Observer):
+    """metrics.jsonl, and TensorBoard."""
+
+    def __init__(self, writer: MetricsWriter) -> None:
+        self._writer = writer
+
+    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
+        if self._writer.resume(state.step) == state.step:
+            due.evaluate = False
+
+    def went_back(self, state: TrainState) -> None:
+        self._writer.resume(state.step)
+
+    def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
+        self._writer.write(line)
+
+    def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
+        self._writer.write(metrics)
+
+
+class EventLog(Observer):
+    """events.jsonl. Other code puts its events there through the log."""
+
+    def __init__(self, events: log.Events) -> None:
+        self._events = events
+
+    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
+        self._events.open()
+        what = "run resumed" if run.is_resumed else "run started"
+        fields: dict[str, Any] = {"run_id": run.run_id, "total_steps": run.total_steps}
+        _log.info("", extra=log.event(what, step=state.step, **fields))
+
+    def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
+        loss = metrics["eval_loss"]
+        _log.info("", extra=log.event("evaluation", step=state.step, eval_loss=loss))
+
+    def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
+        _log.info("", extra=log.event("run finished", step=state.step))
+
+
+class TimelineFile(Observer):
+    """timeline.json, of one plan's steps."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+
+    def replanned(self, rows: Sequence[StageRow], stages: Sequence[StageSpec]) -> None:
+        self._timeline.close()
+
+    def spans(self, owner: int | str, spans: Sequence[Span], offset_s: float) -> None:
+        if not all(map(is_span, spans)):
+            text = f"worker {owner}: COMMITTED holds what is not a span"
+            raise errors.ProtocolError(text)
+        self._timeline.add(owner, spans, offset_s)
+
+    def trained(self, state: TrainState, due: Due) -> None:
+        self._timeline.close()
+
+
+class Curves(Observer):
+    """curves.png, at the end."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def trained(self, state: TrainState, due: Due) -> None:
+        outputs.draw_curves(self._config)
