@@ -1,4 +1,4 @@
-"""`hetero export`: writes the adapter or model of a checkpoint."""
+"""`hetero export`: writes the adapter or model of a checkpoint, or a result as GGUF."""
 
 from __future__ import annotations
 
@@ -15,13 +15,26 @@ from hetero_framework.errors import UserError
 EXAMPLES = """
     hetero export --checkpoint runs/default/checkpoints/step_500 --output step500
     hetero export --checkpoint runs/default --output latest
+    hetero export --gguf runs/default/adapter --llama-cpp ~/llama.cpp --output gguf
     """
 OPTIONS = (
     option(
         "--checkpoint",
-        required=True,
         metavar="DIR",
         help="a step_N directory, or the output_dir of a run (its latest)",
+    ),
+    option(
+        "--gguf",
+        metavar="DIR",
+        help="instead of --checkpoint: convert this adapter or model to GGUF, with a Modelfile for"
+        " Ollama",
+    ),
+    option("--llama-cpp", metavar="DIR", help="with --gguf: a clone of llama.cpp"),
+    option(
+        "--outtype",
+        default="bf16",
+        choices=("f32", "f16", "bf16", "q8_0", "auto"),
+        help="with --gguf: its number type (default: bf16)",
     ),
     *OUTPUT_DIRECTORY,
     IMPORT,
@@ -34,6 +47,13 @@ OPTIONS = (
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if (arguments.checkpoint is None) == (arguments.gguf is None):
+        raise UserError("hetero export needs --checkpoint DIR or --gguf DIR")
+    if (arguments.gguf is None) != (arguments.llama_cpp is None):
+        raise UserError("--gguf and --llama-cpp go together")
+    if arguments.gguf is not None:
+        _convert(arguments)
+        return
     if not Path(arguments.checkpoint).is_dir():
         raise UserError(
             f"there is no directory {arguments.checkpoint}",
@@ -46,3 +66,17 @@ def run(arguments: argparse.Namespace) -> None:
     config = Path(arguments.config) if arguments.config is not None else None
     reader = export_checkpoint(Path(arguments.checkpoint), output, config)
     print(f"wrote {arguments.output}: the result of step {reader.step}")
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    source = Path(arguments.gguf).expanduser()
+    if not source.is_dir():
+        raise UserError(f"there is no directory {source}", hint="give an adapter or a model")
+    from hetero_framework.models.files.export import OutputDirectory
+    from hetero_framework.models.files.gguf import MODELFILE, convert_to_gguf
+
+    output = OutputDirectory(Path(arguments.output), overwrite=arguments.overwrite)
+    file = convert_to_gguf(
+        source, Path(arguments.llama_cpp).expanduser(), output, arguments.outtype
+    )
+    print(f"wrote {file}; for Ollama: ollama create NAME -f {file.with_name(MODELFILE)}")
