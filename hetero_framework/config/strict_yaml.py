@@ -26,7 +26,7 @@ ObjectHook = Callable[[list[tuple[str, Any]], dict[str, list[int]]], dict[str, A
 def loads(text: str, *, object_hook: ObjectHook, foreign: bool = False) -> Any:
     """The value in `text`. `object_hook` makes an object of its pairs and the lines of its keys.
 
-    `foreign` reads as other programs do: YAML 1.1, with aliases, merge keys and the standard tags.
+    `foreign` reads as other programs do: YAML 1.1, with aliases and merge keys.
     Raises yaml.YAMLError, ValueError for a number too long, and RecursionError.
     """
     loader = (_Loader if foreign else _Strict)(text)
@@ -57,6 +57,12 @@ def place_and_cause(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
 class _Loader(yaml.SafeLoader):
     object_hook: ObjectHook
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            raise _error(f"tags (here {event.tag}) are not read; write the value alone", event)
+        return super().compose_node(parent, index)
+
     def _object(self, node: yaml.MappingNode) -> dict[str, Any]:
         lines = defaultdict(list)
         for key, _ in node.value:
@@ -74,8 +80,6 @@ class _Strict(_Loader):
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             raise _error("anchors and aliases (& and *) are not read; write the value out", event)
-        if event.tag is not None:
-            raise _error(f"tags (here {event.tag}) are not read; write the value alone", event)
         is_key = index is None and isinstance(parent, yaml.MappingNode)
         if is_key and isinstance(event, yaml.ScalarEvent):
             event.implicit = (False, True)  # a text, also where it looks like a number

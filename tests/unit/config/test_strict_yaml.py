@@ -119,9 +119,9 @@ def test_another_programs_file_is_read_as_it_reads_it() -> None:
         **{"t": "1e-4", "w": 8},
     }
     assert "(lines 1 and 2); keep one" in refusal("{x: {a: 1,\n a: 2}}", foreign=True)
-    assert "could not determine a constructor" in refusal(
-        "a: !!python/name:os.system x", foreign=True
-    )
+    assert "tags (here tag:yaml" in refusal("a: !!python/name:os.system x", foreign=True)
+    assert "tags (here tag:yaml" in refusal("a: !!timestamp x", foreign=True)
+    assert "cannot be read: month must be in" in refusal("a: 2026-13-45", foreign=True)
     assert "a key must be a text" in refusal("{[1]: 2}", foreign=True)
 
 
@@ -152,6 +152,30 @@ def test_an_object_reads_the_same_from_yaml_and_json(
     of_json = parsed(json.dumps(raw), "c.json")
     assert repr(parsed(dumped)) == repr(of_json)
     assert repr(parsed(json.dumps(raw, ensure_ascii=False))) == repr(of_json)  # JSON is YAML
+
+
+_PARTS = st.sampled_from(
+    [
+        *"ab{}[]|#?'\"=~-\\\t\n\x00\x85\u2028",
+        ": ",
+        "- ",
+        "  ",
+        ", ",
+        "&x ",
+        "*x",
+        "<<: *x",
+        "!!map ",
+    ]
+    + ["!!str ", "!!timestamp ", "? ", "\n--- ", "...", "%YAML 1.1\n", "1e-4", "2026-13-45", "0x_"]
+)
+
+
+@given(st.lists(_PARTS, max_size=14).map("".join), st.booleans())
+def test_any_text_is_an_object_or_refused_by_its_file(text: str, foreign: bool) -> None:
+    try:
+        assert isinstance(parsed(text, foreign=foreign), dict)
+    except ConfigError as error:
+        assert error.message.startswith("c.yaml")
 
 
 _CONFIG = {
