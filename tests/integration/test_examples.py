@@ -50,14 +50,20 @@ def train(name: str, model: Path, data: Path, output: Path, machines: dict[str, 
 
 
 @pytest.mark.long
-def test_three_machines_are_planned_for_and_train(llama: Path, texts: Path, tmp_path: Path) -> None:
-    """This process starts the workers, as it does those of its own machine; one of them dials."""
-    coordinator, worker = free_ports(2)
-    machines = {"coordinator.port": coordinator, "workers[0].port": worker}
-    machines |= {"workers[1].hostname": "localhost"}
-    for entry in ("coordinator", "workers[0]", "workers[1]"):
+@pytest.mark.parametrize("name", ["three_machines.json", "slurm.json"])
+def test_machines_are_planned_for_and_train(
+    name: str, llama: Path, texts: Path, tmp_path: Path
+) -> None:
+    """This process starts the workers, as it does those of its own machine; the laptop dials."""
+    example = json.loads((EXAMPLES / name).read_text(encoding="utf-8"))
+    entries = ["coordinator", *(f"workers[{i}]" for i in range(len(example["workers"])))]
+    machines: dict[str, Any] = {}
+    for entry, port in zip(entries, free_ports(len(entries)), strict=True):
         machines |= {f"{entry}.ip": "127.0.0.1", f"{entry}.device": DEVICE}
-    assert train("three_machines.json", llama, texts, tmp_path / "run", machines) == 0
+        machines |= {f"{entry}.hostname": "localhost", f"{entry}.port": port}
+    if name == "three_machines.json":
+        del machines["workers[1].port"]
+    assert train(name, llama, texts, tmp_path / "run", machines) == 0
     assert len(read_metrics(tmp_path / "run")) == STEPS
     plan = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
     assert plan["shard_plan"][-1]["end"] == 6

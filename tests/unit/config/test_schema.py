@@ -794,6 +794,7 @@ def test_every_alias_leads_to_an_existing_setting(section: str) -> None:
         "examples/island.json",
         "examples/llama8b_4bit.json",
         "examples/own_model.json",
+        "examples/slurm.json",
         "examples/three_machines.json",
         "examples/two_cards_and_mac.json",
     ],
