@@ -19,7 +19,7 @@ from typing import Protocol, cast
 from hetero_framework import errors, versions
 from hetero_framework._version import __version__
 from hetero_framework.commands import SUMMARIES
-from hetero_framework.commands.options import Option, flag, import_files
+from hetero_framework.commands.options import Option, flag, import_files, keep_life_line
 from hetero_framework.errors import GroupFinished, HeteroError, StoppedEarly
 from hetero_framework.log import Lines, log_to, one_line, to_stderr
 from hetero_framework.trainer.signals import STOPPED, StopRequest, hearing
@@ -66,6 +66,7 @@ def _main(words: Sequence[str], stop: StopRequest | None) -> int:
         if arguments.command not in _ANY_VERSION:
             versions.check()
         with log_to("INFO", Lines(to_stderr)):
+            keep_life_line(arguments)
             import_files(arguments)
             code = _command(arguments.command).run(arguments)
         sys.stdout.flush()

@@ -28,7 +28,7 @@ from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.files import write_file
-from hetero_framework.errors import PeerLostError, UserError
+from hetero_framework.errors import PeerLostError
 from hetero_framework.file_trust import refuse_link
 
 PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
@@ -143,14 +143,3 @@ def watch_parent(
     thread = threading.Thread(target=wait, name="watch-parent", daemon=True)
     thread.start()
     return thread
-
-
-def end_with_stdin() -> threading.Thread:
-    """Send SIGTERM to this process when the parent has ended, or closes the pipe. Raises UserError
-    on Windows, where libraries that are imported later would wait for the thread that reads it."""
-    if os.name == "nt":
-        raise UserError("--life-line is not possible on Windows", hint="use WSL")
-    # To the main thread: there the signal interrupts any wait.
-    main = threading.main_thread().ident
-    assert main is not None
-    return watch_parent(on_gone=lambda: signal.pthread_kill(main, signal.SIGTERM))

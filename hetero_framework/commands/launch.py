@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 from hetero_framework.commands import train
@@ -12,8 +14,7 @@ from hetero_framework.commands.options import (
     ACCESS,
     CONFIG,
     IMPORT,
-    LIFE_LINE,
-    WORKER_ID,
+    Option,
     flag,
     load,
     option,
@@ -22,73 +23,77 @@ from hetero_framework.commands.options import (
 from hetero_framework.errors import UserError
 
 EXAMPLES = """
-    hetero launch --ssh --config cluster.json
-    hetero launch --ssh --run --config cluster.json --hetero .venv/bin/hetero
+    hetero launch --ssh --run --config cluster.json --hetero '~/hetero/.venv/bin/hetero'
     hetero launch --ssh --run --host 1=ann@gpu1 --ssh-option Port=2222 -- --resume latest
+    hetero launch --slurm --resources "1=--partition=a100 --gpus=1"
+    hetero launch --compose --run
+    hetero launch --sky --resources 1=L4:1
     """
+
+
+def _way(name: str, help: str) -> Option:
+    return option(f"--{name}", action="store_const", const=name, dest="how", help=help)
+
+
 OPTIONS = (
-    flag("--ssh", "a script of ssh commands"),
-    flag("--run", "with --ssh: write nothing, start all processes here and now"),
+    _way("ssh", "over ssh: a script of its commands"),
+    _way("slurm", "a batch script for sbatch"),
+    _way("compose", "a file for docker compose, on this machine"),
+    _way("sky", "tasks for SkyPilot, whose workers dial the coordinator"),
+    flag(
+        "--run", "start all processes and wait; with --ssh (which then writes nothing), --compose"
+    ),
     *CONFIG,
     *ACCESS,
     IMPORT,
     option("--output", default="launch", metavar="DIR", help="directory to write (launch)"),
-    flag("--force", "replace a directory that an earlier launch has written"),
+    flag("--force", "replace what an earlier launch has written there"),
     repeated(
         "--host",
         "ID=HOST",
-        "--ssh: where ssh reaches a process, as in 1=ann@gpu1 (local: the coordinator); default:"
-        " its ip in the configuration",
+        "--ssh: where ssh reaches a worker (default: its ip) or local, the coordinator",
         dest="hosts",
     ),
     repeated("--ssh-option", "KEY=VALUE", "--ssh: an option of ssh's -o", dest="ssh_options"),
-    option(
-        "--directory",
-        metavar="DIR",
-        help="--ssh: directory on the other machines (hetero_launch/NAME of the configuration)",
-    ),
-    option(
-        "--hetero",
-        default="hetero",
-        metavar="PATH",
-        help="where hetero is on the other machines (default: in the PATH that their ssh has)",
-    ),
-    option(
-        "train_options",
-        nargs="*",
-        metavar="-- OPTION",
-        help="options of hetero train for the coordinator",
-    ),
+    option("--directory", metavar="DIR", help="--ssh: on the other machines (hetero_launch/NAME)"),
+    option("--hetero", default="hetero", metavar="PATH", help="the program on the other machines"),
+    repeated("--resources", "ID=TEXT", "options of #SBATCH, or accelerators of SkyPilot"),
+    option("train_options", nargs="*", metavar="-- OPTION", help="options of hetero train"),
 )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    _check(arguments.train_options)
+def run(given: argparse.Namespace) -> int:
+    parser = argparse.ArgumentParser("hetero launch ... --", add_help=False)
+    for names, settings in train.OPTIONS:
+        parser.add_argument(*names, **settings)
+    parser.parse_args(given.train_options)
+    if given.how is None or (given.run and given.how not in ("ssh", "compose")):
+        raise UserError(
+            "give one of --ssh, --slurm, --compose and --sky, and --run with --ssh or --compose"
+        )
     if os.name == "nt":
         raise UserError("hetero launch needs Linux or macOS", hint="use it in WSL")
-    config = load(arguments, saved_plan=False)
+    if given.run and shutil.which(program := "ssh" if given.how == "ssh" else "docker") is None:
+        raise UserError(f"there is no {program} in PATH")
+    config = load(given, saved_plan=False)
     config.require("model", "data")
-    from hetero_framework.commands import launch_plan, launch_ssh
+    from hetero_framework.cluster.stop_signals import signals_passed_to
+    from hetero_framework.commands import launch_files, launch_ssh
 
-    file, output = Path(arguments.config), Path(arguments.output)
-    if not arguments.ssh:
-        raise UserError("say how to launch: --ssh")
-    arguments.directory = arguments.directory or f"hetero_launch/{file.stem}"
-    hosts = launch_plan.by_id(arguments.hosts, "--host")
-    launch = launch_plan.planned(config, arguments, together=True, hosts=hosts)
-    if arguments.run:
-        return launch_ssh.run(launch)
-    files = {"ssh.sh": launch_ssh.script(launch).encode()}
-    launch_plan.write(output, files, force=arguments.force)
-    print(f"wrote {output}; next: sh {output / 'ssh.sh'} prepare")
+    given.config, given.output = map(os.path.abspath, (given.config, given.output))
+    given.directory = given.directory or f"hetero_launch/{Path(given.config).stem}"
+    processes = launch_files.planned(config, given)
+    if given.how == "ssh" and given.run:
+        return launch_ssh.run(given, processes)
+    command = {
+        "slurm": ["sbatch", f"{given.output}/slurm.sh"],
+        "compose": ["docker", "compose", "-f", f"{given.output}/compose.yaml", "up", "--build"],
+    }.get(given.how, ["sh", f"{given.output}/{given.how}.sh"])
+    command += ["--exit-code-from", "coordinator"] * (given.how == "compose")
+    make = launch_ssh.script if given.how == "ssh" else getattr(launch_files, given.how)
+    launch_files.write(Path(given.output), make(given, processes), force=given.force)
+    if given.run:
+        with signals_passed_to(lambda name: None):  # the terminal's Ctrl-C reaches docker itself
+            return subprocess.call(command)
+    print(f"wrote {given.output}; next: {shlex.join(command)}")
     return 0
-
-
-def _check(train_options: Sequence[str]) -> None:
-    """End with the usage of those options of hetero train that can be given here."""
-    parser = argparse.ArgumentParser("hetero launch [OPTION ...] --", add_help=False)
-    ours = (*CONFIG, *ACCESS, IMPORT, LIFE_LINE, WORKER_ID)
-    for names, settings in train.OPTIONS:
-        if (names, settings) not in ours and names != ("--role",):
-            parser.add_argument(*names, **settings)
-    parser.parse_args(train_options)

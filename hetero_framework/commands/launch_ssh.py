@@ -1,7 +1,7 @@
 """`hetero launch --ssh`: starts a configuration's processes on their machines with the system's
 ssh, shows their lines, and ends them together.
 
-Each remote process has its life line through ssh: it ends when its ssh does, in any way.
+Each process has its life line through ssh: it ends when its ssh does, in any way.
 """
 
 from __future__ import annotations
@@ -12,86 +12,91 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from hetero_framework._version import __version__
 from hetero_framework.cluster.child import describe_exit, end_processes
-from hetero_framework.cluster.restart_policy import RestartPolicy
 from hetero_framework.cluster.stop_signals import signals_passed_to
 from hetero_framework.cluster.supervisor import print_lines
-from hetero_framework.commands.launch_plan import Launch, Launched
+from hetero_framework.commands.launch_files import Launched, imported
+from hetero_framework.config import process_name
 from hetero_framework.core import timeouts
 from hetero_framework.errors import NetworkError, StoppedEarly
 from hetero_framework.log import one_line
+from hetero_framework.security.keys import FOLDER
 
 _log = logging.getLogger(__name__)
-_OPTIONS = (
-    *("BatchMode=yes", "ConnectTimeout=10"),
-    *("ServerAliveInterval=15", "ServerAliveCountMax=3"),
-)
-_ANSWER_S, _COPY_S = 60.0, 600.0
-_NO_ANSWER, _NOT_FOUND = 255, 127  # exit codes of ssh, and of a shell
-_NO_QUESTION = "ssh has to log in there without a question: a key, a known host (ssh {})"
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15")
+_ANSWER_S = 300.0
+_AGAIN_S = 5.0
+_NO_ANSWER = 255
+_REASONS = {
+    _NO_ANSWER: "cannot be reached; ssh has to log in there without a question",
+    127: "has no {}; --hetero PATH says where it is",
+}
+"""By exit code of ssh, and of a shell."""
 
 
-@dataclass(frozen=True)
-class Ssh:
-    """The commands of a launch, as argument lists."""
+def run(given: Namespace, processes: Sequence[Launched]) -> int:
+    """Check all machines and copy their files, then start all processes and wait; the exit code of
+    the coordinator. Raises NetworkError that names the machines that cannot take part."""
+    remote = [process for process in processes if process.host is not None]
+    with ThreadPoolExecutor(max(1, len(remote))) as pool:
+        problems = list(filter(None, pool.map(lambda process: _problem(given, process), remote)))
+    if problems:
+        raise NetworkError("\n  ".join(["nothing was started", *problems]))
+    _log.info("all machines answer, and have the configuration and their keys")
+    here = (sys.executable, "-m", "hetero_framework")
+    return _run({process: _start(given, process, here) for process in processes})
 
-    launch: Launch
 
-    def on(self, host: str, command: str) -> list[str]:
-        """`command`, for the shell of the user on that machine."""
-        options = [*self.launch.arguments.ssh_options, *_OPTIONS]  # ssh takes the first of a name
-        return ["ssh", "-T", *(w for o in options for w in ("-o", o)), "--", host, command]
+def script(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
+    """The same as a shell script, which prints the commands of the processes."""
+    lines = ["#!/bin/sh", "# Checks the machines, copies their files, and prints what to start."]
+    lines += ["set -eu"]
+    for process in processes:
+        for command, source in _preparations(given, process) if process.host is not None else ():
+            lines.append(f"{shlex.join(command)} < {shlex.quote(str(source))}")
+    lines += ["cat <<'END'", "Start these, in a terminal each; Ctrl-C ends one:"]
+    lines += [shlex.join(_start(given, process, ["hetero"])) for process in processes]
+    return {"ssh.sh": "\n".join([*lines, "END", ""]).encode()}
 
-    def check(self, host: str) -> list[str]:
-        """Prints the version of hetero there, as it is found from the launch's directory."""
-        return self.on(host, f"umask 077; mkdir -p {self._there} && {self._in_it} --version")
 
-    @property
-    def _there(self) -> str:
-        return _quoted(self.launch.arguments.directory)
+def _ssh(given: Namespace, process: Launched, command: str) -> list[str]:
+    options = [word for text in (*given.ssh_options, *_OPTIONS) for word in ("-o", text)]
+    return ["ssh", "-T", *options, "--", str(process.host), command]  # the first of a name counts
 
-    @property
-    def _in_it(self) -> str:
-        return f"cd {self._there} && exec {_quoted(self.launch.arguments.hetero)}"
 
-    def files(self, process: Launched) -> Iterator[tuple[list[str], Path]]:
-        """For each file that the machine of this process needs: the command, and its input."""
-        assert process.host is not None
-        launch, keys = self.launch, self.launch.keys
-        contents = {launch.file.name: launch.file}
-        contents |= dict(zip(self._imports, map(Path, launch.arguments.imports), strict=True))
-        if keys is not None:
-            contents |= {f"hetero_keys/{n}": keys.path / n for n in launch.key_files(process)}
-        for name, source in contents.items():
-            path = PurePosixPath(launch.arguments.directory, name)
-            folder, target = _quoted(str(path.parent)), _quoted(str(path))
-            text = f"umask 077; mkdir -p {folder} && cat > {target}.new && mv {target}.new {target}"
-            yield self.on(process.host, text), source
+def _preparations(given: Namespace, process: Launched) -> Iterator[tuple[list[str], Path]]:
+    """Commands, each with its input: one that prints the version of hetero there, as it is found
+    from the directory of the launch, then copies of all files."""
+    there = _quoted(given.directory)
+    asked = f"umask 077; mkdir -p {there} && cd {there} && exec {_quoted(given.hetero)} --version"
+    yield _ssh(given, process, asked), Path("/dev/null")
+    sources = {Path(given.config).name: Path(given.config)}
+    sources |= {f"{FOLDER}/{file.name}": file for file in process.keys}
+    sources |= imported(given, "imports")
+    for name, source in sources.items():
+        folder, _, file = f"{given.directory}/{name}".rpartition("/")
+        make = f"umask 077; mkdir -p {_quoted(folder)} && cd {_quoted(folder)}"
+        file = shlex.quote(file)  # another process of this launch may copy to it at the same time
+        copy = f"{make} && cat > {file}.$$ && mv {file}.$$ {file}"
+        yield _ssh(given, process, copy), source.absolute()
 
-    @property
-    def _imports(self) -> list[str]:
-        """The files of --import in the directory there; two may have one name."""
-        given = self.launch.arguments.imports
-        return [f"imports/{i}/{Path(file).name}" for i, file in enumerate(given)]
 
-    def start(self, process: Launched, here: Sequence[str] = ("hetero",)) -> list[str]:
-        """The command of a process; `here`: how hetero is called on this machine."""
-        launch = self.launch
-        if process.host is None:
-            imports = [str(Path(file).absolute()) for file in launch.arguments.imports]
-            words = launch.words(process, str(launch.file), imports)
-            keys = ["--keys", str(launch.keys.path)] if launch.keys is not None else []
-            return [*here, words[0], "--life-line", *keys, *words[1:]]
-        words = launch.words(process, launch.file.name, self._imports)
-        command = shlex.join([words[0], "--life-line", *words[1:]])
-        return self.on(process.host, f"{self._in_it} {command}")
+def _start(given: Namespace, process: Launched, here: Sequence[str]) -> list[str]:
+    """The command of a process; `here`: how hetero is called on this machine."""
+    if process.host is None:
+        imports = map(str, imported(given, "").values())
+        keys = given.keys or str(Path(given.config).parent / FOLDER)
+        return [*here, *process.words(given, given.config, keys, imports), "--life-line"]
+    words = process.words(given, Path(given.config).name, FOLDER, imported(given, "imports"))
+    command = f"cd {_quoted(given.directory)} && exec {_quoted(given.hetero)}"
+    return _ssh(given, process, f"{command} {shlex.join([*words, '--life-line'])}")
 
 
 def _quoted(path: str) -> str:
@@ -100,156 +105,62 @@ def _quoted(path: str) -> str:
     return home + shlex.quote(path.removeprefix(home))
 
 
-def script(launch: Launch) -> str:
-    """The commands as a shell script, to be read, or changed and run."""
-    ssh = Ssh(launch)
-    remote = [(process, process.host) for process in launch.processes if process.host is not None]
-    start = ssh.on("", "")[:-2]
-
-    def text(command: Sequence[str], source: str | Path = "") -> str:
-        words = ["on", *command[len(start) :]] if command[: len(start)] == start else command
-        return f"    {shlex.join(words)}" + (f" < {shlex.quote(str(source))}" if source else "")
-
-    lines = ["#!/bin/sh", f"# Starts the processes of {launch.file.name}, each in a terminal:"]
-    names = ("prepare", *(process.file_name for process in launch.processes))
-    lines += [f"#     sh ssh.sh {name}" for name in names]
-    lines += ["# Ctrl-C ends one. `hetero launch --ssh --run` does all of it in one terminal."]
-    lines += ["set -eu", f'on() {{ {shlex.join(start)} "$@"; }}', 'case "${1:-}" in', "prepare)"]
-    for host in dict.fromkeys(host for _, host in remote):
-        lines.append(text(ssh.check(host), "/dev/null"))
-    for process, _ in remote:
-        lines += [text(command, source.absolute()) for command, source in ssh.files(process)]
-    for process in launch.processes:
-        lines += ["    ;;", f"{process.file_name})", text(ssh.start(process))]
-    return "\n".join([*lines, "    ;;", "*) sed -n '2,/^# Ctrl/p' \"$0\"; exit 2 ;;", "esac", ""])
-
-
-def run(launch: Launch) -> int:
-    """Check the machines, copy the files, start all processes, and wait for the coordinator; its
-    exit code. Raises NetworkError that names the machines that cannot take part."""
-    ssh = Ssh(launch)
-    hosts = {process.host: process for process in launch.processes if process.host is not None}
-    with ThreadPoolExecutor(max(1, len(launch.processes))) as pool:
-        _all_or_none(pool.map(lambda p: _unfit(ssh, p), hosts.values()))
-        _log.info("all machines answer; configuration and keys are copied to them")
-        remote = [process for process in launch.processes if process.host is not None]
-        _all_or_none(pool.map(lambda p: _not_copied(ssh, p), remote))
-    return _Running(ssh).run()
-
-
-def _all_or_none(results: Iterator[tuple[str, str] | None]) -> None:
-    if wrong := [result for result in results if result is not None]:
-        lines = [f"{problem}\n    {hint}" for problem, hint in wrong]
-        raise NetworkError("nothing was started\n  " + "\n  ".join(lines))
-
-
-def _unfit(ssh: Ssh, process: Launched) -> tuple[str, str] | None:
-    """Why a machine cannot take part, and what to do."""
-    assert process.host is not None
-    code, said = _answer(ssh.check(process.host), _ANSWER_S)
-    where, hetero = f"{process.name} ({process.host})", ssh.launch.arguments.hetero
-    if code == _NO_ANSWER:
-        return f"{where} cannot be reached: {said}", _NO_QUESTION.format(process.host)
-    if code == _NOT_FOUND:
-        return f"{where} has no {hetero}: {said}", "--hetero PATH says where it is installed"
-    if code != 0:
-        return f"{where}: {hetero} --version ended with exit code {code}: {said}", "install anew"
-    if said.split()[-1:] != [__version__]:
-        return f"{where} has {said}; here it is hetero {__version__}", "install the same version"
-    return None
-
-
-def _not_copied(ssh: Ssh, process: Launched) -> tuple[str, str] | None:
-    for command, source in ssh.files(process):
-        code, said = _answer(command, _COPY_S, source)
-        if code != 0:
-            what = f"{process.name} ({process.host}): {source.name} could not be written"
-            return f"{what}: {said}", "make room and rights there, or choose --directory DIR"
-    return None
-
-
-def _answer(command: Sequence[str], limit_s: float, source: Path | None = None) -> tuple[int, str]:
-    """Exit code and last line of a command that reads `source`."""
-    with open(source or "/dev/null", "rb") as given:
+def _problem(given: Namespace, process: Launched) -> str | None:
+    """Why a machine cannot take part, with what to do; None once it has its files."""
+    where = f"{process_name(process.id)} ({process.host})"
+    for number, (command, source) in enumerate(_preparations(given, process)):
+        what = f"copying {source.name} failed" if number else "hetero --version failed"
         try:
-            done = subprocess.run(
-                command,
-                stdin=given,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=limit_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return _NO_ANSWER, f"no answer within {limit_s:.0f} s"
-        except OSError as error:
-            return _NO_ANSWER, f"ssh cannot be run: {error}"
-    lines = done.stdout.decode("utf-8", "replace").strip().splitlines()
-    return done.returncode, one_line(lines[-1]) if lines else describe_exit(done.returncode)
+            with source.open("rb") as data:
+                done = subprocess.run(command, stdin=data, capture_output=True, timeout=_ANSWER_S)
+        except (subprocess.TimeoutExpired, OSError) as error:
+            return f"{where}: {what}: {error}"
+        text = (done.stdout if done.returncode == 0 else done.stderr).decode("utf-8", "replace")
+        said = one_line(next(filter(None, reversed(text.split("\n"))), "it said nothing"))
+        if done.returncode:
+            return f"{where} {_REASONS.get(done.returncode, what).format(given.hetero)}: {said}"
+        if not number and said.split()[-1:] != [__version__]:
+            return f"{where} has {said}, and here is hetero {__version__}; install the same"
+    return None
 
 
-class _Running:
-    """The processes of a launch while they run."""
-
-    def __init__(self, ssh: Ssh) -> None:
-        self._ssh = ssh
-        self._signals = 0
-        self._children: dict[Launched, subprocess.Popen[bytes]] = {}
-        self._printers: list[threading.Thread] = []
-        self._start_at = dict.fromkeys(reversed(ssh.launch.processes), 0.0)
-        self._policies = {process: RestartPolicy() for process in ssh.launch.processes}
-
-    def run(self) -> int:
-        """The exit code of the coordinator, or 75 after a second signal."""
-        coordinator = self._ssh.launch.processes[0]
-        with signals_passed_to(self._note):
-            try:
-                while self._signals < 2:
-                    self._start_due()
-                    child = self._children.get(coordinator)
-                    if child is None:  # the signal came first
-                        break
-                    if (code := child.poll()) is not None:
+def _run(commands: dict[Launched, list[str]]) -> int:
+    """Run the commands, the coordinator's first, until that has ended or a second signal comes."""
+    signals: list[str] = []
+    children: dict[Launched, subprocess.Popen[bytes]] = {}
+    printers: list[threading.Thread] = []
+    due = dict.fromkeys(commands, 0.0)  # when to start them
+    with signals_passed_to(signals.append):
+        try:
+            while len(signals) < 2:
+                now = -1.0 if signals and children else time.monotonic()
+                for process in [p for p, at in due.items() if at <= now]:
+                    del due[process]
+                    child = children[process] = subprocess.Popen(
+                        commands[process],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # a terminal's Ctrl-C is for the launcher alone
+                    )
+                    printers.append(
+                        print_lines(child, f"{process_name(process.id)} | ", deque(maxlen=1))
+                    )
+                for process in [p for p, child in children.items() if child.poll() is not None]:
+                    code = children.pop(process).returncode
+                    if process.id == "local":
                         return code
-                    if self._signals and child.stdin is not None:
-                        child.stdin.close()
-                    for process, child in [*self._children.items()]:
-                        if (code := child.poll()) is not None:
-                            self._ended(process, code)
-                    time.sleep(timeouts.ANSWER_TICK_S)
-                return StoppedEarly.exit_code
-            finally:
-                grace_s = 0.0 if self._signals > 1 else timeouts.RELEASE_S + timeouts.STOP_S
-                end_processes([*self._children.values()], grace_s)
-                for printer in self._printers:
-                    printer.join(timeouts.STOP_S)
-
-    def _note(self, name: str) -> None:
-        self._signals += 1
-        if self._signals == 1:
-            _log.info("%s: the run is saved, then all end; once more ends them at once", name)
-
-    def _start_due(self) -> None:
-        due = [p for p, at in self._start_at.items() if at <= time.monotonic()]
-        for process in due if not self._signals else ():
-            del self._start_at[process]
-            child = subprocess.Popen(
-                self._ssh.start(process, (sys.executable, "-m", "hetero_framework")),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C is for the launcher alone
-            )
-            self._children[process] = child
-            self._printers.append(print_lines(child, f"{process.name} | ", deque(maxlen=1)))
-
-    def _ended(self, process: Launched, code: int) -> None:
-        """A worker whose connection was lost has ended with it, and is started again."""
-        del self._children[process]
-        lost = code == _NO_ANSWER and process.host is not None
-        pause_s = self._policies[process].died(time.monotonic()) if lost else None
-        if pause_s is None:
-            _log.info("%s has ended: %s", process.name, describe_exit(code))
-            return
-        self._start_at[process] = time.monotonic() + pause_s
-        _log.warning("%s: ssh has lost it; it is started again", process.name)
+                    _log.info("%s has ended: %s", process_name(process.id), describe_exit(code))
+                    if code == _NO_ANSWER:  # the worker has ended with its connection
+                        due[process] = time.monotonic() + _AGAIN_S
+                line = next(iter(children.values())).stdin  # the coordinator's
+                if signals and line is not None and not line.closed:
+                    _log.info("the run is saved, then all end; once more ends them at once")
+                    line.close()
+                time.sleep(timeouts.ANSWER_TICK_S)
+            return StoppedEarly.exit_code
+        finally:
+            grace_s = 0.0 if len(signals) > 1 else timeouts.RELEASE_S + timeouts.STOP_S
+            end_processes([*children.values()], grace_s)
+            for printer in printers:
+                printer.join(timeouts.STOP_S)

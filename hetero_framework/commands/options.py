@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,11 +144,13 @@ def import_files(arguments: argparse.Namespace) -> None:
 
 
 def keep_life_line(arguments: argparse.Namespace) -> None:
-    """With --life-line: from now on, the end of standard input is a SIGTERM to this process."""
-    if arguments.life_line:
-        from hetero_framework.cluster.child import end_with_stdin
+    """With --life-line: from now on, the end of standard input is a SIGTERM to the main thread,
+    which interrupts any wait."""
+    if getattr(arguments, "life_line", False):
+        from hetero_framework.cluster.child import watch_parent
 
-        end_with_stdin()
+        main = threading.main_thread().ident or 0
+        watch_parent(on_gone=lambda: signal.pthread_kill(main, signal.SIGTERM))
 
 
 def key_options(arguments: argparse.Namespace) -> Any:

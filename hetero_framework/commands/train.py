@@ -18,7 +18,6 @@ from hetero_framework.commands.options import (
     at_least,
     flag,
     island_access_for,
-    keep_life_line,
     load,
     option,
     processes_here,
@@ -70,7 +69,6 @@ OPTIONS = (
 
 
 def run(arguments: argparse.Namespace) -> int | None:
-    keep_life_line(arguments)
     config = load(arguments, saved_plan=False)
     from hetero_framework.cluster.roles import decide_role
     from hetero_framework.commands.preflight import preflight

@@ -15,7 +15,6 @@ from hetero_framework.commands.options import (
     WORKER_ID,
     access_for,
     flag,
-    keep_life_line,
     load,
     option,
     processes_here,
@@ -40,7 +39,6 @@ OPTIONS = (
 
 
 def run(arguments: argparse.Namespace) -> int:
-    keep_life_line(arguments)
     config = load(arguments, saved_plan=False)
     from hetero_framework.cluster.roles import decide_role
 

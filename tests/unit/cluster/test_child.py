@@ -27,10 +27,10 @@ def test_a_sigkill_is_looked_up_in_the_kernels_log() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_the_end_of_a_life_line_interrupts_any_wait_as_sigterm_does() -> None:
     program = (
-        "import signal, sys, threading\n"
-        "from hetero_framework.cluster.child import end_with_stdin\n"
+        "import argparse, signal, sys, threading\n"
+        "from hetero_framework.commands.options import keep_life_line\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
-        "end_with_stdin()\n"
+        "keep_life_line(argparse.Namespace(life_line=True))\n"
         "threading.Event().wait(60)\n"
     )
     words = [sys.executable, "-c", program]
