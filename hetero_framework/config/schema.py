@@ -435,18 +435,33 @@ class TrainingConfig(Section):
     """Further arguments of the optimizer, as "name=value,name=value"."""
     logging_steps: Steps = 1
     """Steps from one line on the screen to the next."""
-    save_strategy: Literal["no", "steps", "epoch"] = "steps"
-    """When to save checkpoints."""
+    save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
+    """When to save checkpoints. "best": after an evaluation that is better than all before."""
     save_steps: Steps = 500
     """Checkpoint interval for save_strategy "steps"."""
     save_total_limit: int | None = Field(default=None, ge=1)
-    """Checkpoints to keep; older ones are deleted. null: all."""
+    """Checkpoints to keep; older ones are deleted, the best one never. null: all."""
     eval_strategy: Literal["no", "steps", "epoch"] | None = None
     """When to evaluate. null: "steps" when eval_steps is given, else "no"."""
     eval_steps: Steps | None = None
     """Evaluation interval for "steps". null: logging_steps."""
     eval_on_start: bool = False
     """Evaluate once before the first step."""
+    eval_delay: float = Field(default=0, ge=0)
+    """Steps, or epochs with eval_strategy "epoch", before the first evaluation."""
+    load_best_model_at_end: bool = False
+    """Make the result of the best checkpoint, not of the last step. Evaluation and saving then
+    have the same strategy, and save_steps is a multiple of eval_steps."""
+    metric_for_best_model: Name | None = None
+    """The metric of an evaluation that decides, such as "loss" or "perplexity". null: "loss", where
+    one is needed."""
+    greater_is_better: bool | None = None
+    """Whether a larger value is better. null: unless the metric's name ends in "loss" or is
+    "perplexity"."""
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """Stop after this many evaluations in a row that are not better than the best one."""
+    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    """How much better one has to be, to count for early_stopping_patience."""
     bf16: bool = False
     """Compute in bfloat16 autocast; weights keep their type."""
     fp16: bool = False
@@ -579,7 +594,37 @@ class TrainingConfig(Section):
             raise ValueError(
                 f'eval_steps needs eval_strategy "steps", but it is "{self.eval_strategy}"'
             )
+        self._check_best()
         return self
+
+    def _check_best(self) -> None:
+        """The Trainer's rules for what follows from evaluations."""
+        if self.metric is None:
+            return
+        name = "load_best_model_at_end" if self.load_best_model_at_end else "metric_for_best_model"
+        name = "early_stopping_patience" if self.early_stopping_patience else name
+        if self.evaluation == "no":
+            raise ValueError(f'{name} needs evaluations: set eval_strategy to "steps" or "epoch"')
+        if not self.load_best_model_at_end or self.save_strategy == "best":
+            return
+        if self.evaluation != self.save_strategy:
+            raise ValueError(
+                "load_best_model_at_end needs a checkpoint for each evaluation, but eval_strategy"
+                f' is "{self.evaluation}" and save_strategy "{self.save_strategy}"; set both alike'
+            )
+        save, evaluate = self.save_steps, self.eval_steps or self.logging_steps
+        if self.evaluation == "steps" and not _is_multiple(save, evaluate):
+            raise ValueError(
+                "load_best_model_at_end needs a save_steps that is a multiple of eval_steps, but"
+                f" they are {save:g} and {evaluate:g}"
+            )
+
+    @property
+    def metric(self) -> str | None:
+        """metric_for_best_model with its default, where any setting needs it."""
+        needed = self.load_best_model_at_end or self.early_stopping_patience is not None
+        needed = needed or self.save_strategy == "best"
+        return self.metric_for_best_model or ("loss" if needed else None)
 
     @property
     def compiles(self) -> bool:
@@ -614,6 +659,11 @@ class WireConfig(Section):
 def interval(value: float, total_steps: int) -> int:
     """A number of steps; below 1 it is a share of `total_steps`, rounded up (transformers)."""
     return int(value) if value >= 1 else math.ceil(total_steps * value)
+
+
+def _is_multiple(value: float, of: float) -> bool:
+    """Whether both are whole and one is a multiple of the other, or both are shares and so."""
+    return (value < 1) == (of < 1) and round(value * 1e6) % round(of * 1e6) == 0
 
 
 def _entries_or_auto(entries: tuple[PlanEntry, ...]) -> Any:

@@ -16,12 +16,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
+    EarlyStoppingCallback,
     PreTrainedModel,
     TrainerCallback,
     TrainerControl,
@@ -29,7 +30,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hetero_framework.config import Config, TrainingConfig, interval
 from hetero_framework.core.files import write_file
@@ -47,7 +48,9 @@ from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.visualizer.progress import StageRow
 
-_STATES, _STOPPED = "stateful_callbacks", "stopped"
+METRICS = ("eval_loss", "eval_token_loss", "eval_perplexity")
+"""What every evaluation gives."""
+_STATES, _STOPPED, _TOLD = "stateful_callbacks", "stopped", "evaluated"  # lines of their own
 _FLAGS = {
     "should_log": "log",
     "should_evaluate": "evaluate",
@@ -72,7 +75,18 @@ class Callbacks(Observer):
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
     ) -> None:
         self._prepared, self._store = prepared, store
+        training = prepared.config.training
+        if (patience := training.early_stopping_patience) is not None:
+            early = EarlyStoppingCallback(patience, training.early_stopping_threshold)
+            callbacks = [early, *callbacks]
         self._callbacks = [made(callback) for callback in callbacks]
+        self._metric = None if training.metric is None else full_name(training.metric)
+        if self._metric is not None and self._metric not in METRICS:
+            known = ", ".join(name.removeprefix("eval_") for name in METRICS)
+            raise ConfigError(
+                f"training.metric_for_best_model is {training.metric!r}, which no evaluation gives",
+                hint=f"choose one of: {known}",
+            )
         self._history = StepLines(prepared.config.output_dir / HISTORY_FILE)
         self._arguments = training_arguments(prepared.config)
         self._control = TrainerControl()
@@ -83,6 +97,7 @@ class Callbacks(Observer):
         self._line: Mapping[str, Any] = {}
         self._losses: list[tuple[int, float]] = []  # not logged yet, with their steps
         self._stopped_at: int | None = None
+        self._untold: Mapping[str, Any] | None = None  # an evaluation that callbacks do not know
         self._began_s = 0.0
         self._sum, self._first_step = 0.0, 0
         self.state = TrainerState()
@@ -109,6 +124,8 @@ class Callbacks(Observer):
             due.stop = True
         due.log &= bool(self._losses)
         self._call("on_train_begin")
+        if self._untold is not None:
+            self.evaluated(state, self._untold, due)
 
     def went_back(self, state: TrainState) -> None:
         self._read(state)
@@ -162,10 +179,16 @@ class Callbacks(Observer):
         }
         self._report(told, due)
         due.evaluate = False
-        self._decide("on_evaluate", due, metrics=told)
+        self._decide("on_evaluate", due, metrics={**metrics, **told})
+        # An evaluation before the first step decides nothing, as in the Trainer.
+        is_best = state.step > 0 and self._judge(metrics, state.step)
+        if self._arguments.save_strategy == SaveStrategy.BEST:
+            due.save = is_best
         self._write_states()
+        self._history.write({"step": state.step, _TOLD: True})
 
     def saved(self, state: TrainState, due: Due) -> None:
+        self._name_best()
         self._decide("on_save", due)
         self._write_states()
         self._write_state()
@@ -186,10 +209,39 @@ class Callbacks(Observer):
             },
             due,
         )
+        self._name_best()
+        best, wanted = self.state.best_model_checkpoint, self._arguments.load_best_model_at_end
+        due.take_best = wanted and best is not None and self._store.best_step != state.step
+        if wanted and best is None:
+            _log.warning("there is no checkpoint of a best model: the last state is the result")
+        if self._store.save_total_limit == 1 and best is not None:
+            for step in self._store.complete_steps():
+                if step != self._store.best_step:
+                    self._store.delete(step)
 
     def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
         self._call("on_train_end")
         self._write_state()
+
+    def _judge(self, metrics: Mapping[str, Any], step: int) -> bool:
+        """Whether an evaluation is better than all before, which is then remembered."""
+        if self._metric is None:
+            return False
+        value, best = metrics[self._metric], self.state.best_metric
+        if best is None:
+            best = -math.inf if self._arguments.greater_is_better else math.inf
+        if not (value > best if self._arguments.greater_is_better else value < best):
+            return False
+        self.state.best_metric = value
+        if self._arguments.save_strategy != SaveStrategy.NO:
+            self.state.best_global_step = self._store.best_step = step
+        return True
+
+    def _name_best(self) -> None:
+        """Name the checkpoint of the best step, once it is there."""
+        step = self.state.best_global_step
+        if step is not None and step in self._store.complete_steps():
+            self.state.best_model_checkpoint = str(self._store.root / f"step_{step}")
 
     def _decide(self, event: str, due: Due, **details: Any) -> None:
         """Call the callbacks with the flags of `due`, which they may change."""
@@ -234,16 +286,27 @@ class Callbacks(Observer):
 
     def _read(self, state: TrainState) -> None:
         """Go on with what was recorded up to a step."""
+        run = StepLines(self._prepared.config.output_dir / METRICS_FILE).resume(state.step)
+        evaluations = {line["step"]: line for line in run if "eval_loss" in line}
         lines = self._history.resume(state.step)
-        history = [line for line in lines if _STATES not in line and _STOPPED not in line]
+        told = {line["step"] for line in lines if _TOLD in line}
+        self._untold = evaluations.get(state.step) if state.step not in told else None
+        if self._untold is not None:
+            lines = self._history.resume(state.step, partial(_precedes_evaluation, state.step))
+        own = {_STATES, _STOPPED, _TOLD}
+        history = [line for line in lines if own.isdisjoint(line)]
+        self.state.best_metric = self.state.best_global_step = None
+        self.state.best_model_checkpoint = self._store.best_step = None
+        for step in sorted(told & evaluations.keys()):
+            self._judge(evaluations[step], step)
+        self._name_best()
         self._stopped_at = next((line["step"] for line in lines if _STOPPED in line), None)
         self.state.log_history = history
         self.state.global_step = state.step
         self.state.epoch = self._prepared.data.epoch_of(state.position - 1) if state.step else 0
         self._epoch, self._losses = None, []
         logged = max((line["step"] for line in history if "loss" in line), default=0)
-        steps = StepLines(self._prepared.config.output_dir / METRICS_FILE).resume(state.step)
-        for line in steps:
+        for line in run:
             if "loss" in line:
                 self._line = line
                 if line["step"] > logged:
@@ -275,6 +338,15 @@ class Callbacks(Observer):
             _log.warning("cannot write %s: %s", path, error.strerror)
 
 
+def _precedes_evaluation(step: int, line: Mapping[str, Any]) -> bool:
+    """Whether a line of the history was written before the evaluation after `step` was told."""
+    return bool(line["step"] < step or not ("eval_loss" in line or _STATES in line))
+
+
+def full_name(metric: str) -> str:
+    return metric if metric.startswith("eval_") else f"eval_{metric}"
+
+
 def made(callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback:
     """An instance. Raises ConfigError for what is no callback."""
     if inspect.isclass(callback) and issubclass(callback, TrainerCallback):
@@ -295,6 +367,9 @@ def training_arguments(config: Config) -> TrainingArguments:
             value, former = getattr(config.training, name), getattr(arguments, name)
             setattr(arguments, name, type(former)(value) if isinstance(former, Enum) else value)
     arguments.eval_strategy = IntervalStrategy(config.training.evaluation)
+    metric = arguments.metric_for_best_model = config.training.metric
+    if arguments.greater_is_better is None and metric is not None:
+        arguments.greater_is_better = not metric.endswith(("loss", "perplexity"))
     if config.training.evaluation == "steps" and arguments.eval_steps is None:
         arguments.eval_steps = arguments.logging_steps
     return arguments

@@ -78,6 +78,8 @@ class CheckpointStore:
         self.root = Path(root)
         self.save_total_limit = save_total_limit
         self.lasting = lasting
+        self.best_step: int | None = None
+        """The checkpoint that no rotation deletes."""
 
     def remove(self) -> None:
         """Delete all of them, and the directory."""
@@ -207,7 +209,7 @@ class CheckpointStore:
         return CheckpointReader(step, directory)
 
     def rotate(self, newest: int) -> None:
-        """Delete the lowest steps beyond `save_total_limit`, but never `newest`."""
+        """Delete the lowest steps beyond `save_total_limit`, but never `newest` nor the best."""
         if self.save_total_limit is None:
             return
         try:
@@ -215,14 +217,22 @@ class CheckpointStore:
         except CheckpointError as error:  # the new one is there; that alone matters
             _log.warning("%s", error.message)
             return
-        for step in others[: max(0, len(others) + 1 - self.save_total_limit)]:
-            directory, trash = self.root / f"step_{step}", self.root / f"step_{step}.trash"
-            try:
-                rename(directory, trash)  # a half-deleted checkpoint must not look complete
-                shutil.rmtree(trash)
-            except OSError as error:
-                # Disk is lost, not state: a file held open elsewhere (Windows) must not end a run.
-                _log.warning("could not delete the old checkpoint %s: %s", directory, error)
+        limit = self.save_total_limit
+        if self.best_step in others:
+            others.remove(self.best_step)
+            limit = max(1, limit - 1)
+        for step in others[: max(0, len(others) + 1 - limit)]:
+            self.delete(step)
+
+    def delete(self, step: int) -> None:
+        """Delete a checkpoint, or log why that cannot be done."""
+        directory, trash = self.root / f"step_{step}", self.root / f"step_{step}.trash"
+        try:
+            rename(directory, trash)  # a half-deleted checkpoint must not look complete
+            shutil.rmtree(trash)
+        except OSError as error:
+            # Disk is lost, not state: a file held open elsewhere (Windows) must not end a run.
+            _log.warning("could not delete the old checkpoint %s: %s", directory, error)
 
 
 def durable_store(config: Config) -> CheckpointStore:

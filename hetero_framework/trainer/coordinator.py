@@ -495,7 +495,7 @@ class Coordinator:
         due.is_epoch_over = state.position // every > before.position // every
         due.stop |= state.position >= total
         due.log |= due_after(training.logging_steps)
-        if training.evaluation == "steps":
+        if training.evaluation == "steps" and state.step >= training.eval_delay:
             due.evaluate |= due_after(training.eval_steps or training.logging_steps) or due.stop
         if training.save_strategy == "steps":
             due.save |= due_after(training.save_steps) or due.stop
@@ -503,9 +503,9 @@ class Coordinator:
     def _note_what_is_left(self) -> None:
         """Note what was due after the last step of a run that was cut short. What was done then,
         observers know."""
-        state, due, training = self._state, self._due, self._config.training
+        state, due = self._state, self._due
         self._note_what_is_due(replace(state, step=state.step - 1))
-        due.evaluate |= training.evaluation == "epoch" and due.is_epoch_over
+        due.evaluate |= self._is_evaluated_by_epoch and due.is_epoch_over
         due.save = due.is_open = False
 
     def _do_what_is_due(self) -> None:
@@ -513,13 +513,18 @@ class Coordinator:
         due = self._due
         self._do_marked()
         if due.is_open and (due.is_epoch_over or due.stop or due.stop_epoch):
-            due.evaluate |= self._config.training.evaluation == "epoch"
+            due.evaluate |= self._is_evaluated_by_epoch
             due.save |= self._config.training.save_strategy == "epoch"
             self._tell(Observer.epoch_end, self._state, due)
             self._do_marked()
         if due.is_open and due.stop_epoch:
             self._leave_epoch()
         due.is_open = False
+
+    @property
+    def _is_evaluated_by_epoch(self) -> bool:
+        training = self._config.training
+        return training.evaluation == "epoch" and self._epoch >= training.eval_delay
 
     def _do_marked(self) -> None:
         due = self._due
@@ -690,14 +695,19 @@ class Coordinator:
         self._cluster.pipeline.check = self._heed_stop
         saves = self._config.training.save_strategy != "no" and self._replicas.saves
         self._replicas.close("its training is done")
+        self._due.take_best = False
+        self._tell(Observer.trained, self._state, self._due)
         try:
             if lost is not None:
                 raise lost
+            saves &= self._config.training.save_strategy != "best"
             if saves and not self._checkpoints.has(self._state):
                 self._checkpoints.save(self._state)  # the result matters more than the checkpoint
                 if self._checkpoints.has(self._state):
                     self._tell(Observer.saved, self._state, self._due)
             with self._ending_within(timeouts.STEP_END_S):
+                if self._due.take_best:
+                    self._checkpoints.take_best()
                 result = self._export()
         except _Interrupted:
             self._stop_early()
@@ -708,7 +718,7 @@ class Coordinator:
         else:
             self._cluster.retrying(self._cluster.pipeline.drain_commits)
         self._keep_spans()
-        self._tell(Observer.trained, self._state, self._due)
+        self._tell(Observer.exported, self._state)
         self._checkpoints.finished()
         self._directories.mark_finished()
         files = outputs.result_files(self._config, result)
@@ -792,7 +802,8 @@ def _callbacks(
     prepared: setup.Prepared, store: CheckpointStore, given: Sequence[Any]
 ) -> Iterator[Observer]:
     """What tells transformers' callbacks, where there are any."""
-    if callbacks := [*given, *control.imported_callbacks()]:
+    callbacks = [*given, *control.imported_callbacks()]
+    if callbacks or prepared.config.training.metric is not None:
         from hetero_framework.trainer.callbacks import Callbacks  # it imports the Trainer's parts
 
         yield Callbacks(prepared, store, callbacks)

@@ -18,7 +18,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,11 @@ class StepLines:
         self._bytes: int | None = None  # of complete lines, once one was written
         self._num_lost = 0
 
-    def resume(self, step: int) -> list[dict[str, Any]]:
-        """Drop every line of a step beyond `step`, and a last line cut off by a crash; return the
-        others.
+    def resume(
+        self, step: int, stays: Callable[[Mapping[str, Any]], bool] = bool
+    ) -> list[dict[str, Any]]:
+        """Drop every line of a step beyond `step`, those for which `stays` is false, and a last
+        line cut off by a crash; return the others.
 
         The file is replaced in one rename. Raises DataError for a line that is not one of ours.
         """
@@ -62,7 +64,7 @@ class StepLines:
             if number == len(lines) and not line.endswith(b"\n"):
                 break
             content = _parsed(line, number, self.path)
-            if content["step"] <= step:
+            if content["step"] <= step and stays(content):
                 kept.append(line)
                 parsed.append(content)
         if len(kept) != len(lines):

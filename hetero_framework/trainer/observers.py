@@ -35,6 +35,7 @@ class Due:
     save: bool = False
     stop_epoch: bool = False
     stop: bool = False
+    take_best: bool = False  # make the result of the best checkpoint
     is_epoch_over: bool = False
     is_open: bool = False  # not everything that follows the step is done
 
@@ -92,7 +93,10 @@ class Observer:
         """What a process recorded; `offset_s` is its clock minus the coordinator's."""
 
     def trained(self, state: TrainState, due: Due) -> None:
-        """All steps are done; the result is not written yet."""
+        """All steps are done; the result is not made yet."""
+
+    def exported(self, state: TrainState) -> None:
+        """The result is written, and all processes have told what they recorded."""
 
     def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
         """The result is written. `files` are lines for the user: a label and a path or text."""
@@ -189,7 +193,7 @@ class TimelineFile(Observer):
             raise errors.ProtocolError(text)
         self._timeline.add(owner, spans, offset_s)
 
-    def trained(self, state: TrainState, due: Due) -> None:
+    def exported(self, state: TrainState) -> None:
         self._timeline.close()
 
 

@@ -150,6 +150,15 @@ class RunCheckpoints:
         """Whether the last checkpoint is of this step."""
         return self._last is not None and self._last[0] == state.step
 
+    def take_best(self) -> None:
+        """Give the stages the state of the best checkpoint; the run's position stays."""
+        assert self._store.best_step is not None
+        last = self._last
+        try:
+            self.restore(self._store.resolve(self._store.best_step))
+        finally:
+            self._last = last
+
     def last(self) -> CheckpointReader | None:
         """The run's last complete checkpoint; None where there is none. Raises CheckpointError
         where none can be read."""

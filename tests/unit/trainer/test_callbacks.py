@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
+    EarlyStoppingCallback,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -174,6 +179,99 @@ def test_flags_of_the_control_are_obeyed_as_by_the_trainer(
     assert ours.events == other.events
     assert ours.state is not None
     compare(ours.state, trainer.state)
+
+
+BEST: dict[str, dict[str, Any]] = {
+    "steps": {"eval_steps": 2, "save_steps": 2},
+    "saved_less_often": {"eval_steps": 1, "save_steps": 3, "save_total_limit": 2},
+    "one_is_kept": {"eval_steps": 1, "save_steps": 1, "save_total_limit": 1},
+    "two_are_kept": {"eval_steps": 1, "save_steps": 1, "save_total_limit": 2},
+    "by_epoch": {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 2},
+    "only_the_best": {"eval_steps": 1, "save_strategy": "best", "save_total_limit": 1},
+    "stopped_early": {"eval_steps": 1, "save_steps": 1, "early_stopping_patience": 2},
+    "stopped_by_a_threshold": {
+        **{"eval_steps": 1, "save_steps": 1, "early_stopping_patience": 1},
+        "early_stopping_threshold": 0.2,
+    },
+    "not_before_the_third": {"eval_steps": 1, "save_steps": 1, "eval_delay": 3},
+    "the_worst": {"eval_steps": 2, "save_steps": 2, "greater_is_better": True},
+}
+
+
+@pytest.mark.parametrize("case", BEST)
+def test_the_best_model_is_that_of_the_trainer(case: str, alone: Alone, tmp_path: Path) -> None:
+    steps = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
+    # So large a rate that the loss goes up and down.
+    training = {**steps, "max_steps": 8, "learning_rate": 0.3, "warmup_steps": 1, **BEST[case]}
+    config, ours = told_about(alone, tmp_path, training), Recorder()
+    train(config, callbacks=[ours])
+    patience = config.training.early_stopping_patience
+    threshold = config.training.early_stopping_threshold
+    early = [EarlyStoppingCallback(patience, threshold)] if patience else []
+    trainer = theirs(config, Recorder(), tmp_path / "trainer", *early)
+    assert ours.state is not None
+    compare(ours.state, trainer.state)
+    assert ours.state.best_metric == pytest.approx(trainer.state.best_metric, rel=1e-6)
+    assert ours.state.best_global_step == trainer.state.best_global_step
+    kept = {number(path) for path in (tmp_path / "trainer").glob("checkpoint-*")}
+    assert {number(path) for path in config.checkpoints.glob("step_*")} == kept
+    assert number(ours.state.best_model_checkpoint) == ours.state.best_global_step
+    result = load_file(config.result_dir / "model.safetensors")
+    for name, tensor in trainer.model.state_dict().items():
+        torch.testing.assert_close(result[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def number(path: str | Path | None) -> int:
+    return int(str(path).replace("_", "-").rpartition("-")[2])
+
+
+def test_a_run_that_is_stopped_again_and_again_has_the_same_best_model(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = {
+        **{"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True},
+        **{"eval_steps": 1, "save_steps": 1, "max_steps": 8, "learning_rate": 0.3},
+        **{"warmup_steps": 1, "early_stopping_patience": 3, "save_total_limit": 2},
+    }
+    whole = told_about(alone, tmp_path, training)
+    train(whole)
+    config = told_about(partial(alone, "again"), tmp_path, training)
+    for _ in range(12):
+        with contextlib.suppress(CallbackError):
+            train(config, callbacks=[FailingOnce(config.output_dir)])
+            break
+    assert config.output_dir.joinpath("failed").read_text() == "1234"
+    history = "log_history.jsonl"
+    assert logged(config.output_dir / history) == logged(whole.output_dir / history)
+    ours, other = (c.result_dir / "model.safetensors" for c in (config, whole))
+    assert ours.read_bytes() == other.read_bytes()
+    assert steps_of(config) == steps_of(whole)
+
+
+def logged(path: Path) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        {name: value for name, value in entry.items() if not any(t in name for t in TIMES)}
+        for entry in entries
+        if "train_loss" not in entry  # of this session
+    ]
+
+
+def steps_of(config: Config) -> set[int]:
+    return {number(path) for path in config.checkpoints.glob("step_*")}
+
+
+class FailingOnce(TrainerCallback):
+    """Ends the run in the evaluation of each of the steps 1 to 4, once."""
+
+    def __init__(self, place: Path) -> None:
+        self.file = place / "failed"
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        done = self.file.read_text() if self.file.exists() else ""
+        if state.global_step <= 4 and str(state.global_step) not in done:
+            self.file.write_text(done + str(state.global_step))
+            raise RuntimeError("once")
 
 
 class Failing(TrainerCallback):
