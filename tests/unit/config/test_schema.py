@@ -525,7 +525,7 @@ def test_library_defaults_of_unsupported_settings_pass_with_a_line() -> None:
             "training",
             {
                 **{"packing": False, "push_to_hub": False, "deepspeed": None, "fsdp": ""},
-                **{"load_best_model_at_end": False, "ddp_find_unused_parameters": False},
+                **{"ddp_find_unused_parameters": False},
                 **{"group_by_length": False, "do_train": True, "save_safetensors": True},
                 **{
                     "fsdp_config": {},
@@ -535,7 +535,7 @@ def test_library_defaults_of_unsupported_settings_pass_with_a_line() -> None:
                     "gradient_checkpointing_kwargs": {"use_reentrant": False},
                     "fp16_full_eval": False,
                 },
-                **{"dataloader_num_workers": 0, "early_stopping_patience": None},
+                **{"dataloader_num_workers": 0},
             },
         ),
         (
@@ -745,8 +745,6 @@ def test_sections_can_be_built_in_python() -> None:
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("early_stopping_patience", "there is no such setting: a run ends after max_steps or num"),
-        ("training.early_stopping_patience", "there is no such setting: a run ends after"),
         ("adapter.rank", 'unknown key; it is called "r"'),
         ("adapter.lora_r", 'unknown key; it is called "r"'),
         ("training.lora_rank", "unknown key; it is called adapter.r"),
@@ -894,3 +892,33 @@ def test_the_schema_of_a_plan_is_entries_or_auto() -> None:
     assert message({**SEED, "shard_plan": "automatic"}).startswith(
         "configuration: shard_plan: must"
     )
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        ({"load_best_model_at_end": True}, "load_best_model_at_end needs evaluations"),
+        ({"early_stopping_patience": 2}, "early_stopping_patience needs evaluations"),
+        ({"metric_for_best_model": "loss"}, "metric_for_best_model needs evaluations"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "epoch"},
+            'eval_strategy is "epoch" and save_strategy "steps"; set both alike',
+        ),
+        (
+            {"load_best_model_at_end": True, "eval_steps": 4, "save_steps": 6},
+            "save_steps that is a multiple of eval_steps, but they are 6 and 4",
+        ),
+        (
+            {"load_best_model_at_end": True, "eval_steps": 0.1, "save_steps": 10},
+            "save_steps that is a multiple of eval_steps, but they are 10 and 0.1",
+        ),
+    ],
+)
+def test_a_best_model_needs_what_the_trainer_asks_for(training: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        TrainingConfig.model_validate(training)
+
+
+def test_shares_of_the_steps_may_be_multiples() -> None:
+    training = {"load_best_model_at_end": True, "eval_steps": 0.1, "save_steps": 0.3}
+    assert TrainingConfig.model_validate(training).metric == "loss"
