@@ -15,6 +15,7 @@ from contextlib import suppress
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.stream import PlainStream, Stream
 from hetero_framework.errors import NetworkError
+from hetero_framework.units import plural
 
 _log = logging.getLogger(__name__)
 SMALL_SEGMENT_BYTES = 1200
@@ -79,7 +80,7 @@ def connect(
         if elapsed + pause >= timeout_s or stop.is_set():
             raise NetworkError(
                 f"cannot reach {who} at {host}:{port}: {reason} "
-                f"(tried {attempt} times in {elapsed:.1f} s)",
+                f"(tried {plural(attempt, 'time')} in {elapsed:.1f} s)",
                 hint=advice,
             )
         if on_retry is not None:

@@ -36,7 +36,7 @@ WIREGUARD = ("wg", "wg-quick", "wireguard-go")
 SERVICES = "1-32767"
 """Ports below those from which Linux opens connections."""
 WAIT_S = 120.0
-VARIES = re.compile(r"(?<![\d.:])\d[\d.]*(?= times| s\b| ms\b| us\b| [KMG]?bit/s)")
+VARIES = re.compile(r"(?<![\d.:])\d[\d.]*(?= times?| s\b| ms\b| us\b| [KMG]?bit/s)")
 Raw = dict[str, Any]
 
 
@@ -171,7 +171,7 @@ def lines(shown: str) -> set[str]:
     kept = [
         line for line in shown.splitlines() if line.startswith(("wrong:", "    do:", "nothing"))
     ]
-    return {VARIES.sub("N", line).strip() for line in kept}
+    return {VARIES.sub("N", line).replace("N time ", "N times ").strip() for line in kept}
 
 
 def quoted(section: str) -> set[str]:
