@@ -21,7 +21,7 @@ _SETTINGS = {
     "data": "format max_length completion_only_loss assistant_only_loss",
     "training": "learning_rate lr_scheduler_type warmup_steps optim weight_decay max_grad_norm"
     " per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps seed"
-    " bf16 fp16",
+    " label_smoothing_factor neftune_noise_alpha bf16 fp16",
 }
 
 
@@ -30,13 +30,15 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
     model, raw = config.model, config.to_dict()
     assert model is not None
     trained, tested = (_hub_names(config, role) for role in ("train", "eval"))
-    figures, results = [], []
-    for key, name in (("loss", "loss"), ("eval_loss", "evaluation loss")):
-        at, value = _last(config, key, step)
-        if math.isfinite(value):
-            figures.append(f"{name} {value:.4g} (step {at})")
-            if tested and key == "eval_loss":
-                results = [EvalResult("text-generation", tested[0], tested[0], "loss", value)]
+    last = _last_figures(config, step)
+    figures = [
+        f"{name.replace('_', ' ')} {value:.4g} (step {at})" for name, (at, value) in last.items()
+    ]
+    results = [
+        EvalResult("text-generation", tested[0], tested[0], "loss", value)
+        for name, (_, value) in last.items()
+        if tested and name == "eval_loss"
+    ]
     settings = [
         f"{section}.{name}: `{json.dumps(raw[section][name])}`"
         for section, names in _SETTINGS.items()
@@ -58,14 +60,18 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
     )
 
 
-def _last(config: Config, key: str, step: int | None) -> tuple[int, float]:
-    """The step and value of a curve's last point up to `step`; NaN where there is none."""
+def _last_figures(config: Config, step: int | None) -> dict[str, tuple[int, float]]:
+    """The steps and values of the last losses up to `step`, where they are known and finite."""
     try:
-        points = read_run(config.output_dir, "").curves.get(key, ([], []))
+        curves = read_run(config.output_dir, "").curves
     except UserError:  # the metrics are elsewhere, or lost
-        points = ([], [])
-    known = [(at, value) for at, value in zip(*points, strict=True) if step is None or at <= step]
-    return known[-1] if known else (0, math.nan)
+        return {}
+    last = {}
+    for name in ("loss", "eval_loss"):
+        for at, value in zip(*curves.get(name, ([], [])), strict=True):
+            if step is None or at <= step:
+                last[name] = (at, value)
+    return {name: point for name, point in last.items() if math.isfinite(point[1])}
 
 
 def _hub_names(config: Config, role: str) -> list[str]:

@@ -19,7 +19,7 @@ from hetero_framework.visualizer.pictures import heading_pt, save, text_pt
 CURVES_FILE = "curves.png"
 _METRICS = "metrics.jsonl"
 _PANELS = (
-    (("loss", "eval_loss"), "loss per token"),
+    (("loss", "eval_loss"), "loss"),
     (("learning_rate",), "learning rate"),
     (("grad_norm",), "gradient norm"),
 )
@@ -59,12 +59,12 @@ def read_run(place: Path, name: str) -> Run:
     file = place / _METRICS if place.is_dir() else place
     curves: dict[str, Points] = {}
     try:
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        for line in (json.loads(line) for line in lines if line.endswith("\n")):
-            for key in line.keys() & {key for keys, _ in _PANELS for key in keys}:
-                steps, values = curves.setdefault(key, ([], []))
-                steps.append(int(line["step"]))
-                values.append(math.nan if line[key] is None else float(line[key]))
+        with file.open(encoding="utf-8") as lines:
+            for line in (json.loads(line) for line in lines if line.endswith("\n")):
+                for key in line.keys() & {key for keys, _ in _PANELS for key in keys}:
+                    steps, values = curves.setdefault(key, ([], []))
+                    steps.append(int(line["step"]))
+                    values.append(math.nan if line[key] is None else float(line[key]))
     except FileNotFoundError:
         hint = "give the output_dir of a run"
         raise UserError(f"there is no {_METRICS} in {place}", hint=hint) from None

@@ -76,7 +76,7 @@ def cut_ways(losses: Run, tmp_path: Path, texts: Path, **sections: Any) -> Path:
 
 def final_eval(output: Path) -> float:
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [line["eval_loss"] for line in lines if "eval_loss" in line][-1]
+    return [line["eval_token_loss"] for line in lines if "eval_token_loss" in line][-1]
 
 
 def mean_token_loss(model: torch.nn.Module, tokenizer: Any, texts: Path) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import EvalResult, ModelCardData, metadata_load, try_to_load_from_cache
 from transformers import PretrainedConfig
 
 from hetero_framework._version import __version__
@@ -96,12 +96,11 @@ def base_facts(
         return None, {}
     source = resolve_model_path(name_or_path, base_dir)
     is_here = Path(source).is_dir()
-    card = (
-        Path(source, CARD) if is_here else try_to_load_from_cache(source, CARD, revision=revision)
-    )
+    cached = None if is_here else try_to_load_from_cache(source, CARD, revision=revision)
+    card = cached if isinstance(cached, str) else Path(source, CARD)
     try:
-        data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()  # type: ignore[arg-type]
-    except (OSError, ValueError, TypeError, yaml.YAMLError):  # none, or one that nobody can read
+        data = metadata_load(card) or {}
+    except (OSError, ValueError, yaml.YAMLError):  # none, or one that nobody can read
         data = {}
     terms = {key: data.get(key) for key in ("license", "license_name")}
     kept = {key: value for key, value in terms.items() if isinstance(value, str)}

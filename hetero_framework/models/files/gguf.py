@@ -49,14 +49,12 @@ def convert_to_gguf(source: Path, llama_cpp: Path, output: OutputDirectory, outt
         hint = "give the directory of a clone of llama.cpp, which has it"
         raise UserError(f"there is no {script}", hint=hint)
     config = repository.read_json(source / settings, ModelError)
-    base, words = f"./{kind}.gguf", list[str]()
-    if kind == "adapter":
-        if lost := [*_lost(config, source / ADAPTER_WEIGHTS)]:
-            raise ModelError(
-                f"GGUF has no place for a part of {source}: {', '.join(lost)}",
-                hint="fold it into its model with `hetero merge`, and convert the merged model",
-            )
-        base, words = _base(config)
+    if kind == "adapter" and (lost := [*_lost(config, source / ADAPTER_WEIGHTS)]):
+        raise ModelError(
+            f"GGUF has no place for a part of {source}: {', '.join(lost)}",
+            hint="fold it into its model with `hetero merge`, and convert the merged model",
+        )
+    base, words = _base(config) if kind == "adapter" else ("./model.gguf", [])
     output.check(source)
     with output.writing() as folder:
         made = folder / f"{kind}.gguf"

@@ -71,7 +71,7 @@ def test_every_text_is_within_the_picture(runs: list[Any], tmp_path: Path) -> No
     assert 0 <= box.y0 <= box.y1 <= height
     assert width < 20
     labels = [axes.get_ylabel() for axes in made.axes]
-    assert labels == ["loss per token", "learning rate", "gradient norm"]
+    assert labels == ["loss", "learning rate", "gradient norm"]
     assert {axes.get_xlabel() for axes in made.axes} == {"step"}
     named = [text.get_text() for legend in made.legends for text in legend.get_texts()]
     assert [name.partition(":")[0][-1] for name in named] == list("abc" if len(runs) > 1 else "")
