@@ -21,7 +21,7 @@ _SETTINGS = Path(__file__).with_name("alias_settings.json")
 # Switches that have another name here and are off by default.
 _SWITCH = re.compile(
     "load_in_[48]bit|.*flash_attention.*|resume.*|.*dora|.*rslora|lora_target_linear|compile"
-    "|.*checkpointing"
+    "|.*checkpointing|group_by_length"
 )
 _OTHERWISE = {"adapter": "only LoRA, rsLoRA and DoRA are cut exactly"}
 

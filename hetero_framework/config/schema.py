@@ -424,7 +424,7 @@ class TrainingConfig(Section):
     label_smoothing_factor: Annotated[float, with_unit("share", ge=0, le=1)] = 0.0
     """Share of each label that goes to all tokens alike. The loss, also of an evaluation, is that
     of transformers' Trainer: divided by the number of labels in all micro-batches of a step, and
-    without what routers add (router_aux_loss_coef). eval_perplexity is its exponential."""
+    without what routers add (router_aux_loss_coef). eval_perplexity follows from it."""
     neftune_noise_alpha: float | None = Field(default=None, ge=0)
     """NEFTune: uniform noise on the embeddings in training, within this / sqrt(tokens of a row x
     hidden size). It is drawn anew in each step from seed, step and micro-batch, as dropout is: the
@@ -483,8 +483,10 @@ class TrainingConfig(Section):
     with CUDA graphs are refused."""
     dataloader_drop_last: bool = False
     """Drop the last incomplete micro-batch."""
-    train_sampling_strategy: Literal["random", "sequential"] = "random"
-    """Order of the samples."""
+    train_sampling_strategy: Literal["random", "sequential", "group_by_length"] = "random"
+    """Order of the samples. "group_by_length": those of about as many tokens together, the longest
+    first, as transformers has it. It is a function of the seed and the epoch; under transformers'
+    Trainer, dropout and evaluations change the order of later epochs, too."""
     report_to: Literal["tensorboard", "none"] = "tensorboard"
     """Further record beside metrics.jsonl."""
     logging_dir: Name | None = None

@@ -1,7 +1,8 @@
 """The order of examples, the batches of a step, and their tensors; a run can start at any step.
 
 The order is that of transformers.Trainer: accelerate's SeedableRandomSampler, one permutation per
-epoch; an epoch's last micro-batch may be smaller, and its last step may have fewer micro-batches.
+epoch, or examples of about one length together; an epoch's last micro-batch may be smaller, and its
+last step may have fewer micro-batches.
 Shapes: B examples of a micro-batch, S tokens of its longest example, T tokens of all of them.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from hetero_framework.config import TrainingConfig
 from hetero_framework.data.examples import IGNORE_INDEX, Rows
@@ -42,12 +44,15 @@ class LazyBatches(Sequence[MicroBatch]):
 
 @dataclass
 class SampleOrder:
-    """The examples of each step, by the training section's settings. Raises DataError when an
-    epoch would have no micro-batch."""
+    """The examples of each step, by the training section's settings; to group them it takes the
+    tokens of each. Raises DataError when an epoch would have no micro-batch."""
 
     num_examples: int
     training: TrainingConfig
+    lengths: np.ndarray | None = field(default=None, repr=False, compare=False)
     _cached: tuple[int, np.ndarray] | None = field(default=None, repr=False, compare=False)
+    # The epochs that it has drawn, and the generator that draws the next.
+    _drawn: tuple[int, torch.Generator] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.batches_per_epoch == 0:
@@ -153,11 +158,31 @@ class SampleOrder:
         if training.train_sampling_strategy == "sequential":
             return np.arange(self.num_examples)
         if self._cached is None or self._cached[0] != epoch:
-            # The sampler has its own generator: the training's random state is not touched.
+            # Each way has its own generator: the training's random state is not touched.
+            if training.train_sampling_strategy == "group_by_length":
+                self._cached = epoch, self._grouped(epoch)
+                return self._cached[1]
             sampler = SeedableRandomSampler(range(self.num_examples), data_seed=self.seed)
             sampler.set_epoch(epoch)
             self._cached = epoch, np.fromiter(sampler, np.int64, self.num_examples)
         return self._cached[1]
+
+    def _grouped(self, epoch: int) -> np.ndarray:
+        """As under a Trainer that draws nothing else: its sampler goes on in every epoch with the
+        generator of the whole process, behind the seed that a DataLoader draws for its workers."""
+        assert self.lengths is not None
+        if self._drawn is None or self._drawn[0] > epoch:
+            self._drawn = 0, torch.Generator().manual_seed(self.seed)
+        first, generator = self._drawn
+        for number in range(first, epoch + 1):
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+            if number < epoch:
+                torch.randperm(self.num_examples, generator=generator)
+        order = get_length_grouped_indices(
+            self.lengths.tolist(), self.samples_per_step, generator=generator
+        )
+        self._drawn = epoch + 1, generator
+        return np.array(order, np.int64)
 
 
 class StreamOrder(SampleOrder):

@@ -143,7 +143,7 @@ def load_data(
         train = found.samples(order.total_steps * order.samples_per_step, order.seed)
         reader.look_at(train)
     else:
-        train, order = found, SampleOrder(len(found), config.training)
+        train, order = found, SampleOrder(len(found), config.training, found.lengths)
     evaluation: Rows | None = None
     if data.eval is not None:
         held_out = reader.read("eval", data.eval, data.eval_split)

@@ -33,6 +33,7 @@ CASES = {
     "max_steps": {"max_steps": 5, "data_seed": 3, "gradient_accumulation_steps": 3},
     "smoothing": {"label_smoothing_factor": 0.1, "bf16": True},
     "smoothing_in_chunks": {"label_smoothing_factor": 1.0, "loss_chunk_tokens": 16},
+    "grouped": {"train_sampling_strategy": "group_by_length"},
     "drop_last": {"dataloader_drop_last": True, "num_train_epochs": 1.5, "max_grad_norm": 0.1},
 }
 

@@ -340,3 +340,19 @@ def test_a_value_that_is_not_one_here_is_left_out(convert) -> None:
     for key in ("optimizer", "lr_scheduler", "logging_steps"):
         assert found[key]["status"] == "cannot be had"
     assert config.training.optim == "adamw_torch_fused"
+
+
+def test_noise_smoothing_and_grouping_are_taken(convert) -> None:
+    more = "group_by_length: true\nneftune_noise_alpha: 5\n"
+    for name, text, smoothing in (
+        ("a.yml", "base_model: m\nmicro_batch_size: 1\n", 0.0),
+        ("l.yaml", "model_name_or_path: m\nstage: sft\nlabel_smoothing_factor: 0.1\n", 0.1),
+        ("t.yaml", "model_name_or_path: m\ndataset_name: d\nlabel_smoothing_factor: 0.1\n", 0.1),
+    ):
+        report, config = convert(name, text + more)
+        training = config.training
+        assert training.train_sampling_strategy == "group_by_length"
+        assert (training.neftune_noise_alpha, training.label_smoothing_factor) == (5, smoothing)
+        assert rows(report)["group_by_length"]["status"] == "taken"
+        _, config = convert(name, text + "group_by_length: false\n")
+        assert config.training.train_sampling_strategy == "random"

@@ -97,6 +97,9 @@ CASES = [
     (12, 3, 2, 9, True, 3, 42, 5, "random"),
     (10, 4, 1, 0.3, False, -1, 3, None, "sequential"),
     (64, 5, 2, 2, False, -1, 4294967295, None, "random"),
+    (64, 2, 3, 3, False, -1, 7, None, "group_by_length"),
+    (13, 2, 4, 2.5, True, -1, 0, None, "group_by_length"),
+    (3, 4, 2, 2, False, -1, 1, None, "group_by_length"),
 ]
 
 
@@ -120,7 +123,7 @@ def test_step_order_equals_the_trainer(
         "train_sampling_strategy": strategy,
     }
     expected = trainer_steps(examples, tmp_path, **settings)
-    order = SampleOrder(count, TrainingConfig(**settings))
+    order = SampleOrder(count, TrainingConfig(**settings), examples.lengths)
     assert order.total_steps == len(expected)
     # Backwards: a step must not depend on what was asked before.
     for step in reversed(range(len(expected))):
@@ -148,6 +151,26 @@ def test_step_order_each_epoch_has_every_example_once_in_another_order():
     epochs = np.concatenate(steps).reshape(3, 11)
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(11))
     assert list(epochs[0]) != list(epochs[1])
+
+
+def test_step_order_of_one_length_together_is_drawn_alike_from_any_epoch_on():
+    """A resumed run asks for a late epoch first; the largest micro-batch is looked for in all."""
+    examples = some_examples(40)
+    training = TrainingConfig(
+        per_device_train_batch_size=2, num_train_epochs=6, train_sampling_strategy="group_by_length"
+    )
+    whole = SampleOrder(40, training, examples.lengths)
+    steps = [whole.step_indices(step)[0].tolist() for step in range(whole.total_steps)]
+    assert len({tuple(map(tuple, steps[k : k + 20])) for k in range(0, 120, 20)}) == 6
+    for first in (119, 60, 0, 20, 99):
+        order = SampleOrder(40, training, examples.lengths)
+        assert order.step_indices(first)[0].tolist() == steps[first]
+        assert order.largest(examples.lengths, 0) == (0, 0)
+        assert order.step_indices(0)[0].tolist() == steps[0]
+    padding = sum(int(np.ptp(examples.lengths[rows])) for rows in steps)
+    random = SampleOrder(40, TrainingConfig(per_device_train_batch_size=2, num_train_epochs=6))
+    shuffled = [random.step_indices(step)[0] for step in range(120)]
+    assert padding < sum(int(np.ptp(examples.lengths[rows])) for rows in shuffled) / 2
 
 
 def test_step_order_nothing_left_by_drop_last_is_an_error():
