@@ -424,7 +424,8 @@ class TrainingConfig(Section):
     label_smoothing_factor: Annotated[float, with_unit("share", ge=0, le=1)] = 0.0
     """Share of each label that goes to all tokens alike. The loss, also of an evaluation, is that
     of transformers' Trainer: divided by the number of labels in all micro-batches of a step, and
-    without what routers add (router_aux_loss_coef). eval_perplexity follows from it."""
+    without what routers add (router_aux_loss_coef). eval_perplexity follows from it. Multimodal
+    classes, too, learn the next token, as under TRL; the Trainer does not shift their labels."""
     neftune_noise_alpha: float | None = Field(default=None, ge=0)
     """NEFTune: uniform noise on the embeddings in training, within this / sqrt(tokens of a row x
     hidden size). It is drawn anew in each step from seed, step and micro-batch, as dropout is: the

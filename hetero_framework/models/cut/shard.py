@@ -95,6 +95,7 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
         place = resolve_model_path(str(model.name_or_path), base_dir)
         config = read_config(place, model.revision)
     if model.attn_implementation is not None:
+        register_per_sample()  # quantising looks at a model before one is built
         config._attn_implementation = model.attn_implementation
     config = causal_lm_config(config)
     _check_built(config, place)
