@@ -21,9 +21,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -34,15 +33,12 @@ from hetero_framework.data.splits import SplitReader
 from hetero_framework.errors import DataError
 
 _MMAP, _CACHED = b"MMIDIDX\0\0", b"TNTIDX\0\0"
-_MMAP_HEADER = struct.Struct("<QBQQ")  # version, code of the type, sequences, documents
-_CACHED_HEADER = struct.Struct("<QQQQQQ")  # ..., bytes of a token, sequences, sizes, documents
-_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are no integers
 _PAIR = "the .idx belongs to another .bin, or one of the two was not copied whole"
 _CHUNK = 1 << 20  # sequences looked at together
 _SAMPLED = 256, 4096  # pieces of a .bin that its fingerprint covers, and bytes of each
 _AROUND = 6 << 16  # bytes that the system reads around a place, in all files for one document
 _MOST_TOUCHED = 32 << 20
-_BLEND_CHUNK = 1 << 16
 _SEPARATE_BELOW = 0.80  # a smaller part of a last epoch is shuffled by itself
 _MEANINGLESS = (
     *("format", "dataset_config", "dataset_text_field", "truncation_mode", "add_eos"),
@@ -62,90 +58,82 @@ class IndexedFile:
     def __init__(self, idx: Path) -> None:
         self.idx, self.bin = idx, idx.with_suffix(".bin")
         self._index, self._tokens = _mapped(self.idx), _mapped(self.bin)
-        head = self._index[:64]
+        head = self._index[:56]
+        present = head.startswith(_MMAP)
+        if not present and not head.startswith(_CACHED):
+            raise DataError(f"{idx} is not an index of Megatron's: it begins with {head[:9]!r}")
         try:
-            if head.startswith(_MMAP):
-                version, code, count, documents = _MMAP_HEADER.unpack_from(head, 9)
+            if present:
+                version, code, count, documents = struct.unpack_from("<QBQQ", head, 9)
                 begin, kinds = 34, [("<i4", count), ("<i8", count), ("<i8", documents)]
-            elif head.startswith(_CACHED):
-                version, code, size, count, sizes, documents = _CACHED_HEADER.unpack_from(head, 8)
-                begin = 56
-                kinds = [("<i8", n) for n in (count + 1, count + 1, sizes, documents)]
             else:
-                raise DataError(f"{idx} is not an index of Megatron's: it begins with {head[:9]!r}")
+                version, code, size, count, sizes, documents = struct.unpack_from("<6Q", head, 8)
+                numbers = (count + 1, count + 1, sizes, documents)
+                begin, kinds = 56, [("<i8", n) for n in numbers]
         except struct.error as error:
             raise DataError(f"{idx} ends within its header", hint=_PAIR) from error
         if version != 1:
             raise DataError(f"{idx} has version {version} of its format; only 1 is known")
-        if code not in _TYPES or _TYPES[code][-2] == "f":
-            integers = ", ".join(str(key) for key, name in _TYPES.items() if name[-2] != "f")
-            raise DataError(f"{idx}: its type of tokens has the code {code}, not one of {integers}")
+        if code not in _TYPES:
+            known = ", ".join(map(str, _TYPES))
+            raise DataError(f"{idx}: its type of tokens has the code {code}, not one of {known}")
         self.dtype = np.dtype(_TYPES[code])
-        whole = begin + sum(np.dtype(kind).itemsize * n for kind, n in kinds)
+        *places, whole = accumulate((np.dtype(k).itemsize * n for k, n in kinds), initial=begin)
         modes = len(self._index) - whole
-        if modes not in (0, count if head.startswith(_MMAP) else 0):
+        if modes not in (0, count * present):
             raise DataError(
                 f"{idx} has {len(self._index):,} bytes, but {count:,} sequences and {documents:,} "
                 f"bounds of documents take {whole:,}",
                 hint=_PAIR,
             )
-        arrays = []
-        for kind, n in kinds:
-            arrays.append(np.frombuffer(self._index, kind, n, begin))
-            begin += arrays[-1].nbytes
-        if head.startswith(_MMAP):
-            self.lengths, self.starts, self._bounds = arrays
+        arrays = [
+            np.frombuffer(self._index, kind, n, place)
+            for (kind, n), place in zip(kinds, places, strict=True)
+        ]
+        if present:
             self.unit = 1
+            self.lengths, self.starts, bounds = arrays
         else:
+            self.unit = size
             if sizes != count or size != self.dtype.itemsize:
                 raise DataError(
                     f"{idx} holds {count:,} arrays of {sizes:,} dimensions of {size} bytes of "
                     f"{self.dtype}, not sequences of tokens"
                 )
-            self.starts, self.lengths, self._bounds = arrays[1:]
-            self.unit = size
-        self._modes = np.frombuffer(self._index, "i1", modes, begin)
-        self._check()
+            self.starts, self.lengths, bounds = arrays[1][:-1], *arrays[2:]
+        self._check(bounds, np.frombuffer(self._index, "i1", modes, whole))
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def _check(self) -> None:
+    def _check(self, bounds: np.ndarray, modes: np.ndarray) -> None:
         """DataError where the index contradicts itself or the .bin."""
         size, item = len(self._tokens), self.dtype.itemsize
-        total, outside = 0, None
-        for first in range(0, len(self), _CHUNK):
-            part = slice(first, first + _CHUNK)
-            lengths = self.lengths[part].astype(np.int64)
-            starts = self.starts[: len(self)][part] * self.unit
-            total += int(lengths.sum())
-            wrong = (lengths < 0) | (starts < 0) | (starts > size - lengths * item)
-            if outside is None and wrong.any():
-                k = int(wrong.argmax())
-                outside = first + k, int(starts[k]), int(lengths[k])
-            if (modes := np.flatnonzero(self._modes[part])).size:
-                raise DataError(
-                    f"{self.idx}: sequence {first + int(modes[0])} has mode "
-                    f"{self._modes[first + modes[0]]}; only text (mode 0) is trained here"
-                )
-            _give_back(self.lengths)
+        total = _tokens(self, range(len(self)))
         if total * item != size:
             raise DataError(
                 f"{self.idx} lists {total:,} tokens of {item} bytes, which is {total * item:,} "
                 f"bytes, but {self.bin} has {size:,}",
                 hint=_PAIR,
             )
-        if outside is not None:
-            raise DataError(
-                f"{self.idx}: sequence {outside[0]}, {outside[2]:,} tokens from byte "
-                f"{outside[1]:,} on, is outside {self.bin} of {size:,} bytes",
-                hint=_PAIR,
-            )
-        bounds = self._bounds
+        for part in _chunks(len(self)):
+            lengths = self.lengths[part].astype(np.int64)
+            starts = self.starts[part] * self.unit
+            for k in np.flatnonzero(
+                (lengths < 0) | (starts < 0) | (starts > size - lengths * item)
+            ):
+                raise DataError(
+                    f"{self.idx}: sequence {part.start + k}, {lengths[k]:,} tokens from byte "
+                    f"{starts[k]:,} on, is outside {self.bin} of {size:,} bytes",
+                    hint=_PAIR,
+                )
+            for k in part.start + np.flatnonzero(modes[part]):
+                text = f"{self.idx}: sequence {k} has mode {modes[k]}"
+                raise DataError(f"{text}; only text (mode 0) is trained here")
+            _give_back(self.lengths)
         if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(self):
-            raise DataError(
-                f"{self.idx}: its documents do not go from sequence 0 to {len(self):,}", hint=_PAIR
-            )
+            text = f"{self.idx}: its documents do not go from sequence 0 to {len(self):,}"
+            raise DataError(text, hint=_PAIR)
 
     def tokens(self, sequence: int, begin: int, most: int) -> np.ndarray:
         """At most `most` tokens of a sequence from its token `begin` on, in place."""
@@ -172,12 +160,17 @@ def _mapped(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{path} does not exist", hint="a .bin and its .idx lie together"
-        ) from error
     except (OSError, ValueError) as error:  # ValueError: it is empty
         raise DataError(f"cannot read {path}: {error}") from error
+
+
+def _chunks(count: int) -> Iterator[slice]:
+    return (slice(first, first + _CHUNK) for first in range(0, count, _CHUNK))
+
+
+def _tokens(file: IndexedFile, numbers: range) -> int:
+    lengths = file.lengths[numbers.start : numbers.stop]
+    return sum(int(lengths[part].sum(dtype=np.int64)) for part in _chunks(len(lengths)))
 
 
 def _give_back(*arrays: np.ndarray) -> None:
@@ -202,10 +195,9 @@ def _stored(parts: Iterable[np.ndarray]) -> np.ndarray:
             file.flush()
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), part.dtype)
     except OSError as error:
-        raise DataError(
-            f"cannot write the index of the samples into {directory}: {error}",
-            hint="HETERO_CACHE names another folder for caches; empty, the index is kept in memory",
-        ) from error
+        text = f"cannot write the index of the samples into {directory}: {error}"
+        hint = "HETERO_CACHE names another folder for caches; empty, the index is kept in memory"
+        raise DataError(text, hint=hint) from error
 
 
 class _Stream:
@@ -225,11 +217,8 @@ class _Stream:
         epochs = 1 if samples is None else max(1, -(-(samples * length + 1) // tokens))
         before = ((epochs - 1) * tokens - 1) // length  # samples of all epochs but the last
         of_epoch = (tokens - 1) // length
-        separate = (
-            samples is not None
-            and epochs > 1
-            and samples - before < int(_SEPARATE_BELOW * of_epoch)
-        )
+        last = math.inf if samples is None else samples - before
+        separate = epochs > 1 and last < int(_SEPARATE_BELOW * of_epoch)
         self.rule = [epochs, separate]
         self._touched = 0  # bytes of the files in memory, at most
         self._count = (epochs * tokens - 1) // length
@@ -250,9 +239,8 @@ class _Stream:
 
     def _sums(self) -> Iterator[np.ndarray]:
         end = 0
-        for first in range(0, len(self._documents), _CHUNK):
-            lengths = self.file.lengths[self._documents[first : first + _CHUNK]]
-            sums = np.cumsum(lengths, dtype=np.int64) + end
+        for part in _chunks(len(self._documents)):
+            sums = np.cumsum(self.file.lengths[self._documents[part]], dtype=np.int64) + end
             end = int(sums[-1])
             yield sums
 
@@ -263,9 +251,8 @@ class _Stream:
         missing = self.length + 1
         while missing:
             sequence, end = int(self._documents[place]), int(self._ends[place])
-            part = self.file.tokens(
-                sequence, int(self.file.lengths[sequence]) - (end - at), missing
-            )
+            begin = int(self.file.lengths[sequence]) - (end - at)
+            part = self.file.tokens(sequence, begin, missing)
             yield sequence, part
             missing, at, place = missing - len(part), end, place + 1
             self._touched += part.nbytes + _AROUND
@@ -279,11 +266,6 @@ def _shuffled(values: np.ndarray, state: np.random.RandomState) -> np.ndarray:
     return values
 
 
-def _tokens(file: IndexedFile, numbers: range) -> int:
-    parts = (numbers[k : k + _CHUNK] for k in range(0, len(numbers), _CHUNK))
-    return sum(int(file.lengths[p.start : p.stop].sum(dtype=np.int64)) for p in parts)
-
-
 class _Blend:
     """The part of a blend that each sample comes from, as `build_blending_indices` of Megatron
     chooses it: that which lags furthest behind its weight. `limits` are the samples of each part,
@@ -291,31 +273,24 @@ class _Blend:
 
     def __init__(self, weights: Sequence[float], limits: Sequence[int] | None = None) -> None:
         total = float(np.sum(np.array(weights, dtype=np.float64)))
-        self._weights = [weight / total for weight in weights]
+        self.weights = [weight / total for weight in weights]
         self._limits = limits
         self._counts = [0] * len(weights)
-        self._chosen = array("h")
-        self._before: list[list[int]] = []  # samples of each part before each chunk of choices
+        self._parts, self._numbers = array("h"), array("q")
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         """The part, and the number of the sample in it."""
-        while len(self._chosen) <= index:
-            self._before.append(list(self._counts))
-            for number in range(len(self._chosen), len(self._chosen) + _BLEND_CHUNK):
-                self._choose(max(number, 1.0))
-        chunk, within = divmod(index, _BLEND_CHUNK)
-        part = self._chosen[index]
-        earlier = self._chosen[index - within : index].count(part)
-        return part, self._before[chunk][part] + earlier
-
-    def _choose(self, number: float) -> None:
-        lags = [w * number - n for w, n in zip(self._weights, self._counts, strict=True)]
-        if self._limits is not None:
-            spent = map(int.__ge__, self._counts, self._limits)
-            lags = [-math.inf if done else lag for done, lag in zip(spent, lags, strict=True)]
-        part = lags.index(max(lags))
-        self._chosen.append(part)
-        self._counts[part] += 1
+        while len(self._parts) <= index:
+            at = max(len(self._parts), 1.0)
+            lags = [w * at - n for w, n in zip(self.weights, self._counts, strict=True)]
+            for k, limit in enumerate(self._limits or ()):
+                if self._counts[k] >= limit:
+                    lags[k] = -math.inf
+            part = lags.index(max(lags))
+            self._parts.append(part)
+            self._numbers.append(self._counts[part])
+            self._counts[part] += 1
+        return self._parts[index], self._numbers[index]
 
 
 @dataclass(frozen=True)
@@ -336,16 +311,12 @@ class Corpus:
     @cached_property
     def pass_samples(self) -> list[int]:
         """Samples of one pass over each part. Raises DataError where there is none."""
-        counts = []
-        for file, numbers in zip(self.files, self.numbers, strict=True):
-            tokens = _tokens(file, numbers)
-            counts.append((tokens - 1) // self.length)
-            if counts[-1] < 1:
-                raise DataError(
-                    f"{file.bin} holds {tokens:,} tokens, and a sample takes {self.length + 1:,}",
-                    hint="lower data.max_length",
-                )
-        return counts
+        counts = list(map(_tokens, self.files, self.numbers))
+        for file, tokens in zip(self.files, counts, strict=True):
+            if tokens <= self.length:
+                text = f"{file.bin} holds {tokens:,} tokens, and a sample takes {self.length + 1:,}"
+                raise DataError(text, hint="lower data.max_length")
+        return [(tokens - 1) // self.length for tokens in counts]
 
     def samples(self, count: int | None, seed: int) -> Samples:
         """The samples of a run that takes `count` of them; None: those of one pass.
@@ -363,9 +334,7 @@ class Corpus:
         else:
             count = sum(sizes) if count is None else count
             blend = _Blend(weights or sizes)
-            shares = np.array(weights or sizes, np.float64)
-            shares = shares / shares.sum()
-            wanted = [math.ceil(math.ceil(count * w) * (1 + _SURPLUS)) for w in shares.tolist()]
+            wanted = [math.ceil(math.ceil(count * w) * (1 + _SURPLUS)) for w in blend.weights]
         streams = [
             _Stream(file, numbers, self.length, n, seed)
             for file, numbers, n in zip(self.files, self.numbers, wanted, strict=True)
@@ -384,15 +353,12 @@ def find_corpus(
         raise DataError(f"data.{name} mixes Megatron's files with others: {', '.join(others)}")
     for setting in _MEANINGLESS:
         if getattr(data, setting) != DataConfig.model_fields[setting].default:
-            raise DataError(
-                f"data.{setting} has no meaning for Megatron's files: they hold token ids",
-                hint="leave it out",
-            )
+            text = f"data.{setting} has no meaning for Megatron's files: they hold token ids"
+            raise DataError(text, hint="leave it out")
     if data.max_length is None:
         raise DataError("Megatron's files need data.max_length", hint="it is Megatron's seq-length")
     files = [IndexedFile(source.path) for source in sources if source.path is not None]
-    whole = ("train",) if name == "train" else ("test", "train")
-    reader = SplitReader(split, whole)
+    reader = SplitReader(split, ("train",) if name == "train" else ("test", "train"))
     numbers = [reader.of_rows(str(file.bin), len(file)) for file in files]
     weights = [source.weight for source in sources if source.weight is not None]
     return Corpus(files, numbers, weights or None, data.max_length, known)
@@ -404,7 +370,7 @@ class Samples:
 
     corpus: Corpus
     streams: list[_Stream]
-    blend: Any
+    blend: _Blend | None
     count: int
 
     def __len__(self) -> int:

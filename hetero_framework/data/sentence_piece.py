@@ -50,17 +50,16 @@ def read_sentence_piece(path: Path) -> PreTrainedTokenizerBase:
     except (OSError, DecodeError) as error:
         raise DataError(f"{path}: not a SentencePiece model ({error})") from error
     trained = model.trainer_spec
-    ids = {f"{role}_token": getattr(trained, f"{role}_id") for role in _ROLES}
     if not model.pieces or not 0 <= trained.unk_id < len(model.pieces):
         raise DataError(f"{path}: not a SentencePiece model (it has no pieces)")
     if trained.model_type not in (trained.UNIGRAM, trained.BPE):
         raise DataError(f"{path}: SentencePiece models of words or characters are not read here")
     if trained.treat_whitespace_as_suffix or not model.normalizer_spec.escape_whitespaces:
         raise DataError(f"{path}: only SentencePiece models with {_SPACE} before words are read")
-    special = {r: model.pieces[n].piece for r, n in ids.items() if 0 <= n < len(model.pieces)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer(model), clean_up_tokenization_spaces=False, **special
-    )
+    numbers = {f"{role}_token": getattr(trained, f"{role}_id") for role in _ROLES}
+    named = {r: model.pieces[n].piece for r, n in numbers.items() if 0 <= n < len(model.pieces)}
+    named["clean_up_tokenization_spaces"] = False
+    return PreTrainedTokenizerFast(tokenizer_object=_tokenizer(model), **named)
 
 
 def _tokenizer(model: Any) -> Tokenizer:
@@ -72,18 +71,11 @@ def _tokenizer(model: Any) -> Tokenizer:
         scores = [(piece.piece, piece.score) for piece in pieces]
         tokenizer = Tokenizer(models.Unigram(scores, trained.unk_id, trained.byte_fallback))
     else:
-        tokenizer = Tokenizer(
-            models.BPE(
-                {piece.piece: number for number, piece in enumerate(pieces)},
-                _merges(pieces),
-                unk_token=pieces[trained.unk_id].piece,
-                fuse_unk=True,
-                byte_fallback=trained.byte_fallback,
-            )
-        )
-    rules: list[Any] = []
-    if spec.precompiled_charsmap:
-        rules.append(normalizers.Precompiled(spec.precompiled_charsmap))
+        numbers = {piece.piece: number for number, piece in enumerate(pieces)}
+        found = {"unk_token": pieces[trained.unk_id].piece, "byte_fallback": trained.byte_fallback}
+        tokenizer = Tokenizer(models.BPE(numbers, _merges(pieces), fuse_unk=True, **found))
+    charsmap = spec.precompiled_charsmap
+    rules: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
     if spec.remove_extra_whitespaces:
         # Of leading spaces one stays where one is due: the place of the first word is 0 then.
         ends = r" +\z" if spec.add_dummy_prefix else r"\A +| +\z"
@@ -94,17 +86,14 @@ def _tokenizer(model: Any) -> Tokenizer:
         first = _SPACE if spec.remove_extra_whitespaces else " "
         # Metaspace puts its sign before a text that does not begin with it, and no text begins
         # with " " any more: spaces of the text's own do not take the place of the prefix.
-        tokenizer.pre_tokenizer = Sequence(
-            [Metaspace(first, "first", split=False), Metaspace(_SPACE, "never", split=False)]
-        )
+        signs = ((first, "first"), (_SPACE, "never"))
+        tokenizer.pre_tokenizer = Sequence([Metaspace(*sign, split=False) for sign in signs])
         undo.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(undo)
-    tokenizer.add_special_tokens(
-        [AddedToken(p.piece, normalized=False) for p in pieces if p.type in (_CONTROL, _UNKNOWN)]
-    )
-    tokenizer.add_tokens(
-        [AddedToken(p.piece, normalized=True) for p in pieces if p.type == _USER_DEFINED]
-    )
+    special = [piece.piece for piece in pieces if piece.type in (_CONTROL, _UNKNOWN)]
+    own = [piece.piece for piece in pieces if piece.type == _USER_DEFINED]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    tokenizer.add_tokens([AddedToken(text, normalized=True) for text in own])
     return tokenizer
 
 

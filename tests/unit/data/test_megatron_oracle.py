@@ -134,10 +134,9 @@ def test_blends_are_those_of_blended_dataset(core, tmp_path, weights, steps):
     assert ours(spec, tmp_path, steps) == theirs(core, blend, 4 * steps)
 
 
-def test_the_order_of_a_long_blend_is_that_of_build_blending_indices(core, monkeypatch):
+def test_the_order_of_a_long_blend_is_that_of_build_blending_indices(core):
     from hetero_framework.data import megatron
 
-    monkeypatch.setattr(megatron, "_BLEND_CHUNK", 64)
     weights, size = [0.11, 0.29, 0.4, 0.2], 1000
     parts, numbers = np.zeros(size, np.int16), np.zeros(size, np.int64)
     core.helpers.build_blending_indices(parts, numbers, weights, 4, size, False)
