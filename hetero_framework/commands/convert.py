@@ -18,13 +18,7 @@ from hetero_framework.commands.init import Answers, beside, prepare_machines, pr
 from hetero_framework.commands.options import DEFAULT_CONFIG, JSON, at_least, flag, option, repeated
 from hetero_framework.commands.options import report as print_report
 from hetero_framework.config import Config
-from hetero_framework.config.convert import (
-    STATUSES,
-    Conversion,
-    Rewrite,
-    as_messages,
-    program_of,
-)
+from hetero_framework.config.convert import STATUSES, Conversion, as_messages, program_of
 from hetero_framework.config.problems import shown
 from hetero_framework.config.strict_json import parse_object
 from hetero_framework.core import addresses
@@ -38,22 +32,14 @@ EXAMPLES = """
     hetero convert sft_config.json --model Qwen/Qwen2.5-0.5B --data train.jsonl
     """
 _HOST = "HOST[:PORT[:DEVICE]]"
+_OUTPUT = f"default: {DEFAULT_CONFIG}"
+_WORLD_SIZE = "processes of the other run: a step had the samples of all"
 OPTIONS = (
     option("file", metavar="FILE", help="a YAML or JSON file, or a script with a command line"),
-    option(
-        *("-o", "--output"),
-        default=DEFAULT_CONFIG,
-        metavar="FILE",
-        help=f"default: {DEFAULT_CONFIG}",
-    ),
+    option("-o", "--output", default=DEFAULT_CONFIG, metavar="FILE", help=_OUTPUT),
     option("--model", metavar="NAME", help="model, where FILE names none"),
     option("--data", metavar="FILE", help="training data, where FILE names none"),
-    option(
-        "--world-size",
-        type=at_least(1),
-        metavar="N",
-        help="processes of the other run: a step had the samples of all",
-    ),
+    option("--world-size", type=at_least(1), metavar="N", help=_WORLD_SIZE),
     repeated("--worker", _HOST, "a worker, as in hetero init; may be repeated", dest="workers"),
     option("--coordinator", metavar=_HOST, help="the coordinator (default: this machine)"),
     flag("--force", "replace an existing file"),
@@ -75,17 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
     if output.exists() and not arguments.force:
         raise UserError(f"{output} exists already", hint="replace it with --force, or use --output")
     made = _converted(file, arguments)
-    for rewrite in made.rewrites:
-        _write_rows(rewrite)
+    _write_rows(made)
     raw = _whole_file(made, arguments)
     config = Config.from_dict(raw, output.absolute().parent, name=f"what {file} becomes")
     write_file(output, json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
     data = {
         "program": made.program,
         "output": str(output),
-        "keys": [
-            {**vars(row), "to": {path: made.settings[path] for path in row.to}} for row in made.rows
-        ],
+        "keys": [{**vars(row), "to": {p: made.settings[p] for p in row.to}} for row in made.rows],
         "defaults": made.defaults,
         "notes": list(_notes(config, made.world_size)),
     }
@@ -115,24 +98,24 @@ def _whole_file(made: Conversion, arguments: argparse.Namespace) -> dict[str, An
     """The converted sections with the machines of the options; the plan is left to the run."""
     sections = made.sections(lambda text: str(beside(text, made.output)))
     model = sections["model"]
+    adapter = "qlora" if model.get("quantization") else "lora"
     answers = Answers(
-        model=model["name_or_path"],
-        workers=arguments.workers,
-        coordinator=arguments.coordinator,
-        adapter="qlora" if model.get("quantization") else "lora",
+        model["name_or_path"], arguments.workers, arguments.coordinator, adapter=adapter
     )
     hostname, own = addresses.local_hostnames()[0], addresses.primary_address()
     return {**propose(answers, None, hostname=hostname, own_address=own), **sections}
 
 
-def _write_rows(rewrite: Rewrite) -> None:
+def _write_rows(made: Conversion) -> None:
     from hetero_framework.data.sources import open_source, read_file
 
-    entry, rows = rewrite.entry, read_file(open_source(str(rewrite.source), rewrite.source))
-    kept = (row.fields for row in islice(rows, rewrite.limit))
-    lines = (row if entry is None else as_messages(row, entry) for row in kept)
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    write_file(rewrite.target, text.encode())
+    for file in made.rewrites:
+        rows = islice(read_file(open_source(str(file.source), file.source)), file.limit)
+        lines = (row.fields for row in rows)
+        if file.entry is not None:
+            lines = (as_messages(line, file.entry) for line in lines)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        write_file(file.target, text.encode())
 
 
 def _notes(config: Config, world_size: int) -> Iterator[str]:

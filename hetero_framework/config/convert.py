@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -37,7 +38,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "training": TrainingConfig,
     "model": ModelConfig,
 }
-_NEEDED = {"model": {"name_or_path": "model"}, "data": {"train": "train.jsonl"}}
+_NEEDED = {"model.name_or_path": "model", "data.train": "train.jsonl"}
 _PATHS = (
     *("model.name_or_path", "model.tokenizer", "adapter.init_from"),
     *("data.train", "data.eval", "data.chat_template_path"),
@@ -53,6 +54,7 @@ _INSTEAD = {
 _SPLIT = re.compile(r"([\w.-]+)(?:\[:(\d+)%\])?")
 _LOADERS = ("json", "jsonl", "parquet", "text", "csv", "arrow")  # of `datasets`, beside data_files
 _INFO = "dataset_info.json"
+_HUBS = ("hf_hub_url", "ms_hub_url", "script_url")
 # Roles of LLaMA-Factory's tags; those of its default tags are read as they are.
 _TAGS = {
     **{"user": "user", "assistant": "assistant", "system": "system"},
@@ -179,13 +181,11 @@ class Conversion:
         for pattern, status, settings, why in cases:
             if match := re.fullmatch(pattern, text, re.IGNORECASE | re.DOTALL):
                 if status == "stop":
-                    raise UserError(
-                        f"{key}: {shown(value)} of {self.program} is not done here: {why}"
-                    )
-                made = {
-                    p.replace("*", name): self._fill(s, value, match) for p, s in settings.items()
-                }
-                return self._set(key, value, made, status, why)
+                    text = f"{key}: {shown(value)} of {self.program} is not done here: {why}"
+                    raise UserError(text)
+                paths = (path.replace("*", name) for path in settings)
+                made = (self._fill(part, value, match) for part in settings.values())
+                return self._set(key, value, dict(zip(paths, made, strict=True)), status, why)
         return self._say(key, value, "cannot be had", "there is no such value here")
 
     def _fill(self, made: Any, value: Any, match: re.Match[str]) -> Any:
@@ -271,34 +271,20 @@ class Conversion:
         strategy = has("training.eval_strategy", "no" if transformers else "steps")
         if self.program == "TRL" and strategy != "no" and has("data.train"):
             self.settings.setdefault("data.eval", has("data.train"))
+        no_data, none = not has("data.eval"), "no evaluation data"
+        by_weights = has("adapter.init_lora_weights") in ("pissa", "olora")
+        quantised = by_weights and has("model.quantization")
         for path, wrong, why in (
-            (
-                "training.eval_strategy",
-                not has("data.eval") and strategy != "no",
-                "no evaluation data",
-            ),
-            (
-                "training.eval_steps",
-                strategy != "steps" or not has("data.eval"),
-                "nothing to evaluate",
-            ),
-            (
-                "training.eval_on_start",
-                has("training.eval_on_start") and not has("data.eval"),
-                "no evaluation data",
-            ),
+            ("training.eval_strategy", no_data and strategy != "no", none),
+            ("training.eval_on_start", no_data and has("training.eval_on_start"), none),
+            ("training.eval_steps", no_data or strategy != "steps", "nothing to evaluate"),
             ("training.warmup_ratio", has("training.warmup_steps"), "warmup_steps counts"),
             ("data.pad_to_multiple_of", has("data.padding_free"), "nothing is padded"),
-            (
-                "adapter.init_lora_weights",
-                has("model.quantization")
-                and has("adapter.init_lora_weights") in ("pissa", "olora"),
-                "it rewrites weights, which are quantised",
-            ),
+            ("adapter.init_lora_weights", quantised, "it rewrites weights, which are quantised"),
         ):
             if wrong:
                 self._drop(path, why)
-        for path, name in (("model.name_or_path", "model"), ("data.train", "train.jsonl")):
+        for path, name in _NEEDED.items():
             if self.settings.setdefault(path, name) == name:
                 self._say(path, None, "to do by hand", f"the file names none: write it in {path}")
 
@@ -354,13 +340,10 @@ class Conversion:
             self._say(key, None, "to do by hand", why)
             return {"path": f"{folder}/{name}.json"}
         is_text = self.given.get("stage") == "pt"
-        column = (entry.get("columns") or {}).get("prompt")
-        if is_text and column:
+        if is_text and (column := (entry.get("columns") or {}).get("prompt")):
             self._set(key, column, {"data.dataset_text_field": column})
         if "file_name" not in entry:
-            hub = next(
-                str(entry[n]) for n in ("hf_hub_url", "ms_hub_url", "script_url") if n in entry
-            )
+            hub = next(str(entry[name]) for name in _HUBS if name in entry)
             if not is_text and entry.get("formatting", "alpaca") == "alpaca":
                 why = "the chat template writes its rows there: write them as messages into a file"
                 self._say(key, hub, "to do by hand", why)
@@ -371,10 +354,8 @@ class Conversion:
             self._say(key, str(source), "to do by hand", "it is not here; convert where it is")
             return {"path": str(source)}
         target = self.output.with_name(f"{self.output.stem}.{name}.jsonl")
-        limits = [int(n) for n in (limit, entry.get("num_samples")) if n]
-        self.rewrites.append(
-            Rewrite(source, target, None if is_text else entry, min(limits, default=None))
-        )
+        most = min((int(n) for n in (limit, entry.get("num_samples")) if n), default=None)
+        self.rewrites.append(Rewrite(source, target, None if is_text else entry, most))
         self.settings.setdefault("data.format", "messages")
         form = "as they are" if is_text else "as messages"
         self._say(key, str(source), "changed", f"its rows are in {target.name}, {form}")
@@ -384,8 +365,7 @@ class Conversion:
 @cache
 def _table(program: str) -> dict[str, Any]:
     file = Path(__file__).with_name(f"alias_{PROGRAMS[program]}.json")
-    table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return table
+    return read_object(file)
 
 
 def program_of(keys: Mapping[str, Any], name: str) -> str:
@@ -409,10 +389,14 @@ def _fit(path: str, value: Any) -> tuple[Any, str]:
     """`value` as the setting at `path` takes it, and why it is refused, or "". A text that is a
     number or a switch, as on a command line, is one; a single text may be a list of one."""
     section, _, name = path.partition(".")
+    needed = {p.partition(".")[2]: v for p, v in _NEEDED.items() if p.startswith(f"{section}.")}
     refused: list[str] = []
-    for candidate in (value, *_read_text(value), [value]) if name else ():
+    text, candidates = str(value), [value]
+    with suppress(ValueError):
+        candidates.append(json.loads(text.lower() if text.lower() in ("true", "false") else text))
+    for candidate in (*candidates, [value]) if name else ():
         try:
-            part = {**_NEEDED.get(section, {}), name: candidate}
+            part = {**needed, name: candidate}
             _SECTIONS[section].model_validate_json(json.dumps(part, default=str))
         except ValidationError as error:
             details = error.errors(include_url=False)
@@ -423,14 +407,6 @@ def _fit(path: str, value: Any) -> tuple[Any, str]:
             refused += map(str, optimizer_problems(TrainingConfig(**{name: candidate})))
         return candidate, " ".join(refused)
     return value, refused[0] if refused else ""
-
-
-def _read_text(value: Any) -> Iterator[Any]:
-    text = str(value)
-    try:
-        yield json.loads(text.lower() if text.lower() in ("true", "false") else text)
-    except ValueError:
-        return
 
 
 def _listed(value: Any) -> list[Any]:
@@ -449,15 +425,11 @@ def as_messages(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, A
         if entry.get("formatting", "alpaca") == "alpaca":
             turns = [*_turns(row, columns)]
         else:
-            names = {
-                tags.get("role_tag", "from"): "role",
-                tags.get("content_tag", "value"): "content",
-            }
+            role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+            names = {role: "role", content: "content"}
             roles = {tags.get(f"{tag}_tag"): role for tag, role in _TAGS.items()}
-            turns = [
-                {names.get(name, name): value for name, value in turn.items()}
-                for turn in row[columns.get("messages", "conversations")]
-            ]
+            said = row[columns.get("messages", "conversations")]
+            turns = [{names.get(name, name): v for name, v in turn.items()} for turn in said]
             turns = [{**turn, "role": roles.get(turn["role"], turn["role"])} for turn in turns]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"a row is not as {_INFO} says: {error!r}: {shown(row)}") from error
