@@ -81,6 +81,7 @@ def run(given: argparse.Namespace) -> int:
     from hetero_framework.commands import launch_files, launch_ssh
 
     given.config, given.output = map(os.path.abspath, (given.config, given.output))
+    given.imports = [os.path.abspath(file) for file in given.imports]
     given.directory = given.directory or f"hetero_launch/{Path(given.config).stem}"
     processes = launch_files.planned(config, given)
     if given.how == "ssh" and given.run:

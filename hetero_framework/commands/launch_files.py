@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
@@ -76,6 +77,7 @@ def planned(config: Config, given: Namespace) -> list[Launched]:
         certificates.ensure_authority(keys)
         certificates.issue_missing(keys, held[1:])
     paths = {str(worker.id): f"workers[{k}]" for k, worker in enumerate(config.workers)}
+    paths["local"] = "coordinator"
     given.port = config.coordinator.port
     processes = []
     for owner in owners:
@@ -84,8 +86,7 @@ def planned(config: Config, given: Namespace) -> list[Launched]:
             files += [*map(keys.bundle, beside), *[keys.path / REVOKED] * keys.holds(REVOKED)]
         files *= not given.insecure_plaintext
         host = hosts.get(owner, None if addresses.is_local_address(entry.ip) else entry.ip)
-        path = paths.get(owner, "coordinator")
-        processes.append(Launched(owner, entry, path, host, needs.get(owner), files))
+        processes.append(Launched(owner, entry, paths[owner], host, needs.get(owner), files))
     return processes
 
 
@@ -98,69 +99,59 @@ def _by_id(given: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def imported(given: Namespace, folder: str) -> dict[str, Path]:
+def imported(given: Namespace, folder: str) -> dict[str, str]:
     """The files of --import, by their places in a folder elsewhere."""
-    return {f"{folder}/{k}.py": Path(file).absolute() for k, file in enumerate(given.imports)}
+    return {f"{folder}/{k}.py": file for k, file in enumerate(given.imports)}
 
 
 def slurm(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
     """A batch script: a heterogeneous job with a component for each process. Its nodes see the
     files of the one where it is written."""
-    lines = ["#!/bin/bash", "#SBATCH --job-name=hetero --output=hetero-%j.log"]
+    components, nodes, starts = [], [], []
     for k, process in enumerate(processes):
         needs = process.needs or "--gpus-per-node=1" * (process.entry.device != "cpu")
-        lines += ["#SBATCH hetjob"] * (k > 0) + [f"#SBATCH --nodes=1 --ntasks=1 {needs}".rstrip()]
-    for k in range(len(processes)):
-        lines.append(f'node{k}=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_{k}")')
-    every = " ".join(f'"$node{k}"' for k in range(len(processes)))
-    lines.append(f"shared=$(printf '%s\\n' {every} | sort | uniq -d)")
-    lines.append('[ -z "$shared" ] || { echo "$shared has two: use --exclusive"; exit 2; }')
-    settings = _settings(processes, lambda process: f"$node{processes.index(process)}")
-    lines.append("set -- " + " ".join(f'--set "{setting}"' for setting in settings))
-    imports = [*map(str, imported(given, "").values())]
-    for k, process in reversed([*enumerate(processes)]):
+        components.append(f"#SBATCH --nodes=1 --ntasks=1 {needs}".rstrip())
+        nodes.append(f'node{k}=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_{k}")')
         own_keys = f"{given.output}/keys/{process.name}"
-        words = [given.hetero, *process.words(given, given.config, own_keys, imports)]
+        words = [given.hetero, *process.words(given, given.config, own_keys, given.imports)]
         log = f'--output="hetero-$SLURM_JOB_ID-{process.name}.log"'
-        lines.append(f'srun --het-group={k} {log} {shlex.join(words)} "$@"' + " &" * (k > 0))
-    lines += ["code=$?", "kill $(jobs -p) 2> /dev/null", "wait", "exit $code", ""]
-    return {"slurm.sh": "\n".join(lines).encode(), **_keys(processes)}
+        starts.append(f'srun --het-group={k} {log} {shlex.join(words)} "$@"')
+    settings = _settings(processes, lambda process: f"$node{processes.index(process)}")
+    script = _template("slurm.sh").substitute(
+        components="\n#SBATCH hetjob\n".join(components),
+        nodes="\n".join(nodes),
+        names=" ".join(f'"$node{k}"' for k in range(len(processes))),
+        settings=" ".join(f'--set "{setting}"' for setting in settings),
+        workers="".join(f"{start} &\n" for start in starts[1:]),
+        coordinator=starts[0],
+    )
+    return {"slurm.sh": script.encode(), **_keys(processes)}
 
 
 def compose(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
     """Services of one machine. They see the configuration's folder, without keys and launches."""
     file, output = Path(given.config), Path(given.output)
-    hidden = {output: None} | dict.fromkeys(file.parent.glob(FOLDER))
-    hidden |= dict.fromkeys(key.parent for key in processes[0].keys)
-    inside = [path.relative_to(file.parent) for path in hidden if path.is_relative_to(file.parent)]
+    hidden = {output, *file.parent.glob(FOLDER), *(key.parent for key in processes[0].keys)}
+    inside = sorted(p.relative_to(file.parent) for p in hidden if p.is_relative_to(file.parent))
     settings = _settings(processes, lambda process: process.name)
     imports = imported(given, "/imports")
+    template, user = _template("compose.yaml"), f"{os.getuid()}:{os.getgid()}"
+    groups = sorted({str(device.stat().st_gid) for device in _DRI.glob("render*")})
     services: dict[str, Any] = {}
     for process in processes:
         kind, _, index = process.entry.device.partition(":")
-        variant = kind if kind in ("cuda", "rocm") else "cpu"
+        kind = kind if kind in ("cuda", "rocm") else "cpu"
+        filled = template.substitute(kind=kind, index=index or "0", user=user, groups=groups)
+        service = services[process.name] = yaml.safe_load(filled)[kind]
+        service["build"]["context"] = str(_REPOSITORY)
         words = process.words(given, f"/project/{file.name}", "/keys", imports, *settings)
+        service["command"] = words + ["--keep"] * (
+            process.id != "local"
+        )  # the coordinator ends all
         volumes = {"/project": file.parent, "/cache": "cache", **imports}
         volumes |= {"/keys": output / "keys" / process.name} if process.keys else {}
-        service: dict[str, Any] = {
-            "image": f"hetero:{variant}",
-            "build": {"context": str(_REPOSITORY), "dockerfile": "deploy/Dockerfile"},
-            "user": f"{os.getuid()}:{os.getgid()}",
-            "command": words + ["--keep"] * (process.id != "local"),  # the coordinator ends all
-            "volumes": [f"{source}:{target}" for target, source in volumes.items()],
-            "tmpfs": [f"/project/{path}" for path in inside],
-            "init": True,
-            "stop_grace_period": "60s",
-        }
-        service["build"]["args"] = {"VARIANT": variant}
-        if variant == "cuda":
-            device = {"driver": "nvidia", "device_ids": [index or "0"], "capabilities": ["gpu"]}
-            service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
-        elif variant == "rocm":
-            groups = {str(file.stat().st_gid) for file in _DRI.glob("render*")}
-            service |= {"devices": ["/dev/kfd", str(_DRI)], "group_add": sorted(groups)}
-            service["environment"] = {"ROCR_VISIBLE_DEVICES": index or "0"}
-        services[process.name] = service
+        service["volumes"] = [f"{source}:{target}" for target, source in volumes.items()]
+        service["tmpfs"] = [f"/project/{path}" for path in inside]
     # Compose then stops the coordinator first, which saves while the workers are there.
     services["coordinator"]["depends_on"] = [process.name for process in processes[1:]]
     whole = {"services": services, "volumes": {"cache": {}}}
@@ -184,11 +175,11 @@ def sky(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
             text = f"--resources {process.id}=NAME:COUNT has to say which accelerator it gets"
             raise UserError(text, hint="or set its device to cpu")
         needs = {"accelerators": process.needs} if process.needs else {"cpus": "4+"}
-        mounts: dict[str, str | Path] = {name: given.config, **imports}
+        mounts = {name: given.config, **imports}
         for file in process.keys:
             mounts[f"{FOLDER}/{file.name}"] = f"keys/{process.name}/{file.name}"
         task: dict[str, Any] = {"name": f"hetero-{process.name}", "resources": needs}
-        task["file_mounts"] = {f"~/hetero/{at}": str(file) for at, file in mounts.items()}
+        task["file_mounts"] = {f"~/hetero/{at}": file for at, file in mounts.items()}
         task["setup"] = f"pip install hetero-framework=={__version__}"
         launch, address = f"sky launch -y -d -c {task['name']} {process.name}.yaml", "$ADDRESS"
         if process is home:
@@ -203,10 +194,14 @@ def sky(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
         files[f"{process.name}.yaml"] = _yaml(task)
     if home.host is None:
         settings.append(f"coordinator.ip={home.entry.ip}")
-        own, files_here = f"{given.output}/keys/{home.name}", map(str, imports.values())
-        words = shlex.join(home.words(given, given.config, own, files_here, *settings))
+        own_keys = f"{given.output}/keys/{home.name}"
+        words = shlex.join(home.words(given, given.config, own_keys, given.imports, *settings))
         lines.append(f"exec hetero {words}")
     return {"sky.sh": "\n".join([*lines, ""]).encode(), **files}
+
+
+def _template(name: str) -> Template:
+    return Template(Path(__file__).with_name(f"launch_{name}").read_text(encoding="utf-8"))
 
 
 def _keys(processes: Sequence[Launched]) -> dict[str, bytes]:
@@ -234,12 +229,12 @@ def write(folder: Path, files: Mapping[str, bytes], *, force: bool) -> None:
     where it holds others, unless `force`d, and where no launch has made it."""
     files, mark = {".gitignore": _MARK, **files}, folder / ".gitignore"
     is_ours = mark.is_file() and mark.read_bytes() == _MARK
-    before = folder.rglob("*") if is_ours else ()
-    there = {p.relative_to(folder).as_posix(): p.read_bytes() for p in before if p.is_file()}
-    if there == files:
-        return
     if folder.exists() and not is_ours:
         raise UserError(f"{folder} is there already", hint="--output DIR chooses another")
+    present = [path for path in folder.rglob("*") if path.is_file()]
+    there = {path.relative_to(folder).as_posix(): path.read_bytes() for path in present}
+    if there == files:
+        return
     if there and not force:
         differing = sorted(name for name in there | files if there.get(name) != files.get(name))
         text = f"{folder} differs from what would be written: {', '.join(differing[:5])}"

@@ -23,6 +23,7 @@ from hetero_framework.cluster.child import describe_exit, end_processes
 from hetero_framework.cluster.stop_signals import signals_passed_to
 from hetero_framework.cluster.supervisor import print_lines
 from hetero_framework.commands.launch_files import Launched, imported
+from hetero_framework.commands.options import key_directory
 from hetero_framework.config import process_name
 from hetero_framework.core import timeouts
 from hetero_framework.errors import NetworkError, StoppedEarly
@@ -58,8 +59,8 @@ def script(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
     """The same as a shell script, which prints the commands of the processes."""
     lines = ["#!/bin/sh", "# Checks the machines, copies their files, and prints what to start."]
     lines += ["set -eu"]
-    for process in processes:
-        for command, source in _preparations(given, process) if process.host is not None else ():
+    for process in (process for process in processes if process.host is not None):
+        for command, source in _preparations(given, process):
             lines.append(f"{shlex.join(command)} < {shlex.quote(str(source))}")
     lines += ["cat <<'END'", "Start these, in a terminal each; Ctrl-C ends one:"]
     lines += [shlex.join(_start(given, process, ["hetero"])) for process in processes]
@@ -77,23 +78,21 @@ def _preparations(given: Namespace, process: Launched) -> Iterator[tuple[list[st
     there = _quoted(given.directory)
     asked = f"umask 077; mkdir -p {there} && cd {there} && exec {_quoted(given.hetero)} --version"
     yield _ssh(given, process, asked), Path("/dev/null")
-    sources = {Path(given.config).name: Path(given.config)}
+    sources = {Path(given.config).name: given.config, **imported(given, "imports")}
     sources |= {f"{FOLDER}/{file.name}": file for file in process.keys}
-    sources |= imported(given, "imports")
     for name, source in sources.items():
         folder, _, file = f"{given.directory}/{name}".rpartition("/")
         make = f"umask 077; mkdir -p {_quoted(folder)} && cd {_quoted(folder)}"
         file = shlex.quote(file)  # another process of this launch may copy to it at the same time
         copy = f"{make} && cat > {file}.$$ && mv {file}.$$ {file}"
-        yield _ssh(given, process, copy), source.absolute()
+        yield _ssh(given, process, copy), Path(source)
 
 
 def _start(given: Namespace, process: Launched, here: Sequence[str]) -> list[str]:
     """The command of a process; `here`: how hetero is called on this machine."""
     if process.host is None:
-        imports = map(str, imported(given, "").values())
-        keys = given.keys or str(Path(given.config).parent / FOLDER)
-        return [*here, *process.words(given, given.config, keys, imports), "--life-line"]
+        words = process.words(given, given.config, str(key_directory(given).path), given.imports)
+        return [*here, *words, "--life-line"]
     words = process.words(given, Path(given.config).name, FOLDER, imported(given, "imports"))
     command = f"cd {_quoted(given.directory)} && exec {_quoted(given.hetero)}"
     return _ssh(given, process, f"{command} {shlex.join([*words, '--life-line'])}")
@@ -143,9 +142,8 @@ def _run(commands: dict[Launched, list[str]]) -> int:
                         stderr=subprocess.STDOUT,
                         start_new_session=True,  # a terminal's Ctrl-C is for the launcher alone
                     )
-                    printers.append(
-                        print_lines(child, f"{process_name(process.id)} | ", deque(maxlen=1))
-                    )
+                    name = process_name(process.id)
+                    printers.append(print_lines(child, f"{name} | ", deque(maxlen=1)))
                 for process in [p for p, child in children.items() if child.poll() is not None]:
                     code = children.pop(process).returncode
                     if process.id == "local":

@@ -61,7 +61,7 @@ OTHERS = {
     "Megatron-LM": "preprocess_data.py MMIDIDX TNTIDX seq-length GPTDataset"
     " BlendedDataset full_validation eod_mask_loss reset_position_ids reset_attention_mask",
     "launchers": "~/.ssh/config hetero_launch/cluster hetero-worker-1 hetero-JOB-worker-1.log"
-    " TORCH_INDEX",
+    " TORCH_INDEX VARIANT",
     "the Makefile": "TORCH_SPEC=... VENV=DIR",
     "file names that a user may choose": "data/train.json data/train.parquet data/train.txt"
     " data/part-*.jsonl data/validation-00000-of-00001.parquet test/a.txt runs/chaos"
