@@ -165,7 +165,7 @@ def sky(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
     if addresses.is_loopback(home.entry.ip):
         text = f"rented machines cannot dial coordinator.ip, {home.entry.ip}"
         raise UserError(text, hint="write an address of this machine that they reach")
-    settings = _settings(processes, lambda process: process.name)
+    settings = _settings(processes, lambda p: home.entry.ip if p is home else p.name)
     settings += [f"{process.path}.port=null" for process in processes[1:]]
     settings += ["training.connect_timeout_s=3600"]  # machines are rented one after the other
     lines = ["#!/bin/sh", "set -eu", 'cd "$(dirname "$0")"', f"address={home.entry.ip}"]
@@ -193,7 +193,6 @@ def sky(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
         task["run"] = f"cd ~/hetero && chmod -R go= . && {start}"
         files[f"{process.name}.yaml"] = _yaml(task)
     if home.host is None:
-        settings.append(f"coordinator.ip={home.entry.ip}")
         own_keys = f"{given.output}/keys/{home.name}"
         words = shlex.join(home.words(given, given.config, own_keys, given.imports, *settings))
         lines.append(f"exec hetero {words}")

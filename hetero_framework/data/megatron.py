@@ -81,11 +81,9 @@ class IndexedFile:
         *places, whole = accumulate((np.dtype(k).itemsize * n for k, n in kinds), initial=begin)
         modes = len(self._index) - whole
         if modes not in (0, count * present):
-            raise DataError(
-                f"{idx} has {len(self._index):,} bytes, but {count:,} sequences and {documents:,} "
-                f"bounds of documents take {whole:,}",
-                hint=_PAIR,
-            )
+            parts = f"{count:,} sequences and {documents:,} bounds of documents"
+            text = f"{idx} has {len(self._index):,} bytes, but {parts} take {whole:,}"
+            raise DataError(text, hint=_PAIR)
         arrays = [
             np.frombuffer(self._index, kind, n, place)
             for (kind, n), place in zip(kinds, places, strict=True)
@@ -96,10 +94,8 @@ class IndexedFile:
         else:
             self.unit = size
             if sizes != count or size != self.dtype.itemsize:
-                raise DataError(
-                    f"{idx} holds {count:,} arrays of {sizes:,} dimensions of {size} bytes of "
-                    f"{self.dtype}, not sequences of tokens"
-                )
+                text = f"{count:,} arrays of {sizes:,} dimensions of {size} bytes of {self.dtype}"
+                raise DataError(f"{idx} holds {text}, not sequences of tokens")
             self.starts, self.lengths, bounds = arrays[1][:-1], *arrays[2:]
         self._check(bounds, np.frombuffer(self._index, "i1", modes, whole))
 
@@ -111,22 +107,16 @@ class IndexedFile:
         size, item = len(self._tokens), self.dtype.itemsize
         total = _tokens(self, range(len(self)))
         if total * item != size:
-            raise DataError(
-                f"{self.idx} lists {total:,} tokens of {item} bytes, which is {total * item:,} "
-                f"bytes, but {self.bin} has {size:,}",
-                hint=_PAIR,
-            )
+            text = f"{total:,} tokens of {item} bytes, which is {total * item:,} bytes"
+            raise DataError(f"{self.idx} lists {text}, but {self.bin} has {size:,}", hint=_PAIR)
         for part in _chunks(len(self)):
             lengths = self.lengths[part].astype(np.int64)
             starts = self.starts[part] * self.unit
-            for k in np.flatnonzero(
-                (lengths < 0) | (starts < 0) | (starts > size - lengths * item)
-            ):
-                raise DataError(
-                    f"{self.idx}: sequence {part.start + k}, {lengths[k]:,} tokens from byte "
-                    f"{starts[k]:,} on, is outside {self.bin} of {size:,} bytes",
-                    hint=_PAIR,
-                )
+            wrong = (lengths < 0) | (starts < 0) | (starts > size - lengths * item)
+            for k in np.flatnonzero(wrong):
+                text = f"{lengths[k]:,} tokens from byte {starts[k]:,} on, is outside {self.bin}"
+                text = f"{self.idx}: sequence {part.start + k}, {text} of {size:,} bytes"
+                raise DataError(text, hint=_PAIR)
             for k in part.start + np.flatnonzero(modes[part]):
                 text = f"{self.idx}: sequence {k} has mode {modes[k]}"
                 raise DataError(f"{text}; only text (mode 0) is trained here")
@@ -383,11 +373,10 @@ class Samples:
         for sequence, part in stream.pieces(number):
             if part.size and not 0 <= part.min() <= part.max() < known:
                 wrong = part.max() if part.min() >= 0 else part.min()
-                raise DataError(
-                    f"{stream.file.bin}: document {sequence} has the token id {wrong}, but the "
-                    f"model has {known} embeddings, from 0 on",
-                    hint="the files were made with another tokenizer than this model's",
-                )
+                text = f"the token id {wrong}, but the model has {known} embeddings, from 0 on"
+                text = f"{stream.file.bin}: document {sequence} has {text}"
+                hint = "the files were made with another tokenizer than this model's"
+                raise DataError(text, hint=hint)
             parts.append(part.astype(np.int64))
         ids = np.concatenate(parts)
         return ids, ids.copy()
