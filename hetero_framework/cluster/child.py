@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from hetero_framework.errors import PeerLostError
 from hetero_framework.file_trust import refuse_link
 
 PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
+_SECRET = re.compile(r"\w+_API_(KEY|TOKEN|SECRET_KEY)|MLFLOW_TRACKING_(TOKEN|PASSWORD)", re.I)
+"""What reporters find their servers with; only the coordinator reports."""
 
 
 class Spawner:
@@ -54,7 +57,7 @@ class Spawner:
         package_parent = str(Path(hetero_framework.__file__).parents[1])
         paths = [package_parent, os.environ.get("PYTHONPATH", "")]
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if not _SECRET.fullmatch(name)},
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "PYTHONUNBUFFERED": "1",
             "PYTHONIOENCODING": "utf-8",

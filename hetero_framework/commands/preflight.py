@@ -17,6 +17,7 @@ from hetero_framework.config.optimizers import optimizer_problems
 from hetero_framework.data.sources import find_sources
 from hetero_framework.data.tokenizer import tokenizer_place
 from hetero_framework.errors import ConfigError, DataError, ModelError, UserError
+from hetero_framework.trainer import reporters
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Names of the number of layers in config.json."""
@@ -26,7 +27,7 @@ def preflight(config: Config, *, data: bool = True, writes: bool = False) -> Non
     """Raise the UserError of the one problem, or one that lists them all.
     `data`: the data are needed; `writes`: the output directories are."""
     checks: list[Callable[[Config], Iterator[UserError]]] = [_optimizer, _model]
-    checks += [_data] * data + [_directories] * writes
+    checks += [_data] * data + [_directories, _reporters] * writes
     problems = [error for check in checks for error in check(config)]
     if len(problems) == 1:
         raise problems[0]
@@ -86,10 +87,14 @@ def _data(config: Config) -> Iterator[UserError]:
         yield DataError(f"data.chat_template_path: there is no file {config.path(template)}")
 
 
+def _reporters(config: Config) -> Iterator[UserError]:
+    yield from _raised(partial(reporters.check, config.training))
+
+
 def _directories(config: Config) -> Iterator[UserError]:
     """Output directories that cannot be made or written; nothing is created."""
     places = {"training.output_dir": config.output_dir, "checkpoint_dir": config.checkpoints}
-    if config.training.report_to == "tensorboard":
+    if config.training.has_tensorboard:
         places["training.logging_dir"] = config.logging_dir
     seen: set[Path] = set()
     for setting, directory in places.items():

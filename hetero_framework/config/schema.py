@@ -381,6 +381,24 @@ _REFUSED = {
 }
 
 
+Reporter = Literal[
+    "all",
+    "azure_ml",
+    "clearml",
+    "codecarbon",
+    "comet_ml",
+    "dagshub",
+    "dvclive",
+    "flyte",
+    "mlflow",
+    "neptune",
+    "swanlab",
+    "tensorboard",
+    "trackio",
+    "wandb",
+]
+
+
 class TrainingConfig(Section):
     """Training settings: those of transformers.TrainingArguments, by its names, then our own."""
 
@@ -488,8 +506,13 @@ class TrainingConfig(Section):
     """Order of the samples. "group_by_length": those of about as many tokens together, the longest
     first, as transformers has it. It is a function of the seed and the epoch; under transformers'
     Trainer, dropout and evaluations change the order of later epochs, too."""
-    report_to: Literal["tensorboard", "none"] = "tensorboard"
-    """Further record beside metrics.jsonl."""
+    report_to: tuple[Reporter, ...] = ("tensorboard",)
+    """Further records beside metrics.jsonl: a name or a list of those that transformers knows,
+    "all" (that are installed), or "none"."""
+    run_name: Name | None = None
+    """The run's name for reporters. null: that of output_dir, with a number of its own."""
+    project: Name | None = None
+    """The project that reporters put the run into. null: "huggingface", as transformers has it."""
     logging_dir: Name | None = None
     """TensorBoard directory. null: output_dir/tensorboard."""
     visualize: bool = True
@@ -551,11 +574,12 @@ class TrainingConfig(Section):
 
     @field_validator("report_to", mode="before")
     @classmethod
-    def _one_record(cls, value: Any) -> Any:
-        """As TrainingArguments has it: a list, of which we can have none or one."""
-        if isinstance(value, (list, tuple)) and len(value) < 2:
-            return value[0] if value else "none"
-        return value
+    def _as_list(cls, value: Any) -> Any:
+        """As TrainingArguments has it: a name or a list."""
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, (list, tuple)):
+            return value
+        return () if list(names) == ["none"] else tuple(names)
 
     @field_validator("log_level")
     @classmethod
@@ -621,6 +645,11 @@ class TrainingConfig(Section):
                 "load_best_model_at_end needs a save_steps that is a multiple of eval_steps, but"
                 f" they are {save:g} and {evaluate:g}"
             )
+
+    @property
+    def has_tensorboard(self) -> bool:
+        """Whether TensorBoard's files are wanted."""
+        return "tensorboard" in self.report_to or "all" in self.report_to
 
     @property
     def metric(self) -> str | None:
@@ -917,7 +946,7 @@ class Config(WholeFile):
         name = self.model and self.model.name_or_path
         base = self.path(name).resolve() if name else None
         written = [self.output_dir, self.result_dir, self.checkpoints]
-        if self.training.report_to == "tensorboard":
+        if self.training.has_tensorboard:
             written.append(self.logging_dir)
         if base is not None and base.is_dir() and base in {path.resolve() for path in written}:
             raise ConfigError(

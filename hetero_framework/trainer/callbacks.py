@@ -35,6 +35,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from hetero_framework.config import Config, TrainingConfig, interval
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import CallbackError, ConfigError
+from hetero_framework.log import one_line
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.metrics import (
@@ -44,6 +45,7 @@ from hetero_framework.trainer.metrics import (
     StepLines,
 )
 from hetero_framework.trainer.observers import Due, Observer, RunStart
+from hetero_framework.trainer.reporters import new_run, remote_run
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.visualizer.progress import StageRow
@@ -51,6 +53,7 @@ from hetero_framework.visualizer.progress import StageRow
 METRICS = ("eval_loss", "eval_token_loss", "eval_perplexity")
 """What every evaluation gives."""
 _STATES, _STOPPED, _TOLD = "stateful_callbacks", "stopped", "evaluated"  # lines of their own
+_RUN = "remote_run"
 _FLAGS = {
     "should_log": "log",
     "should_evaluate": "evaluate",
@@ -58,6 +61,7 @@ _FLAGS = {
     "should_epoch_stop": "stop_epoch",
     "should_training_stop": "stop",
 }
+_SET_APART = {"output_dir", "eval_strategy", "report_to", "run_name", "project"}
 _log = logging.getLogger(__name__)
 
 
@@ -73,13 +77,15 @@ class Callbacks(Observer):
         prepared: Prepared,
         store: CheckpointStore,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
+        reporters: Sequence[type[TrainerCallback]] = (),
     ) -> None:
         self._prepared, self._store = prepared, store
         training = prepared.config.training
         if (patience := training.early_stopping_patience) is not None:
             early = EarlyStoppingCallback(patience, training.early_stopping_threshold)
             callbacks = [early, *callbacks]
-        self._callbacks = [made(callback) for callback in callbacks]
+        self._reporters = [made(reporter) for reporter in reporters]
+        self._callbacks = [*(made(callback) for callback in callbacks), *self._reporters]
         self._metric = None if training.metric is None else full_name(training.metric)
         if self._metric is not None and self._metric not in METRICS:
             known = ", ".join(name.removeprefix("eval_") for name in METRICS)
@@ -90,6 +96,7 @@ class Callbacks(Observer):
         self._history = StepLines(prepared.config.output_dir / HISTORY_FILE)
         self._arguments = training_arguments(prepared.config)
         self._control = TrainerControl()
+        self._run: str | None = None
         self._states: dict[str, Any] | None = None  # as they stand in the file
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: 1.0)
@@ -118,12 +125,19 @@ class Callbacks(Observer):
             eval_steps=interval(self._arguments.eval_steps or 500, total),  # its default
             train_batch_size=training.per_device_train_batch_size,
         )
-        self._call("on_init_end")
         self._read(state)
+        if self._run is None:
+            self._run = new_run()
+            self._history.write({"step": 0, _RUN: self._run})
+        output = self._prepared.config.output_dir.name
+        self._arguments.run_name = training.run_name or f"{output}-{self._run}"
+        self._arguments.project = training.project or self._arguments.project
+        self._call("on_init_end")
         if run.is_continued and self._stopped_at == state.step:
             due.stop = True
         due.log &= bool(self._losses)
-        self._call("on_train_begin")
+        with remote_run(self._run, training):
+            self._call("on_train_begin")
         if self._untold is not None:
             self.evaluated(state, self._untold, due)
 
@@ -276,6 +290,10 @@ class Callbacks(Observer):
             except Exception as error:  # whatever it is, the user's code is told of by name
                 name = type(callback).__name__
                 text = f"{type(error).__name__}: {error}"
+                if callback in self._reporters:
+                    _log.warning("%s reports no more: %s", name, one_line(text))
+                    self._callbacks = [c for c in self._callbacks if c is not callback]
+                    continue
                 raise CallbackError(f"the callback {name} failed in {event}: {text}") from error
             if isinstance(control, TrainerControl):
                 self._control = control
@@ -293,7 +311,8 @@ class Callbacks(Observer):
         self._untold = evaluations.get(state.step) if state.step not in told else None
         if self._untold is not None:
             lines = self._history.resume(state.step, partial(_precedes_evaluation, state.step))
-        own = {_STATES, _STOPPED, _TOLD}
+        own = {_STATES, _STOPPED, _TOLD, _RUN}
+        self._run = next((line[_RUN] for line in lines if _RUN in line), None)
         history = [line for line in lines if own.isdisjoint(line)]
         self.state.best_metric = self.state.best_global_step = None
         self.state.best_model_checkpoint = self._store.best_step = None
@@ -362,7 +381,7 @@ def made(callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback:
 def training_arguments(config: Config) -> TrainingArguments:
     """The settings of a run, those that transformers knows, in its own form."""
     arguments = TrainingArguments(str(config.output_dir), report_to="none", use_cpu=True)
-    for name in TrainingConfig.model_fields.keys() - {"output_dir", "eval_strategy", "report_to"}:
+    for name in TrainingConfig.model_fields.keys() - _SET_APART:
         if hasattr(arguments, name):
             value, former = getattr(config.training, name), getattr(arguments, name)
             setattr(arguments, name, type(former)(value) if isinstance(former, Enum) else value)

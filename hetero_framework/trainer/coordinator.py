@@ -65,6 +65,7 @@ from hetero_framework.trainer.observers import (
 from hetero_framework.trainer.outputs import RunDirectories
 from hetero_framework.trainer.replanning import AUTO, PlanChange, Replanning, absence_s
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single, StepPart
+from hetero_framework.trainer.reporters import reporters
 from hetero_framework.trainer.run_checkpoint import (
     RunCheckpoints,
     newest_state,
@@ -802,11 +803,12 @@ def _callbacks(
     prepared: setup.Prepared, store: CheckpointStore, given: Sequence[Any]
 ) -> Iterator[Observer]:
     """What tells transformers' callbacks, where there are any."""
-    callbacks = [*given, *control.imported_callbacks()]
-    if callbacks or prepared.config.training.metric is not None:
+    callbacks, training = [*given, *control.imported_callbacks()], prepared.config.training
+    reporting = reporters(training)
+    if callbacks or reporting or training.metric is not None:
         from hetero_framework.trainer.callbacks import Callbacks  # it imports the Trainer's parts
 
-        yield Callbacks(prepared, store, callbacks)
+        yield Callbacks(prepared, store, callbacks, reporting)
 
 
 def _replicas(

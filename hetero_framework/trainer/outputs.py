@@ -124,7 +124,7 @@ class RunDirectories:
     @property
     def tensorboard(self) -> Path | None:
         """The directory of TensorBoard's files, if any are wanted."""
-        wanted = self._config.training.report_to == "tensorboard"
+        wanted = self._config.training.has_tensorboard
         return self._config.logging_dir if wanted else None
 
     @property

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import json
 import math
+import os
+import sqlite3
+import subprocess
+import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,6 +33,7 @@ from transformers import (
 
 from hetero_framework.config import Config
 from hetero_framework.errors import CallbackError, ConfigError
+from hetero_framework.trainer import coordinator
 from hetero_framework.trainer.coordinator import train
 from tests.integration.oracles import tokenized
 from tests.samples import save_texts
@@ -77,6 +83,7 @@ def theirs(config: Config, callback: TrainerCallback, output: Path, *more: Any) 
     given = {k: v for k, v in config.training.model_dump(exclude_unset=True).items() if k in names}
     given |= {"output_dir": str(output), "logging_steps": config.training.logging_steps}
     given |= {"eval_strategy": config.training.evaluation, "optim": "adamw_torch"}
+    given |= {"report_to": "none"}
     trainer = Trainer(
         AutoModelForCausalLM.from_pretrained(model),
         TrainingArguments(**given, use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False),
@@ -253,7 +260,7 @@ def logged(path: Path) -> list[dict[str, Any]]:
     return [
         {name: value for name, value in entry.items() if not any(t in name for t in TIMES)}
         for entry in entries
-        if "train_loss" not in entry  # of this session
+        if "train_loss" not in entry and "remote_run" not in entry  # of this session
     ]
 
 
@@ -327,3 +334,100 @@ def test_a_run_without_callbacks_leaves_no_history(alone: Alone) -> None:
 
 def lines(config: Config) -> list[str]:
     return (config.output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+
+
+class Down(TrainerCallback):
+    """A reporter whose server is away."""
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("no route to the server")
+
+
+def test_a_reporter_that_fails_is_told_once_and_the_run_goes_on(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "reporters", lambda training: [Down])
+    config = alone()
+    assert train(config).steps == 4
+    log = (config.output_dir / "logs" / "coordinator.log").read_text()
+    assert log.count("Down reports no more: ConnectionError: no route to the server") == 1
+
+
+def test_a_reporter_that_is_not_installed_is_named_before_the_run(alone: Alone) -> None:
+    config = alone(training={"report_to": ["clearml"]})
+    with pytest.raises(ConfigError, match="asks for clearml, which is not installed") as raised:
+        train(config)
+    assert "pip install clearml" in str(raised.value)
+    assert not config.output_dir.joinpath("metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("none", ()), ("wandb", ("wandb",)), (["trackio", "tensorboard"], ("trackio", "tensorboard"))],
+)
+def test_reporters_are_a_name_or_a_list(written: Any, read: tuple[str, ...], alone: Alone) -> None:
+    assert alone(training={"report_to": written}).training.report_to == read
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_offline_gets_the_history_and_a_resumed_run_goes_on_with_its_run(
+    alone: Alone, tmp_path: Path
+) -> None:
+    config = alone(training={"report_to": "wandb", "run_name": "mine", "project": "cut"})
+    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    for resumed in (False, True):
+        in_own_process(config, tmp_path, environment, fails=not resumed)
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1
+    assert len(folders) == 2
+    (run,) = {run for line in histories(config) if (run := line.get("remote_run"))}
+    assert folders[0].name.endswith(run)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
+def test_trackio_gets_every_value_of_the_history(alone: Alone, tmp_path: Path) -> None:
+    config = alone(training={"report_to": "trackio", "project": "cut"})
+    environment = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    for resumed in (False, True):
+        in_own_process(config, tmp_path, environment, fails=not resumed)
+    database = sqlite3.connect(next((tmp_path / "trackio").glob("*.db")))
+    with contextlib.closing(database):
+        rows = database.execute("select run_name, metrics from metrics").fetchall()
+    assert len({name for name, _ in rows}) == 1
+    losses = [found["train/loss"] for _, text in rows if "train/loss" in (found := loads(text))]
+    assert losses == [line["loss"] for line in histories(config) if "loss" in line]
+
+
+def loads(text: str | bytes) -> dict[str, Any]:
+    return dict(json.loads(text))
+
+
+def histories(config: Config) -> list[dict[str, Any]]:
+    text = (config.output_dir / "log_history.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def in_own_process(
+    config: Config, place: Path, environment: dict[str, str], *, fails: bool
+) -> None:
+    """Reporters hold global state. With `fails` a callback ends the run after its second step."""
+    file = place / "run.json"
+    file.write_text(json.dumps(config.to_dict()))
+    program = f"""
+import sys
+from pathlib import Path
+from hetero_framework.config import load_config
+from hetero_framework.errors import CallbackError
+from hetero_framework.trainer import coordinator
+from hetero_framework.trainer.coordinator import train
+from tests.unit.trainer.test_callbacks import Failing
+try:
+    train(load_config(Path({str(file)!r})), callbacks=[Failing] if {fails} else [])
+except CallbackError:
+    sys.exit(7)
+"""
+    environment = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == (7 if fails else 0), done.stderr[-3000:]

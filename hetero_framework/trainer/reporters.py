@@ -1,0 +1,80 @@
+"""Reporters of transformers, such as wandb and trackio, as callbacks of a run.
+
+TensorBoard is written by trainer/metrics.py, which hides the steps that a resumed run repeats.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from hetero_framework.config import TrainingConfig
+from hetero_framework.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+_PACKAGES = {
+    **{"azure_ml": "azureml-core", "codecarbon": "codecarbon", "comet_ml": "comet-ml"},
+    **{"clearml": "clearml", "dagshub": "dagshub mlflow", "dvclive": "dvclive"},
+    **{"flyte": "flytekit", "mlflow": "mlflow", "neptune": "neptune", "swanlab": "swanlab"},
+    **{"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb"},
+}
+"""Reporters and what to install for them."""
+_MODULES = {"azure_ml": "azureml", "comet_ml": "comet_ml", "flyte": "flytekit"}
+"""Their modules, where these have other names."""
+
+
+def check(training: TrainingConfig) -> None:
+    """Raise ConfigError for reporters whose package is not installed."""
+    for name in training.report_to:
+        packages = _PACKAGES.get(name)
+        if packages is None or name == "tensorboard":
+            continue
+        modules = [_MODULES.get(name, part) for part in packages.split()]
+        if any(importlib.util.find_spec(module) is None for module in modules):
+            raise ConfigError(
+                f"training.report_to asks for {name}, which is not installed",
+                hint=f"python -m pip install {packages}, or leave {name} out",
+            )
+
+
+def reporters(training: TrainingConfig) -> list[type[TrainerCallback]]:
+    """The callbacks that report_to names. Raises as `check`."""
+    check(training)
+    names = [name for name in training.report_to if name not in ("tensorboard", "all")]
+    if not names and "all" not in training.report_to:
+        return []
+    from transformers.integrations import (
+        get_available_reporting_integrations,
+        get_reporting_integration_callbacks,
+    )
+
+    if "all" in training.report_to:
+        names = [name for name in get_available_reporting_integrations() if name != "tensorboard"]
+    return list(get_reporting_integration_callbacks(names))
+
+
+def new_run() -> str:
+    """An identifier for the remote run, which a resumed run goes on with."""
+    return uuid.uuid4().hex[:12]
+
+
+@contextmanager
+def remote_run(run: str, training: TrainingConfig) -> Iterator[None]:
+    """Within, wandb begins or continues its run `run`; trackio knows a run by its name. What the
+    environment says already stays."""
+    settings = {"WANDB_RUN_ID": run, "WANDB_RESUME": "allow"}
+    if training.project is not None:
+        settings["WANDB_PROJECT"] = training.project
+    added = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
