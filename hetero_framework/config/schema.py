@@ -511,8 +511,8 @@ class TrainingConfig(Section):
     "all" (that are installed), or "none"."""
     run_name: Name | None = None
     """The run's name for reporters. null: that of output_dir, with a number of its own."""
-    project: Name | None = None
-    """The project that reporters put the run into. null: "huggingface", as transformers has it."""
+    project: Name = "huggingface"
+    """The project that reporters put the run into."""
     logging_dir: Name | None = None
     """TensorBoard directory. null: output_dir/tensorboard."""
     visualize: bool = True

@@ -61,7 +61,7 @@ _FLAGS = {
     "should_epoch_stop": "stop_epoch",
     "should_training_stop": "stop",
 }
-_SET_APART = {"output_dir", "eval_strategy", "report_to", "run_name", "project"}
+_SET_APART = {"output_dir", "eval_strategy", "report_to", "run_name"}
 _log = logging.getLogger(__name__)
 
 
@@ -131,7 +131,6 @@ class Callbacks(Observer):
             self._history.write({"step": 0, _RUN: self._run})
         output = self._prepared.config.output_dir.name
         self._arguments.run_name = training.run_name or f"{output}-{self._run}"
-        self._arguments.project = training.project or self._arguments.project
         self._call("on_init_end")
         if run.is_continued and self._stopped_at == state.step:
             due.stop = True

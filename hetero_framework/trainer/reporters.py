@@ -68,9 +68,7 @@ def new_run() -> str:
 def remote_run(run: str, training: TrainingConfig) -> Iterator[None]:
     """Within, wandb begins or continues its run `run`; trackio knows a run by its name. What the
     environment says already stays."""
-    settings = {"WANDB_RUN_ID": run, "WANDB_RESUME": "allow"}
-    if training.project is not None:
-        settings["WANDB_PROJECT"] = training.project
+    settings = {"WANDB_RUN_ID": run, "WANDB_RESUME": "allow", "WANDB_PROJECT": training.project}
     added = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(added)
     try:

@@ -450,8 +450,6 @@ def test_a_text_in_place_of_a_section_is_refused_with_advice() -> None:
         ("model.dtype", "fp16", '"float16"'),
         ("model.dtype", "torch.bfloat16", "without"),
         ("model.attn_implementation", "flash_attn", '"flash_attention_2"'),
-        ("training.report_to", "wandb", "metrics.jsonl"),
-        ("training.report_to", ["tensorboard", "wandb"], "metrics.jsonl"),
     ],
 )
 def test_a_value_of_another_tool_is_refused_with_advice(path: str, value: Any, advice: str) -> None:
@@ -506,7 +504,7 @@ def defaults() -> Iterator[tuple[str, str, Any]]:
 
 def test_library_defaults_of_unsupported_settings_pass_with_a_line() -> None:
     found = list(defaults())
-    assert len(found) > 100
+    assert len(found) > 90
     for section, key, default in found:
         raw = copy.deepcopy(FULL) | {"adapter": {"r": 8}}
         raw[section][key] = default
@@ -581,8 +579,9 @@ def test_other_values_of_other_tools_are_refused_by_name(path: str, value: Any) 
     assert f"{path}: " in message(raw)
 
 
-def test_report_to_takes_a_list_of_one_or_none() -> None:
-    for value, meant in (([], "none"), (["tensorboard"], "tensorboard"), (["none"], "none")):
+def test_report_to_takes_a_name_or_a_list() -> None:
+    both = ("tensorboard", "wandb")
+    for value, meant in (([], ()), ("wandb", ("wandb",)), (["none"], ()), (list(both), both)):
         raw = {**FULL, "training": {"report_to": value}}
         assert Config.from_dict(raw).training.report_to == meant
 
