@@ -183,9 +183,9 @@ class Conversion:
                 if status == "stop":
                     text = f"{key}: {shown(value)} of {self.program} is not done here: {why}"
                     raise UserError(text)
-                paths = (path.replace("*", name) for path in settings)
-                made = (self._fill(part, value, match) for part in settings.values())
-                return self._set(key, value, dict(zip(paths, made, strict=True)), status, why)
+                filled = self._fill(settings, value, match).items()
+                made = {path.replace("*", name): part for path, part in filled}
+                return self._set(key, value, made, status, why)
         return self._say(key, value, "cannot be had", "there is no such value here")
 
     def _fill(self, made: Any, value: Any, match: re.Match[str]) -> Any:
@@ -201,15 +201,10 @@ class Conversion:
         return value if made == "$" else match.expand(made) if isinstance(made, str) else made
 
     def _set(
-        self,
-        key: str,
-        value: Any,
-        settings: Mapping[str, Any],
-        status: str = "taken",
-        why: str = "",
+        self, key: str, value: Any, to: Mapping[str, Any], status: str = "taken", why: str = ""
     ) -> None:
-        """Take settings from a key, where they are valid."""
-        for path, asked in settings.items():
+        """Take the settings `to` which a key goes, where they are valid."""
+        for path, asked in to.items():
             old = self.settings.get(path)
             fitting, wrong = _fit(path, asked)
             if wrong:
@@ -219,7 +214,7 @@ class Conversion:
             elif old not in (None, fitting):
                 status, why = "changed", f"in place of {shown(old)}, which another key says"
             self.settings[path] = fitting
-        return self._say(key, value, status, why, *settings)
+        return self._say(key, value, status, why, *to)
 
     def _drop(self, path: str, why: str) -> None:
         """Take a setting back; its row says why."""
