@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import runpy
 import sqlite3
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from hetero_framework import control
 from hetero_framework.config import Config
 from hetero_framework.errors import CallbackError, ConfigError
 from hetero_framework.trainer import coordinator
@@ -431,3 +433,30 @@ except CallbackError:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
     assert done.returncode == (7 if fails else 0), done.stderr[-3000:]
+
+
+def test_the_example_of_the_page_runs(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[3] / "docs" / "callbacks.md"
+    code = page.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "example.py").write_text(code.replace("10.0) < 1.0", "10.0) < 5.7"))
+    config = alone()
+    (tmp_path / "hetero_config.json").write_text(json.dumps(config.to_dict()))
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("example.py")
+    assert len(lines(config)) == 2  # of four steps
+
+
+def test_a_file_on_the_command_line_brings_callbacks(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_callbacks", [])
+    monkeypatch.setattr(control, "_imported", [])
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from tests.unit.trainer.test_callbacks import Failing\ncallbacks = [Failing]\n"
+    )
+    control.import_file(file)
+    with pytest.raises(CallbackError, match="Failing failed"):
+        train(alone())
