@@ -1022,7 +1022,7 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
             "island.fragments",
             f"{island.fragments} fragments are more than the {plan[-1].end} layers of shard_plan",
         )
-    if training is not None and "data" in parts and (data is None or data.eval is None):
+    if training is not None and "data" in parts and data is not None and data.eval is None:
         for name, given in (
             ("eval_steps", training.eval_steps is not None),
             ("eval_strategy", training.eval_strategy in ("steps", "epoch")),

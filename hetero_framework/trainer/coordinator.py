@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,6 +48,7 @@ from hetero_framework.trainer import outputs, saved_plan, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.checkpoint_export import export_last_checkpoint
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
+from hetero_framework.trainer.given import with_objects
 from hetero_framework.trainer.islands import open_islands
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
@@ -88,11 +89,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The result of a finished run: its last step, its losses and the paths of its files."""
+    """The result of a finished run.
+
+    `steps` is its last step, `losses` are those of all steps, `metrics` the numbers of its last
+    step and last evaluation, `files` the places of what it left by their labels.
+    """
 
     steps: int
     losses: tuple[float, ...]
     files: dict[str, Path] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    best_checkpoint: Path | None = None
+    output_dir: Path = Path()
+
+    def load(self, **settings: Any) -> Any:
+        """The trained model: a PeftModel, or a model of the library's class. `settings` are those
+        of from_pretrained."""
+        return outputs.load_result(self.files, **settings)
 
 
 def train(
@@ -108,6 +121,9 @@ def train(
     islands: Access | None = None,
     build: BuildStages = load_stages,
     callbacks: Sequence[Any] = (),
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    processing_class: Any = None,
 ) -> RunSummary:
     """Train as the coordinator, from start to finish. No worker outlives the call.
 
@@ -120,9 +136,17 @@ def train(
             keys that lie beside the configuration.
         build: Builds the stages of this process.
         callbacks: Of transformers, instances or classes; those of imported files come after them.
+        train_dataset: Instead of data.train, a `datasets.Dataset` or records; `eval_dataset`
+            instead of data.eval. They and `processing_class`, a tokenizer, are saved in output_dir.
 
     Raises the HeteroError that fits the failure.
     """
+    config = with_objects(
+        config,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=processing_class,
+    )
     config.require("model", "data")
     access = access or access_of(config, "local")
     if config.island is not None:
@@ -244,6 +268,7 @@ class Coordinator:
         self._first_step, self._has_begun = 0, False
         self._epoch = 0.0
         self._losses: list[tuple[int, float]] = []  # and the steps
+        self._metrics: dict[str, float] = {}
         self._due = Due()
         self._deaths: Counter[tuple[WorkerId, int]] = Counter()  # by worker and step
         self._memory = _memory_by_owner(prepared)
@@ -618,6 +643,7 @@ class Coordinator:
         specs, moved = self._config.plan.stages, (traffic, self._cluster.traffic())
         predicted = stage_predictions(forecast, self._memory, [spec.owner for spec in specs])
         line["stages"] = stage_lines(specs, stages, *moved, predicted)
+        self._metrics |= _numbers(line)
         self._tell(Observer.step_end, self._state, line, self._due)
         if self._due.stop_epoch:
             self._leave_epoch()
@@ -678,6 +704,7 @@ class Coordinator:
             "eval_tokens": tokens,
             "eval_seconds": time.perf_counter() - started,
         }
+        self._metrics |= _numbers(metrics)
         self._tell(Observer.evaluated, self._state, metrics, self._due)
 
     def save(self) -> None:
@@ -725,7 +752,11 @@ class Coordinator:
         files = outputs.result_files(self._config, result)
         shown: dict[str, str | Path] = {**files, **outputs.what_next(self._prepared, files)}
         self._tell(Observer.finished, self._state, shown)
-        return RunSummary(self._state.step, tuple(loss for _, loss in self._losses), files)
+        losses = tuple(loss for _, loss in self._losses)
+        store = self._directories.store
+        best = None if store.best_step is None else store.root / f"step_{store.best_step}"
+        output = self._config.output_dir
+        return RunSummary(self._state.step, losses, files, self._metrics, best, output)
 
     def _export(self) -> Path:
         """Write the result. If that fails, a checkpoint keeps the work; while neither can be
@@ -846,6 +877,10 @@ def _log_of_run(config: Config, progress: Progress, events: log.Events) -> Itera
             raise
         finally:
             log.set_step(None)
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in line.items() if type(value) in (int, float)}
 
 
 def sample_mean(sums: Sequence[float], items: Sequence[int], sizes: Sequence[int]) -> float:

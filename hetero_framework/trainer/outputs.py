@@ -19,10 +19,11 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
 from hetero_framework.config import RESULT_DIRS, Config
@@ -415,6 +416,16 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
     if "timeline" in files:
         steps["where time went"] = _command("timeline", output)
     return steps
+
+
+def load_result(files: Mapping[str, Path], **settings: Any) -> Any:
+    """The model of a finished run, as `from_pretrained` of its class gives it."""
+    if (adapter := files.get("adapter")) is not None:
+        from peft import AutoPeftModelForCausalLM
+
+        return AutoPeftModelForCausalLM.from_pretrained(adapter, **settings)
+    config = AutoConfig.from_pretrained(files["model"])
+    return stock_class(config).from_pretrained(files["model"], **settings)
 
 
 def _command(*words: object) -> str:

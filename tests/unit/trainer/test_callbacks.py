@@ -25,6 +25,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     EarlyStoppingCallback,
+    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -435,16 +436,20 @@ except CallbackError:
     assert done.returncode == (7 if fails else 0), done.stderr[-3000:]
 
 
-def test_the_example_of_the_page_runs(
+def test_the_examples_of_the_page_run(
     alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = Path(__file__).parents[3] / "docs" / "callbacks.md"
-    code = page.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "example.py").write_text(code.replace("10.0) < 1.0", "10.0) < 5.7"))
+    page = Path(__file__).parents[3] / "docs" / "python.md"
+    blocks = page.read_text(encoding="utf-8").split("```python\n")[1:]
+    first, second = (block.partition("```")[0] for block in blocks)
     config = alone()
     (tmp_path / "hetero_config.json").write_text(json.dumps(config.to_dict()))
     monkeypatch.chdir(tmp_path)
-    runpy.run_path("example.py")
+    Path("first.py").write_text(first)
+    model = runpy.run_path("first.py")["model"]
+    assert isinstance(model, PreTrainedModel)
+    Path("second.py").write_text(second.replace("10.0) < 1.0", "10.0) < 5.7"))
+    runpy.run_path("second.py")
     assert len(lines(config)) == 2  # of four steps
 
 

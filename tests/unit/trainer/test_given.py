@@ -1,0 +1,95 @@
+"""Data and tokenizers as Python objects: the run is that of the same files."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import peft
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from hetero_framework.errors import DataError
+from hetero_framework.trainer.coordinator import train
+from tests.unit.trainer.conftest import Alone
+
+RECORDS = [{"text": f"a model of {number} words and " * (1 + number % 4)} for number in range(9)]
+
+
+def records() -> Iterator[dict[str, Any]]:
+    yield from RECORDS
+
+
+@pytest.mark.parametrize("form", ["dataset", "list", "iterable"])
+def test_objects_train_as_their_file_does(form: str, alone: Alone, tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    data = {"train": str(file), "eval": str(file)}
+    training = {"eval_strategy": "epoch"}
+    of_file = train(alone("file", training=training, data=data))
+    rows = {"dataset": datasets.Dataset.from_list(RECORDS), "list": RECORDS, "iterable": records()}
+    config = alone("objects", training=training, data=None)
+    summary = train(config, train_dataset=rows[form], eval_dataset=RECORDS)
+    assert summary.losses == of_file.losses
+    assert summary.metrics["eval_loss"] == of_file.metrics["eval_loss"]
+    one, other = (run.files["model"] / "model.safetensors" for run in (summary, of_file))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_tokenizer_is_taken(alone: Alone) -> None:
+    config = alone()
+    assert config.model is not None
+    tokenizer = AutoTokenizer.from_pretrained(config.model.name_or_path)
+    tokenizer.add_eos_token = False
+    tokenizer.pad_token = tokenizer.eos_token
+    summary = train(config, processing_class=tokenizer)
+    saved = AutoTokenizer.from_pretrained(summary.files["model"])
+    assert saved.pad_token == tokenizer.eos_token
+
+
+@pytest.mark.parametrize("rows", [{"text": ["a"]}, 5, ["a text"]])
+def test_what_holds_no_records_is_refused(rows: Any, alone: Alone) -> None:
+    with pytest.raises(DataError, match="train_dataset"):
+        train(alone(), train_dataset=rows)
+
+
+def test_the_summary_says_what_was_made_and_loads_it(alone: Alone, tmp_path: Path) -> None:
+    best = {"eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    config = alone(training={**best, "save_strategy": "steps"}, data=None)
+    summary = train(config, train_dataset=RECORDS, eval_dataset=RECORDS)
+    assert summary.output_dir == tmp_path / "run"
+    assert summary.best_checkpoint is not None
+    assert summary.best_checkpoint.parent == tmp_path / "run" / "checkpoints"
+    assert {"loss", "eval_loss", "learning_rate"} <= summary.metrics.keys()
+    assert isinstance(summary.load(), LlamaForCausalLM)
+
+
+def test_the_summary_loads_an_adapter(alone: Alone) -> None:
+    summary = train(alone(adapter={"r": 2, "target_modules": ["q_proj"]}))
+    model = summary.load(dtype=torch.float32)
+    assert isinstance(model, peft.PeftModel)
+    assert model.peft_config["default"].r == 2
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def test_the_script_and_the_notebook_run(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    config = alone(data=None, training={"eval_strategy": "epoch"})
+    (tmp_path / "hetero_config.json").write_text(json.dumps(config.to_dict()))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["from_python.py", "hetero_config.json"])
+    runpy.run_path(str(EXAMPLES / "from_python.py"), run_name="__main__")
+    assert "LlamaForCausalLM is loaded" in capsys.readouterr().out
+    cells = json.loads((EXAMPLES / "from_python.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    Path("notebook.py").write_text(code)
+    assert isinstance(runpy.run_path("notebook.py")["model"], LlamaForCausalLM)
+    assert "'train_loss'" in capsys.readouterr().out
