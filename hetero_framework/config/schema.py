@@ -452,8 +452,16 @@ class TrainingConfig(Section):
     """Optimizer, by its name in transformers. (Its own default is adamw_torch_fused.)"""
     optim_args: str | None = None
     """Further arguments of the optimizer, as "name=value,name=value"."""
+    logging_strategy: Literal["no", "steps", "epoch"] = "steps"
+    """When to print a line and to tell callbacks. metrics.jsonl has every step."""
     logging_steps: Steps = 1
-    """Steps from one line on the screen to the next."""
+    """Steps from one line on the screen to the next, with logging_strategy "steps"."""
+    logging_first_step: bool = False
+    """Tell callbacks of the first step too; the screen shows it anyway."""
+    logging_nan_inf_filter: bool = True
+    """Count a loss that is not finite as the mean of those before it, in what is logged."""
+    include_num_input_tokens_seen: StrictBool | Literal["all", "non_padding", "no"] = "no"
+    """Tell callbacks how many tokens were trained on: "all" (or true) with padding."""
     save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
     """When to save checkpoints. "best": after an evaluation that is better than all before."""
     save_steps: Steps = 500

@@ -103,6 +103,11 @@ class Callbacks(Observer):
         self._epoch: int | None = None
         self._line: Mapping[str, Any] = {}
         self._losses: list[tuple[int, float]] = []  # not logged yet, with their steps
+        counted = training.include_num_input_tokens_seen
+        self._counted = None if counted in (False, "no") else "tokens"
+        if counted in (True, "all"):
+            self._counted = "padded_tokens"
+        self._first_tokens = 0
         self._stopped_at: int | None = None
         self._untold: Mapping[str, Any] | None = None  # an evaluation that callbacks do not know
         self._began_s = 0.0
@@ -120,7 +125,7 @@ class Callbacks(Observer):
         self.state = TrainerState(
             max_steps=total,
             num_train_epochs=math.ceil(total / data.steps_per_epoch),
-            logging_steps=run.logging_steps,
+            logging_steps=interval(training.logging_steps, total),
             save_steps=interval(training.save_steps, total),
             eval_steps=interval(self._arguments.eval_steps or 500, total),  # its default
             train_batch_size=training.per_device_train_batch_size,
@@ -132,6 +137,7 @@ class Callbacks(Observer):
         output = self._prepared.config.output_dir.name
         self._arguments.run_name = training.run_name or f"{output}-{self._run}"
         self._call("on_init_end")
+        self._first_tokens = self.state.num_input_tokens_seen
         if run.is_continued and self._stopped_at == state.step:
             due.stop = True
         due.log &= bool(self._losses)
@@ -162,6 +168,7 @@ class Callbacks(Observer):
     def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
         self._line = line
         self._note(line)
+        self._count(line)
         self.state.global_step, self.state.epoch = state.step, line["epoch"]
         self._optimizer.param_groups[0]["lr"] = line["learning_rate"]
         self._scheduler._last_lr = [line["learning_rate"]]
@@ -175,12 +182,14 @@ class Callbacks(Observer):
             self._history.write({"step": state.step, _STOPPED: True})
 
     def log(self, state: TrainState, due: Due) -> None:
-        count = state.step - (self._losses[0][0] - 1) if self._losses else 1
-        total = _filtered(self._losses) if self._losses else math.nan
+        if not self._losses:  # the step was logged already
+            return
+        count, total = state.step - self._losses[0][0] + 1, self._loss_sum()
         self._losses = []
         self._sum += total
         names = ("grad_norm", "learning_rate")
-        self._report({"loss": total / count, **{name: self._line[name] for name in names}}, due)
+        logs = {"loss": total / count, **{name: self._line[name] for name in names}}
+        self._report(logs, due, speed=True)
 
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
         seconds = metrics["eval_seconds"]
@@ -208,7 +217,7 @@ class Callbacks(Observer):
 
     def trained(self, state: TrainState, due: Due) -> None:
         seconds, steps = time.time() - self._began_s, state.step - self._first_step
-        self._sum += _filtered(self._losses)
+        self._sum += self._loss_sum()
         training = self._prepared.config.training
         samples = steps * training.per_device_train_batch_size
         samples *= training.gradient_accumulation_steps
@@ -264,8 +273,20 @@ class Callbacks(Observer):
         for flag, name in _FLAGS.items():
             setattr(due, name, getattr(self._control, flag))
 
-    def _report(self, logs: dict[str, Any], due: Due) -> None:
+    def _loss_sum(self) -> float:
+        if self._prepared.config.training.logging_nan_inf_filter:
+            return _filtered(self._losses)
+        return sum(loss for _, loss in self._losses)
+
+    def _report(self, logs: dict[str, Any], due: Due, *, speed: bool = False) -> None:
         logs["epoch"] = self.state.epoch
+        if self._counted is not None:
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+            if speed:
+                seconds = time.time() - self._began_s
+                logs["train_runtime"] = round(seconds, 4)
+                tokens = self.state.num_input_tokens_seen - self._first_tokens
+                logs["train_tokens_per_second"] = round(tokens / seconds, 3)
         entry = {**logs, "step": self.state.global_step}
         self.state.log_history.append(entry)
         self._history.write(entry)
@@ -298,8 +319,13 @@ class Callbacks(Observer):
                 self._control = control
 
     def _note(self, line: Mapping[str, Any]) -> None:
-        """Take the loss and the tokens of a step."""
+        """Take the loss of a step that was not logged."""
         self._losses.append((line["step"], line["loss"]))
+
+    def _count(self, line: Mapping[str, Any]) -> None:
+        """Take the tokens of a step."""
+        if self._counted is not None:
+            self.state.num_input_tokens_seen += line[self._counted]
 
     def _read(self, state: TrainState) -> None:
         """Go on with what was recorded up to a step."""
@@ -322,11 +348,12 @@ class Callbacks(Observer):
         self.state.log_history = history
         self.state.global_step = state.step
         self.state.epoch = self._prepared.data.epoch_of(state.position - 1) if state.step else 0
-        self._epoch, self._losses = None, []
+        self._epoch, self._losses, self.state.num_input_tokens_seen = None, [], 0
         logged = max((line["step"] for line in history if "loss" in line), default=0)
         for line in run:
             if "loss" in line:
                 self._line = line
+                self._count(line)
                 if line["step"] > logged:
                     self._note(line)
         self._states = next((line[_STATES] for line in reversed(lines) if _STATES in line), None)

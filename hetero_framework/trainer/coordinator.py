@@ -277,9 +277,10 @@ class Coordinator:
     def run(self, checkpoint: CheckpointReader | None, continued: bool = False) -> RunSummary:
         """Do the whole run, from a checkpoint or from the beginning. `continued`: the run was cut
         short, and the same command goes on."""
+        self._is_continued = continued
         self._cluster.recovery.note_death = self._note_death
         try:
-            self.start(checkpoint, continued)
+            self.start(checkpoint)
             commands = {"checkpoint": self._save_after_step}
             with self._stop.waiting(), control.coordinating(commands):
                 return self._cluster.recovery.run(self)
@@ -306,7 +307,7 @@ class Coordinator:
             self._replicas.close(f"it was stopped by {stopped}" if stopped else "it ends")
             self._checkpoints.close()
 
-    def start(self, checkpoint: CheckpointReader | None, continued: bool = False) -> None:
+    def start(self, checkpoint: CheckpointReader | None) -> None:
         """Load a checkpoint or begin afresh, and show the placement of stages."""
         if checkpoint is not None:
             self._directories.own_checkpoints()
@@ -322,9 +323,14 @@ class Coordinator:
         warn_of_a_small_disk(self._prepared, self._directories.store, self._state.step)
         self._draw_diagram()
         total = self._data.total_steps
-        logging_steps = interval(self._config.training.logging_steps, total)
+        training = self._config.training
+        logging_steps = {
+            "no": total + 1,
+            "steps": interval(training.logging_steps, total),
+            "epoch": self._data.steps_per_epoch,
+        }[training.logging_strategy]
         is_resumed = checkpoint is not None
-        goes_on = is_resumed and continued
+        goes_on = is_resumed and self._is_continued
         run = RunStart(self._cluster.run_id, total, logging_steps, is_resumed, goes_on)
         self._epoch = self._epoch_before(self._state)
         if goes_on and self._state.step > 0:
@@ -520,7 +526,9 @@ class Coordinator:
         due.is_open, due.stop_epoch = True, False
         due.is_epoch_over = state.position // every > before.position // every
         due.stop |= state.position >= total
-        due.log |= due_after(training.logging_steps)
+        if training.logging_strategy == "steps":
+            due.log |= due_after(training.logging_steps)
+        due.log |= training.logging_first_step and state.step == 1
         if training.evaluation == "steps" and state.step >= training.eval_delay:
             due.evaluate |= due_after(training.eval_steps or training.logging_steps) or due.stop
         if training.save_strategy == "steps":
@@ -539,6 +547,7 @@ class Coordinator:
         due = self._due
         self._do_marked()
         if due.is_open and (due.is_epoch_over or due.stop or due.stop_epoch):
+            due.log |= self._config.training.logging_strategy == "epoch"
             due.evaluate |= self._is_evaluated_by_epoch
             due.save |= self._config.training.save_strategy == "epoch"
             self._tell(Observer.epoch_end, self._state, due)
@@ -630,6 +639,7 @@ class Coordinator:
             "grad_norm": float(norm),
             "learning_rate": rate,
             "tokens": tokens,
+            "padded_tokens": sum(batch["input_ids"].numel() for batch in batches),
             "tokens_per_second": tokens / seconds,
             "step_seconds": seconds,
             "micro_batches": len(batches),

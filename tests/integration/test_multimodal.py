@@ -77,7 +77,7 @@ def test_text_trains_under_any_cut_and_the_class_loads_the_result(
         assert adapted
         assert all("language_model" in n for n in adapted)
     lines = (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()
-    (said,) = [e["eval_loss"] for e in map(json.loads, lines) if "eval_loss" in e]
+    (said,) = [e["eval_token_loss"] for e in map(json.loads, lines) if "eval_token_loss" in e]
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = mean_token_loss(trained.train(False), tokenizer, texts)
     assert found == pytest.approx(said, rel=1e-5)

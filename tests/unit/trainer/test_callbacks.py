@@ -43,6 +43,7 @@ from tests.samples import save_texts
 from tests.unit.trainer.conftest import Alone
 
 TIMES = ("runtime", "per_second", "total_flos")
+"""Parts of the names of what differs from run to run, or is not counted."""
 
 
 class Recorder(TrainerCallback):
@@ -111,6 +112,14 @@ CASES: dict[str, dict[str, Any]] = {
     "evaluated_first": {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 4},
     "saved": {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1},
     "uneven_batches": {"per_device_eval_batch_size": 3, "eval_strategy": "epoch"},
+    "logged_by_epoch": {"logging_strategy": "epoch", "max_steps": 5},
+    "not_logged": {"logging_strategy": "no", "eval_strategy": "epoch"},
+    "the_first_is_logged": {"logging_first_step": True, "logging_steps": 3},
+    "tokens": {"include_num_input_tokens_seen": "all", "logging_steps": 2},
+    "tokens_without_padding": {
+        **{"include_num_input_tokens_seen": "non_padding", "eval_strategy": "steps"},
+        "eval_steps": 2,
+    },
     "one_at_a_time": {"gradient_accumulation_steps": 1, "warmup_steps": 2, "max_grad_norm": 0.1},
 }
 
@@ -145,7 +154,14 @@ def compare(ours: TrainerState, other: TrainerState) -> None:
         for name, value in two.items():
             if not any(part in name for part in TIMES):
                 assert one[name] == pytest.approx(value, rel=1e-6), (one, two, name)
-    fields = ("global_step", "epoch", "max_steps", "num_train_epochs", "logging_steps")
+    fields = (
+        "num_input_tokens_seen",
+        "global_step",
+        "epoch",
+        "max_steps",
+        "num_train_epochs",
+        "logging_steps",
+    )
     for name in (*fields, "save_steps", "eval_steps", "train_batch_size"):
         assert getattr(ours, name) == pytest.approx(getattr(other, name)), name
 
