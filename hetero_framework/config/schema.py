@@ -381,6 +381,9 @@ _REFUSED = {
 }
 
 
+Metric = Literal[
+    "loss", "token_loss", "perplexity", "eval_loss", "eval_token_loss", "eval_perplexity"
+]
 Reporter = Literal[
     "all",
     "azure_ml",
@@ -479,9 +482,8 @@ class TrainingConfig(Section):
     load_best_model_at_end: bool = False
     """Make the result of the best checkpoint, not of the last step. Evaluation and saving then
     have the same strategy, and save_steps is a multiple of eval_steps."""
-    metric_for_best_model: Name | None = None
-    """The metric of an evaluation that decides, such as "loss" or "perplexity". null: "loss", where
-    one is needed."""
+    metric_for_best_model: Metric | None = None
+    """The metric of an evaluation that decides. null: "loss", where one is needed."""
     greater_is_better: bool | None = None
     """Whether a larger value is better. null: unless the metric's name ends in "loss" or is
     "perplexity"."""

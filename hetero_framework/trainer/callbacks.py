@@ -50,8 +50,6 @@ from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.visualizer.progress import StageRow
 
-METRICS = ("eval_loss", "eval_token_loss", "eval_perplexity")
-"""What every evaluation gives."""
 _STATES, _STOPPED, _TOLD = "stateful_callbacks", "stopped", "evaluated"  # lines of their own
 _RUN = "remote_run"
 _FLAGS = {
@@ -86,13 +84,8 @@ class Callbacks(Observer):
             callbacks = [early, *callbacks]
         self._reporters = [made(reporter) for reporter in reporters]
         self._callbacks = [*(made(callback) for callback in callbacks), *self._reporters]
-        self._metric = None if training.metric is None else full_name(training.metric)
-        if self._metric is not None and self._metric not in METRICS:
-            known = ", ".join(name.removeprefix("eval_") for name in METRICS)
-            raise ConfigError(
-                f"training.metric_for_best_model is {training.metric!r}, which no evaluation gives",
-                hint=f"choose one of: {known}",
-            )
+        metric = training.metric
+        self._metric = metric and f"eval_{metric.removeprefix('eval_')}"
         self._history = StepLines(prepared.config.output_dir / HISTORY_FILE)
         self._arguments = training_arguments(prepared.config)
         self._control = TrainerControl()
@@ -250,6 +243,8 @@ class Callbacks(Observer):
         if self._metric is None:
             return False
         value, best = metrics[self._metric], self.state.best_metric
+        if value is None:  # read again: it was not finite
+            return False
         if best is None:
             best = -math.inf if self._arguments.greater_is_better else math.inf
         if not (value > best if self._arguments.greater_is_better else value < best):
@@ -352,6 +347,8 @@ class Callbacks(Observer):
         logged = max((line["step"] for line in history if "loss" in line), default=0)
         for line in run:
             if "loss" in line:
+                if line["loss"] is None:  # not finite, which JSON cannot hold
+                    line["loss"] = math.nan
                 self._line = line
                 self._count(line)
                 if line["step"] > logged:
@@ -386,10 +383,6 @@ class Callbacks(Observer):
 def _precedes_evaluation(step: int, line: Mapping[str, Any]) -> bool:
     """Whether a line of the history was written before the evaluation after `step` was told."""
     return bool(line["step"] < step or not ("eval_loss" in line or _STATES in line))
-
-
-def full_name(metric: str) -> str:
-    return metric if metric.startswith("eval_") else f"eval_{metric}"
 
 
 def made(callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback:

@@ -154,6 +154,7 @@ class RunCheckpoints:
         """Give the stages the state of the best checkpoint; the run's position stays."""
         assert self._store.best_step is not None
         last = self._last
+        self._cluster.retrying(lambda: self._cluster.pipeline.rewind(None, {}))
         try:
             self.restore(self._store.resolve(self._store.best_step))
         finally:
