@@ -17,7 +17,8 @@ ENDS = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_he
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """All but the card, which says how far the run came."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
 
 
 def make(folder: Path, name: str, steps: int, **changes: Any) -> Config:
