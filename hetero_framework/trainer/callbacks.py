@@ -104,7 +104,8 @@ class Callbacks(Observer):
         self._stopped_at: int | None = None
         self._untold: Mapping[str, Any] | None = None  # an evaluation that callbacks do not know
         self._began_s = 0.0
-        self._sum, self._first_step = 0.0, 0
+        self._sums: dict[int, float] = {}  # of the losses that were logged after each step
+        self._first_step = 0
         self.state = TrainerState()
 
     @cached_property
@@ -179,7 +180,7 @@ class Callbacks(Observer):
             return
         count, total = state.step - self._losses[0][0] + 1, self._loss_sum()
         self._losses = []
-        self._sum += total
+        self._sums[state.step] = total
         names = ("grad_norm", "learning_rate")
         logs = {"loss": total / count, **{name: self._line[name] for name in names}}
         self._report(logs, due, speed=True)
@@ -210,7 +211,7 @@ class Callbacks(Observer):
 
     def trained(self, state: TrainState, due: Due) -> None:
         seconds, steps = time.time() - self._began_s, state.step - self._first_step
-        self._sum += self._loss_sum()
+        total = sum(self._sums.values()) + self._loss_sum()
         training = self._prepared.config.training
         samples = steps * training.per_device_train_batch_size
         samples *= training.gradient_accumulation_steps
@@ -220,7 +221,7 @@ class Callbacks(Observer):
                 "train_samples_per_second": round(samples / seconds, 3),
                 "train_steps_per_second": round(steps / seconds, 3),
                 "total_flos": self.state.total_flos,
-                "train_loss": self._sum / max(steps, 0.001),
+                "train_loss": total / max(steps, 0.001),
             },
             due,
         )
@@ -345,6 +346,7 @@ class Callbacks(Observer):
         self.state.epoch = self._prepared.data.epoch_of(state.position - 1) if state.step else 0
         self._epoch, self._losses, self.state.num_input_tokens_seen = None, [], 0
         logged = max((line["step"] for line in history if "loss" in line), default=0)
+        self._sums = {step: total for step, total in self._sums.items() if step <= logged}
         for line in run:
             if "loss" in line:
                 if line["loss"] is None:  # not finite, which JSON cannot hold

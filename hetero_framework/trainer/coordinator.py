@@ -897,8 +897,8 @@ def sample_mean(sums: Sequence[float], items: Sequence[int], sizes: Sequence[int
     """The mean over samples of their batch's loss, as the Trainer's evaluation has it.
 
     Args:
-        sums: The losses of each batch, added up over its `items`; `sizes` are its samples. A batch
-            whose loss is not finite is left out, unless all are.
+        sums: The losses of each batch, added up over its `items`; `sizes` are its samples. Batches
+            without a finite loss are left out, unless that is all of them.
     """
     means = [total / n if n else math.nan for total, n in zip(sums, items, strict=True)]
     weighted = list(zip(means, sizes, strict=True))

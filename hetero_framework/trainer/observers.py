@@ -69,10 +69,10 @@ class Observer:
         """A step begins."""
 
     def before_commit(self, state: TrainState) -> None:
-        """The gradients of a step are complete and finite; no weight has changed."""
+        """The gradients of a step are complete, and it is decided whether weights will change."""
 
     def after_commit(self, state: TrainState) -> None:
-        """The step has changed the weights, or is about to where a worker lags behind."""
+        """All stages were told to change their weights, or that the step is skipped."""
 
     def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
         """A step is done; `line` is that of metrics.jsonl."""
@@ -90,7 +90,7 @@ class Observer:
         """A checkpoint was written."""
 
     def spans(self, owner: int | str, spans: Sequence[Span], offset_s: float) -> None:
-        """What a process recorded; `offset_s` is its clock minus the coordinator's."""
+        """Spans that a process recorded; `offset_s` is its clock minus the coordinator's."""
 
     def trained(self, state: TrainState, due: Due) -> None:
         """All steps are done; the result is not made yet."""

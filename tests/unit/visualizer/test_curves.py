@@ -20,7 +20,7 @@ LONG = "llama-3.1-8b-instruct-qlora-nf4-r16-alpha32-dropout0.05-lr2e-4-cosine-tw
 
 
 def save_run(place: Path, losses: list[float | None], every: int = 0) -> Path:
-    """Metrics of a run, evaluated `every` so many steps, with a last line cut off by a crash."""
+    """Metrics of a run, evaluated after `every` steps, with a last line cut off by a crash."""
     lines: list[dict[str, Any]] = []
     for step, loss in enumerate(losses, 1):
         norm = None if loss is None else 2 * loss
