@@ -32,7 +32,7 @@ from hetero_framework.core.messages import Backward, Forward, Message, decode, e
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.engine.boundary_io import BoundaryIO, unpack
 from hetero_framework.engine.expectation import Expectation
-from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo
+from hetero_framework.engine.stage_api import Arrival, Outcome, StepInfo
 from hetero_framework.errors import HeteroError
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import Shard, build_shard
@@ -57,7 +57,7 @@ class Wire:
     def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
         self.frame = bytearray().join(encode(message))
 
-    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
+    def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
         raise AssertionError("no loss is sent here")
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
@@ -80,7 +80,7 @@ class Bundled:
             WireConfig(),
             self.wire,
             Expectation([]),
-            loss_is_awaited=False,
+            outcome_is_awaited=False,
             flush_timeout_s=1.0,
         )
 

@@ -22,6 +22,7 @@ from hetero_framework.core.devices import Device
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage_api import (
     GradientReport,
+    Outcome,
     StageInterface,
     StatePart,
     StepInfo,
@@ -305,16 +306,16 @@ class SleepStage:
 
     def forward_backward(
         self, micro_batch: int, inputs: Tensors, received: Bundle
-    ) -> tuple[float, Bundle]:
+    ) -> tuple[Outcome, Bundle]:
         length = self._load.length(micro_batch)
         self._sleeper.sleep(self._forward_s * length, self._backward_s * length, self._load.slow_s)
-        return 1.0, (self._results[length],)
+        return Outcome(1.0), (self._results[length],)
 
-    def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> float:
+    def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Outcome:
         self._sleeper.sleep(
             self._forward_s * self._load.length(micro_batch), 0.0, self._load.slow_s
         )
-        return 1.0
+        return Outcome(1.0)
 
     def backward(self, micro_batch: int, gradients: Bundle) -> Bundle:
         length = self._load.length(micro_batch)

@@ -22,7 +22,7 @@ from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage_api import (
     GradientSum,
-    Loss,
+    Outcome,
     StageInterface,
     StepInfo,
 )
@@ -48,8 +48,8 @@ class _CoordinatorSink:
     def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
         self.links.post(message, done)
 
-    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
-        self.results.loss(info, micro_batch, loss)
+    def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
+        self.results.outcome(info, micro_batch, outcome)
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
         self.results.finished(info, micro_batch)

@@ -55,7 +55,7 @@ from hetero_framework.engine.loading import BuildStages, take_apart
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import (
     GradientPart,
-    Loss,
+    Outcome,
     StageInterface,
     StepInfo,
 )
@@ -146,9 +146,8 @@ class _WorkerSink:
         else:
             self.worker.to_coordinator(message, done)
 
-    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
-        body = m.Loss(info.step, info.attempt, micro_batch, float(loss))
-        self.worker.to_coordinator(Message(body))
+    def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
+        self.worker.to_coordinator(messages.loss_message(info, micro_batch, outcome))
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
         self.worker.to_coordinator(Message(m.BackwardDone(info.step, info.attempt, micro_batch)))

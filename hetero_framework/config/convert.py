@@ -63,7 +63,7 @@ _TAGS = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ConvertedKey:
     """What became of one key: one of STATUSES, the settings that it went `to`, and why."""
 
     key: str
@@ -103,7 +103,7 @@ class Conversion:
     output: Path
     world_size: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
-    rows: list[Outcome] = field(default_factory=list)
+    rows: list[ConvertedKey] = field(default_factory=list)
     defaults: dict[str, Any] = field(default_factory=dict)
     rewrites: list[Rewrite] = field(default_factory=list)
 
@@ -135,7 +135,7 @@ class Conversion:
 
     def _say(self, key: str, value: Any, status: str, why: str = "", *to: str) -> None:
         value = "(not shown)" if value and _SECRET.fullmatch(key) else value
-        self.rows.append(Outcome(key, value, status, to, why))
+        self.rows.append(ConvertedKey(key, value, status, to, why))
 
     def _take_key(self, key: str, value: Any) -> None:
         """One key of the file, or the keys inside it."""

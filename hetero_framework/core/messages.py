@@ -75,7 +75,7 @@ class Spec:
             problem = error.message
         if problem is not None:
             raise ProtocolError(f"{self.name}: {problem}")
-        low, high = [len(fields["names"])] * 2 if self.named else self.tensors
+        low, high = [len(fields.get("names") or ())] * 2 if self.named else self.tensors
         sides = len(fields.get("sides") or ())
         if not low + sides <= num_tensors <= high + 2 * sides:
             self._refuse_count(low + sides, high + 2 * sides, num_tensors)
@@ -262,6 +262,18 @@ class OfStep(Body):
     attempt: int
 
 
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How text is continued: the next token is the likeliest one at `temperature` 0, else drawn
+    from the likeliest that together have the probability `top_p`, by `seed`. With `cached` each
+    stage keeps the keys and values of earlier tokens, and gets only the newest token."""
+
+    temperature: float
+    top_p: float
+    seed: int
+    cached: bool
+
+
 @_message(10, COORDINATOR, long=True)
 class Step(OfStep):
     """Coordinator to worker: a training step (or one evaluation pass, `train` false) begins with
@@ -274,7 +286,9 @@ class Step(OfStep):
     before forwards, the oldest first. A task or tensor that is ready out of turn waits
     `order_timeout_s` for the one whose turn it is. With `summed` the gradients of other replicas
     are added before norms are taken: GRADIENTS comes first, and LOAD_STATE for each stage. Random
-    numbers of its micro-batches are those of a step in which `first_micro_batch` come before."""
+    numbers of its micro-batches are those of a step in which `first_micro_batch` come before. With
+    `decoding` an evaluation pass continues texts: a micro-batch is one more part of one text, LOSS
+    brings the token that follows, and fewer micro-batches may come."""
 
     train: bool
     micro_batches: int
@@ -288,6 +302,7 @@ class Step(OfStep):
     receives: tuple[int, ...]
     order_timeout_s: float
     direct: tuple[int, ...]
+    decoding: Decoding | None = None
 
 
 @_message(11, COORDINATOR, tensors=(0, MAX_TENSORS))
@@ -358,13 +373,15 @@ class Backward(BoundaryTensor):
     direction = BACKWARD
 
 
-@_message(14, WORKER)
+@_message(14, WORKER, tensors=(0, MAX_TENSORS))
 class Loss(OfStep):
     """Worker to coordinator, from the last stage: this micro-batch's part of the loss (the sum of
-    its token losses in an evaluation). It may be infinite or NaN. No answer."""
+    its token losses in an evaluation), and what else was asked for, one tensor for each of `names`.
+    The loss may be infinite or NaN. No answer."""
 
     micro_batch: int
     loss: float
+    names: tuple[str, ...] | None = None
 
 
 @_message(15, WORKER)

@@ -26,7 +26,7 @@ from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name, from_wire, t
 from hetero_framework.engine import messages
 from hetero_framework.engine.expectation import Expectation, incoming_forms
 from hetero_framework.engine.out_of_memory import explaining, failed
-from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo, Tensors
+from hetero_framework.engine.stage_api import Arrival, Outcome, StepInfo, Tensors
 from hetero_framework.errors import PeerLostError
 from hetero_framework.models.cut.side import Bundle
 
@@ -39,8 +39,8 @@ class StepSink(Protocol):
     def post(self, message: Message, done: Done | None = None) -> None:
         """Send FORWARD or BACKWARD and call `done` when it is written. A lost link is no error."""
 
-    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
-        """The last stage's loss of a micro-batch."""
+    def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
+        """What the last stage made of a micro-batch."""
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
         """The lowest stage with a backward is done with a micro-batch."""
@@ -144,17 +144,17 @@ class BoundaryIO:
         sink: StepSink,
         expectation: Expectation,
         *,
-        loss_is_awaited: bool,
+        outcome_is_awaited: bool,
         flush_timeout_s: float,
     ) -> None:
-        """With `loss_is_awaited` the sink gets each loss as a number; the sender thread waits for
-        the device."""
+        """With `outcome_is_awaited` the sink gets each loss as a number, and tensors beside it on
+        the CPU; the sender thread waits for the device."""
         self._device = device
         self._activations = _codec(wire.activations)
         self._gradients = _codec(wire.gradients)
         self._sink = sink
         self._expectation = expectation
-        self._loss_is_awaited = loss_is_awaited
+        self._outcome_is_awaited = outcome_is_awaited
         self._pool = device.buffers()
         self._sender = Sender(sink.failed, flush_timeout_s)
 
@@ -179,21 +179,26 @@ class BoundaryIO:
         else:
             self._sink.post(_message(body, tensors))
 
-    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
-        if not self._loss_is_awaited:
-            self._sink.loss(info, micro_batch, loss)
+    def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
+        loss = outcome.loss
+        if not self._outcome_is_awaited:
+            self._sink.outcome(info, micro_batch, outcome)
         elif isinstance(loss, torch.Tensor) and self._device.is_async:
-            event = self._device.record_event(loss)
+            parts = [loss, *outcome.named.values()]
+            event = self._device.record_event(*parts)
 
             def send() -> None:
-                host, release = self._device.copy_out(loss, event, self._pool)
-                value = float(host)
-                release()
-                self._sink.loss(info, micro_batch, value)
+                there = []
+                for part in parts:
+                    host, release = self._device.copy_out(part, event, self._pool)
+                    there.append(host.clone())
+                    release()
+                named = dict(zip(outcome.named, there[1:], strict=True))
+                self._sink.outcome(info, micro_batch, Outcome(float(there[0]), named))
 
             self._sender.submit(send)
         else:
-            self._sink.loss(info, micro_batch, float(loss))
+            self._sink.outcome(info, micro_batch, replace(outcome, loss=float(loss)))
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
         self._sink.finished(info, micro_batch)

@@ -244,16 +244,16 @@ class Executor:
                 arrival.release()
             return lambda: self._pass_on(stage, k, left)
         if not self._step.train:
-            loss = stage.evaluate(k, inputs, arrival.tensors)
+            outcome = stage.evaluate(k, inputs, arrival.tensors)
             arrival.release()
-            return lambda: self._io.loss(self._step, k, loss)
-        loss, gradients = stage.forward_backward(k, inputs, arrival.tensors)
+            return lambda: self._io.outcome(self._step, k, outcome)
+        outcome, gradients = stage.forward_backward(k, inputs, arrival.tensors)
         failpoints.hit("backward-done")
         gradients = _copied(gradients, arrival)
         arrival.release()
 
         def send() -> None:
-            self._io.loss(self._step, k, loss)
+            self._io.outcome(self._step, k, outcome)
             self._pass_back(stage, k, gradients)
 
         return send

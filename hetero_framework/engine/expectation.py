@@ -25,7 +25,8 @@ from hetero_framework.errors import PeerLostError, ProtocolError
 from hetero_framework.models.cut.side import returning, shown_form
 from hetero_framework.models.sizing.footprint import Form
 
-_OF_ITS_SHAPE = ("attention_mask", "position_ids", "labels")  # rows and tokens, in front
+_OF_ITS_SHAPE = ("attention_mask", "position_ids", "positions", "labels")
+"""Inputs whose first axes are rows and tokens."""
 _MOST_EARLY = 4
 """How many tensors of a step that has not begun here are accepted from other workers; further ones
 wait. They come over another link than the news of the step."""

@@ -228,20 +228,20 @@ class Links(Protocol):
 
 
 class StepResults:
-    """Losses and finished micro-batches of the attempt that runs. Raises ProtocolError for one that
-    it does not have, or has already."""
+    """Outcomes and finished micro-batches of the attempt that runs. Raises ProtocolError for one
+    that it does not have, or has already."""
 
     def __init__(self) -> None:
-        self._losses: dict[int, api.Loss] = {}
+        self.outcomes: dict[int, api.Outcome] = {}
         self._finished: set[int] = set()
 
     def begin(self) -> None:
-        self._losses.clear()
+        self.outcomes.clear()
         self._finished.clear()
 
-    def loss(self, info: api.StepInfo, micro_batch: int, loss: api.Loss) -> None:
-        self._check(info, micro_batch, self._losses)
-        self._losses[micro_batch] = loss
+    def outcome(self, info: api.StepInfo, micro_batch: int, outcome: api.Outcome) -> None:
+        self._check(info, micro_batch, self.outcomes)
+        self.outcomes[micro_batch] = outcome
         if not info.train:
             self._finished.add(micro_batch)
 
@@ -262,7 +262,7 @@ class StepResults:
         return len(self._finished)
 
     def is_complete(self, micro_batches: int) -> bool:
-        return len(self._finished) >= micro_batches and len(self._losses) >= micro_batches
+        return len(self._finished) >= micro_batches and len(self.outcomes) >= micro_batches
 
     def open(self, micro_batches: int) -> str:
         """The micro-batches that are not through."""
@@ -270,7 +270,7 @@ class StepResults:
 
     def losses(self) -> list[float]:
         """In micro-batch order. Waits once for the device that has them."""
-        losses = [loss for _, loss in sorted(self._losses.items())]
+        losses = [self.outcomes[k].loss for k in sorted(self.outcomes)]
         tensors = [loss for loss in losses if isinstance(loss, torch.Tensor)]
         read = iter(torch.stack(tensors).tolist() if tensors else [])
         return [next(read) if isinstance(loss, torch.Tensor) else loss for loss in losses]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -21,7 +21,7 @@ PackedInput = WireTensor | tuple[int, ...]  # bytes, or the shape of a tensor of
 
 def step_message(info: api.StepInfo, schedule: StepSchedule) -> Message:
     body = m.Step(
-        **asdict(info),
+        **{field.name: getattr(info, field.name) for field in fields(info)},
         in_flight_limits=schedule.in_flight_limits,
         tasks=tuple(map(packed, schedule.tasks)),
         sends=tuple(map(packed, schedule.sends)),
@@ -81,6 +81,20 @@ def inputs_of(message: Message) -> api.Tensors:
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor
+
+
+def loss_message(info: api.StepInfo, micro_batch: int, outcome: api.Outcome) -> Message:
+    """LOSS with an outcome whose tensors are on the CPU."""
+    named, loss = outcome.named, float(outcome.loss)
+    body = m.Loss(info.step, info.attempt, micro_batch, loss, tuple(named) or None)
+    return Message(body, tuple(map(to_wire, named.values())))
+
+
+def outcome(message: Message) -> api.Outcome:
+    """The content of LOSS, in memory of its own."""
+    body = message.expect(m.Loss)
+    tensors = (from_wire(tensor).clone() for tensor in message.tensors)
+    return api.Outcome(body.loss, dict(zip(body.names or (), tensors, strict=True)))
 
 
 def gradient_norms_message(info: api.StepInfo, report: api.HostReport) -> Message:

@@ -24,6 +24,7 @@ from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, St
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.engine.summing import Summing
+from hetero_framework.engine.text_generation import TextGeneration
 from hetero_framework.engine.ties import TiedGradients, Ties
 from hetero_framework.planner.schedule.readiness import Admission
 from hetero_framework.planner.schedule.step_schedule import StepSchedule
@@ -153,6 +154,11 @@ class Pipeline:
                 self._links.plan(info.attempt, part)
             host.begin(info, part, self._summing)
 
+    @property
+    def outcomes(self) -> list[api.Outcome]:
+        """The outcomes of the micro-batches of the last `run`, in order."""
+        return [outcome for _, outcome in sorted(self._results.outcomes.items())]
+
     def run(self, batches: Sequence[api.Tensors]) -> list[float]:
         """Drive all micro-batches through; their losses in order. Raises LinkLost or DirectLost
         when a link breaks, Stalled when nothing moves any more."""
@@ -181,6 +187,25 @@ class Pipeline:
             elif not (self._give_gradients() or self._load_sums() or self._read_snapshot()):
                 self._wait(lambda: f"losses of micro-batches {self._results.open(len(batches))}")
         return self._results.losses()
+
+    def decode(self, texts: TextGeneration) -> None:
+        """Continue texts, in a step with `decoding`. Raises as `run`."""
+        fed = taken = 0
+        self._last_progress = time.monotonic()
+        while not texts.is_done:
+            self.check()
+            while self._receive(0):
+                self._last_progress = time.monotonic()
+            while (outcome := self._results.outcomes.get(taken)) is not None:
+                texts.take(outcome)
+                taken += 1
+            if (batch := texts.next()) is not None:
+                self._feed(fed, batch)
+                fed += 1
+            elif any(host.run_next() for host in self._hosts):
+                self._last_progress = time.monotonic()
+            elif not texts.is_done and taken not in self._results.outcomes:
+                self._wait(partial("the token of micro-batch {}".format, taken))
 
     def _give_gradients(self) -> bool:
         """Hand on the gradients of stages that are done; whether there were any."""

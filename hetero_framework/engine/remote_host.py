@@ -208,7 +208,8 @@ class RemoteHost(Host):
         elif isinstance(body, m.OfStep) and not self._is_current(body):
             message.release()
         elif isinstance(body, m.Loss):
-            self._results.loss(self._info, body.micro_batch, body.loss)
+            self._results.outcome(self._info, body.micro_batch, messages.outcome(message))
+            message.release()
         elif isinstance(body, m.BackwardDone):
             self._results.finished(self._info, body.micro_batch)
         elif isinstance(body, m.GradientNorms):

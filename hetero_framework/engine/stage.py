@@ -23,18 +23,21 @@ from hetero_framework.engine.expectation import rows_and_tokens
 from hetero_framework.engine.optimizer import build_optimizer, load_state_tensors, state_tensors
 from hetero_framework.engine.stage_api import (
     GradientReport,
+    Outcome,
     StatePart,
     StepInfo,
     TakeEarly,
     Tensors,
 )
 from hetero_framework.engine.state_snapshot import Entry, StateSnapshot, in_parts
+from hetero_framework.engine.text_generation import SEQUENCE, TOKEN
 from hetero_framework.errors import CheckpointError, ProtocolError
 from hetero_framework.models.adapters.trainable import (
     export_parts,
     tied_parameters,
     trainable_parameters,
 )
+from hetero_framework.models.cut.decoding import ShardCache, next_token
 from hetero_framework.models.cut.objective import objective_of
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusableModules
@@ -96,6 +99,7 @@ class Stage:
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._saved: dict[int, tuple[Bundle, Bundle]] = {}
         self._finite: dict[int, Tensor] = {}
+        self._caches: dict[int, ShardCache] = {}  # by slot, of texts that are continued
         self._loading: dict[str, dict[str, Any]] = {}
         self._loaded_keys: set[str] = set()
         self._current_micro_batch = 0
@@ -129,7 +133,7 @@ class Stage:
         """The output for the next stage, detached; the inputs of `backward` are kept."""
         received = self._leaves(self._fitting(micro_batch, inputs, received))
         with self._running(micro_batch):
-            left = self._shard.forward(inputs, received)
+            left = self._shard.forward(inputs, received, self._cache(inputs))
         if self.differentiates:
             self._saved[micro_batch] = (received, left)
         failpoints.spoil("output", left[0])
@@ -138,7 +142,7 @@ class Stage:
 
     def forward_backward(
         self, micro_batch: int, inputs: Tensors, received: Bundle
-    ) -> tuple[Tensor, Bundle]:
+    ) -> tuple[Outcome, Bundle]:
         """Last stage: this micro-batch's token losses / num_items (0-d, on the device), and the
         gradients of its input."""
         received = self._leaves(self._fitting(micro_batch, inputs, received))
@@ -148,12 +152,27 @@ class Stage:
             loss = self._loss(micro_batch, inputs, received, float(self._info.num_items))
         failpoints.spoil("output", loss)
         self._note_finite(micro_batch, loss)
-        return loss, gradients_of(received)
+        return Outcome(loss), gradients_of(received)
 
-    def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Tensor:
-        """Last stage outside training: the sum of the micro-batch's token losses, 0-d."""
+    def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Outcome:
+        """Last stage outside training: the sum of the micro-batch's token losses, 0-d, or the next
+        token of a text."""
         received = self._fitting(micro_batch, inputs, received)
-        return self._loss(micro_batch, inputs, received, 1.0)
+        if (decoding := self._info.decoding) is not None:
+            with self._running(micro_batch):
+                logits_V = self._shard.next_logits(inputs, received, self._cache(inputs))
+            text, position = _numbers(inputs[SEQUENCE])[1], _numbers(inputs["positions"])[-1] + 1
+            return Outcome(0.0, {TOKEN: next_token(logits_V, decoding, text, position)})
+        return Outcome(self._loss(micro_batch, inputs, received, 1.0))
+
+    def _cache(self, inputs: Tensors) -> ShardCache | None:
+        """The cache of the text that the inputs belong to, if it is continued with one."""
+        if self._info.decoding is None or not self._info.decoding.cached:
+            return None
+        slot = _numbers(inputs[SEQUENCE])[0]
+        if _numbers(inputs["positions"])[0] == 0:
+            self._caches[slot] = self._shard.new_cache()
+        return self._caches[slot]
 
     def _loss(
         self, micro_batch: int, inputs: Tensors, received: Bundle, num_items: float
@@ -293,6 +312,7 @@ class Stage:
         self._sums_elsewhere = {}
         self._saved.clear()
         self._finite.clear()
+        self._caches.clear()
         self._early.begin(None)
 
     # -- state ----------------------------------------------------------------------------------
@@ -439,7 +459,11 @@ class Stage:
             return received
         forms = [(tuple(t.shape), t.dtype, t.requires_grad) for t in received]
         problem = self.arrival_problem(forms, *size)
-        problem = problem or self._side_checks.problem(received[1:], *size, train=self._info.train)
+        train, decoding = self._info.train, self._info.decoding
+        # What is kept of earlier tokens may be among the side tensors.
+        exact = decoding is None or not decoding.cached
+        if problem is None:
+            problem = self._side_checks.problem(received[1:], *size, train=train, exact=exact)
         if problem:
             text = f"FORWARD of micro-batch {micro_batch} for stage {self.index}: {problem}"
             raise ProtocolError(text)
@@ -496,6 +520,12 @@ class Stage:
     def _unscale(self, parameter: torch.nn.Parameter) -> None:
         if parameter.grad is not None and self._info.loss_scale != 1.0:
             parameter.grad.mul_(1.0 / self._info.loss_scale)
+
+
+def _numbers(tensor: Tensor) -> list[int]:
+    """The numbers of an input, from its CPU tensor where it has one."""
+    numbers: list[int] = getattr(tensor, "_hetero_host", tensor).reshape(-1).tolist()
+    return numbers
 
 
 def _sum(total: Tensor | None, more: Tensor) -> Tensor:

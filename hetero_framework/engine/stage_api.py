@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.messages import StageFigures
+from hetero_framework.core.messages import Decoding, StageFigures
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.models.sizing.footprint import Form
 
@@ -24,6 +24,14 @@ Loss = float | Tensor  # reading the number of a tensor waits for its device
 
 def _nothing() -> None:
     return None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the last stage makes of a micro-batch: its loss, and tensors beside it by name."""
+
+    loss: Loss
+    named: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class StepInfo:
     are divided by that before anybody looks at them. `attempt` tells a repeated step's frames from
     stale ones. With `summed` other replicas' gradients are added before that; this one's
     micro-batches draw their random numbers as if `first_micro_batch` of the others' came before
-    them.
+    them. With `decoding` there is no loss: a micro-batch continues a text, see `TextGeneration`.
     """
 
     step: int
@@ -54,6 +62,7 @@ class StepInfo:
     loss_scale: float = 1.0
     summed: bool = False
     first_micro_batch: int = 0
+    decoding: Decoding | None = None
 
 
 @dataclass(frozen=True)
@@ -173,8 +182,8 @@ class StageInterface(Protocol):
     def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle: ...
     def forward_backward(
         self, micro_batch: int, inputs: Tensors, received: Bundle
-    ) -> tuple[Loss, Bundle]: ...
-    def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Loss: ...
+    ) -> tuple[Outcome, Bundle]: ...
+    def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Outcome: ...
     def backward(self, micro_batch: int, gradients: Bundle) -> Bundle: ...
     def gradients(self) -> Iterator[StatePart]: ...
     def report_gradients(self) -> GradientReport: ...

@@ -68,7 +68,7 @@ class StageHost(Host):
             config.wire,
             sink,
             self.expectation,
-            loss_is_awaited=id != "local",
+            outcome_is_awaited=id != "local",
             flush_timeout_s=config.training.step_timeout_s,
         )
         self._executor = Executor(stages, device, meter.recorder, self._io)

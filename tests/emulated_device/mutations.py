@@ -170,7 +170,7 @@ def encoded_tensors(device: Device) -> int:
         WireConfig(activations="int8"),
         sink,  # type: ignore[arg-type]
         Expectation([]),
-        loss_is_awaited=False,
+        outcome_is_awaited=False,
         flush_timeout_s=30.0,
     )
     draw, hidden = torch.Generator().manual_seed(0), []

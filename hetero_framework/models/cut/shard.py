@@ -40,6 +40,7 @@ from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.attention import check_installed
 from hetero_framework.models.cut.codebooks import for_model
+from hetero_framework.models.cut.decoding import ShardCache
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.known_masks import knowing, register_known_masks
 from hetero_framework.models.cut.language import lies_in
@@ -451,16 +452,16 @@ class Shard:
             kept, partition.outside(model, whole, rng, _is_frozen), self.fingerprint
         )
 
-    def forward(self, inputs: Inputs, received: Bundle) -> Bundle:
+    def forward(self, inputs: Inputs, received: Bundle, cache: ShardCache | None = None) -> Bundle:
         """The output of this shard's last block. `received` is empty on the first shard. `inputs`
         holds input_ids (first shard, and where blocks read them), attention_mask and optional
-        position_ids."""
+        position_ids. With a `cache` they are the tokens behind those that it has seen."""
         if self._entry is None and not self.range.is_first:
             return received
         received = as_inner(received)
         try:
             with suppress(Captured), self._doing("blocks"):
-                self._run(for_model(inputs, self.ids_per_token), received)
+                self._run(for_model(inputs, self.ids_per_token), received, cache)
             for place, side in enumerate(self._leaving_sides, 1):
                 if side in self.entering:
                     passed = received[1 + self.entering.index(side)]
@@ -472,6 +473,19 @@ class Shard:
         if len(left) < len(bundle):
             raise AssertionError("the forward ended without a hidden state or a side tensor")
         return left
+
+    @property
+    def _cache_name(self) -> str:
+        """The name of the model's argument for a cache."""
+        takes = inspect.signature(type(self.model).forward).parameters
+        return "cache_params" if "cache_params" in takes else "past_key_values"
+
+    def new_cache(self) -> ShardCache:
+        return ShardCache(self.config, self.range)
+
+    def next_logits(self, inputs: Inputs, received: Bundle, cache: ShardCache | None) -> Tensor:
+        """The logits of the token behind the only row of `inputs`, [V], on the last shard."""
+        return self._run(inputs, as_inner(received), cache).logits[0, -1]
 
     def chunk_loss(
         self,
@@ -512,9 +526,11 @@ class Shard:
             return smoother({"logits": logits.float()}, labels, True, num_items)
         return token_loss(self.model, logits, labels, num_items)
 
-    def _run(self, inputs: Inputs, received: Bundle, **extra: Any) -> Any:
+    def _run(
+        self, inputs: Inputs, received: Bundle, cache: ShardCache | None = None, **extra: Any
+    ) -> Any:
         """The model's forward on the result of `for_model`."""
-        arguments: Inputs = {
+        arguments: dict[str, Any] = {
             name: inputs[name] for name in ("attention_mask", "position_ids") if name in inputs
         }
         if self._part != "head" and self.on_enter is not None:
@@ -526,9 +542,14 @@ class Shard:
         self._injected = received
         try:
             with knowing(arguments.get("attention_mask")):
-                return self.model(**arguments, use_cache=False, **extra)
+                if cache is None:
+                    return self.model(**arguments, use_cache=False, **extra)
+                arguments[self._cache_name] = cache.library
+                return self.model(**arguments, use_cache=True, **extra)
         finally:
             self._injected = ()
+            if cache is not None:
+                cache.advance(inputs["positions"])
 
     @contextmanager
     def _doing(self, part: _Part) -> Iterator[None]:
@@ -545,7 +566,8 @@ class Shard:
         if self._reads_ids and "input_ids" in inputs:
             return {"input_ids": inputs["input_ids"]}
         # A hidden state may have other axes in front of them.
-        shaped = inputs.get("attention_mask", inputs.get("position_ids", hidden_BSD))
+        known = (name for name in ("attention_mask", "position_ids", "positions") if name in inputs)
+        shaped = inputs.get(next(known, ""), hidden_BSD)
         rows, tokens = shaped.shape[:2]
         if not self._whole.structure.takes_embeddings:
             ids = (rows * self.ids_per_token, tokens)

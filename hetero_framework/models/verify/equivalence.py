@@ -196,8 +196,8 @@ def _fits(config: PretrainedConfig) -> bool:
 
 def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Comparison:
     """Compare before training, or remember that it passed. Raises ArchitectureError if not."""
-    question = _question("cut", config, ranges)
-    if verdict := recall("verdicts", question):
+    asked = question("cut", config, ranges)
+    if verdict := recall("verdicts", asked):
         return Comparison(config.model_type, verdict, stages=tuple(ranges))
     result = compare(shrink(config), ranges)
     if not result.passed:
@@ -206,15 +206,15 @@ def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Comparison:
             hint="hold the layers named here on one stage, or choose another architecture"
             " (docs/architectures.md lists those that pass)",
         )
-    remember("verdicts", question, result.verdict)
+    remember("verdicts", asked, result.verdict)
     return result
 
 
 def admit_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str | None:
     """`Packing.attention` for training with `data.padding_free`, remembered. Raises
     ArchitectureError where samples of one row would see each other."""
-    question = _question("packing", config, ranges)
-    if answer := recall("verdicts", question):
+    asked = question("packing", config, ranges)
+    if answer := recall("verdicts", asked):
         return answer["attention"]
     packing = try_packing(config, ranges)
     if packing.reason:
@@ -224,7 +224,7 @@ def admit_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str
             hint="set data.padding_free to false (docs/architectures.md lists the architectures"
             " that can do without padding)",
         )
-    remember("verdicts", question, {"attention": packing.attention})
+    remember("verdicts", asked, {"attention": packing.attention})
     return packing.attention
 
 
@@ -232,8 +232,8 @@ def admit_adapter(config: PretrainedConfig, plan: AdapterPlan) -> None:
     """Run a tiny copy with the adapter, or remember that it ran. Raises ConfigError where it does
     not: PEFT tells by its class what a module takes and gives, which some routers do not hold to.
     """
-    question = _question(f"adapter {_settings(plan)}", config, ())
-    if recall("verdicts", question):
+    asked = question(f"adapter {_settings(plan)}", config, ())
+    if recall("verdicts", asked):
         return
     tiny = shrink(config)
     whole = ranges_between([0, introspect(tiny).num_layers])[0]
@@ -253,7 +253,7 @@ def admit_adapter(config: PretrainedConfig, plan: AdapterPlan) -> None:
                 f" ({one_line(error)})",
                 hint=f'set "adapter.exclude_modules": ["{entered[-1].rpartition(".")[2]}"]',
             ) from error
-    remember("verdicts", question, True)
+    remember("verdicts", asked, True)
 
 
 def _settings(plan: AdapterPlan) -> str:
@@ -269,7 +269,7 @@ def _fresh(plan: AdapterPlan) -> AdapterPlan:
     return replace(plan, lora_config=config, weights=None)
 
 
-def _question(what: str, config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str:
+def question(what: str, config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str:
     """Everything on which an answer about a tiny copy depends, this package's code included."""
     settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
     versions = [torch.__version__, transformers.__version__, _own_code()]
@@ -318,18 +318,18 @@ def compare(
 ) -> Comparison:
     """Train the whole model and the chain of its shards, in float32, on the CPU. Without
     `checkpoint` the weights are random, and `config` must be tiny."""
-    config = _deterministic(config)
+    config = deterministic(config)
     subject = "a tiny copy" if checkpoint is None else "the model itself"
     result = Comparison(config.model_type, "refused", subject=subject, stages=tuple(ranges))
     try:
-        whole, shards = _build(config, ranges, checkpoint)
+        whole, shards = build_both(config, ranges, checkpoint)
     except ArchitectureError as error:
         return replace(result, reason=error.message)
     with quiet_library():
         return _train_both(whole, _Chain(shards), config, result)
 
 
-def _deterministic(config: PretrainedConfig) -> PretrainedConfig:
+def deterministic(config: PretrainedConfig) -> PretrainedConfig:
     """A copy without dropout and its kin: their draws have no counterpart in the whole model."""
     config = copy.deepcopy(config)
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
@@ -339,7 +339,7 @@ def _deterministic(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def _build(
+def build_both(
     config: PretrainedConfig, ranges: Sequence[ShardRange], checkpoint: Checkpoint | None
 ) -> tuple[Any, list[Shard]]:
     """The stock model and the shards, from one checkpoint."""
@@ -480,7 +480,7 @@ def try_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Packi
     reason = ""
     register_per_sample()
     try:
-        config = _deterministic(shrink(config))
+        config = deterministic(shrink(config))
         samples = _Samples(config)
         for attention, chosen in tried.items():
             config._attn_implementation = attention
@@ -506,7 +506,7 @@ class _Samples:
         self.packed = pack(examples, rows)
         self.items = torch.tensor(float(num_items([self.packed])))
         padded = collate(examples, rows, max(0, getattr(text, "pad_token_id", None) or 0))
-        whole, _ = _build(config, [], None)
+        whole, _ = build_both(config, [], None)
         self.loss = _whole_step(whole, padded, self.items, config)
         self.gradients = _gradients(whole)
 
@@ -517,7 +517,7 @@ def _packing_problem(
     """Why samples cannot share a row under the configured attention; empty where they can: first
     the whole model, in one row and padded; then the chain of shards and the whole, in one row."""
     try:
-        whole, shards = _build(config, ranges, None)
+        whole, shards = build_both(config, ranges, None)
         loss = _whole_step(whole, samples.packed, samples.items, config)
         gradients = _gradients(whole)
         difference, worst = largest_difference(gradients, samples.gradients, _FLOOR)

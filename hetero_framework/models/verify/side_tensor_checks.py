@@ -51,12 +51,15 @@ class SideTensorChecks:
         self._floats = {torch.float32, autocast, shard.dtype} if mixed else set()
         self._forms: dict[tuple[int, int], Sequence[Form] | None] = {}
 
-    def problem(self, sides: Bundle, rows: int, tokens: int, *, train: bool) -> str | None:
+    def problem(
+        self, sides: Bundle, rows: int, tokens: int, *, train: bool, exact: bool = True
+    ) -> str | None:
         """The problem with the side tensors of a micro-batch of `tokens` tokens per row; None if
-        there is none. Their number is the one that the model has there."""
+        there is none. Their number is the one that the model has there. Unless `exact`, only the
+        number of their axes is known."""
         if not sides:
             return None
-        forms = self._expected(rows, tokens)
+        forms = self._expected(rows, tokens) if exact else None
         for place, (tensor, side) in enumerate(zip(sides, self._sides, strict=True)):
             wants = train and self.trained[place]
             if forms is None:

@@ -39,7 +39,7 @@ from hetero_framework.engine.boundary_io import (
 )
 from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
-from hetero_framework.engine.stage_api import Arrival, Loss, StepInfo
+from hetero_framework.engine.stage_api import Arrival, Outcome, StepInfo
 from hetero_framework.errors import PeerLostError, ProtocolError
 from hetero_framework.models.cut.side import Bundle
 from tests.samples import boundary_message
@@ -318,6 +318,7 @@ class Wire:
     def __init__(self) -> None:
         self.left: list[tuple[Any, ...]] = []
         self.sent: list[tuple[int, Message, Done | None]] = []
+        self.outcomes: list[Outcome] = []
         self.failures: list[Exception] = []
         self.threads: list[str] = []
         self.breaks: Exception | None = None
@@ -330,9 +331,10 @@ class Wire:
         self.sent.append((stage, message, done))
         self.left.append((message.name, stage, message.body.micro_batch))
 
-    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
+    def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
         assert info == INFO
-        self.left.append(("LOSS", micro_batch, loss))
+        self.outcomes.append(outcome)
+        self.left.append(("LOSS", micro_batch, outcome.loss))
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
         assert info == INFO
@@ -365,7 +367,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Any]:
             WireConfig(**codecs),
             wire,
             Expectation([]),
-            loss_is_awaited=awaited,
+            outcome_is_awaited=awaited,
             flush_timeout_s=WAIT_S,
         )
         made.append(io)
@@ -381,7 +383,7 @@ def test_boundary_io_of_the_cpu_sends_in_the_computing_thread_without_copying(op
     tensor = hidden()
     io.send(Forward(3, 1, 2, 0), (tensor,))
     io.send(Backward(3, 1, 0, 1), (tensor,))
-    io.loss(INFO, 1, torch.tensor(2.5))
+    io.outcome(INFO, 1, Outcome(torch.tensor(2.5)))
     io.finished(INFO, 1)
     assert wire.left == [
         ("FORWARD", 2, 0),
@@ -506,7 +508,7 @@ def test_boundary_io_sends_losses_after_earlier_tensors(opened: Any) -> None:
     device = QueuedDevice()
     io, wire = opened(device)
     io.send(Backward(3, 1, 0, 0), (hidden(),))
-    io.loss(INFO, 1, torch.tensor(0.5))
+    io.outcome(INFO, 1, Outcome(torch.tensor(0.5)))
     io.send(Backward(3, 1, 0, 1), (hidden(),))
     assert wire.left == []
     threading.Timer(0.01, device.reach).start()
@@ -520,7 +522,7 @@ def test_boundary_io_that_does_not_await_losses_passes_them_on_as_they_are(opene
     device = QueuedDevice()
     io, wire = opened(device, awaited=False)
     loss = torch.tensor(0.5)
-    io.loss(INFO, 1, loss)
+    io.outcome(INFO, 1, Outcome(loss))
     assert wire.left[0][2] is loss
     assert device.events == []
 
@@ -600,3 +602,14 @@ def test_meter_feeds_the_timeline() -> None:
     [span] = recorder.take()
     assert (span["kind"], span["stage"], span["peer"]) == (RECEIVE, 1, 2)
     assert (span["began"], span["ended"]) == (0.5, 1.5)
+
+
+@pytest.mark.parametrize("device", [QueuedDevice(at_once=True), Device()], ids=["queued", "cpu"])
+def test_boundary_io_sends_what_is_beside_a_loss_from_the_cpu(opened: Any, device: Any) -> None:
+    io, wire = opened(device)
+    io.outcome(INFO, 1, Outcome(torch.tensor(0.5), {"tokens": torch.tensor([7, 8])}))
+    io.flush()
+    (sent,) = wire.outcomes
+    assert sent.loss == 0.5
+    assert sent.named["tokens"].tolist() == [7, 8]
+    io.close()

@@ -20,7 +20,7 @@ from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import (
     Arrival,
     GradientReport,
-    Loss,
+    Outcome,
     StatePart,
     StepInfo,
     Tensors,
@@ -79,13 +79,13 @@ class FakeStage:
 
     def forward_backward(
         self, micro_batch: int, inputs: Tensors, received: Bundle
-    ) -> tuple[Loss, Bundle]:
+    ) -> tuple[Outcome, Bundle]:
         self.calls.append(("forward_backward", micro_batch))
-        return float(micro_batch), () if self.is_first else self._result(received)
+        return Outcome(float(micro_batch)), () if self.is_first else self._result(received)
 
-    def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Loss:
+    def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Outcome:
         self.calls.append(("evaluate", micro_batch))
-        return float(micro_batch)
+        return Outcome(float(micro_batch))
 
     def backward(self, micro_batch: int, gradients: Bundle) -> Bundle:
         self.calls.append(("backward", micro_batch))
@@ -138,8 +138,8 @@ class Sent:
         kind = "hidden" if isinstance(body, Forward) else "gradient"
         self.messages.append((kind, body.stage, body.micro_batch, tensors[0]))
 
-    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
-        self.messages.append(("loss", micro_batch, loss))
+    def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
+        self.messages.append(("loss", micro_batch, outcome.loss))
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
         self.messages.append(("finished", micro_batch))
@@ -653,7 +653,7 @@ def test_failure_that_speaks_to_the_user_is_left_alone() -> None:
 def test_loss_that_is_still_a_tensor_is_handed_on_as_it_is() -> None:
     stage = FakeStage(1, last=True)
     loss = torch.tensor(2.5)
-    stage.evaluate = lambda *_: loss  # type: ignore[method-assign]
+    stage.evaluate = lambda *_: Outcome(loss)  # type: ignore[method-assign]
     executor, sent, buffers = executor_of(stage, EVALUATE)
     feed(executor, 1, buffers, 1)
     run_all(executor)

@@ -40,11 +40,11 @@ from hetero_framework.engine.stage_api import (
     GradientPart,
     GradientReport,
     HostReport,
+    Outcome,
     StatePart,
     StepInfo,
     Tensors,
 )
-from hetero_framework.engine.stage_api import Loss as StageLoss
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import HeteroError
@@ -105,7 +105,7 @@ class Worker:
     def failed(self, error: Exception) -> None:
         self._inbox.put(error)
 
-    def loss(self, info: StepInfo, micro_batch: int, loss: StageLoss) -> None:
+    def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
         raise AssertionError("the last stage is not here")
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:

@@ -50,6 +50,7 @@ from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.engine.stage_api import (
     GradientPart,
     GradientReport,
+    Outcome,
     StatePart,
     StepInfo,
     Tensors,
@@ -151,14 +152,14 @@ class RemoteStage:
         self._feed(k, inputs, received)
         return self._boundary(Forward, 2, k)
 
-    def forward_backward(self, k: int, inputs: Tensors, received: Bundle) -> tuple[float, Bundle]:
+    def forward_backward(self, k: int, inputs: Tensors, received: Bundle) -> tuple[Outcome, Bundle]:
         self._feed(k, inputs, received)
-        loss = self._await(Loss).body.loss
-        return loss, self._boundary(Backward, 0, k)
+        outcome = messages.outcome(self._await(Loss))
+        return outcome, self._boundary(Backward, 0, k)
 
-    def evaluate(self, k: int, inputs: Tensors, received: Bundle) -> float:
+    def evaluate(self, k: int, inputs: Tensors, received: Bundle) -> Outcome:
         self._feed(k, inputs, received)
-        return self._await(Loss).body.loss
+        return messages.outcome(self._await(Loss))
 
     def backward(self, k: int, gradients: Bundle) -> Bundle:
         self._cross(Backward, k, gradients)
@@ -381,8 +382,8 @@ def test_forward_backward_of_the_last_stage_are_the_whole_models(stage: Open, wh
     tested.begin(info())
     for k in range(2):
         entering = (whole.entering(k, 1),)
-        loss, (gradient_BSD,) = tested.forward_backward(k, last_inputs(k), entering)
-        assert loss == whole.losses[k]
+        outcome, (gradient_BSD,) = tested.forward_backward(k, last_inputs(k), entering)
+        assert outcome.loss == whole.losses[k]
         assert torch.equal(gradient_BSD, whole.gradient(k, 1))
 
 
@@ -392,7 +393,7 @@ def test_evaluate_is_the_sum_of_token_losses_and_leaves_no_gradient(
     tested = stage(LAST)
     tested.begin(info(train=False))
     for k in range(2):
-        total = tested.evaluate(k, last_inputs(k), (whole.entering(k, 1),))
+        total = tested.evaluate(k, last_inputs(k), (whole.entering(k, 1),)).loss
         assert total == pytest.approx(whole.losses[k] * NUM_ITEMS, rel=1e-6)
     # Two micro-batches end an evaluation; the next step's norms know nothing of it.
     tested.begin(info(1))
@@ -706,11 +707,11 @@ class Chain:
         for stage in self.stages[:-1]:
             crossing = stage.forward(k, batch(k), crossing)
         if not train:
-            return float(self.stages[-1].evaluate(k, batch(k), crossing))
-        loss, gradients = self.stages[-1].forward_backward(k, batch(k), crossing)
+            return float(self.stages[-1].evaluate(k, batch(k), crossing).loss)
+        outcome, gradients = self.stages[-1].forward_backward(k, batch(k), crossing)
         for stage in reversed(self.stages[:-1]):
             gradients = stage.backward(k, gradients) if stage.differentiates else ()
-        return float(loss)
+        return float(outcome.loss)
 
 
 # torch silences this warning while it compiles, which "warnings are errors" overrules.

@@ -15,7 +15,7 @@ from hetero_framework.engine.hosts import BatchInputs, StepResults
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import (
     Arrival,
-    Loss,
+    Outcome,
     StatePart,
     StepInfo,
 )
@@ -45,8 +45,8 @@ class Sink:
     def post(self, message: Message, done: Done | None = None) -> None:
         self.left.append(message.name)
 
-    def loss(self, info: StepInfo, micro_batch: int, loss: Loss) -> None:
-        assert isinstance(loss, float)
+    def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
+        assert isinstance(outcome.loss, float)
         self.left.append("loss")
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
@@ -252,7 +252,7 @@ def test_inputs_of_a_micro_batch_are_copied_to_the_device_at_once() -> None:
 def test_losses_of_a_step_are_read_in_one_go() -> None:
     results = StepResults()
     for k, loss in enumerate([torch.tensor(0.1), 0.25, torch.tensor(float("nan")), 0.5]):
-        results.loss(replace(INFO, micro_batches=4), k, loss)
+        results.outcome(replace(INFO, micro_batches=4), k, Outcome(loss))
     with Reads() as reads:
         losses = results.losses()
     assert (losses[0], losses[1], losses[3]) == (float(torch.tensor(0.1)), 0.25, 0.5)

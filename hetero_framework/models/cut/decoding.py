@@ -1,0 +1,65 @@
+"""Continuing a text on a shard: its cache of earlier tokens, and the choice of the next one.
+
+The model's own code keeps keys, values and states in the library's cache, and asks it how many
+tokens came before, to place new ones and to mask them. A shard's cache has the layers of the whole
+model for that; those of other shards only count.
+
+Shapes: S tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    PretrainedConfig,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hetero_framework.core.messages import Decoding
+from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.rng import derive_seed
+
+
+class ShardCache:
+    """What the layers of one shard keep of one text; `library` is the cache for the model."""
+
+    def __init__(self, config: PretrainedConfig, rng: ShardRange) -> None:
+        self.library = DynamicCache(config=config)
+        self._counting: dict[Any, Any] = {}
+        layers = self.library.layers
+        for index, layer in enumerate(layers):
+            if not rng.start <= index < rng.end:
+                kind = type(layer), getattr(layer, "sliding_window", None)
+                layers[index] = self._counting.setdefault(kind, layer)
+
+    def advance(self, positions_1S: Tensor) -> None:
+        """Have the layers of other shards count tokens that this shard has seen."""
+        nothing = torch.zeros(1, 1, positions_1S.shape[1], 1, device=positions_1S.device)
+        for layer in self._counting.values():
+            if hasattr(layer, "get_seq_length"):
+                layer.update(nothing, nothing)
+            if isinstance(seen := getattr(layer, "has_previous_state", None), dict):
+                layer.has_previous_state = dict.fromkeys(seen, True)
+            elif seen is not None:
+                layer.has_previous_state = True
+
+
+def next_token(logits_V: Tensor, decoding: Decoding, text: int, position: int) -> Tensor:
+    """The token at `position` of text number `text`, [1] int64: a function of these and the seed
+    alone, whatever is decoded beside it and wherever."""
+    if decoding.temperature == 0:
+        return logits_V.argmax(dim=-1, keepdim=True)
+    choose = LogitsProcessorList([TemperatureLogitsWarper(decoding.temperature)])
+    if decoding.top_p < 1:
+        choose.append(TopPLogitsWarper(decoding.top_p))
+    scores_1V: Any = logits_V.detach().float().cpu().reshape(1, -1)
+    before: Any = torch.zeros(1, 0, dtype=torch.int64)
+    probabilities_V = choose(before, scores_1V).softmax(dim=-1)[0]
+    seed = derive_seed(decoding.seed, f"token {position} of text {text}")
+    return torch.multinomial(probabilities_V, 1, generator=torch.Generator().manual_seed(seed))
