@@ -35,13 +35,48 @@ from hetero_framework.file_trust import refuse_link
 PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
 _SECRET = re.compile(r"\w+_API_(KEY|TOKEN|SECRET_KEY)|MLFLOW_TRACKING_(TOKEN|PASSWORD)", re.I)
 """What reporters find their servers with; only the coordinator reports."""
+_HUB_TOKEN = re.compile(r"HF_TOKEN|HUGGING_FACE_HUB_TOKEN|HF_OIDC_\w+", re.I)
+
+
+def environment(*, hub_token: bool = True) -> dict[str, str]:
+    """That of a child which runs this package, without secrets that it has no use for."""
+    package_parent = str(Path(hetero_framework.__file__).parents[1])
+    paths = [package_parent, os.environ.get("PYTHONPATH", "")]
+    return {
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if not _SECRET.fullmatch(name) and (hub_token or not _HUB_TOKEN.fullmatch(name))
+        },
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8",
+    }
+
+
+def start(
+    command: Sequence[str], env: dict[str, str], stdout: IO[bytes] | int, stderr: int
+) -> subprocess.Popen[bytes]:
+    """Start a child in a session of its own, so that Ctrl-C reaches the parent only."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        env=env,
+        start_new_session=os.name != "nt",
+        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+    )
 
 
 class Spawner:
-    """Starts worker processes that read exactly this configuration, overrides included."""
+    """Starts worker processes that read exactly this configuration, overrides included. Without
+    `hub_token` they do not get the hub's."""
 
-    def __init__(self, config: Config, program: Sequence[str], *, debug: bool) -> None:
-        self.config = config
+    def __init__(
+        self, config: Config, program: Sequence[str], *, debug: bool, hub_token: bool = True
+    ) -> None:
+        self.config, self._hub_token = config, hub_token
         self.log_dir = config.output_dir / "logs"
         refuse_link(self.log_dir)
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -53,25 +88,11 @@ class Spawner:
             self._command += ["--import", str(file)]
 
     def spawn(self, worker_id: WorkerId, output: IO[bytes] | int) -> subprocess.Popen[bytes]:
-        """Start a worker in a session of its own, so that Ctrl-C reaches the parent only."""
-        package_parent = str(Path(hetero_framework.__file__).parents[1])
-        paths = [package_parent, os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **{name: value for name, value in os.environ.items() if not _SECRET.fullmatch(name)},
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONIOENCODING": "utf-8",
-            "OMP_NUM_THREADS": str(threads_for(self.config, worker_id)),
-        }
-        return subprocess.Popen(
-            [*self._command, "--worker-id", str(worker_id)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=os.name != "nt",
-            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
-        )
+        """Start a worker; its output goes to `output`."""
+        env = environment(hub_token=self._hub_token)
+        env["OMP_NUM_THREADS"] = str(threads_for(self.config, worker_id))
+        command = [*self._command, "--worker-id", str(worker_id)]
+        return start(command, env, output, subprocess.STDOUT)
 
 
 def serving(worker_id: WorkerId, port: int) -> int | None:

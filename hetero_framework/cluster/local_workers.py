@@ -76,7 +76,13 @@ class LocalWorkers:
     def start(self) -> None:
         """Start the workers that are not there, or not any more. Raises ResourceError."""
         try:
-            self._spawner = Spawner(self._config, self._program, debug=self._debug)
+            # They read a model of the hub with its token, and have no other use for one.
+            model = self._config.model
+            name = model.name_or_path if model is not None else None
+            of_hub = name is not None and not self._config.path(name).is_dir()
+            self._spawner = Spawner(
+                self._config, self._program, debug=self._debug, hub_token=of_hub
+            )
             for worker_id in self._ids:
                 self._start(worker_id, self._spawner)
         except OSError as error:

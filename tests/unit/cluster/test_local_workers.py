@@ -120,6 +120,24 @@ def test_workers_start_with_their_threads_and_stop(
     assert [note.split(":")[0] for note in logged] == ["worker 1", "worker 2"]
 
 
+@pytest.mark.parametrize("of_hub", [False, True])
+def test_workers_get_the_hubs_token_for_a_model_of_the_hub_alone(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_hub: bool
+) -> None:
+    for name in ("HF_TOKEN", "HF_OIDC_ID_TOKEN", "WANDB_API_KEY", "HF_HOME"):
+        monkeypatch.setenv(name, "x")
+    (tmp_path / "here").mkdir()
+    model = {"name_or_path": "org/model" if of_hub else "here"}
+    config = config.with_changes(model=model)
+    code = "import os; print('has', *sorted({'HF_TOKEN', 'HF_OIDC_ID_TOKEN', 'WANDB_API_KEY',"
+    code += " 'HF_HOME'} & set(os.environ)), flush=True)"
+    with LocalWorkers(config, (1,), program=[sys.executable, "-c", code]) as workers:
+        workers.start()
+        wait_until(lambda: workers.exit_text(1) is not None)
+    tokens = " HF_OIDC_ID_TOKEN HF_TOKEN" if of_hub else ""
+    assert workers_log(config).read_text().split() == f"has HF_HOME{tokens}".split()
+
+
 def test_worker_that_ends_is_reported_with_its_last_lines_and_replaced(
     config: Config, program: Any
 ) -> None:
