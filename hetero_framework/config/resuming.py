@@ -54,6 +54,7 @@ FREE = frozenset(
     " save_total_limit eval_strategy eval_steps eval_on_start gradient_checkpointing report_to"
     " eval_delay load_best_model_at_end metric_for_best_model greater_is_better"
     " early_stopping_patience early_stopping_threshold run_name project logging_strategy"
+    " push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision"
     " logging_first_step logging_nan_inf_filter include_num_input_tokens_seen"
     " logging_dir visualize visualization_format timeline_steps log_level connect_timeout_s"
     " load_timeout_s rejoin_wait_s replan replicate_steps step_timeout_s liveness_timeout_s"

@@ -523,6 +523,21 @@ class TrainingConfig(Section):
     """The run's name for reporters. null: that of output_dir, with a number of its own."""
     project: Name = "huggingface"
     """The project that reporters put the run into."""
+    push_to_hub: bool = False
+    """Upload the result to the Hugging Face hub. The token is that of `hf auth login` or HF_TOKEN
+    on the coordinator's machine. An upload that fails is told, and the run goes on."""
+    hub_model_id: Name | None = None
+    """The repository, as "OWNER/NAME" or "NAME". null: the name of output_dir. It is made where
+    there is none."""
+    hub_strategy: Literal["end", "checkpoint", "all_checkpoints"] = "end"
+    """"end": the result is uploaded, when the run is done. "checkpoint": so is the newest
+    checkpoint while it trains, as last-checkpoint. "all_checkpoints": as step_N, without those
+    saved while another one is uploaded. Checkpoints name machines and folders, and go into private
+    repositories alone. (The default in transformers is every_save, which is refused.)"""
+    hub_private_repo: bool | None = None
+    """Whether a repository that is made is private. null: as its owner's default says."""
+    hub_revision: Name | None = None
+    """The branch to upload to; it is made where there is none. null: the default branch."""
     logging_dir: Name | None = None
     """TensorBoard directory. null: output_dir/tensorboard."""
     visualize: bool = True
@@ -979,6 +994,8 @@ class Config(WholeFile):
             warnings.append(
                 "data.eval is given but never used; set training.eval_steps or eval_strategy"
             )
+        if self.training.hub_model_id is not None and not self.training.push_to_hub:
+            warnings.append("training.hub_model_id is given but never used; set push_to_hub")
         stages, m = len(self.shard_plan), self.training.gradient_accumulation_steps
         if m < stages:
             warnings.append(

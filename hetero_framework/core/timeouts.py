@@ -83,6 +83,11 @@ FILE_BUSY_S = 5.0
 TELL_LOADING_S = 60.0
 """How often a run names the workers that still load."""
 
+UPLOAD_S = 300.0
+"""Deadline for an upload to the hub of no size; its bytes add to it at UPLOAD_BYTES_PER_S."""
+UPLOAD_BYTES_PER_S = 250e3
+"""Slowest upload that a run waits for."""
+
 ISLAND_S = 3600.0
 """Deadline for another island where all of a group wait for each other. An island that stalls
 leaves by itself long before."""

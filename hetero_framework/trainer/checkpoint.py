@@ -80,6 +80,14 @@ class CheckpointStore:
         self.lasting = lasting
         self.best_step: int | None = None
         """The checkpoint that no rotation deletes."""
+        self._held: int | None = None
+        self._waiting: set[int] = set()  # to be deleted when it is not held any more
+
+    def hold(self, step: int | None) -> None:
+        """Delete checkpoint `step` no earlier than the next call, since it is being read."""
+        self._held, waiting, self._waiting = step, self._waiting, set()
+        for other in sorted(waiting):
+            self.delete(other)
 
     def remove(self) -> None:
         """Delete all of them, and the directory."""
@@ -225,7 +233,10 @@ class CheckpointStore:
             self.delete(step)
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint, or log why that cannot be done."""
+        """Delete a checkpoint, or log why that cannot be done; one that is held, later."""
+        if step == self._held:
+            self._waiting.add(step)
+            return
         directory, trash = self.root / f"step_{step}", self.root / f"step_{step}.trash"
         try:
             rename(directory, trash)  # a half-deleted checkpoint must not look complete

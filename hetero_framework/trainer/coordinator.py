@@ -44,11 +44,12 @@ from hetero_framework.models.cut.objective import objective_of
 from hetero_framework.profiling.prediction_error import stage_predictions
 from hetero_framework.profiling.trace_file import Timeline
 from hetero_framework.security.access import Access, access_of, island_access
-from hetero_framework.trainer import outputs, saved_plan, setup, skipped_step
+from hetero_framework.trainer import hub_upload, outputs, saved_plan, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.checkpoint_export import export_last_checkpoint
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
 from hetero_framework.trainer.given import with_objects
+from hetero_framework.trainer.hub import HubUploads
 from hetero_framework.trainer.islands import open_islands
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
@@ -152,6 +153,7 @@ def train(
     if config.island is not None:
         islands = islands or island_access(config)
     check_optimizer(config.training)
+    hub_upload.check(config)
     replan = replan or config.training.replan == AUTO
     show = progress or Progress()
     events = log.Events(config.output_dir / log.EVENTS_FILE, "coordinator")
@@ -199,11 +201,13 @@ def train(
                         run_id=directories.run_id,
                     ) as metrics,
                     Timeline(config, devices=labels) as timeline,
+                    HubUploads(config, store, lambda: stop.requested is not None) as uploads,
                 ):
                     checkpoints = RunCheckpoints(store, cluster, prepared)
                     observers = [MetricsFile(metrics), EventLog(events), TimelineFile(timeline)]
                     observers += [Screen(show), Curves(config)]
                     observers += _callbacks(prepared, store, callbacks)
+                    observers += [uploads] * config.training.push_to_hub
                     replanning = Replanning(prepared, facts, survivors=replan)
                     replanning.move_s = load_s
                     replicas = _replicas(prepared, cluster, checkpoints, stop, islands)
@@ -731,9 +735,9 @@ class Coordinator:
         """Gather and write the result, and show the paths of all files. With a worker `lost` after
         the last step, the last checkpoint becomes the result."""
         self._cluster.pipeline.check = self._heed_stop
-        saves = self._config.training.save_strategy != "no" and self._replicas.saves
+        self._due.take_best, self._due.is_saver = False, self._replicas.saves
+        saves = self._config.training.save_strategy != "no" and self._due.is_saver
         self._replicas.close("its training is done")
-        self._due.take_best = False
         self._tell(Observer.trained, self._state, self._due)
         try:
             if lost is not None:

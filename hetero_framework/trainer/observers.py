@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Due:
-    """What follows a step. Observers may change all but the last two, in `begin`, `step_end`,
+    """What follows a step. Observers may change all but the last three, in `begin`, `step_end`,
     `epoch_end`, `evaluated` and `saved`."""
 
     log: bool = False
@@ -38,6 +38,7 @@ class Due:
     take_best: bool = False  # make the result of the best checkpoint
     is_epoch_over: bool = False
     is_open: bool = False  # not everything that follows the step is done
+    is_saver: bool = True  # of several islands, the one that saves; known when all steps are done
 
 
 @dataclass(frozen=True)

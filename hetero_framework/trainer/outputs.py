@@ -399,22 +399,22 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
     """Next steps for a run's results: a label, and a command or a line of Python."""
     config = prepared.config
     assert config.model is not None
-    result, output = _shown(config.result_dir), _shown(config.output_dir)
+    result, output = shown(config.result_dir), shown(config.output_dir)
     load = f"{stock_class(prepared.model_config).__name__}.from_pretrained"
     steps = {}
     if prepared.adapter_plan is None:
         steps["to load it"] = f"{load}({str(result)!r})"
     elif (base := config.model.name_or_path) is not None:
         place = config.path(base)
-        base = str(_shown(place)) if place.is_dir() else base
+        base = str(shown(place)) if place.is_dir() else base
         steps["to load it"] = f"PeftModel.from_pretrained({load}({base!r}), {str(result)!r})"
         merged = ("--adapter", result, "--model", base, "--output", output / "merged")
-        steps["to merge it"] = _command("merge", *merged)
+        steps["to merge it"] = command("hetero", "merge", *merged)
     if (saved := files.get("checkpoints")) is not None and len(list(saved.glob("step_*"))) > 1:
-        step = ("--checkpoint", _shown(saved) / "step_N", "--output", output / "step_N")
-        steps["an earlier step"] = _command("export", *step)
+        step = ("--checkpoint", shown(saved) / "step_N", "--output", output / "step_N")
+        steps["an earlier step"] = command("hetero", "export", *step)
     if "timeline" in files:
-        steps["where time went"] = _command("timeline", output)
+        steps["where time went"] = command("hetero", "timeline", output)
     return steps
 
 
@@ -428,12 +428,13 @@ def load_result(files: Mapping[str, Path], **settings: Any) -> Any:
     return stock_class(config).from_pretrained(files["model"], **settings)
 
 
-def _command(*words: object) -> str:
-    line = ["hetero", *map(str, words)]
+def command(*words: object) -> str:
+    """A command line as typed in this system's shell."""
+    line = list(map(str, words))
     return subprocess.list2cmdline(line) if os.name == "nt" else shlex.join(line)
 
 
-def _shown(path: Path) -> Path:
+def shown(path: Path) -> Path:
     """`path` as typed in this directory."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

@@ -189,7 +189,7 @@ def test_trl_means_the_same(convert) -> None:
     assert (config.data.eval, config.data.eval_split) == ("org/conversations", "validation")
     assert config.data.eos_token == "<|im_end|>"
     assert config.adapter is None
-    assert rows(report)["push_to_hub"]["status"] == "cannot be had"
+    assert (config.training.push_to_hub, config.training.hub_strategy) == (True, "end")
     _, config = convert("trl_lora.txt")
     assert config.adapter.target_modules == ("q_proj", "v_proj")
     assert (config.adapter.lora_alpha, config.adapter.lora_dropout) == (16, 0.05)
@@ -203,6 +203,16 @@ def test_trl_means_the_same(convert) -> None:
     _, config = convert("trl_recipe.yaml")
     assert config.data.train == ("org/one", "org/two")
     assert config.data.pad_to_multiple_of is None
+
+
+def test_axolotls_repository_is_pushed_to(convert) -> None:
+    data = "datasets: [{path: org/rows, type: completion}]"
+    text = f"base_model: m\nmicro_batch_size: 1\n{data}\nhub_model_id: me/x\nhub_strategy: "
+    report, config = convert("a.yml", text + "every_save")
+    assert (config.training.push_to_hub, config.training.hub_model_id) == (True, "me/x")
+    assert rows(report)["hub_strategy"]["status"] == "changed"
+    _, config = convert("b.yml", text + "checkpoint")
+    assert config.training.hub_strategy == "checkpoint"
 
 
 def defaults_of(cls: type) -> dict[str, Any]:
@@ -219,6 +229,7 @@ def test_defaults_are_those_of_the_installed_trl(convert) -> None:
     ours["training"] |= {"eval_strategy": config.training.evaluation, "log_level": "passive"}
     ours["training"]["lr_scheduler_kwargs"] = theirs["lr_scheduler_kwargs"]
     theirs["output_dir"] = ours["training"]["output_dir"]
+    theirs["hub_strategy"] = "end"  # every_save is refused
     ours["training"]["report_to"] = ours["training"]["report_to"] or "none"
     for section in ("data", "training"):
         shared = theirs.keys() & ours[section].keys()

@@ -504,7 +504,7 @@ def defaults() -> Iterator[tuple[str, str, Any]]:
 
 def test_library_defaults_of_unsupported_settings_pass_with_a_line() -> None:
     found = list(defaults())
-    assert len(found) > 90
+    assert len(found) > 85
     for section, key, default in found:
         raw = copy.deepcopy(FULL) | {"adapter": {"r": 8}}
         raw[section][key] = default
@@ -522,12 +522,12 @@ def test_library_defaults_of_unsupported_settings_pass_with_a_line() -> None:
         (
             "training",
             {
-                **{"packing": False, "push_to_hub": False, "deepspeed": None, "fsdp": ""},
+                **{"packing": False, "hub_always_push": False, "deepspeed": None, "fsdp": ""},
                 **{"ddp_find_unused_parameters": False},
                 **{"group_by_length": False, "do_train": True, "save_safetensors": True},
                 **{
                     "fsdp_config": {},
-                    "hub_model_id": None,
+                    "hub_token": None,
                 },
                 **{
                     "gradient_checkpointing_kwargs": {"use_reentrant": False},
@@ -558,7 +558,8 @@ def test_harmless_values_of_other_tools_pass_with_a_line_each(
     ("path", "value"),
     [
         ("training.packing", True),
-        ("training.push_to_hub", True),
+        ("training.hub_always_push", True),
+        ("training.hub_strategy", "every_save"),
         ("training.deepspeed", "ds.json"),
         ("training.save_safetensors", False),
         ("training.gradient_checkpointing_kwargs", {"use_reentrant": True}),
@@ -668,6 +669,8 @@ def test_warnings_name_settings_that_are_probably_mistakes() -> None:
     config = Config.from_dict(changed("data.eval", "e.jsonl"))
     assert any("data.eval is given but never used" in text for text in config.warnings())
     assert any("gradient_accumulation_steps" in text for text in config.warnings())
+    unused = Config.from_dict(changed("training.hub_model_id", "me/result"))
+    assert any("hub_model_id is given but never used" in text for text in unused.warnings())
     quiet = changed("training.gradient_accumulation_steps", 8)
     assert Config.from_dict(quiet).warnings() == ()
 
@@ -685,6 +688,11 @@ def test_warmup_is_counted_as_in_transformers(
     training: dict[str, Any], total: int, expected: int
 ) -> None:
     assert TrainingConfig(**training).warmup(total) == expected
+
+
+def test_a_push_at_every_save_is_refused_with_what_there_is() -> None:
+    said = message(changed("training.hub_strategy", "every_save"))
+    assert '"checkpoint" the newest checkpoint too' in said
 
 
 def test_evaluation_follows_eval_steps() -> None:
@@ -720,6 +728,7 @@ def test_training_names_mean_the_same_as_in_transformers() -> None:
         if ours[name].get_default(call_default_factory=True) != theirs[name].default
     }
     documented = {"output_dir", "optim", "logging_steps", "report_to", "log_level", "eval_strategy"}
+    documented |= {"hub_strategy"}
     empty = {"lr_scheduler_kwargs", "gradient_checkpointing"}  # {} and false for null
     assert differs <= documented | empty
 
@@ -764,7 +773,8 @@ def test_sections_can_be_built_in_python() -> None:
         ("workers[0].name", 'it is called "id"'),
         ("lora", 'it is called "adapter"'),
         ("shard_plan[1].owner", 'it is called "id"'),
-        ("push_to_hub", "TrainingArguments.push_to_hub is not supported here because results stay"),
+        ("push_to_hub", 'unknown key here; it belongs in "training"'),
+        ("training.hub_always_push", "is not supported here because one upload runs at a time"),
         ("training.use_cache", "TrainingArguments.use_cache is not supported here"),
         ("adapter.kasa_config", "LoraConfig.kasa_config is not supported here because only LoRA"),
         ("training.warmstart", "unknown key; docs/configuration.md lists all settings"),
