@@ -100,7 +100,7 @@ class Callbacks(Observer):
         self._counted = None if counted in (False, "no") else "tokens"
         if counted in (True, "all"):
             self._counted = "padded_tokens"
-        self._first_tokens = 0
+        self._first_tokens = self._padded_tokens = 0
         self._stopped_at: int | None = None
         self._untold: Mapping[str, Any] | None = None  # an evaluation that callbacks do not know
         self._began_s = 0.0
@@ -110,7 +110,18 @@ class Callbacks(Observer):
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        return meta_model(self._prepared.model_config)
+        config, plan = self._prepared.model_config, self._prepared.adapter_plan
+        if plan is None:
+            return meta_model(config)
+        from hetero_framework.models.adapters.lora import meta_adapted
+
+        return meta_adapted(config, plan)
+
+    def _store_flos(self) -> None:
+        """Count operations as the Trainer does: 6 for each token, padding included, and parameter
+        of the model, with its adapter and without embeddings."""
+        parameters = self._model.num_parameters(exclude_embeddings=True)
+        self.state.total_flos = float(6 * self._padded_tokens * parameters)
 
     def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
         training = self._prepared.config.training
@@ -181,6 +192,7 @@ class Callbacks(Observer):
         count, total = state.step - self._losses[0][0] + 1, self._loss_sum()
         self._losses = []
         self._sums[state.step] = total
+        self._store_flos()
         names = ("grad_norm", "learning_rate")
         logs = {"loss": total / count, **{name: self._line[name] for name in names}}
         self._report(logs, due, speed=True)
@@ -204,12 +216,14 @@ class Callbacks(Observer):
         self._history.write({"step": state.step, _TOLD: True})
 
     def saved(self, state: TrainState, due: Due) -> None:
+        self._store_flos()
         self._name_best()
         self._decide("on_save", due)
         self._write_states()
         self._write_state()
 
     def trained(self, state: TrainState, due: Due) -> None:
+        self._store_flos()
         seconds, steps = time.time() - self._began_s, state.step - self._first_step
         total = sum(self._sums.values()) + self._loss_sum()
         training = self._prepared.config.training
@@ -320,6 +334,7 @@ class Callbacks(Observer):
 
     def _count(self, line: Mapping[str, Any]) -> None:
         """Take the tokens of a step."""
+        self._padded_tokens += line["padded_tokens"]
         if self._counted is not None:
             self.state.num_input_tokens_seen += line[self._counted]
 
@@ -344,7 +359,8 @@ class Callbacks(Observer):
         self.state.log_history = history
         self.state.global_step = state.step
         self.state.epoch = self._prepared.data.epoch_of(state.position - 1) if state.step else 0
-        self._epoch, self._losses, self.state.num_input_tokens_seen = None, [], 0
+        self._epoch, self._losses = None, []
+        self.state.num_input_tokens_seen = self._padded_tokens = 0
         logged = max((line["step"] for line in history if "loss" in line), default=0)
         self._sums = {step: total for step, total in self._sums.items() if step <= logged}
         for line in run:
@@ -355,6 +371,7 @@ class Callbacks(Observer):
                 self._count(line)
                 if line["step"] > logged:
                     self._note(line)
+        self._store_flos()
         self._states = next((line[_STATES] for line in reversed(lines) if _STATES in line), None)
         for callback in self._callbacks:
             kept = (self._states or {}).get(type(callback).__name__)

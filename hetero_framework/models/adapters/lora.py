@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework import repository
 from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
@@ -166,13 +166,19 @@ def attach_plan(shard: Shard, plan: AdapterPlan, seed: int) -> None:
                 parameter.data = parameter.data.to(torch.bfloat16)
 
 
+def meta_adapted(model_config: PretrainedConfig, plan: AdapterPlan) -> PreTrainedModel:
+    """The whole language model with its adapter, on torch's meta device."""
+    model = meta_model(model_config)
+    _inject(model, copy.deepcopy(plan.lora_config), seed=0)
+    return model
+
+
 def tensors_of_plan(
     model_config: PretrainedConfig, plan: AdapterPlan, trained: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The adapter file's tensors from all trained ones, by parameter name; without the base's, so
     for plans without `embedding_tensors`."""
-    model = meta_model(model_config)
-    _inject(model, copy.deepcopy(plan.lora_config), seed=0)
+    model = meta_adapted(model_config, plan)
     for name, tensor in trained.items():
         module, _, parameter = name.rpartition(".")
         setattr(model.get_submodule(module), parameter, nn.Parameter(tensor))

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -39,11 +40,14 @@ from hetero_framework.errors import CallbackError, ConfigError
 from hetero_framework.trainer import coordinator
 from hetero_framework.trainer.coordinator import train
 from tests.integration.oracles import tokenized
-from tests.samples import save_texts
+from tests.samples import save_llama, save_texts
 from tests.unit.trainer.conftest import Alone
 
-TIMES = ("runtime", "per_second", "total_flos")
-"""Parts of the names of what differs from run to run, or is not counted."""
+TIMES = ("runtime", "per_second")
+"""Parts of the names of what differs from run to run."""
+
+
+STATE = "trainer_state.json"
 
 
 class Recorder(TrainerCallback):
@@ -56,7 +60,8 @@ class Recorder(TrainerCallback):
 
     def note(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         flags = {name: value for name, value in vars(control).items() if value is True}
-        self.events.append((event, state.global_step, round(state.epoch or 0, 6), flags))
+        place = (state.global_step, round(state.epoch or 0, 6), state.total_flos)
+        self.events.append((event, *place, flags))
         self.state = state
         self.kinds.add((type(args), type(state), type(control)))
 
@@ -88,8 +93,12 @@ def theirs(config: Config, callback: TrainerCallback, output: Path, *more: Any) 
     given |= {"output_dir": str(output), "logging_steps": config.training.logging_steps}
     given |= {"eval_strategy": config.training.evaluation, "optim": "adamw_torch"}
     given |= {"report_to": "none"}
+    whole: Any = AutoModelForCausalLM.from_pretrained(model)
+    if config.adapter is not None:
+        adapter = config.adapter.model_dump(include=config.adapter.model_fields_set)
+        whole = get_peft_model(whole, LoraConfig(task_type="CAUSAL_LM", **adapter))
     trainer = Trainer(
-        AutoModelForCausalLM.from_pretrained(model),
+        whole,
         TrainingArguments(**given, use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False),
         train_dataset=rows,
         eval_dataset=rows if config.data.eval else None,
@@ -156,6 +165,7 @@ def compare(ours: TrainerState, other: TrainerState) -> None:
                 assert one[name] == pytest.approx(value, rel=1e-6), (one, two, name)
     fields = (
         "num_input_tokens_seen",
+        "total_flos",
         "global_step",
         "epoch",
         "max_steps",
@@ -164,6 +174,38 @@ def compare(ours: TrainerState, other: TrainerState) -> None:
     )
     for name in (*fields, "save_steps", "eval_steps", "train_batch_size"):
         assert getattr(ours, name) == pytest.approx(getattr(other, name)), name
+
+
+LORA: dict[str, Any] = {"r": 2, "target_modules": ("q_proj", "v_proj")}
+COUNTED: dict[
+    str, tuple[dict[str, Any] | None, bool]
+] = {  # an adapter, and whether weights are tied
+    "tied": (None, True),
+    "adapter": (LORA, False),
+    "adapted_embedding": ({**LORA, "target_modules": ("embed_tokens", "up_proj")}, False),
+    "saved_head": ({**LORA, "modules_to_save": ("lm_head",)}, False),
+    "saved_embedding": ({**LORA, "modules_to_save": ("embed_tokens",)}, True),
+    "dora": ({**LORA, "use_dora": True}, True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("case", COUNTED)
+def test_operations_are_counted_as_by_the_trainer(case: str, alone: Alone, tmp_path: Path) -> None:
+    adapter, tied = COUNTED[case]
+    model = save_llama(tmp_path / "model", layers=1, tie_word_embeddings=tied)
+    training = {"logging_steps": 2, "save_strategy": "steps", "save_steps": 3}
+    sections = {"model": {"name_or_path": str(model)}, "adapter": adapter}
+    config = told_about(partial(alone, **sections), tmp_path, training)
+    ours, other = Recorder(), Recorder()
+    train(config, callbacks=[ours])
+    trainer = theirs(config, other, tmp_path / "trainer")
+    assert ours.events == other.events
+    assert ours.state is not None
+    assert ours.state.total_flos == trainer.state.total_flos > 0
+    last = ours.state.log_history[-1]
+    assert last["total_flos"] == trainer.state.log_history[-1]["total_flos"]
 
 
 class At(TrainerCallback):
@@ -272,6 +314,8 @@ def test_a_run_that_is_stopped_again_and_again_has_the_same_best_model(
     ours, other = (c.result_dir / "model.safetensors" for c in (config, whole))
     assert ours.read_bytes() == other.read_bytes()
     assert steps_of(config) == steps_of(whole)
+    one, two = (json.loads((c.output_dir / STATE).read_text()) for c in (config, whole))
+    assert one["total_flos"] == two["total_flos"] > 0
 
 
 def logged(path: Path) -> list[dict[str, Any]]:
@@ -331,7 +375,7 @@ def losses(state: TrainerState) -> list[tuple[int, float]]:
 def test_a_state_that_the_trainer_can_read_is_written(alone: Alone) -> None:
     config, recorder = alone(training={"logging_steps": 2}), Recorder()
     train(config, callbacks=[recorder])
-    read = TrainerState.load_from_json(str(config.output_dir / "trainer_state.json"))
+    read = TrainerState.load_from_json(str(config.output_dir / STATE))
     assert recorder.state is not None
     assert read.log_history == recorder.state.log_history
     control = read.stateful_callbacks["TrainerControl"]
