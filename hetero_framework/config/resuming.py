@@ -56,6 +56,7 @@ FREE = frozenset(
     " early_stopping_patience early_stopping_threshold run_name project logging_strategy"
     " push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision"
     " logging_first_step logging_nan_inf_filter include_num_input_tokens_seen"
+    " sample_prompts sample_steps sample_max_new_tokens sample_temperature sample_top_p"
     " logging_dir visualize visualization_format timeline_steps log_level connect_timeout_s"
     " load_timeout_s rejoin_wait_s replan replicate_steps step_timeout_s liveness_timeout_s"
     " max_skipped_steps max_skipped_share probe_longest_batch max_in_flight verify_architecture",

@@ -491,6 +491,18 @@ class TrainingConfig(Section):
     """Stop after this many evaluations in a row that are not better than the best one."""
     early_stopping_threshold: float = Field(default=0.0, ge=0)
     """How much better one has to be, to count for early_stopping_patience."""
+    sample_prompts: str | tuple[str | tuple[dict[str, Any], ...], ...] | None = None
+    """Prompts that the model continues while it trains: a file of them (.txt, .json, .jsonl,
+    .parquet), or a list of texts and of lists of messages. Where the data are conversations, a text
+    is what a user says."""
+    sample_steps: Steps = 100
+    """Steps from one sampling to the next; the last step is sampled too."""
+    sample_max_new_tokens: Tokens = 64
+    """Tokens of a sample, at most."""
+    sample_temperature: float = Field(default=0.0, ge=0)
+    """0: always the likeliest token. Else tokens are drawn, the freer the higher it is."""
+    sample_top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw from the likeliest tokens that have this probability together."""
     bf16: bool = False
     """Compute in bfloat16 autocast; weights keep their type."""
     fp16: bool = False
@@ -606,6 +618,15 @@ class TrainingConfig(Section):
             return value
         return () if list(names) == ["none"] else tuple(names)
 
+    @field_validator("sample_prompts", mode="before")
+    @classmethod
+    def _holds_prompts(cls, value: Any) -> Any:
+        if value in ("", [], ()) or (isinstance(value, (list, tuple)) and "" in value):
+            raise ValueError("holds no prompt; give a file, or a list of texts or messages")
+        if not isinstance(value, (list, tuple)):
+            return value
+        return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+
     @field_validator("log_level")
     @classmethod
     def _log_level_is_known(cls, value: str) -> str:
@@ -629,7 +650,7 @@ class TrainingConfig(Section):
             raise ValueError(why.format(shown(value)))
         return value
 
-    @field_validator("warmup_steps", "logging_steps", "save_steps", "eval_steps")
+    @field_validator("warmup_steps", "logging_steps", "save_steps", "eval_steps", "sample_steps")
     @classmethod
     def _steps_are_whole(cls, value: float | None) -> float | None:
         if value is not None and value >= 1 and value != int(value):

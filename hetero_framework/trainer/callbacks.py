@@ -13,7 +13,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
 from functools import cached_property, partial
@@ -38,6 +39,7 @@ from hetero_framework.errors import CallbackError, ConfigError
 from hetero_framework.log import one_line
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.trainer.checkpoint import CheckpointStore
+from hetero_framework.trainer.generation import Sample
 from hetero_framework.trainer.metrics import (
     HISTORY_FILE,
     METRICS_FILE,
@@ -45,7 +47,7 @@ from hetero_framework.trainer.metrics import (
     StepLines,
 )
 from hetero_framework.trainer.observers import Due, Observer, RunStart
-from hetero_framework.trainer.reporters import new_run, remote_run
+from hetero_framework.trainer.reporters import new_run, remote_run, report_samples
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.visualizer.progress import StageRow
@@ -215,6 +217,12 @@ class Callbacks(Observer):
         self._write_states()
         self._history.write({"step": state.step, _TOLD: True})
 
+    def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        for reporter in self._reporters:
+            if reporter in self._callbacks:
+                with self._attempt(reporter, "samples"):
+                    report_samples(reporter, state.step, samples)
+
     def saved(self, state: TrainState, due: Due) -> None:
         self._store_flos()
         self._name_best()
@@ -304,7 +312,8 @@ class Callbacks(Observer):
 
     def _call(self, event: str, **details: Any) -> None:
         for callback in self._callbacks:
-            try:
+            control = None
+            with self._attempt(callback, event):
                 control = getattr(callback, event)(
                     self._arguments,
                     self.state,
@@ -317,16 +326,22 @@ class Callbacks(Observer):
                     eval_dataloader=None,
                     **details,
                 )
-            except Exception as error:  # whatever it is, the user's code is told of by name
-                name = type(callback).__name__
-                text = f"{type(error).__name__}: {error}"
-                if callback in self._reporters:
-                    _log.warning("%s reports no more: %s", name, one_line(text))
-                    self._callbacks = [c for c in self._callbacks if c is not callback]
-                    continue
-                raise CallbackError(f"the callback {name} failed in {event}: {text}") from error
             if isinstance(control, TrainerControl):
                 self._control = control
+
+    @contextmanager
+    def _attempt(self, callback: TrainerCallback, event: str) -> Iterator[None]:
+        """Within, a callback is called. One of a reporter that fails is called no more; another
+        one's failure is raised as a CallbackError."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, the user's code is told of by name
+            name = type(callback).__name__
+            text = f"{type(error).__name__}: {error}"
+            if callback not in self._reporters:
+                raise CallbackError(f"the callback {name} failed in {event}: {text}") from error
+            _log.warning("%s reports no more: %s", name, one_line(text))
+            self._callbacks = [c for c in self._callbacks if c is not callback]
 
     def _note(self, line: Mapping[str, Any]) -> None:
         """Take the loss of a step that was not logged."""

@@ -61,6 +61,7 @@ from hetero_framework.trainer.observers import (
     Observer,
     Observers,
     RunStart,
+    SamplesFile,
     Screen,
     TimelineFile,
 )
@@ -206,6 +207,8 @@ def train(
                     checkpoints = RunCheckpoints(store, cluster, prepared)
                     observers = [MetricsFile(metrics), EventLog(events), TimelineFile(timeline)]
                     observers += [Screen(show), Curves(config)]
+                    if prepared.sampler is not None:
+                        observers.append(SamplesFile(config))
                     observers += _callbacks(prepared, store, callbacks)
                     observers += [uploads] * config.training.push_to_hub
                     replanning = Replanning(prepared, facts, survivors=replan)
@@ -537,6 +540,8 @@ class Coordinator:
             due.evaluate |= due_after(training.eval_steps or training.logging_steps) or due.stop
         if training.save_strategy == "steps":
             due.save |= due_after(training.save_steps) or due.stop
+        if self._prepared.sampler is not None:
+            due.sample |= due_after(training.sample_steps) or due.stop
 
     def _note_what_is_left(self) -> None:
         """Note what was due after the last step of a run that was cut short. What was done then,
@@ -573,6 +578,9 @@ class Coordinator:
         if due.evaluate and self._data.num_eval_examples:
             self.evaluate()
         due.evaluate = False
+        if due.sample:
+            self.sample()
+        due.sample = False
         if due.save and self._replicas.saves:
             self.save()
             due.save = False
@@ -720,6 +728,19 @@ class Coordinator:
         }
         self._metrics |= _numbers(metrics)
         self._tell(Observer.evaluated, self._state, metrics, self._due)
+
+    def sample(self) -> None:
+        """Have the model continue the sample_prompts, through the same pipeline. A request to stop
+        ends it without a result."""
+        sampler = self._prepared.sampler
+        assert sampler is not None
+        try:
+            with self._ending_within(0.0):
+                samples = sampler.run(self._cluster, self._config, self._state.step)
+        except _Interrupted:
+            self._cluster.retrying(self._cluster.pipeline.abort)
+            return
+        self._tell(Observer.sampled, self._state, samples)
 
     def save(self) -> None:
         """Write a checkpoint of this step. The run ends after _MAX_FAILED_SAVES failures."""

@@ -29,6 +29,7 @@ from hetero_framework.errors import DataError, ResourceError, UserError
 from hetero_framework.log import not_through_links
 
 METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 HISTORY_FILE, TRAINER_STATE_FILE = "log_history.jsonl", "trainer_state.json"  # of callbacks
 Traffic = tuple[int, int, float, int]  # bytes in, bytes out, seconds of writing, direct bytes
 
@@ -146,17 +147,29 @@ class MetricsWriter:
         """Append the line of a training step or of an evaluation, with its "step"."""
         self._show(self._lines.write(metrics))
 
+    def write_texts(self, step: int, texts: Sequence[str]) -> None:
+        """Give texts of a step to TensorBoard."""
+        with self._on_board() as board:
+            for number, text in enumerate(texts) if board is not None else ():
+                board.add_text(f"samples/{number}", text, step)
+
     def _show(self, line: Mapping[str, Any]) -> None:
-        """Give a line's numbers to TensorBoard, which gets no more once it has failed."""
-        directory, self._logging_dir = self._logging_dir, None
-        board, self._board = self._board, None
+        """Give a line's numbers to TensorBoard."""
         group = "eval" if "eval_loss" in line else "train"
-        with _tolerated("TensorBoard events"):
-            if directory is not None:
-                board = _open_tensorboard(directory, self._resumed_step, self._run_id)
+        with self._on_board() as board:
             for key, value in line.items() if board is not None else ():
                 if key != "step" and type(value) in (int, float):
                     board.add_scalar(f"{group}/{key.removeprefix('eval_')}", value, line["step"])
+
+    @contextlib.contextmanager
+    def _on_board(self) -> Iterator[Any]:
+        """TensorBoard, which gets no more once it has failed; None without."""
+        directory, self._logging_dir = self._logging_dir, None
+        board, self._board = self._board, None
+        with _tolerated("TensorBoard events"):
+            if directory is not None:
+                board = _open_tensorboard(directory, self._resumed_step, self._run_id)
+            yield board
             self._board = board
 
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 from hetero_framework import errors, log
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.spans import Span, is_span
+from hetero_framework.data.sources import shorten
 from hetero_framework.profiling.trace_file import Timeline
 from hetero_framework.trainer import outputs
-from hetero_framework.trainer.metrics import MetricsWriter
+from hetero_framework.trainer.generation import Sample
+from hetero_framework.trainer.metrics import SAMPLES_FILE, MetricsWriter, StepLines
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.visualizer.progress import Progress, StageRow
 
 P = ParamSpec("P")
+_SHOWN = 200  # letters of a prompt and of a sample on the screen
 _log = logging.getLogger(__name__)
 
 
@@ -32,6 +35,7 @@ class Due:
 
     log: bool = False
     evaluate: bool = False
+    sample: bool = False
     save: bool = False
     stop_epoch: bool = False
     stop: bool = False
@@ -87,6 +91,9 @@ class Observer:
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
         """An evaluation is done; `metrics` are its line of metrics.jsonl."""
 
+    def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        """The model has continued the sample_prompts."""
+
     def saved(self, state: TrainState, due: Due) -> None:
         """A checkpoint was written."""
 
@@ -135,6 +142,11 @@ class Screen(Observer):
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
         self._progress.evaluation(metrics)
 
+    def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            told = (shorten(text, _SHOWN) for text in (sample.prompt, sample.text))
+            self._progress.message("step {}: {} -> {}".format(state.step, *told))
+
     def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
         self._progress.close(files)
 
@@ -157,6 +169,29 @@ class MetricsFile(Observer):
 
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
         self._writer.write(metrics)
+
+    def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        self._writer.write_texts(
+            state.step, [f"{sample.prompt}\n\n{sample.text}" for sample in samples]
+        )
+
+
+class SamplesFile(Observer):
+    """samples.jsonl."""
+
+    def __init__(self, config: Config) -> None:
+        self._lines = StepLines(config.output_dir / SAMPLES_FILE)
+
+    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
+        lines = self._lines.resume(state.step)
+        due.sample &= all(line["step"] != state.step for line in lines)
+
+    def went_back(self, state: TrainState) -> None:
+        self._lines.resume(state.step)
+
+    def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            self._lines.write({"step": state.step, **asdict(sample)})
 
 
 class EventLog(Observer):

@@ -8,15 +8,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetero_framework.config import TrainingConfig
 from hetero_framework.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
+
+    from hetero_framework.trainer.generation import Sample
 
 _PACKAGES = {
     **{"azure_ml": "azureml-core", "codecarbon": "codecarbon", "comet_ml": "comet-ml"},
@@ -57,6 +59,19 @@ def reporters(training: TrainingConfig) -> list[type[TrainerCallback]]:
     if "all" in training.report_to:
         names = [name for name in get_available_reporting_integrations() if name != "tensorboard"]
     return list(get_reporting_integration_callbacks(names))
+
+
+def report_samples(reporter: Any, step: int, samples: Sequence[Sample]) -> None:
+    """Give wandb or trackio a table of samples. The callbacks of others take numbers alone."""
+    columns, rows = ["step", "prompt", "text"], [[step, s.prompt, s.text] for s in samples]
+    if (wandb := getattr(reporter, "_wandb", None)) is not None:
+        table = wandb.Table(columns=columns, data=rows)
+        wandb.log({"samples": table, "train/global_step": step})
+    elif (trackio := getattr(reporter, "_trackio", None)) is not None:
+        from pandas import DataFrame
+
+        table = trackio.Table(dataframe=DataFrame(rows, columns=columns))
+        trackio.log({"samples": table, "train/global_step": step})
 
 
 def new_run() -> str:

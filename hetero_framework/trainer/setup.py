@@ -54,6 +54,7 @@ from hetero_framework.models.verify.equivalence import (
 )
 from hetero_framework.planner.schedule.tuning import default_max_in_flight
 from hetero_framework.trainer.continuation import contents
+from hetero_framework.trainer.generation import Sampler
 from hetero_framework.trainer.resolved import Resolved
 
 Facts = Mapping[str | int, MachineFacts]
@@ -79,6 +80,7 @@ class Prepared:
     max_frame_bytes: int
     max_boundary_bytes: int
     generation: GenerationConfig | None = None
+    sampler: Sampler | None = None
     memory_limits: tuple[int, ...] | None = None
 
     @property
@@ -168,10 +170,14 @@ def prepare(
     check_codec(config, model_config, adapter_plan, data.row_tokens)
     for line in crossing_lines(config, model_config, data.row_tokens):
         say(line)
-    boundary = largest_boundary(config, model_config, data.row_tokens)
+    boundary, sampler = largest_boundary(config, model_config, data.row_tokens), None
+    if config.training.sample_prompts is not None:
+        sampler = Sampler(config, model_config, tokenizer, generation)
+        say(sampler.line)
+        boundary = max(boundary, largest_boundary(config, model_config, sampler.longest, rows=1))
     frame = largest_frame(model_config, boundary)
-    sizes = (memory, frame, boundary)
-    return Prepared(resolved, model_config, tokenizer, data, adapter_plan, *sizes, generation)
+    about = (model_config, tokenizer, data, adapter_plan, memory, frame, boundary)
+    return Prepared(resolved, *about, generation, sampler)
 
 
 def read_data(
@@ -299,11 +305,14 @@ def shard_ranges(config: Config) -> tuple[ShardRange, ...]:
     return tuple(map(ShardRange.of, config.plan.stages))
 
 
-def largest_boundary(config: Config, model_config: PretrainedConfig, tokens: int) -> int:
+def largest_boundary(
+    config: Config, model_config: PretrainedConfig, tokens: int, rows: int | None = None
+) -> int:
     """The most bytes of tensors that cross a boundary at once, under any plan: the hidden state of
-    the largest micro-batch in float32, and side tensors. `tokens` is the longest row."""
+    the largest micro-batch in float32, and side tensors. `tokens` is the longest row, `rows` is
+    that of training's micro-batches by default."""
     training, structure = config.training, introspect(model_config)
-    rows = max(training.per_device_train_batch_size, training.per_device_eval_batch_size)
+    rows = rows or max(training.per_device_train_batch_size, training.per_device_eval_batch_size)
     # A tiny copy may have fewer residual streams than the model.
     streams = max(structure.streams, _MAX_STREAMS) if structure.streams > 1 else 1
     width = int(model_config.get_text_config().hidden_size) * streams

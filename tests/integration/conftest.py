@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.models.verify import equivalence
+from hetero_framework.models.verify import continuing, equivalence
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.visualizer.progress import Progress
 from tests.samples import DEVICE, free_ports, save_llama, save_texts
@@ -113,8 +113,9 @@ def verdicts(_verdicts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     def remember(kind: str, question: str, answer: Any) -> None:
         _verdicts[f"{kind} {question}"] = answer
 
-    monkeypatch.setattr(equivalence, "recall", recall)
-    monkeypatch.setattr(equivalence, "remember", remember)
+    for module in (equivalence, continuing):
+        monkeypatch.setattr(module, "recall", recall)
+        monkeypatch.setattr(module, "remember", remember)
 
 
 @pytest.fixture(scope="session")

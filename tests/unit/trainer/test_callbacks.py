@@ -436,7 +436,9 @@ def test_reporters_are_a_name_or_a_list(written: Any, read: tuple[str, ...], alo
 def test_wandb_offline_gets_the_history_and_a_resumed_run_goes_on_with_its_run(
     alone: Alone, tmp_path: Path
 ) -> None:
-    config = alone(training={"report_to": "wandb", "run_name": "mine", "project": "cut"})
+    sampled = {"sample_prompts": ["red green"], "sample_steps": 1, "sample_max_new_tokens": 5}
+    reported = {"report_to": "wandb", "run_name": "mine", "project": "cut"}
+    config = alone(training={**reported, **sampled})
     environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     for resumed in (False, True):
         in_own_process(config, tmp_path, environment, fails=not resumed)
@@ -445,11 +447,16 @@ def test_wandb_offline_gets_the_history_and_a_resumed_run_goes_on_with_its_run(
     assert len(folders) == 2
     (run,) = {run for line in histories(config) if (run := line.get("remote_run"))}
     assert folders[0].name.endswith(run)
+    tables = [*folders[0].glob("files/media/table/*"), *folders[1].glob("files/media/table/*")]
+    tables.sort(key=lambda path: json.loads(path.read_text())["data"][0][0])
+    rows = [row for path in tables for row in json.loads(path.read_text())["data"]]
+    assert rows == [[line["step"], line["prompt"], line["text"]] for line in sampled_by(config)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
 def test_trackio_gets_every_value_of_the_history(alone: Alone, tmp_path: Path) -> None:
-    config = alone(training={"report_to": "trackio", "project": "cut"})
+    sampled = {"sample_prompts": ["red green"], "sample_steps": 1, "sample_max_new_tokens": 5}
+    config = alone(training={"report_to": "trackio", "project": "cut", **sampled})
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio")}
     for resumed in (False, True):
         in_own_process(config, tmp_path, environment, fails=not resumed)
@@ -459,10 +466,18 @@ def test_trackio_gets_every_value_of_the_history(alone: Alone, tmp_path: Path) -
     assert len({name for name, _ in rows}) == 1
     losses = [found["train/loss"] for _, text in rows if "train/loss" in (found := loads(text))]
     assert losses == [line["loss"] for line in histories(config) if "loss" in line]
+    tables = [found["samples"] for _, text in rows if "samples" in (found := loads(text))]
+    told = [row for table in tables for row in table["_value"]]
+    assert [row["text"] for row in told] == [line["text"] for line in sampled_by(config)]
 
 
 def loads(text: str | bytes) -> dict[str, Any]:
     return dict(json.loads(text))
+
+
+def sampled_by(config: Config) -> list[dict[str, Any]]:
+    text = (config.output_dir / "samples.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def histories(config: Config) -> list[dict[str, Any]]:

@@ -1,0 +1,134 @@
+"""Prompts: texts and conversations that a model is to continue, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_framework.config import Config, DataConfig
+from hetero_framework.data.conversations import CONVERSATION_FIELDS, Message
+from hetero_framework.data.formats import Formatter, alpaca_prompt, string_field
+from hetero_framework.data.sources import Record, find_sources, read_file
+from hetero_framework.data.splits import SplitReader
+from hetero_framework.data.train_data import formatter_for
+from hetero_framework.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Given = str | Sequence[str | Sequence[dict[str, Any]]]
+_CHATS = ("messages", "conversations")
+_HINT = "give a prompt (a text or messages), messages, or instruction and input"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is to be continued: the end of it as people read it, and all of it in token ids."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+class PromptReader:
+    """Makes prompts of records. With `chat` a plain text is what a user says, else it is continued
+    as it stands."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, data: DataConfig | None, *, chat: bool
+    ) -> None:
+        self._tokenizer, self._chat = tokenizer, chat
+        self._field = data.dataset_text_field if data is not None else "text"
+        options = data or DataConfig(train="-")
+        both = {"completion_only_loss": None, "assistant_only_loss": None}
+        self._formatter = Formatter("messages", tokenizer, options.model_copy(update=both))
+
+    def read(self, given: Given, base_dir: Path, setting: str) -> list[Prompt]:
+        """The prompts of a file (its lines or records), or those of a list. Raises DataError for
+        one that is none."""
+        if isinstance(given, str):
+            sources = find_sources(given, base_dir)
+            if strange := [source.name for source in sources if not source.is_file]:
+                raise DataError(f"{setting}: {strange[0]} is no file of prompts", hint=_HINT)
+            records = [record for source in sources for record in read_file(source)]
+        else:
+            records = [
+                Record(f"{setting}[{k}]", {"prompt": item if isinstance(item, str) else [*item]})
+                for k, item in enumerate(given)
+            ]
+        return [self(record) for record in records]
+
+    def __call__(self, record: Record) -> Prompt:
+        fields = {name: value for name, value in record.fields.items() if value is not None}
+        record = Record(record.where, fields)
+        for name in ("prompt", *_CHATS):
+            if isinstance(fields.get(name), list):
+                return self._conversation(record, name)
+        if "instruction" in fields:
+            return self._plain(alpaca_prompt(record), string_field(record, "instruction"))
+        named = [name for name in ("prompt", self._field) if name in fields]
+        if not named:
+            shown = ", ".join(fields) or "none"
+            raise DataError(f"{record.where}: no prompt among its fields: {shown}", hint=_HINT)
+        text = string_field(record, named[0])
+        if not self._chat:
+            return self._plain(text, text)
+        beside = {name: fields[name] for name in CONVERSATION_FIELDS if name in fields}
+        said = {"prompt": [{"role": "user", "content": text}], **beside}
+        return self._conversation(Record(record.where, said), "prompt")
+
+    def answer_to(self, messages: Sequence[Message]) -> Prompt:
+        """The prompt for the next message of a conversation."""
+        return self._conversation(Record("the conversation", {"prompt": [*messages]}), "prompt")
+
+    def _conversation(self, record: Record, name: str) -> Prompt:
+        """Without the answers at the end, where a record has them."""
+        reader = self._formatter.reader
+        chat = reader.with_system(reader.read(record, name), record)
+        messages = list(chat.messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages:
+            raise DataError(f"{record.where}: {name} has only messages of the assistant")
+        chat = replace(chat, messages=messages)
+        ids = self._formatter.chat.ids(chat, generation_prompt=True)
+        return Prompt(str(messages[-1].get("content", "")), tuple(ids))
+
+    def _plain(self, text: str, shown: str) -> Prompt:
+        ids = self._tokenizer(text, verbose=False)["input_ids"]
+        eos = self._tokenizer.eos_token_id
+        if len(ids) > 1 and ids[-1] == eos and not text.endswith(str(self._tokenizer.eos_token)):
+            ids = ids[:-1]  # of a tokenizer that ends each text
+        return Prompt(shown, tuple(ids))
+
+
+def is_chat(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a model of this run is talked to: it has a template, and its training data are
+    conversations, as far as they can be read here."""
+    if not tokenizer.chat_template:
+        return False
+    data = config.data
+    if data is None:
+        return True
+    try:
+        reader = SplitReader(data.train_split, ("train",), data.dataset_config)
+        first = next(reader.read(find_sources(data.train, config.base_dir), lambda note: None))
+        kind = formatter_for(first, tokenizer, data).name
+    except DataError:  # no longer here, or Megatron's
+        return data.format in ("auto", "messages")
+    spoken = kind == "prompt_completion" and isinstance(first.fields.get("prompt"), list)
+    return kind == "messages" or spoken
+
+
+def check_prompts(prompts: Sequence[Prompt], max_positions: int | None, setting: str) -> None:
+    """Raise DataError for a prompt that is empty or leaves no room for a token."""
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.ids:
+            raise DataError(f"{setting}: prompt {number} has no tokens", hint="give it a text")
+        if max_positions is not None and len(prompt.ids) >= max_positions:
+            raise DataError(
+                f"{setting}: prompt {number} has {len(prompt.ids)} tokens, and the model has"
+                f" {max_positions} positions",
+                hint="shorten it",
+            )
