@@ -26,7 +26,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 def preflight(config: Config, *, data: bool = True, writes: bool = False) -> None:
     """Raise the UserError of the one problem, or one that lists them all.
     `data`: the data are needed; `writes`: the output directories are."""
-    checks: list[Callable[[Config], Iterator[UserError]]] = [_optimizer, _model]
+    checks: list[Callable[[Config], Iterator[UserError]]] = [_optimizer, _metric, _model]
     checks += [_data] * data + [_directories, _reporters] * writes
     problems = [error for check in checks for error in check(config)]
     if len(problems) == 1:
@@ -90,6 +90,10 @@ def _data(config: Config) -> Iterator[UserError]:
 def _reporters(config: Config) -> Iterator[UserError]:
     yield from _raised(partial(reporters.check, config.training))
     yield from _raised(partial(hub_upload.check, config))
+
+
+def _metric(config: Config) -> Iterator[UserError]:
+    yield from _raised(config.check_metric)
 
 
 def _directories(config: Config) -> Iterator[UserError]:

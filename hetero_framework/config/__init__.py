@@ -16,6 +16,7 @@ from hetero_framework.config.schema import (
     AUTO,
     COORDINATOR_PORT,
     RESULT_DIRS,
+    TOKEN_METRICS,
     WORKER_PORT,
     AdapterConfig,
     Config,

@@ -55,7 +55,7 @@ FREE = frozenset(
     " eval_delay load_best_model_at_end metric_for_best_model greater_is_better"
     " early_stopping_patience early_stopping_threshold run_name project logging_strategy"
     " push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision"
-    " logging_first_step logging_nan_inf_filter include_num_input_tokens_seen"
+    " logging_first_step logging_nan_inf_filter include_num_input_tokens_seen token_metrics"
     " sample_prompts sample_steps sample_max_new_tokens sample_temperature sample_top_p"
     " logging_dir visualize visualization_format timeline_steps log_level connect_timeout_s"
     " load_timeout_s rejoin_wait_s replan replicate_steps step_timeout_s liveness_timeout_s"

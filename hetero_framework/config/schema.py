@@ -381,9 +381,8 @@ _REFUSED = {
 }
 
 
-Metric = Literal[
-    "loss", "token_loss", "perplexity", "eval_loss", "eval_token_loss", "eval_perplexity"
-]
+TOKEN_METRICS = ("entropy", "mean_token_accuracy")
+"""What training.token_metrics measures, each a mean over micro-batches, in the order of TRL's."""
 Reporter = Literal[
     "all",
     "azure_ml",
@@ -465,6 +464,11 @@ class TrainingConfig(Section):
     """Count a loss that is not finite as the mean of those before it, in what is logged."""
     include_num_input_tokens_seen: StrictBool | Literal["all", "non_padding", "no"] = "no"
     """Tell callbacks how many tokens were trained on: "all" (or true) with padding."""
+    token_metrics: bool = False
+    """Measure also, as TRL's SFTTrainer does, mean_token_accuracy (the share of label tokens that
+    the model finds likeliest), entropy (of its predictions, in nats), both as means over
+    micro-batches, and num_tokens (trained on so far): in training, and in evaluations as
+    eval_mean_token_accuracy and so on. It costs one more pass over the logits."""
     save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
     """When to save checkpoints. "best": after an evaluation that is better than all before."""
     save_steps: Steps = 500
@@ -482,8 +486,9 @@ class TrainingConfig(Section):
     load_best_model_at_end: bool = False
     """Make the result of the best checkpoint, not of the last step. Evaluation and saving then
     have the same strategy, and save_steps is a multiple of eval_steps."""
-    metric_for_best_model: Metric | None = None
-    """The metric of an evaluation that decides. null: "loss", where one is needed."""
+    metric_for_best_model: Name | None = None
+    """The metric of an evaluation that decides, with or without "eval_" in front: "loss",
+    "token_loss", "perplexity", or one of token_metrics. null: "loss", where one is needed."""
     greater_is_better: bool | None = None
     """Whether a larger value is better. null: unless the metric's name ends in "loss" or is
     "perplexity"."""
@@ -999,6 +1004,19 @@ class Config(WholeFile):
                 f"the run would write into the directory of its base model, {base}",
                 hint="choose another training.output_dir (--output-dir DIR), checkpoint_dir or"
                 " logging_dir, or move the model",
+            )
+
+    def check_metric(self) -> None:
+        """Raise ConfigError if no evaluation gives the metric that decides on the best model."""
+        training = self.training
+        known = ["loss", "token_loss", "perplexity"]
+        known += [*TOKEN_METRICS, "num_tokens"] * training.token_metrics
+        if training.metric is not None and training.metric.removeprefix("eval_") not in known:
+            more = "" if training.token_metrics else "; training.token_metrics gives more"
+            raise ConfigError(
+                f"training.metric_for_best_model is {shown(training.metric)}, which no evaluation"
+                " gives",
+                hint=f"choose one of {', '.join(known)}{more}",
             )
 
     def warnings(self) -> tuple[str, ...]:

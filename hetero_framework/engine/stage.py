@@ -149,10 +149,11 @@ class Stage:
         rows, tokens = inputs["labels"].shape
         chunks = self._objective.num_chunks(self._shard.config, rows, tokens)
         with self._last_backward(micro_batch, is_one=chunks == 1):
-            loss = self._loss(micro_batch, inputs, received, float(self._info.num_items))
-        failpoints.spoil("output", loss)
-        self._note_finite(micro_batch, loss)
-        return Outcome(loss), gradients_of(received)
+            outcome = self._outcome(micro_batch, inputs, received, float(self._info.num_items))
+        assert isinstance(outcome.loss, Tensor)
+        failpoints.spoil("output", outcome.loss)
+        self._note_finite(micro_batch, outcome.loss)
+        return outcome, gradients_of(received)
 
     def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Outcome:
         """Last stage outside training: the sum of the micro-batch's token losses, 0-d, or the next
@@ -163,7 +164,7 @@ class Stage:
                 logits_V = self._shard.next_logits(inputs, received, self._cache(inputs))
             text, position = _numbers(inputs[SEQUENCE])[1], _numbers(inputs["positions"])[-1] + 1
             return Outcome(0.0, {TOKEN: next_token(logits_V, decoding, text, position)})
-        return Outcome(self._loss(micro_batch, inputs, received, 1.0))
+        return self._outcome(micro_batch, inputs, received, 1.0)
 
     def _cache(self, inputs: Tensors) -> ShardCache | None:
         """The cache of the text that the inputs belong to, if it is continued with one."""
@@ -174,11 +175,11 @@ class Stage:
             self._caches[slot] = self._shard.new_cache()
         return self._caches[slot]
 
-    def _loss(
+    def _outcome(
         self, micro_batch: int, inputs: Tensors, received: Bundle, num_items: float
-    ) -> Tensor:
+    ) -> Outcome:
         """The loss, detached; in a training step it has been differentiated."""
-        return self._objective.loss(
+        loss, named = self._objective.loss(
             self._shard,
             inputs,
             received,
@@ -187,6 +188,7 @@ class Stage:
             running=lambda: self._running(micro_batch),
             backward=self._scaled_backward if self.differentiates else None,
         )
+        return Outcome(loss, named)
 
     def _scaled_backward(self, loss: Tensor) -> None:
         failpoints.hit("forward-done")

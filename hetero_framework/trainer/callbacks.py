@@ -38,6 +38,7 @@ from hetero_framework.core.files import write_file
 from hetero_framework.errors import CallbackError, ConfigError
 from hetero_framework.log import one_line
 from hetero_framework.models.cut.language import meta_model
+from hetero_framework.models.cut.objective import objective_of
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.generation import Sample
 from hetero_framework.trainer.metrics import (
@@ -103,8 +104,10 @@ class Callbacks(Observer):
         if counted in (True, "all"):
             self._counted = "padded_tokens"
         self._first_tokens = self._padded_tokens = 0
+        self._means = _Means(training)
         self._stopped_at: int | None = None
         self._untold: Mapping[str, Any] | None = None  # an evaluation that callbacks do not know
+        self._is_evaluated = False
         self._began_s = 0.0
         self._sums: dict[int, float] = {}  # of the losses that were logged after each step
         self._first_step = 0
@@ -173,7 +176,7 @@ class Callbacks(Observer):
         self._call("on_optimizer_step")
 
     def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
-        self._line = line
+        self._line, self._is_evaluated = line, False
         self._note(line)
         self._count(line)
         self.state.global_step, self.state.epoch = state.step, line["epoch"]
@@ -197,7 +200,7 @@ class Callbacks(Observer):
         self._store_flos()
         names = ("grad_norm", "learning_rate")
         logs = {"loss": total / count, **{name: self._line[name] for name in names}}
-        self._report(logs, due, speed=True)
+        self._report(logs | self._means.take(), due, speed=True)
 
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
         seconds = metrics["eval_seconds"]
@@ -206,9 +209,10 @@ class Callbacks(Observer):
             "eval_runtime": round(seconds, 4),
             "eval_samples_per_second": round(metrics["eval_samples"] / seconds, 3),
             "eval_steps_per_second": round(metrics["eval_batches"] / seconds, 3),
+            **{name: metrics[name] for name in self._means.of_evaluations if name in metrics},
         }
         self._report(told, due)
-        due.evaluate = False
+        due.evaluate, self._is_evaluated = False, True
         self._decide("on_evaluate", due, metrics={**metrics, **told})
         # An evaluation before the first step decides nothing, as in the Trainer.
         is_best = state.step > 0 and self._judge(metrics, state.step)
@@ -237,6 +241,8 @@ class Callbacks(Observer):
         training = self._prepared.config.training
         samples = steps * training.per_device_train_batch_size
         samples *= training.gradient_accumulation_steps
+        # After an evaluation TRL looks for those of evaluations, which were logged.
+        means = {} if self._is_evaluated else self._means.take()
         self._report(
             {
                 "train_runtime": round(seconds, 4),
@@ -244,6 +250,7 @@ class Callbacks(Observer):
                 "train_steps_per_second": round(steps / seconds, 3),
                 "total_flos": self.state.total_flos,
                 "train_loss": total / max(steps, 0.001),
+                **means,
             },
             due,
         )
@@ -344,8 +351,9 @@ class Callbacks(Observer):
             self._callbacks = [c for c in self._callbacks if c is not callback]
 
     def _note(self, line: Mapping[str, Any]) -> None:
-        """Take the loss of a step that was not logged."""
+        """Take the loss and the metrics of a step that was not logged."""
         self._losses.append((line["step"], line["loss"]))
+        self._means.add(line)
 
     def _count(self, line: Mapping[str, Any]) -> None:
         """Take the tokens of a step."""
@@ -376,6 +384,7 @@ class Callbacks(Observer):
         self.state.epoch = self._prepared.data.epoch_of(state.position - 1) if state.step else 0
         self._epoch, self._losses = None, []
         self.state.num_input_tokens_seen = self._padded_tokens = 0
+        self._means.take()
         logged = max((line["step"] for line in history if "loss" in line), default=0)
         self._sums = {step: total for step, total in self._sums.items() if step <= logged}
         for line in run:
@@ -412,6 +421,35 @@ class Callbacks(Observer):
             write_file(path, text.encode())
         except OSError as error:
             _log.warning("cannot write %s: %s", path, error.strerror)
+
+
+class _Means:
+    """The metrics of the steps since the last log: each a mean over their micro-batches, and the
+    tokens so far."""
+
+    def __init__(self, training: TrainingConfig) -> None:
+        self._names = objective_of(training).metric_names
+        names = (*self._names, "num_tokens") if training.token_metrics else ()
+        self.of_evaluations = [f"eval_{name}" for name in names]
+        self._sums: dict[str, float] = {}
+        self._micro_batches = self._tokens = 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Take the line of a step in metrics.jsonl."""
+        if not line.keys() >= {*self._names}:  # an earlier part of the run did without
+            return
+        for name in self._names:
+            value = math.nan if line[name] is None else line[name]
+            self._sums[name] = self._sums.get(name, 0.0) + value * line["micro_batches"]
+        self._micro_batches += line["micro_batches"]
+        self._tokens = line.get("num_tokens", 0)
+
+    def take(self) -> dict[str, float]:
+        """What is logged, which is then forgotten; empty where there were no steps."""
+        count, sums = self._micro_batches, self._sums
+        self._micro_batches, self._sums = 0, {}
+        means = {name: total / count for name, total in sums.items()}
+        return means | {"num_tokens": self._tokens} if means else {}
 
 
 def _precedes_evaluation(step: int, line: Mapping[str, Any]) -> bool:

@@ -150,6 +150,7 @@ def train(
         processing_class=processing_class,
     )
     config.require("model", "data")
+    config.check_metric()
     access = access or access_of(config, "local")
     if config.island is not None:
         islands = islands or island_access(config)
@@ -615,6 +616,7 @@ class Coordinator:
                 what = f"step {state.step + 1}, whose largest micro-batch has"
                 raise advised(error, largest, self._config.training, what) from error
         losses, reports, stages = computed
+        measured = self._measured()
         forecast = self._cluster.loaded.forecast
         loss = math.fsum(self._replicas.losses(losses))
         norm = self._order.global_norm(reports)
@@ -661,7 +663,7 @@ class Coordinator:
         }
         if self._state.committed_steps == state.committed_steps:
             line["skipped"] = True
-        line |= self._replicas.metrics()
+        line |= {**measured, **self._tokens(), **self._replicas.metrics()}
         specs, moved = self._config.plan.stages, (traffic, self._cluster.traffic())
         predicted = stage_predictions(forecast, self._memory, [spec.owner for spec in specs])
         line["stages"] = stage_lines(specs, stages, *moved, predicted)
@@ -726,6 +728,8 @@ class Coordinator:
             "eval_tokens": tokens,
             "eval_seconds": time.perf_counter() - started,
         }
+        beside = self._measured() | self._tokens()
+        metrics |= {f"eval_{name}": value for name, value in beside.items()}
         self._metrics |= _numbers(metrics)
         self._tell(Observer.evaluated, self._state, metrics, self._due)
 
@@ -741,6 +745,15 @@ class Coordinator:
             self._cluster.retrying(self._cluster.pipeline.abort)
             return
         self._tell(Observer.sampled, self._state, samples)
+
+    def _measured(self) -> dict[str, float]:
+        """The objective's metrics of the micro-batches that were computed last."""
+        named = [outcome.named for outcome in self._cluster.pipeline.outcomes]
+        return self._objective.metrics(named)
+
+    def _tokens(self) -> dict[str, int]:
+        """The tokens that were trained on so far, where they are wanted."""
+        return {"num_tokens": self._state.tokens} if self._config.training.token_metrics else {}
 
     def save(self) -> None:
         """Write a checkpoint of this step. The run ends after _MAX_FAILED_SAVES failures."""

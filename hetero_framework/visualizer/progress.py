@@ -139,7 +139,10 @@ class Progress:
             step, loss = metrics["step"], _number(metrics["eval_loss"])
             self._evaluation = f"{loss} after step {step}"
             perplexity = _number(metrics["eval_perplexity"])
-            self._print(f"step {step}: evaluation  loss {loss}  perplexity {perplexity}")
+            line = f"step {step}: evaluation  loss {loss}  perplexity {perplexity}"
+            if (accuracy := metrics.get("eval_mean_token_accuracy")) is not None:
+                line += f"  token accuracy {accuracy:.4f}"
+            self._print(line)
 
     def message(self, text: str) -> None:
         """Print `text`, above the live display if there is one."""
@@ -207,6 +210,8 @@ class Progress:
             facts.append(f"grad_norm {_number(last['grad_norm'])}")
         if last.get("learning_rate") is not None:
             facts.append(f"lr {last['learning_rate']:.3g}")
+        if last.get("mean_token_accuracy") is not None:
+            facts.append(f"token accuracy {last['mean_token_accuracy']:.4f}")
         if last.get("step_seconds"):
             facts.append(f"{last['step_seconds']:.3g} s/step")
         if "island" in last:

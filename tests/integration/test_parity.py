@@ -68,6 +68,30 @@ def test_training_cut_into_stages_equals_one_process(case, losses, tmp_path, lla
         assert_same(weights(tmp_path / name), weights(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("chunk", [None, 16], ids=["whole", "in_chunks"])
+def test_metrics_of_tokens_are_those_of_one_process(chunk, losses, tmp_path, texts) -> None:
+    def measured(cuts: list[int], name: str, **training) -> list[dict[str, float]]:
+        training |= {"eval_strategy": "epoch", "loss_chunk_tokens": chunk}
+        data = {"train": str(texts), "eval": str(texts), "max_length": 64}
+        losses(cuts, name, data=data, training=training)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [
+            {name: line[name] for name in line if name.removeprefix("eval_") in chosen}
+            for line in map(json.loads, lines)
+        ]
+
+    chosen = {"loss", "grad_norm"}
+    plain = measured([], "plain")
+    named = {"entropy", "mean_token_accuracy", "num_tokens"}
+    chosen |= named
+    whole = measured([], "whole", token_metrics=True)
+    for cuts in PLANS:
+        assert measured(cuts, "-".join(map(str, cuts)), token_metrics=True) == whole
+    for line, other in zip(whole, plain, strict=True):
+        assert {name.removeprefix("eval_") for name in line} >= named
+        assert line.items() >= other.items()
+
+
 def test_probing_the_longest_micro_batch_changes_no_bit(losses, tmp_path) -> None:
     lines = [json.dumps({"text": "a model " * count}) for count in (*[3] * 9, 9, 3)]
     (tmp_path / "late.jsonl").write_text("\n".join(lines))

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hetero_framework.models.cut.known_masks import all_seen
-from hetero_framework.models.cut.shard import Inputs, Shard
+from hetero_framework.models.cut.shard import Inputs, Look, Shard
 from hetero_framework.models.cut.side import Bundle
 
 Span = tuple[slice, slice]
@@ -67,6 +67,7 @@ def chunked_loss(
     running: Callable[[], AbstractContextManager[None]],
     backward: Callable[[torch.Tensor], None] | None,
     smoother: LabelSmoother | None = None,
+    look: Look | None = None,
 ) -> torch.Tensor:
     """`CausalLM.loss` over `chunks`; `backward` differentiates the loss of each."""
     with running():
@@ -84,7 +85,7 @@ def chunked_loss(
             if hasattr(inputs.get("attention_mask"), "_hetero_host"):
                 # Without one transformers reads positions on the device, for a mask of no use here.
                 chunk["attention_mask"] = all_seen(chunk["labels"])
-            loss = shard.chunk_loss(chunk, chunk_BSD, num_items, number, smoother)
+            loss = shard.chunk_loss(chunk, chunk_BSD, num_items, number, smoother, look)
         total += loss.detach()
         if backward is not None:
             backward(loss)

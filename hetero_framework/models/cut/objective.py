@@ -1,7 +1,7 @@
 """The objective of a run: everything that another loss would change.
 
-It tells the engine which tensors a stage needs, how the last stage computes the loss from them, and
-by how many items a step is divided.
+It tells the engine which tensors a stage needs, how the last stage computes the loss from them, by
+how many items a step is divided, and what is logged of the tensors that come with the losses.
 
 Shapes: B rows of a micro-batch, S tokens, D hidden size.
 """
@@ -9,7 +9,7 @@ Shapes: B rows of a micro-batch, S tokens, D hidden size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -18,13 +18,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hetero_framework.config import StageSpec, TrainingConfig
+from hetero_framework.config import TOKEN_METRICS, StageSpec, TrainingConfig
 from hetero_framework.data.batches import IGNORE_INDEX, MicroBatch, num_items
 from hetero_framework.models.cut.chunked_loss import chunk_tokens, chunked_loss, spans
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, model_class
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
+from hetero_framework.models.cut.token_metrics import SUMS, TokenSums, token_metrics
 
 
 class CausalLM:
@@ -35,13 +36,16 @@ class CausalLM:
         loss_chunk_tokens: int | Literal["auto"] | None,
         id_layers: frozenset[int] = frozenset(),
         label_smoothing: float = 0.0,
+        token_metrics: bool = False,
     ) -> None:
         """`loss_chunk_tokens`: tokens whose logits exist at once, at most; None: all. `id_layers`:
         the model's layers that read token ids (`ModelStructure.id_readers`). `label_smoothing`: the
-        share of a token's loss that is the mean over all tokens in its place."""
+        share of a token's loss that is the mean over all tokens in its place. `token_metrics`:
+        whether TOKEN_METRICS are measured."""
         self._loss_chunk_tokens = loss_chunk_tokens
         self._id_layers = id_layers
         self._smoother = LabelSmoother(label_smoothing) if label_smoothing else None
+        self.metric_names = TOKEN_METRICS if token_metrics else ()
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
         """The tensors that a stage needs: tokens in front and where its layers read them, labels at
@@ -59,9 +63,10 @@ class CausalLM:
         *,
         running: Callable[[], AbstractContextManager[None]],
         backward: Callable[[torch.Tensor], None] | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The last shard's loss of a micro-batch divided by `num_items`, as `item_counter` counts
-        them; 0-d, detached. Outside training without what routers add to it.
+        them; 0-d, detached. Outside training without what routers add to it. With it come the
+        tensors that `metrics` wants.
 
         `running` is the context of each forward. `backward` differentiates a loss, scaled as the
         caller likes; None outside training. Gradients are left in parameters and `received`.
@@ -71,6 +76,8 @@ class CausalLM:
             predicted = inputs["labels"][..., shard.ids_per_token :]
             divisor = predicted.ne(IGNORE_INDEX).sum().clamp(min=1)
             differentiate = _divided(backward, num_items)
+        sums = TokenSums() if self.metric_names else None
+        look = None if sums is None else sums.look
         limit = chunk_tokens(self._loss_chunk_tokens, shard.config)
         if chunks := spans(inputs["labels"].shape, limit):
             loss = chunked_loss(
@@ -78,17 +85,28 @@ class CausalLM:
                 running=running,
                 backward=differentiate,
                 smoother=self._smoother,
+                look=look,
             )
         else:
             tokens_only, smoother = backward is None, self._smoother
             with running():
                 loss = shard.loss(
-                    inputs, received, divisor, tokens_only=tokens_only, smoother=smoother
+                    *(inputs, received, divisor),
+                    tokens_only=tokens_only,
+                    smoother=smoother,
+                    look=look,
                 )
             if differentiate is not None:
                 differentiate(loss)
             loss = loss.detach()
-        return loss if divisor is num_items else loss / num_items
+        named = {} if sums is None or sums.total is None else {SUMS: sums.total}
+        return loss if divisor is num_items else loss / num_items, named
+
+    def metrics(self, named: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+        """What is logged of some micro-batches beside their losses, by `metric_names`, from the
+        tensors that came with them. It is a mean over micro-batches. Raises ProtocolError for
+        tensors that this objective does not make."""
+        return token_metrics(named) if self.metric_names else {}
 
     def num_chunks(self, config: PretrainedConfig, rows: int, tokens: int) -> int:
         """How many pieces the loss of a micro-batch is computed in."""
@@ -149,4 +167,5 @@ def averages_means(cls: type[PreTrainedModel]) -> bool:
 
 def objective_of(training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> CausalLM:
     """The objective of a run; `id_layers` as for `CausalLM`."""
-    return CausalLM(training.loss_chunk_tokens, id_layers, training.label_smoothing_factor)
+    smoothing, metrics = training.label_smoothing_factor, training.token_metrics
+    return CausalLM(training.loss_chunk_tokens, id_layers, smoothing, metrics)

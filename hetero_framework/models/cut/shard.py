@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from hetero_framework.models.adapters.adapter_plan import AttachedAdapter
 
 Inputs = dict[str, Tensor]
+Look = Callable[[Tensor, Tensor], None]
+"""Called with the logits [B, S, V] that a loss is made of, and its labels [B, S]."""
 # Per kind of layer: training or not, sizes of one, the layer's own switches.
 _COMPILED_VERSIONS = 64
 NOTHING = ReusableModules()
@@ -494,13 +496,14 @@ class Shard:
         num_items: Tensor,
         number: int,
         smoother: LabelSmoother | None = None,
+        look: Look | None = None,
     ) -> Tensor:
         """The loss of loss chunk `number` of a micro-batch, from what `forward` of this last shard
         gave. `hidden_BSD` and the `inputs` (labels, optional position_ids) are the chunk's; the
         first label of each row is not used."""
         self._chunk = number
         with self._doing("head"):
-            return self.loss(inputs, (hidden_BSD,), num_items, smoother=smoother)
+            return self.loss(inputs, (hidden_BSD,), num_items, smoother=smoother, look=look)
 
     def loss(
         self,
@@ -510,17 +513,25 @@ class Shard:
         *,
         tokens_only: bool = False,
         smoother: LabelSmoother | None = None,
+        look: Look | None = None,
     ) -> Tensor:
         """Sum of the token losses over `inputs["labels"]` divided by `num_items`; unless
         `tokens_only`, with the model's term for the routers of all layers. A `smoother` computes
-        the token losses instead, and nothing else, as under transformers' Trainer."""
+        the token losses instead, and nothing else, as under transformers' Trainer. `look` changes
+        nothing."""
         inputs, received = for_model(inputs, self.ids_per_token), as_inner(received)
         labels = inputs["labels"]
         structure = self._whole.structure
         own = structure.loss_counts_items and not (tokens_only and structure.reports)
-        if own and smoother is None:
-            return self._run(inputs, received, labels=labels, num_items_in_batch=num_items).loss
-        logits = self._run(inputs, received).logits
+        is_own, extra = own and smoother is None, dict[str, Any]()
+        if is_own:
+            extra = {"labels": labels, "num_items_in_batch": num_items}
+        output = self._run(inputs, received, **extra)
+        logits = output.logits
+        if look is not None:
+            look(logits, labels)
+        if is_own:
+            return output.loss
         if smoother is not None:
             # As accelerate hands it on under autocast; transformers' own loss does so always.
             return smoother({"logits": logits.float()}, labels, True, num_items)

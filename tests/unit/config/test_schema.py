@@ -928,6 +928,19 @@ def test_a_best_model_needs_what_the_trainer_asks_for(training: dict[str, Any], 
         TrainingConfig.model_validate(training)
 
 
+def test_a_metric_that_no_evaluation_gives_is_refused_with_those_that_are_given() -> None:
+    def config(**training: Any) -> Config:
+        training = {"eval_strategy": "epoch", **training}
+        return Config.from_dict({**SEED, "data": {"train": "a", "eval": "b"}, "training": training})
+
+    for name in ("loss", "eval_loss", "token_loss", "perplexity"):
+        config(metric_for_best_model=name).check_metric()
+    with pytest.raises(ConfigError, match='"entropy", which no evaluation gives') as raised:
+        config(metric_for_best_model="entropy").check_metric()
+    assert "loss, token_loss, perplexity; training.token_metrics gives more" in str(raised.value)
+    config(metric_for_best_model="entropy", token_metrics=True).check_metric()
+
+
 def test_shares_of_the_steps_may_be_multiples() -> None:
     training = {"load_best_model_at_end": True, "eval_steps": 0.1, "save_steps": 0.3}
     assert TrainingConfig.model_validate(training).metric == "loss"

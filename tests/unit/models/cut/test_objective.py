@@ -44,7 +44,7 @@ def test_loss_is_the_shards_own_divided_by_the_items(limit: int | None) -> None:
     batch = probe_inputs(config)
     expected = shard.loss(batch, (), ITEMS)
     (gradient,) = torch.autograd.grad(expected, [next(shard.model.parameters())])
-    loss = objective.loss(
+    loss, _ = objective.loss(
         shard, batch, (), ITEMS, running=nullcontext, backward=torch.Tensor.backward
     )
     assert not loss.requires_grad
@@ -78,7 +78,7 @@ def test_classes_without_an_item_count_average_means_as_the_trainer(limit: int |
     assert micro_batches == 3
     expected = shard.model(**batch).loss / micro_batches  # of a class without a number: the mean
     (gradient,) = torch.autograd.grad(expected, [next(shard.model.parameters())])
-    loss = objective.loss(
+    loss, _ = objective.loss(
         shard,
         batch,
         (),
@@ -89,7 +89,7 @@ def test_classes_without_an_item_count_average_means_as_the_trainer(limit: int |
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(next(shard.model.parameters()).grad, gradient)
     # An evaluation adds up the tokens' losses, whatever the class.
-    total = objective.loss(
+    total, _ = objective.loss(
         shard, batch, (), torch.tensor(1.0), running=torch.no_grad, backward=None
     )
     tokens = objective.prediction_counter(config)([batch])
