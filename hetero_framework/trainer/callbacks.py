@@ -109,7 +109,7 @@ class Callbacks(Observer):
         self._untold: Mapping[str, Any] | None = None  # an evaluation that callbacks do not know
         self._is_evaluated = False
         self._began_s = 0.0
-        self._sums: dict[int, float] = {}  # of the losses that were logged after each step
+        self._logged: list[tuple[int, float]] = []  # number and sum of the losses of each log
         self._first_step = 0
         self.state = TrainerState()
 
@@ -194,12 +194,11 @@ class Callbacks(Observer):
     def log(self, state: TrainState, due: Due) -> None:
         if not self._losses:  # the step was logged already
             return
-        count, total = state.step - self._losses[0][0] + 1, self._loss_sum()
-        self._losses = []
-        self._sums[state.step] = total
+        count = state.step - self._losses[0][0] + 1
+        mean = self._take_losses() / count
         self._store_flos()
         names = ("grad_norm", "learning_rate")
-        logs = {"loss": total / count, **{name: self._line[name] for name in names}}
+        logs = {"loss": mean, **{name: self._line[name] for name in names}}
         self._report(logs | self._means.take(), due, speed=True)
 
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
@@ -237,7 +236,8 @@ class Callbacks(Observer):
     def trained(self, state: TrainState, due: Due) -> None:
         self._store_flos()
         seconds, steps = time.time() - self._began_s, state.step - self._first_step
-        total = sum(self._sums.values()) + self._loss_sum()
+        self._take_losses()
+        num_losses = sum(number for number, _ in self._logged)
         training = self._prepared.config.training
         samples = steps * training.per_device_train_batch_size
         samples *= training.gradient_accumulation_steps
@@ -249,7 +249,7 @@ class Callbacks(Observer):
                 "train_samples_per_second": round(samples / seconds, 3),
                 "train_steps_per_second": round(steps / seconds, 3),
                 "total_flos": self.state.total_flos,
-                "train_loss": total / max(steps, 0.001),
+                "train_loss": sum(total for _, total in self._logged) / max(num_losses, 0.001),
                 **means,
             },
             due,
@@ -298,10 +298,13 @@ class Callbacks(Observer):
         for flag, name in _FLAGS.items():
             setattr(due, name, getattr(self._control, flag))
 
-    def _loss_sum(self) -> float:
-        if self._prepared.config.training.logging_nan_inf_filter:
-            return _filtered(self._losses)
-        return sum(loss for _, loss in self._losses)
+    def _take_losses(self) -> float:
+        """The sum of the losses that were not logged, which count as logged from now on."""
+        losses, self._losses = self._losses, []
+        is_filtered = self._prepared.config.training.logging_nan_inf_filter
+        total = _filtered(losses) if is_filtered else sum(loss for _, loss in losses)
+        self._logged.append((len(losses), total))
+        return total
 
     def _report(self, logs: dict[str, Any], due: Due, *, speed: bool = False) -> None:
         logs["epoch"] = self.state.epoch
@@ -365,7 +368,8 @@ class Callbacks(Observer):
         """Go on with what was recorded up to a step."""
         run = StepLines(self._prepared.config.output_dir / METRICS_FILE).resume(state.step)
         evaluations = {line["step"]: line for line in run if "eval_loss" in line}
-        lines = self._history.resume(state.step)
+        # The line of the end is told again, after the last of perhaps more steps.
+        lines = self._history.resume(state.step, lambda line: "train_loss" not in line)
         told = {line["step"] for line in lines if _TOLD in line}
         self._untold = evaluations.get(state.step) if state.step not in told else None
         if self._untold is not None:
@@ -385,16 +389,17 @@ class Callbacks(Observer):
         self._epoch, self._losses = None, []
         self.state.num_input_tokens_seen = self._padded_tokens = 0
         self._means.take()
-        logged = max((line["step"] for line in history if "loss" in line), default=0)
-        self._sums = {step: total for step, total in self._sums.items() if step <= logged}
+        self._logged, logged = [], {line["step"] for line in history if "loss" in line}
         for line in run:
             if "loss" in line:
                 if line["loss"] is None:  # not finite, which JSON cannot hold
                     line["loss"] = math.nan
                 self._line = line
                 self._count(line)
-                if line["step"] > logged:
-                    self._note(line)
+                self._note(line)
+                if line["step"] in logged:
+                    self._take_losses()
+                    self._means.take()
         self._store_flos()
         self._states = next((line[_STATES] for line in reversed(lines) if _STATES in line), None)
         for callback in self._callbacks:

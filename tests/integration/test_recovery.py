@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
@@ -32,6 +33,9 @@ SETTINGS = {**TRAINING, "verify_architecture": False, "replicate_steps": 2, "max
 
 def configuration(output: Path, llama: Path, texts: Path, **training: Any) -> Config:
     ports = free_ports(3)
+    data = {"train": str(texts), "max_length": 64}
+    if "eval_strategy" in training:
+        data["eval"] = str(texts)
     machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": DEVICE}
     return Config.from_dict(
         {
@@ -43,11 +47,17 @@ def configuration(output: Path, llama: Path, texts: Path, **training: Any) -> Co
                 {"id": 2, "start": 4, "end": 6},
             ],
             "model": {"name_or_path": str(llama)},
-            "data": {"train": str(texts), "max_length": 64},
+            "data": data,
             "adapter": LORA,
             "training": {**SETTINGS, "output_dir": str(output), **training},
         }
     )
+
+
+def alone(config: Config) -> Config:
+    """The same in one process."""
+    plan = [{"id": "local", "start": 0, "end": 6}]
+    return Config.from_dict({**config.to_dict(), "workers": [], "shard_plan": plan})
 
 
 class Killer(Notes):
@@ -72,13 +82,115 @@ class Killer(Notes):
 def whole(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The undisturbed run, in one process."""
     output = tmp_path_factory.mktemp("whole") / "run"
-    config = configuration(output, llama, texts).to_dict()
-    config |= {"workers": [], "shard_plan": [{"id": "local", "start": 0, "end": 6}]}
-    train(Config.from_dict(config))
+    train(alone(configuration(output, llama, texts)))
     return output
 
 
+TOLD = """
+from pathlib import Path
+
+from transformers import TrainerCallback
+
+
+class Told(TrainerCallback):
+    def __init__(self, file):
+        self.file = file
+
+
+def teller(event):
+    def tell(self, args, state, control, **kwargs):
+        with self.file.open("a") as file:
+            file.write(f"{state.global_step} {event}\\n")
+
+    return tell
+
+
+for event in ("train_begin", "train_end", "step_begin", "step_end", "log", "evaluate", "save"):
+    setattr(Told, f"on_{event}", teller(event))
+callbacks = [Told(Path(__file__).with_name("told.txt"))]
+"""
+REPORTED: dict[str, Any] = {
+    **{"logging_steps": 3, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"},
+    **{"save_steps": 2, "save_total_limit": 2, "load_best_model_at_end": True},
+    **{"token_metrics": True, "early_stopping_patience": 4},
+    "learning_rate": 5.0,  # so large that the best is not last
+}
+
+
+def told(place: Path) -> list[str]:
+    return (place / "told.txt").read_text().splitlines()
+
+
+def recorded(output: Path) -> tuple[list[Any], dict[str, Any]]:
+    """log_history.jsonl and trainer_state.json without times, the run's name and its place."""
+    text = (output / "log_history.jsonl").read_text()
+    lines = [untimed(json.loads(line)) for line in text.splitlines()]
+    state = json.loads((output / "trainer_state.json").read_text())
+    state["log_history"] = [untimed(line) for line in state["log_history"]]
+    state["best_model_checkpoint"] = Path(state["best_model_checkpoint"]).name
+    return [line for line in lines if "remote_run" not in line], state
+
+
+def untimed(line: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in line.items() if "runtime" not in k and "per_second" not in k}
+
+
+@pytest.fixture(scope="module")
+def with_callbacks(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The undisturbed run of REPORTED."""
+    place = tmp_path_factory.mktemp("callbacks")
+    assert command(place, llama, texts).returncode == 0
+    return place
+
+
+def command(
+    place: Path, llama: Path, texts: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`hetero train`, one process, with callbacks that write down what they are told."""
+    config = alone(configuration(place / "run", llama, texts, **REPORTED))
+    (place / "config.json").write_text(json.dumps(config.to_dict()))
+    (place / "mine.py").write_text(TOLD)
+    words = ["train", "--config", str(place / "config.json"), "--import", str(place / "mine.py")]
+    return subprocess.run(
+        [sys.executable, "-m", "hetero_framework", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+
+
 LONG = pytest.mark.long
+POINTS = ["commit-done@5", *(pytest.param(p, marks=LONG) for p in ("evaluation@4", "gather"))]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_run_with_callbacks_that_is_killed_records_what_an_undisturbed_one_does(
+    point: str, llama: Path, texts: Path, tmp_path: Path, with_callbacks: Path
+) -> None:
+    killed = command(tmp_path, llama, texts, HETERO_FAILPOINT=f"coordinator/{point}")
+    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+    num_told = len(told(tmp_path))
+    again = command(tmp_path, llama, texts)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert recorded(tmp_path / "run") == recorded(with_callbacks / "run")
+    assert_same(weights(tmp_path / "run"), weights(with_callbacks / "run"))
+    begin, *rest = told(tmp_path)[num_told:]
+    assert begin.endswith(" train_begin")
+    assert rest == told(with_callbacks)[-len(rest) :]
+
+
+def test_steps_that_are_repeated_after_a_loss_are_recorded_once(
+    llama: Path, texts: Path, tmp_path: Path, with_callbacks: Path
+) -> None:
+    config = configuration(tmp_path / "run", llama, texts, **REPORTED)
+    notes = Killer({3: (2,), 6: (1,)})
+    train(config, progress=notes, callbacks=[TrainerCallback])
+    assert len([line for line in notes.lines if "training goes on after step" in line]) == 2
+    assert recorded(tmp_path / "run") == recorded(with_callbacks / "run")
+    assert_same(weights(tmp_path / "run"), weights(with_callbacks / "run"))
+
+
 KILLS = [{5: (1, 2)}, pytest.param({1: (1,)}, marks=LONG)]
 
 

@@ -323,7 +323,7 @@ def logged(path: Path) -> list[dict[str, Any]]:
     return [
         {name: value for name, value in entry.items() if not any(t in name for t in TIMES)}
         for entry in entries
-        if "train_loss" not in entry and "remote_run" not in entry  # of this session
+        if "remote_run" not in entry
     ]
 
 
