@@ -25,6 +25,8 @@ SUMMARIES = {
     "bench": "measure the machines and predict the step of the configured plan",
     "timeline": "show where the time of a run's steps went and what would help most; draw a step",
     "plot": "draw loss, evaluation, learning rate and gradient norm of a run, or of several",
+    "chat": "talk to a run's result through the machines of its plan, or on this one",
+    "generate": "continue the prompts of a file by a run's result",
     "verify": "cut a model and compare it with the whole: loss, gradients, three training steps",
     "merge": "fold an adapter into its model and write a checkpoint",
     "export": "write the adapter or model of a checkpoint, without workers",

@@ -78,8 +78,10 @@ class PromptReader:
         said = {"prompt": [{"role": "user", "content": text}], **beside}
         return self._conversation(Record(record.where, said), "prompt")
 
-    def answer_to(self, messages: Sequence[Message]) -> Prompt:
-        """The prompt for the next message of a conversation."""
+    def prompt_of(self, messages: Sequence[Message]) -> Prompt:
+        """The prompt for the next message of a conversation; without a template its last text."""
+        if not self._chat:
+            return self._plain(messages[-1]["content"], messages[-1]["content"])
         return self._conversation(Record("the conversation", {"prompt": [*messages]}), "prompt")
 
     def _conversation(self, record: Record, name: str) -> Prompt:

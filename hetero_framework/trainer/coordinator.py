@@ -360,7 +360,8 @@ class Coordinator:
                 state = self._checkpoints.restore(checkpoint)
             else:
                 prepared, pipeline = self._prepared, self._cluster.pipeline
-                self._cluster.retrying(lambda: setup.load_initial_adapter(prepared, pipeline))
+                about = prepared.adapter_plan, prepared.model_config, self._config.plan.stages
+                self._cluster.retrying(lambda: setup.load_initial_adapter(*about, pipeline))
                 state = TrainState(loss_scale=LossScale.for_training(self._config.training.fp16))
             self._checkpoints.begin(state)
             return state

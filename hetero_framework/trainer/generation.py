@@ -58,10 +58,19 @@ class Generator:
         model_config: PretrainedConfig,
         tokenizer: PreTrainedTokenizerBase,
         generation: GenerationConfig | None,
+        most_tokens: int | None = None,
     ) -> None:
-        """Raises ArchitectureError for a model that cannot."""
+        """A text has `most_tokens` at most. Raises ArchitectureError for a model that cannot."""
         self._config, self._model_config, self._tokenizer = config, model_config, tokenizer
-        self.max_positions = max_positions(model_config)
+        limits = [most_tokens, max_positions(model_config)]
+        self.max_positions = min((limit for limit in limits if limit is not None), default=None)
+        self.own_choice = Choice()
+        if generation is not None and generation.do_sample:
+            temperature = generation.temperature
+            self.own_choice = Choice(
+                temperature=1.0 if temperature is None else temperature,
+                top_p=generation.top_p or 1.0,
+            )
         told = generation.eos_token_id if generation is not None else None
         told = model_config.get_text_config().eos_token_id if told is None else told
         ends = told if isinstance(told, list) else [told]

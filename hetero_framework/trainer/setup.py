@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.cluster.roles import machine_of
-from hetero_framework.config import Config
+from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.devices import open_device
 from hetero_framework.data import TrainData, load_data, load_tokenizer
@@ -404,16 +404,20 @@ def check_memory(prepared: Prepared, facts: Facts) -> None:
     check_fits(prepared.memory, free)
 
 
-def load_initial_adapter(prepared: Prepared, pipeline: Pipeline) -> None:
+def load_initial_adapter(
+    plan: AdapterPlan | None,
+    model_config: PretrainedConfig,
+    stages: Iterable[StageSpec],
+    pipeline: Pipeline,
+) -> None:
     """Give every stage its tensors of the adapter that the run starts from, if there is one. Only
     the coordinator needs the file."""
-    plan = prepared.adapter_plan
     if plan is None or plan.weights is None:
         return
     from hetero_framework.models.adapters.lora import saved_tensors
 
-    blocks = f"{PEFT_PREFIX}{introspect(prepared.model_config).blocks}."
-    for spec in prepared.config.plan.stages:
+    blocks = f"{PEFT_PREFIX}{introspect(model_config).blocks}."
+    for spec in stages:
         layers = {str(layer) for layer in range(spec.start, spec.end)}
 
         def wanted(key: str, layers: set[str] = layers) -> bool:
