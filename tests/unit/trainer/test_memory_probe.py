@@ -122,16 +122,16 @@ def short_of_memory(
     monkeypatch: pytest.MonkeyPatch, shape: Exception, tokens: int, times: int = 10**6
 ) -> None:
     """The stage has no memory for a micro-batch of so many tokens."""
-    loss, left = Stage._loss, times
+    outcome, left = Stage._outcome, times
 
     def limited(self: Stage, micro_batch: int, inputs: Any, *args: Any) -> Any:
         nonlocal left
         if inputs["input_ids"].numel() >= tokens and left:
             left -= 1
             raise shape
-        return loss(self, micro_batch, inputs, *args)
+        return outcome(self, micro_batch, inputs, *args)
 
-    monkeypatch.setattr(Stage, "_loss", limited)
+    monkeypatch.setattr(Stage, "_outcome", limited)
 
 
 @pytest.mark.parametrize("kind", SHAPES)

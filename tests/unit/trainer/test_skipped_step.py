@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,16 @@ def norms_of(stage: Stage) -> list[float]:
 def test_f29_inf_in_a_stage_skips_the_step_and_names_its_samples(
     alone: Alone, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
-    loss, weights = Stage._loss, []
+    outcome, weights = Stage._outcome, []
 
     def infinite(self: Stage, micro_batch: int, *args: Any) -> Any:
-        value = loss(self, micro_batch, *args)
+        value = outcome(self, micro_batch, *args)
         if micro_batch == 0:
             weights.append(norms_of(self))
-        return value * math.inf if (self._info.step, micro_batch) == (1, 1) else value
+        is_hit = (self._info.step, micro_batch) == (1, 1)
+        return replace(value, loss=value.loss * math.inf) if is_hit else value
 
-    monkeypatch.setattr(Stage, "_loss", infinite)
+    monkeypatch.setattr(Stage, "_outcome", infinite)
     training = {"train_sampling_strategy": "sequential", "probe_longest_batch": False}
     config = alone(training=training)
     assert train(config).steps == 4
