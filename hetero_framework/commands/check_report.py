@@ -181,9 +181,8 @@ def _find_data(config: Config, role: Role | None, notes: list[str]) -> bool:
     if role is not None and not role.is_coordinator:
         notes.append("the data are not looked for: only the coordinator needs them")
         return False
-    find_sources(config.data.train, config.base_dir)
-    if config.data.eval is not None:
-        find_sources(config.data.eval, config.base_dir)
+    for spec in config.data.sources:
+        find_sources(spec, config.base_dir)
     return True
 
 

@@ -417,10 +417,9 @@ def model(view: MachineView) -> Problems:
 def data(view: MachineView) -> Problems:
     if not view.is_coordinator or view.config.data is None:
         return
-    for spec in (view.config.data.train, view.config.data.eval or ()):
+    for spec in view.config.data.sources:
         try:
-            if spec:
-                find_sources(spec, view.config.base_dir)
+            find_sources(spec, view.config.base_dir)
         except UserError as error:
             yield error.message, error.hint or "correct data.train or data.eval"
 

@@ -314,8 +314,9 @@ class DataConfig(Section):
     """Training data: file(s) (.json, .jsonl, .parquet, .txt), a folder of them, one saved by
     `datasets`, a dataset name, or Megatron's .bin and .idx by their prefix, also a blend: ["0.3",
     "a", "0.7", "b"]. Relative paths start at this file's folder."""
-    eval: str | tuple[str, ...] | None = None
-    """Evaluation data, of the same forms; see training.eval_steps."""
+    eval: str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None = None
+    """Evaluation data, of the same forms; see training.eval_steps. Or several sets by their names:
+    {"math": "m.jsonl", "chat": "c.jsonl"} gives eval_math_loss, eval_chat_loss, ..."""
     format: Literal["auto", "text", "prompt_completion", "messages", "alpaca"] = "auto"
     """Layout of a sample. auto: by the columns that are present."""
     dataset_config: str | None = None
@@ -354,11 +355,38 @@ class DataConfig(Section):
 
     @field_validator("train", "eval")
     @classmethod
-    def _names_something(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        names = value if isinstance(value, tuple) else (value,)
-        if not names or "" in names:
-            raise ValueError("names no data; give a file, a list of files or a dataset name")
+    def _names_something(cls, value: Any) -> Any:
+        for part in value.values() or [()] if isinstance(value, dict) else [value]:
+            names = part if isinstance(part, tuple) else (part,)
+            if not names or "" in names:
+                raise ValueError("names no data; give a file, a list of files or a dataset name")
         return value
+
+    @field_validator("eval")
+    @classmethod
+    def _sets_have_names_of_their_own(cls, value: Any) -> Any:
+        """No metric of one set has the name of another's."""
+        taken = dict.fromkeys(EVALUATED, "an only set")
+        for name in value if isinstance(value, dict) else ():
+            checked_id(name, "the name of an evaluation set")
+            for metric in EVALUATED:
+                other = taken.setdefault(f"{name}_{metric}", f"the set {shown(name)}")
+                if other != f"the set {shown(name)}":
+                    text = f"eval_{name}_{metric} would be a metric of {other} too"
+                    raise ValueError(f"{text}; call the set {shown(name)} otherwise")
+        return value
+
+    @property
+    def eval_sets(self) -> dict[str, str | tuple[str, ...]]:
+        """Evaluation data by the names of the sets; "" where there is one without."""
+        if isinstance(self.eval, dict):
+            return self.eval
+        return {} if self.eval is None else {"": self.eval}
+
+    @property
+    def sources(self) -> list[str | tuple[str, ...]]:
+        """All that the data are read from."""
+        return [self.train, *self.eval_sets.values()]
 
     @model_validator(mode="after")
     def _pads_or_not(self) -> DataConfig:
@@ -381,6 +409,12 @@ _REFUSED = {
 }
 
 
+EVALUATED = (
+    *("loss", "token_loss", "perplexity", "entropy", "mean_token_accuracy", "num_tokens"),
+    *("samples", "batches", "tokens", "seconds", "runtime"),
+    *("samples_per_second", "steps_per_second"),
+)
+"""All that an evaluation gives by itself, under names that begin with "eval_" or "eval_<set>_"."""
 TOKEN_METRICS = ("entropy", "mean_token_accuracy")
 """What training.token_metrics measures, each a mean over micro-batches, in the order of TRL's."""
 Reporter = Literal[
@@ -488,7 +522,8 @@ class TrainingConfig(Section):
     have the same strategy, and save_steps is a multiple of eval_steps."""
     metric_for_best_model: Name | None = None
     """The metric of an evaluation that decides, with or without "eval_" in front: "loss",
-    "token_loss", "perplexity", or one of token_metrics. null: "loss", where one is needed."""
+    "token_loss", "perplexity", or one of token_metrics; of several sets "math_loss" and so on.
+    null: "loss", where one is needed."""
     greater_is_better: bool | None = None
     """Whether a larger value is better. null: unless the metric's name ends in "loss" or is
     "perplexity"."""
@@ -1011,6 +1046,8 @@ class Config(WholeFile):
         training = self.training
         known = ["loss", "token_loss", "perplexity"]
         known += [*TOKEN_METRICS, "num_tokens"] * training.token_metrics
+        if self.data is not None and "" not in self.data.eval_sets:
+            known = [f"{name}_{metric}" for name in self.data.eval_sets for metric in known]
         if training.metric is not None and training.metric.removeprefix("eval_") not in known:
             more = "" if training.token_metrics else "; training.token_metrics gives more"
             raise ConfigError(

@@ -42,7 +42,7 @@ class TrainData:
     """Tokenised data and the order in which a run sees them; `report` is lines for the user."""
 
     examples: Rows
-    eval_examples: Rows | None
+    eval_sets: dict[str, Rows]  # by name, "" of one without
     order: SampleOrder
     settings: DataConfig
     pad_token_id: int
@@ -51,10 +51,6 @@ class TrainData:
     @property
     def fingerprint(self) -> str:
         return self.examples.fingerprint
-
-    @property
-    def num_eval_examples(self) -> int:
-        return len(self.eval_examples) if self.eval_examples is not None else 0
 
     @property
     def steps_per_epoch(self) -> int:
@@ -67,8 +63,7 @@ class TrainData:
     @property
     def longest(self) -> int:
         """Tokens in the longest example, evaluation included."""
-        eval_longest = self.eval_examples.longest if self.eval_examples is not None else 0
-        return max(self.examples.longest, eval_longest)
+        return max(rows.longest for rows in (self.examples, *self.eval_sets.values()))
 
     @property
     def row_tokens(self) -> int:
@@ -102,14 +97,14 @@ class TrainData:
         step, number = place
         return step, self._collate(self.examples, self.order.step_indices(step)[number])
 
-    def eval_batches(self) -> LazyBatches:
-        """All evaluation examples in order; the last micro-batch may be smaller."""
-        numbers = np.arange(self.num_eval_examples)
+    def eval_batches(self, name: str = "") -> LazyBatches:
+        """All examples of an evaluation set in order; the last micro-batch may be smaller."""
+        examples = self.eval_sets[name]
+        numbers = np.arange(len(examples))
         rows = self.order.training.per_device_eval_batch_size
 
         def make(index: int) -> MicroBatch:
-            assert self.eval_examples is not None
-            return self._collate(self.eval_examples, numbers[index * rows : (index + 1) * rows])
+            return self._collate(examples, numbers[index * rows : (index + 1) * rows])
 
         return LazyBatches(math.ceil(len(numbers) / rows), make)
 
@@ -144,21 +139,22 @@ def load_data(
         reader.look_at(train)
     else:
         train, order = found, SampleOrder(len(found), config.training, found.lengths)
-    evaluation: Rows | None = None
-    if data.eval is not None:
-        held_out = reader.read("eval", data.eval, data.eval_split)
+    eval_sets: dict[str, Rows] = {}
+    for name, spec in data.eval_sets.items():
+        held_out = reader.read(f"eval.{name}" if name else "eval", spec, data.eval_split)
         if isinstance(held_out, Corpus):
-            evaluation = held_out.samples(None, order.seed)
-            reader.look_at(evaluation)
+            eval_sets[name] = samples = held_out.samples(None, order.seed)
+            reader.look_at(samples)
         else:
-            evaluation = held_out
-        if train.fingerprint == evaluation.fingerprint:
-            report.append("warning: the evaluation data are the training data")
+            eval_sets[name] = held_out
+        if train.fingerprint == eval_sets[name].fingerprint:
+            which = f"evaluation data {name}".strip()
+            report.append(f"warning: the {which} are the training data")
     if data.padding_free:
         pad_token_id, sentence = 0, "no padding: the samples of a micro-batch make one row"
     else:
         pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
-    return TrainData(train, evaluation, order, data, pad_token_id, [*report, sentence])
+    return TrainData(train, eval_sets, order, data, pad_token_id, [*report, sentence])
 
 
 def _refuse_sequential(config: Config) -> None:

@@ -46,6 +46,9 @@ from hetero_framework.trainer.metrics import (
     METRICS_FILE,
     TRAINER_STATE_FILE,
     StepLines,
+    by_set,
+    is_evaluation,
+    metric_name,
 )
 from hetero_framework.trainer.observers import Due, Observer, RunStart
 from hetero_framework.trainer.reporters import new_run, remote_run, report_samples
@@ -202,17 +205,24 @@ class Callbacks(Observer):
         self._report(logs | self._means.take(), due, speed=True)
 
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
-        seconds = metrics["eval_seconds"]
-        told = {
-            "eval_loss": metrics["eval_loss"],
-            "eval_runtime": round(seconds, 4),
-            "eval_samples_per_second": round(metrics["eval_samples"] / seconds, 3),
-            "eval_steps_per_second": round(metrics["eval_batches"] / seconds, 3),
-            **{name: metrics[name] for name in self._means.of_evaluations if name in metrics},
-        }
-        self._report(told, due)
-        due.evaluate, self._is_evaluated = False, True
-        self._decide("on_evaluate", due, metrics={**metrics, **told})
+        self._is_evaluated = True
+        for of_set, found in by_set(metrics).items():
+            seconds = found["eval_seconds"]
+            told = {
+                "loss": found["eval_loss"],
+                "runtime": round(seconds, 4),
+                "samples_per_second": round(found["eval_samples"] / seconds, 3),
+                "steps_per_second": round(found["eval_batches"] / seconds, 3),
+            }
+            beside = {key.removeprefix("eval_"): value for key, value in found.items()}
+            told |= {name: beside[name] for name in self._means.of_evaluations if name in beside}
+            logs, every = (
+                {metric_name(of_set, name): value for name, value in part.items()}
+                for part in (told, {**beside, **told})
+            )
+            self._report(logs, due)
+            due.evaluate = False
+            self._decide("on_evaluate", due, metrics={**every, "epoch": self.state.epoch})
         # An evaluation before the first step decides nothing, as in the Trainer.
         is_best = state.step > 0 and self._judge(metrics, state.step)
         if self._arguments.save_strategy == SaveStrategy.BEST:
@@ -272,8 +282,8 @@ class Callbacks(Observer):
         """Whether an evaluation is better than all before, which is then remembered."""
         if self._metric is None:
             return False
-        value, best = metrics[self._metric], self.state.best_metric
-        if value is None:  # read again: it was not finite
+        value, best = metrics.get(self._metric), self.state.best_metric
+        if value is None:  # read again: it was not finite, or of an earlier part of the run
             return False
         if best is None:
             best = -math.inf if self._arguments.greater_is_better else math.inf
@@ -367,7 +377,7 @@ class Callbacks(Observer):
     def _read(self, state: TrainState) -> None:
         """Go on with what was recorded up to a step."""
         run = StepLines(self._prepared.config.output_dir / METRICS_FILE).resume(state.step)
-        evaluations = {line["step"]: line for line in run if "eval_loss" in line}
+        evaluations = {line["step"]: line for line in run if is_evaluation(line)}
         # The line of the end is told again, after the last of perhaps more steps.
         lines = self._history.resume(state.step, lambda line: "train_loss" not in line)
         told = {line["step"] for line in lines if _TOLD in line}
@@ -435,7 +445,7 @@ class _Means:
     def __init__(self, training: TrainingConfig) -> None:
         self._names = objective_of(training).metric_names
         names = (*self._names, "num_tokens") if training.token_metrics else ()
-        self.of_evaluations = [f"eval_{name}" for name in names]
+        self.of_evaluations = names
         self._sums: dict[str, float] = {}
         self._micro_batches = self._tokens = 0
 
@@ -459,7 +469,8 @@ class _Means:
 
 def _precedes_evaluation(step: int, line: Mapping[str, Any]) -> bool:
     """Whether a line of the history was written before the evaluation after `step` was told."""
-    return bool(line["step"] < step or not ("eval_loss" in line or _STATES in line))
+    is_of_it = _STATES in line or any(name.startswith("eval_") for name in line)
+    return bool(line["step"] < step or not is_of_it)
 
 
 def made(callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback:

@@ -67,11 +67,11 @@ def contents(tokenizer: PreTrainedTokenizerBase, data: TrainData) -> dict[str, s
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     template = tokenizer.chat_template
-    evaluation = data.eval_examples
+    sets = {name: rows.fingerprint for name, rows in data.eval_sets.items()}
     return {
         "tokenizer": _hash([vocabulary, special]),
         "chat template": _hash(template) if template else None,
-        "evaluation data": evaluation.fingerprint if evaluation is not None else None,
+        "evaluation data": sets.get("", _hash(sets) if sets else None),
     }
 
 

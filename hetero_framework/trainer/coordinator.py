@@ -52,7 +52,7 @@ from hetero_framework.trainer.given import with_objects
 from hetero_framework.trainer.hub import HubUploads
 from hetero_framework.trainer.islands import open_islands
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
-from hetero_framework.trainer.metrics import MetricsWriter, stage_lines
+from hetero_framework.trainer.metrics import MetricsWriter, metric_name, stage_lines
 from hetero_framework.trainer.observers import (
     Curves,
     Due,
@@ -480,7 +480,7 @@ class Coordinator:
         training, total = self._config.training, self._data.total_steps
         if not self._has_begun:  # else the run went back to its beginning
             probe_longest_batch(self._cluster, self._data, training, self._state)
-            if self._data.num_eval_examples and training.eval_on_start and self._state.step == 0:
+            if self._data.eval_sets and training.eval_on_start and self._state.step == 0:
                 self.evaluate()
             self._has_begun = True
         self._do_what_is_due()
@@ -577,7 +577,7 @@ class Coordinator:
         if due.log:
             due.log = False
             self._tell(Observer.log, self._state, due)
-        if due.evaluate and self._data.num_eval_examples:
+        if due.evaluate and self._data.eval_sets:
             self.evaluate()
         due.evaluate = False
         if due.sample:
@@ -687,14 +687,31 @@ class Coordinator:
         return losses, *pipeline.report_gradients()
 
     def evaluate(self) -> None:
-        """Compute losses over the evaluation data, through the same pipeline. Training's random
+        """Compute losses over each evaluation set, through the same pipeline. Training's random
         numbers are functions of the step, so this does not affect them. A request to stop ends it
-        without a result.
+        without a result."""
+        sets = self._data.eval_sets
+        line: dict[str, Any] = {"step": self._state.step, "epoch": self._epoch}
+        if "" not in sets:
+            line["sets"] = list(sets)
+        try:
+            for name in sets:
+                found = self._evaluated(name).items()
+                line |= {metric_name(name, metric): value for metric, value in found}
+        except _Interrupted:
+            self._cluster.retrying(self._cluster.pipeline.abort)
+            _log.warning("the evaluation is cut short; the run does it again when it goes on")
+            return
+        self._metrics |= _numbers(line)
+        self._tell(Observer.evaluated, self._state, line, self._due)
 
-        `eval_loss` is the Trainer's: the mean over samples of their batch's mean over tokens.
-        `eval_token_loss` is the mean over tokens, and `eval_perplexity` its exponential.
+    def _evaluated(self, name: str) -> dict[str, float]:
+        """The metrics of an evaluation set.
+
+        `loss` is the Trainer's: the mean over samples of their batch's mean over tokens.
+        `token_loss` is the mean over tokens, and `perplexity` its exponential.
         """
-        batches = self._data.eval_batches()
+        batches = self._data.eval_batches(name)
         items = [0] * len(batches)
         started = time.perf_counter()
 
@@ -707,32 +724,23 @@ class Coordinator:
             self._cluster.begin(StepInfo(self._state.step, 0, False, len(batches), 1))
             return self._cluster.pipeline.run(LazyBatches(len(batches), batch))
 
-        try:
-            with self._ending_within(0.0):
-                sums = self._cluster.retrying(losses)
-        except _Interrupted:
-            self._cluster.retrying(self._cluster.pipeline.abort)
-            _log.warning("the evaluation is cut short; the run does it again when it goes on")
-            return
-        tokens, count = sum(items), self._data.num_eval_examples
+        with self._ending_within(0.0):
+            sums = self._cluster.retrying(losses)
+        tokens, count = sum(items), len(self._data.eval_sets[name])
         loss = math.fsum(sums) / tokens
         size = self._config.training.per_device_eval_batch_size
         sizes = [min(size, count - first) for first in range(0, count, size)]
-        metrics = {
-            "step": self._state.step,
-            "epoch": self._epoch,
-            "eval_loss": sample_mean(sums, items, sizes),
-            "eval_token_loss": loss,
-            "eval_perplexity": math.exp(loss) if loss < 700 else math.inf,
-            "eval_samples": count,
-            "eval_batches": len(batches),
-            "eval_tokens": tokens,
-            "eval_seconds": time.perf_counter() - started,
+        return {
+            "loss": sample_mean(sums, items, sizes),
+            "token_loss": loss,
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "samples": count,
+            "batches": len(batches),
+            "tokens": tokens,
+            "seconds": time.perf_counter() - started,
+            **self._measured(),
+            **self._tokens(),
         }
-        beside = self._measured() | self._tokens()
-        metrics |= {f"eval_{name}": value for name, value in beside.items()}
-        self._metrics |= _numbers(metrics)
-        self._tell(Observer.evaluated, self._state, metrics, self._due)
 
     def sample(self) -> None:
         """Have the model continue the sample_prompts, through the same pipeline. A request to stop

@@ -22,21 +22,33 @@ def with_objects(
 
     Args:
         train_dataset: A `datasets.Dataset`, or records (a list or another iterable of mappings);
-            `eval_dataset` too.
+            `eval_dataset` too, or a dictionary of several by their names.
         processing_class: A tokenizer.
 
     Raises DataError for what holds no records.
     """
-    place, data = config.output_dir / GIVEN, {}
-    for name, rows in (("train", train_dataset), ("eval", eval_dataset)):
-        if rows is not None:
-            data[name] = str(_saved(_dataset(name, rows).save_to_disk, place / name))
+    place = config.output_dir / GIVEN
+    data: dict[str, Any] = {}
+    if train_dataset is not None:
+        data["train"] = _files("train_dataset", train_dataset, place / "train")
+    if isinstance(eval_dataset, Mapping):
+        data["eval"] = {
+            str(name): _files(f"eval_dataset[{name!r}]", rows, place / f"eval_{number}")
+            for number, (name, rows) in enumerate(eval_dataset.items())
+        }
+    elif eval_dataset is not None:
+        data["eval"] = _files("eval_dataset", eval_dataset, place / "eval")
     if data:
         config = config.with_changes(data=data)
     if processing_class is not None:
         folder = _saved(processing_class.save_pretrained, place / "tokenizer")
         config = config.with_changes(model={"tokenizer": str(folder)})
     return config
+
+
+def _files(name: str, rows: Any, path: Path) -> str:
+    """Where these rows are saved; `name` is that of the argument."""
+    return str(_saved(_dataset(name, rows).save_to_disk, path))
 
 
 def _dataset(name: str, rows: Any) -> Any:
@@ -46,12 +58,12 @@ def _dataset(name: str, rows: Any) -> Any:
         return rows
     if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
         raise DataError(
-            f"{name}_dataset is a {type(rows).__name__}, which holds no records",
+            f"{name} is a {type(rows).__name__}, which holds no records",
             hint="give a datasets.Dataset, or a list or another iterable of dictionaries",
         )
     records = list(rows)
     if not all(isinstance(record, Mapping) for record in records):
-        raise DataError(f"{name}_dataset: each of its records is a dictionary")
+        raise DataError(f"{name}: each of its records is a dictionary")
     return datasets.Dataset.from_list(records)
 
 

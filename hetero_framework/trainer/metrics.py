@@ -4,9 +4,10 @@
 learning_rate, tokens, tokens_per_second, step_seconds, micro_batches, pipeline_s, planned_s,
 predicted_s, stages: [{index, owner, busy_s, wait_s, forward_s, backward_s, activation_s,
 gradient_s, wire_s, bytes_in, bytes_out, direct_bytes_out, peak_memory, predicted: {...}}, ...]) and
-one per evaluation (step, eval_loss, eval_perplexity, ...). A step that changed no weight has
-"skipped": true. JSON has no NaN: a value that is not finite is written as null. TensorBoard gets
-the numbers of each line as train/<name> and eval/<name>, without those of single stages.
+one per evaluation (step, eval_loss, eval_perplexity, ...; of several sets their names as "sets",
+and eval_<set>_loss, ...). A step that changed no weight has "skipped": true. JSON has no NaN: a
+value that is not finite is written as null. TensorBoard gets the numbers of each line as
+train/<name> and eval/<name>, without those of single stages.
 
 A line that cannot be written is lost, and the run goes on: work is worth more than its record.
 """
@@ -141,7 +142,7 @@ class MetricsWriter:
                 self._board.close()
             self._board, self._logging_dir = None, self._board_dir
         lines = self._lines.resume(step)
-        return max((line["step"] for line in lines if "eval_loss" in line), default=None)
+        return max((line["step"] for line in lines if is_evaluation(line)), default=None)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Append the line of a training step or of an evaluation, with its "step"."""
@@ -149,28 +150,56 @@ class MetricsWriter:
 
     def write_texts(self, step: int, texts: Sequence[str]) -> None:
         """Give texts of a step to TensorBoard."""
-        with self._on_board() as board:
-            for number, text in enumerate(texts) if board is not None else ():
+
+        def show(board: Any) -> None:
+            for number, text in enumerate(texts):
                 board.add_text(f"samples/{number}", text, step)
+
+        self._on_board(show)
 
     def _show(self, line: Mapping[str, Any]) -> None:
         """Give a line's numbers to TensorBoard."""
-        group = "eval" if "eval_loss" in line else "train"
-        with self._on_board() as board:
-            for key, value in line.items() if board is not None else ():
+        group = "eval" if is_evaluation(line) else "train"
+
+        def show(board: Any) -> None:
+            for key, value in line.items():
                 if key != "step" and type(value) in (int, float):
                     board.add_scalar(f"{group}/{key.removeprefix('eval_')}", value, line["step"])
 
-    @contextlib.contextmanager
-    def _on_board(self) -> Iterator[Any]:
-        """TensorBoard, which gets no more once it has failed; None without."""
+        self._on_board(show)
+
+    def _on_board(self, show: Callable[[Any], None]) -> None:
+        """Have `show` called with TensorBoard, if there is one that has not failed."""
         directory, self._logging_dir = self._logging_dir, None
         board, self._board = self._board, None
         with _tolerated("TensorBoard events"):
             if directory is not None:
                 board = _open_tensorboard(directory, self._resumed_step, self._run_id)
-            yield board
+            if board is not None:
+                show(board)
             self._board = board
+
+
+def is_evaluation(line: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl is that of an evaluation, not of a step."""
+    return "loss" not in line
+
+
+def metric_name(of_set: str, name: str) -> str:
+    """A metric as the Trainer calls it; "" is an evaluation set without a name."""
+    return f"eval_{of_set}_{name}" if of_set else f"eval_{name}"
+
+
+def by_set(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The metrics of each set in an evaluation's line, as an only set's: {"math": {"eval_loss":
+    ...}}; "" is a set without a name."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in line.get("sets", [""])}
+    for key, value in line.items():
+        fitting = [name for name in found if key.startswith(metric_name(name, ""))]
+        if fitting:  # the name of one set may begin with another's
+            name = max(fitting, key=len)
+            found[name][f"eval_{key.removeprefix(metric_name(name, ''))}"] = value
+    return found
 
 
 def stage_lines(

@@ -19,7 +19,13 @@ from hetero_framework.data.sources import shorten
 from hetero_framework.profiling.trace_file import Timeline
 from hetero_framework.trainer import outputs
 from hetero_framework.trainer.generation import Sample
-from hetero_framework.trainer.metrics import SAMPLES_FILE, MetricsWriter, StepLines
+from hetero_framework.trainer.metrics import (
+    SAMPLES_FILE,
+    MetricsWriter,
+    StepLines,
+    by_set,
+    metric_name,
+)
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.visualizer.progress import Progress, StageRow
 
@@ -140,7 +146,8 @@ class Screen(Observer):
         self._progress.step(line)
 
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
-        self._progress.evaluation(metrics)
+        for name, found in by_set(metrics).items():
+            self._progress.evaluation({"step": state.step, **found}, name)
 
     def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -207,8 +214,10 @@ class EventLog(Observer):
         _log.info("", extra=log.event(what, step=state.step, **fields))
 
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
-        loss = metrics["eval_loss"]
-        _log.info("", extra=log.event("evaluation", step=state.step, eval_loss=loss))
+        losses = {
+            metric_name(name, "loss"): found["eval_loss"] for name, found in by_set(metrics).items()
+        }
+        _log.info("", extra=log.event("evaluation", step=state.step, **losses))
 
     def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
         _log.info("", extra=log.event("run finished", step=state.step))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import chain
 
 from huggingface_hub import EvalResult
 from transformers import PretrainedConfig
@@ -12,7 +13,7 @@ from hetero_framework.config import Config
 from hetero_framework.data.sources import find_sources
 from hetero_framework.errors import DataError, UserError
 from hetero_framework.models.files.card import base_facts, model_card
-from hetero_framework.visualizer.curves import read_run
+from hetero_framework.visualizer.curves import loss_of, read_run
 
 # What shapes the result, without what may hold a path or a name of a machine.
 _SETTINGS = {
@@ -29,15 +30,18 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
     """The card of the result after `step`; None: at the end of the run."""
     model, raw = config.model, config.to_dict()
     assert model is not None
-    trained, tested = (_hub_names(config, role) for role in ("train", "eval"))
+    data = config.data
+    sets = data.eval_sets if data is not None else {}
+    trained = _hub_names(config, data.train) if data is not None else []
+    tested = {name: _hub_names(config, spec) for name, spec in sets.items()}
     last = _last_figures(config, step)
     figures = [
         f"{name.replace('_', ' ')} {value:.4g} (step {at})" for name, (at, value) in last.items()
     ]
     results = [
-        EvalResult("text-generation", tested[0], tested[0], "loss", value)
-        for name, (_, value) in last.items()
-        if tested and name == "eval_loss"
+        EvalResult("text-generation", names[0], names[0], "loss", last[key][1])
+        for name, names in tested.items()
+        if names and (key := loss_of(name)) in last
     ]
     settings = [
         f"{section}.{name}: `{json.dumps(raw[section][name])}`"
@@ -55,7 +59,7 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
             "### Plan": [f"stage {stage.index}: {stage.contents}" for stage in config.plan.stages],
             "### Last figures": figures or ["not kept with this result"],
         },
-        datasets=list(dict.fromkeys([*trained, *tested])),
+        datasets=list(dict.fromkeys([*trained, *chain(*tested.values())])),
         results=results,
     )
 
@@ -67,21 +71,20 @@ def _last_figures(config: Config, step: int | None) -> dict[str, tuple[int, floa
     except UserError:  # the metrics are elsewhere, or lost
         return {}
     last = {}
-    for name in ("loss", "eval_loss"):
-        for at, value in zip(*curves.get(name, ([], [])), strict=True):
+    for name in (key for key in curves if key == "loss" or key.startswith("eval_")):
+        for at, value in zip(*curves[name], strict=True):
             if step is None or at <= step:
                 last[name] = (at, value)
     return {name: point for name, point in last.items() if math.isfinite(point[1])}
 
 
-def _hub_names(config: Config, role: str) -> list[str]:
-    """The data sets of "train" or "eval" that are the hub's. Where the configuration's folder is on
+def _hub_names(config: Config, spec: str | tuple[str, ...]) -> list[str]:
+    """The data sets among these sources that are the hub's. Where the configuration's folder is on
     another machine, nothing tells a file from a name on the hub."""
-    given = getattr(config.data, role, None)
-    if given is None or not config.base_dir.is_dir():
+    if not config.base_dir.is_dir():
         return []
     try:
-        sources = find_sources(given, config.base_dir)
+        sources = find_sources(spec, config.base_dir)
     except DataError:  # a file that is no longer here
         return []
     return [source.name for source in sources if source.kind == "hub"]

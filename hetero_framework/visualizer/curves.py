@@ -18,11 +18,7 @@ from hetero_framework.visualizer.pictures import heading_pt, save, text_pt
 
 CURVES_FILE = "curves.png"
 _METRICS = "metrics.jsonl"
-_PANELS = (
-    (("loss", "eval_loss"), "loss"),
-    (("learning_rate",), "learning rate"),
-    (("grad_norm",), "gradient norm"),
-)
+_PANELS = {"loss": "loss", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
 _PAPER, _INK, _FAINT, _GRID = "#fdfdfb", "#222222", "#5f6670", "#d9d8d3"
 # Okabe and Ito's colours, which people with any common colour blindness tell apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555")
@@ -46,12 +42,28 @@ class Run:
         """Steps, and the last loss and evaluation."""
         losses = self.curves.get("loss", ([], []))[1]
         parts = [plural(len(losses), "step")]
-        for key, what in (("loss", "loss"), ("eval_loss", "evaluation")):
+        for key, what in {"loss": "loss", **self.evaluations}.items():
             if values := self.curves.get(key, ([], []))[1]:
                 parts.append(f"last {what} {values[-1]:.4g}")
         if unknown := sum(map(math.isnan, losses)):
             parts.append(f"{plural(unknown, 'loss')} not finite")
         return ", ".join(parts)
+
+    @property
+    def evaluations(self) -> dict[str, str]:
+        """The curves of evaluation losses, and how they are called."""
+        return {
+            key: f"evaluation {key[len('eval_') : -len('_loss')]}"
+            if key != loss_of()
+            else "evaluation"
+            for key in self.curves
+            if key.startswith("eval_")
+        }
+
+
+def loss_of(name: str = "") -> str:
+    """The name of the loss of an evaluation set; "" is one without a name."""
+    return f"eval_{name}_loss" if name else "eval_loss"
 
 
 def read_run(place: Path, name: str) -> Run:
@@ -61,7 +73,8 @@ def read_run(place: Path, name: str) -> Run:
     try:
         with file.open(encoding="utf-8") as lines:
             for line in (json.loads(line) for line in lines if line.endswith("\n")):
-                for key in line.keys() & {key for keys, _ in _PANELS for key in keys}:
+                known = {*_PANELS, *map(loss_of, line.get("sets", [""]))}
+                for key in (key for key in line if key in known):
                     steps, values = curves.setdefault(key, ([], []))
                     steps.append(int(line["step"]))
                     values.append(math.nan if line[key] is None else float(line[key]))
@@ -96,8 +109,8 @@ def figure(runs: Sequence[Run]) -> Any:
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
     drawn = Figure(figsize=(width / 72, height / 72), facecolor=_PAPER, layout=layout)
     places = drawn.subplot_mosaic("AA;BC", height_ratios=(3, 2))
-    for axes, (keys, label) in zip(places.values(), _PANELS, strict=True):
-        _draw_panel(axes, runs, keys, label)
+    for axes, key in zip(places.values(), _PANELS, strict=True):
+        _draw_panel(axes, runs, key)
     drawn.suptitle(title, x=0.015, ha="left", fontsize=14, weight="bold", color=_INK)
     look: dict[str, Any] = {"frameon": False, "labelcolor": _INK}
     if is_one:
@@ -105,16 +118,15 @@ def figure(runs: Sequence[Run]) -> Any:
     else:
         colors = (Line2D([], [], color=_COLOURS[k % len(_COLOURS)]) for k in range(len(runs)))
         drawn.legend(list(colors), labels, loc="outside lower left", fontsize=9, **look)
-    if any("eval_loss" in run.curves for run in runs):
-        kinds = [
-            Line2D([], [], color=_COLOURS[0] if is_one else _FAINT),
-            Line2D([], [], color=_COLOURS[1] if is_one else _FAINT, **_EVALUATION),
-        ]
-        places["A"].legend(kinds, ["training", "evaluation"], loc="upper right", **look)
+    if told := list(dict.fromkeys(name for run in runs for name in run.evaluations.values())):
+        shades = [_COLOURS[k % len(_COLOURS)] if is_one else _FAINT for k in range(1 + len(told))]
+        kinds = [Line2D([], [], color=shades[0])]
+        kinds += [Line2D([], [], color=shade, **_EVALUATION) for shade in shades[1:]]
+        places["A"].legend(kinds, ["training", *told], loc="upper right", **look)
     return drawn
 
 
-def _draw_panel(axes: Any, runs: Sequence[Run], keys: Sequence[str], label: str) -> None:
+def _draw_panel(axes: Any, runs: Sequence[Run], panel: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set(facecolor="none", xmargin=0.02)
@@ -123,22 +135,21 @@ def _draw_panel(axes: Any, runs: Sequence[Run], keys: Sequence[str], label: str)
     axes.grid(color=_GRID, linewidth=0.5)
     axes.tick_params(length=0, labelsize=9, labelcolor=_FAINT)
     axes.set_xlabel("step", fontsize=9.5, color=_FAINT)
-    axes.set_ylabel(label, fontsize=9.5, color=_FAINT)
+    axes.set_ylabel(_PANELS[panel], fontsize=9.5, color=_FAINT)
     axes.xaxis.set_major_locator(
         MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
     )
     finite: list[float] = []
     for number, run in enumerate(runs):
-        for key in keys:
+        for other, key in enumerate((panel, *(run.evaluations if panel == "loss" else ()))):
             steps, values = run.curves.get(key, ([], []))
             finite += filter(math.isfinite, values)
-            other = key == "eval_loss" and len(runs) == 1
-            color = _COLOURS[(number + other) % len(_COLOURS)]
-            _draw_curve(axes, steps, values, color, _EVALUATION if key == "eval_loss" else {})
+            color = _COLOURS[(number + other * (len(runs) == 1)) % len(_COLOURS)]
+            _draw_curve(axes, steps, values, color, _EVALUATION if other else {})
     if not finite:
         axes.set(xticks=[], yticks=[])
         axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=_FAINT)
-    elif min(finite) > 0 and max(finite) > _LOGARITHMIC * min(finite) and label != "learning rate":
+    elif min(finite) > 0 and max(finite) > _LOGARITHMIC * min(finite) and panel != "learning_rate":
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()

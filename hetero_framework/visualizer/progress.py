@@ -74,7 +74,7 @@ class Progress:
         self._step = 0
         self._first: Mapping[str, Any] = {}
         self._last: Mapping[str, Any] = {}
-        self._evaluation = ""
+        self._evaluations: dict[str, str] = {}  # by set
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._begun: deque[int] = deque(maxlen=RECENT_STEPS)  # where each of them began
         self._num_steps = 0
@@ -133,13 +133,14 @@ class Progress:
             elif self._num_steps == 1 or self._is_logged(before) or is_last:
                 self._print("  ".join((self._place(), *self._facts())))
 
-    def evaluation(self, metrics: Mapping[str, Any]) -> None:
-        """Report one evaluation (step, eval_loss, eval_perplexity)."""
+    def evaluation(self, metrics: Mapping[str, Any], name: str = "") -> None:
+        """Report the evaluation (step, eval_loss, eval_perplexity) of the set of this name."""
         with self._lock:
             step, loss = metrics["step"], _number(metrics["eval_loss"])
-            self._evaluation = f"{loss} after step {step}"
+            self._evaluations[name] = f"{name} {loss} after step {step}".lstrip()
             perplexity = _number(metrics["eval_perplexity"])
-            line = f"step {step}: evaluation  loss {loss}  perplexity {perplexity}"
+            what = f"evaluation {name}".rstrip()
+            line = f"step {step}: {what}  loss {loss}  perplexity {perplexity}"
             if (accuracy := metrics.get("eval_mean_token_accuracy")) is not None:
                 line += f"  token accuracy {accuracy:.4f}"
             self._print(line)
@@ -245,8 +246,8 @@ class Progress:
             )
         )
         parts: list[Any] = [head, bar]
-        if self._evaluation:
-            parts.append(Text(f"evaluation loss {self._evaluation}", no_wrap=True))
+        for told in self._evaluations.values():
+            parts.append(Text(f"evaluation loss {told}", no_wrap=True))
         if self._stages:
             parts.append(self._stage_table(width))
         return Group(*parts)
@@ -292,8 +293,7 @@ class Progress:
         lines = [("steps", f"{first['step']} to {self._step} of {self._total_steps}")]
         if "loss" in first:
             lines.append(("loss", f"{_number(first['loss'])} -> {_number(last['loss'])}"))
-        if self._evaluation:
-            lines.append(("evaluation loss", self._evaluation))
+        lines += [("evaluation loss", told) for told in self._evaluations.values()]
         if self._seconds:
             lines.append(("time in steps", clock(self._seconds)))
             if self._tokens:

@@ -68,7 +68,8 @@ OTHERS = {
     " data/part-*.jsonl data/validation-00000-of-00001.parquet test/a.txt runs/chaos"
     " runs/default/adapter a.jsonl b.parquet cluster.json corpus.bin corpus.idx meta-llama/*",
     "shapes of names": "test_<thing>_<condition>_<result> model.layers.17..."
-    " hetero://CLUSTER/coordinator hetero://CLUSTER/worker/ID worker-<id>",
+    " hetero://CLUSTER/coordinator hetero://CLUSTER/worker/ID worker-<id>"
+    " eval_token_loss eval_math_loss eval_chat_loss math_loss",
 }
 _OTHERS = {word for words in OTHERS.values() for word in words.split()}
 

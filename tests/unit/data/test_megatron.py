@@ -117,9 +117,9 @@ def test_epochs_are_whole_steps_without_a_gap(tmp_path):
 def test_a_slice_takes_documents_as_megatrons_split_does(tmp_path):
     write(tmp_path)
     data = load(tmp_path, train_split="train[:50%]", eval="corpus", eval_split="train[50%:]")
-    both = [{*rows[0][0]} for rows in (data.examples, data.eval_examples)]
+    both = [{*rows[0][0]} for rows in (data.examples, data.eval_sets[""])]
     assert both[0] <= set(range(8)) and both[1] <= set(range(8, 24))  # noqa: PT018
-    assert len(data.eval_examples) == 3
+    assert len(data.eval_sets[""]) == 3
     with pytest.raises(DataError, match="not one slice"):
         load(tmp_path, train_split="train[:1]+train[3:]")
 

@@ -119,16 +119,27 @@ def test_eval_batches_cover_every_example_once_in_order(tmp_path):
     data = load(tmp_path, ROWS, eval="eval.jsonl", training=training)
     batches = list(data.eval_batches())
     assert [len(batch["input_ids"]) for batch in batches] == [3, 3, 1]
-    assert data.num_eval_examples == 7
-    total = sum(len(data.eval_examples[index][0]) - 1 for index in range(7))
+    examples = data.eval_sets[""]
+    assert len(examples) == 7
+    total = sum(len(examples[index][0]) - 1 for index in range(7))
     assert sum(num_items([batch]) for batch in batches) == total
-    assert torch.equal(batches[2]["input_ids"][0], torch.from_numpy(data.eval_examples[6][0]))
+    assert torch.equal(batches[2]["input_ids"][0], torch.from_numpy(examples[6][0]))
 
 
-def test_eval_batches_without_eval_data_are_none(tmp_path):
-    data = load(tmp_path, ROWS)
-    assert list(data.eval_batches()) == []
-    assert data.num_eval_examples == 0
+def test_evaluation_sets_have_names_and_count_for_the_longest_row(tmp_path):
+    write_jsonl(tmp_path / "short.jsonl", ROWS[:2])
+    write_jsonl(tmp_path / "long.jsonl", [{"text": "word " * 50}])
+    sets = {"short": "short.jsonl", "copied": "train.jsonl", "long": ["long.jsonl", "short.jsonl"]}
+    data = load(tmp_path, ROWS, eval=sets)
+    assert {name: len(rows) for name, rows in data.eval_sets.items()} == {
+        **{"short": 2, "copied": len(ROWS)},
+        "long": 3,
+    }
+    assert data.longest == data.eval_sets["long"].longest > data.examples.longest
+    assert len(data.eval_batches("short")[0]["input_ids"]) == 2
+    assert "warning: the evaluation data copied are the training data" in data.report
+    assert any(line.startswith("eval.long: 3 examples") for line in data.report)
+    assert load(tmp_path, ROWS).eval_sets == {}
 
 
 def test_load_data_eval_equal_to_train_warns(tmp_path):
@@ -367,7 +378,7 @@ def test_examples_of_the_page_have_the_format_of_their_heading(tmp_path, heading
 
 def test_configurations_of_the_page_are_valid():
     blocks = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     assert len(examples_of_the_page()) == 7
     for block in blocks:
         DataConfig.model_validate_json(block)

@@ -88,6 +88,8 @@ def theirs(config: Config, callback: TrainerCallback, output: Path, *more: Any) 
     model = str(config.model.name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = tokenized(Path(str(config.data.train)), tokenizer, 32)
+    sets = config.data.eval_sets.items()
+    evaluated = {name: tokenized(Path(str(spec)), tokenizer, 32) for name, spec in sets}
     names = set(TrainingArguments.__dataclass_fields__)
     given = {k: v for k, v in config.training.model_dump(exclude_unset=True).items() if k in names}
     given |= {"output_dir": str(output), "logging_steps": config.training.logging_steps}
@@ -101,7 +103,7 @@ def theirs(config: Config, callback: TrainerCallback, output: Path, *more: Any) 
         whole,
         TrainingArguments(**given, use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False),
         train_dataset=rows,
-        eval_dataset=rows if config.data.eval else None,
+        eval_dataset=evaluated.get("", evaluated or None),
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         callbacks=[callback, *more],
     )

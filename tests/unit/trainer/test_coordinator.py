@@ -207,8 +207,8 @@ def watch_evaluation(monkeypatch: pytest.MonkeyPatch, asked: Callable[[int], Non
     """Have `asked(index)` called when a micro-batch of the evaluation is about to be made."""
     real = TrainData.eval_batches
 
-    def watched(data: TrainData) -> LazyBatches:
-        batches = real(data)
+    def watched(data: TrainData, name: str = "") -> LazyBatches:
+        batches = real(data, name)
 
         def make(index: int) -> Any:
             asked(index)

@@ -1,0 +1,169 @@
+"""Several evaluation sets in a run of one process, beside those of the Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from hetero_framework.config import Config
+from hetero_framework.errors import CallbackError, ConfigError, DataError
+from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.metrics import by_set
+from hetero_framework.visualizer.curves import draw, read_run
+from tests.samples import save_texts
+from tests.unit.trainer.conftest import Alone
+from tests.unit.trainer.test_callbacks import Recorder, compare, logged, number, theirs
+
+SETS = {"math": 5, "math_hard": 3, "chat": 7}
+
+
+def with_sets(alone: Alone, tmp_path: Path, **training: Any) -> Config:
+    files = {
+        name: str(save_texts(tmp_path / f"{name}.jsonl", count, seed=count))
+        for name, count in SETS.items()
+    }
+    texts = save_texts(tmp_path / "uneven.jsonl", 11)
+    data = {"train": str(texts), "max_length": 32, "eval": files}
+    return alone(training={"eval_strategy": "steps", "eval_steps": 2, **training}, data=data)
+
+
+def test_each_set_is_logged_and_told_as_by_the_trainer(alone: Alone, tmp_path: Path) -> None:
+    config = with_sets(alone, tmp_path, eval_on_start=True, per_device_eval_batch_size=2)
+    ours, other = Recorder(), Recorder()
+    summary = train(config, callbacks=[ours])
+    trainer = theirs(config, other, tmp_path / "trainer")
+    assert ours.events == other.events
+    assert ours.state is not None
+    compare(ours.state, trainer.state)
+    told = [[key for key in e if key.endswith("_loss")] for e in ours.state.log_history]
+    assert [keys for keys in told if keys][:3] == [[f"eval_{name}_loss"] for name in SETS]
+    assert {f"eval_{name}_token_loss" for name in SETS} <= summary.metrics.keys()
+
+
+@pytest.mark.parametrize("metric", ["math_loss", "eval_math_hard_loss"])
+@pytest.mark.parametrize("strategy", ["steps", "best"])
+def test_the_best_model_by_one_set_is_that_of_the_trainer(
+    metric: str, strategy: str, alone: Alone, tmp_path: Path
+) -> None:
+    training = {
+        **{"metric_for_best_model": metric, "load_best_model_at_end": True, "warmup_steps": 1},
+        **{"save_strategy": strategy, "eval_steps": 1, "save_steps": 1, "max_steps": 8},
+        **{"learning_rate": 0.3, "early_stopping_patience": 2, "save_total_limit": 2},
+    }
+    config, ours = with_sets(alone, tmp_path, **training), Recorder()
+    train(config, callbacks=[ours])
+    trainer = theirs(config, Recorder(), tmp_path / "trainer", EarlyStoppingCallback(2))
+    assert ours.state is not None
+    compare(ours.state, trainer.state)
+    assert ours.state.best_metric == pytest.approx(trainer.state.best_metric, rel=1e-6)
+    assert ours.state.best_global_step == trainer.state.best_global_step
+    kept = {number(path) for path in (tmp_path / "trainer").glob("checkpoint-*")}
+    assert {number(path) for path in config.checkpoints.glob("step_*")} == kept
+
+
+class FailingInASet(TrainerCallback):
+    """Ends the run once, when the second set of an evaluation is told."""
+
+    def __init__(self, place: Path) -> None:
+        self.mark = place / "failed"
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+        if "eval_math_hard_loss" in metrics and state.global_step == 2 and not self.mark.exists():
+            self.mark.touch()
+            raise RuntimeError("once")
+
+
+def test_a_run_that_ends_between_two_sets_goes_on_as_if_it_had_not(
+    alone: Alone, tmp_path: Path
+) -> None:
+    training = {"metric_for_best_model": "chat_loss", "token_metrics": True}
+    whole = with_sets(partial(alone, "whole"), tmp_path, **training)
+    train(whole)
+    config = with_sets(alone, tmp_path, **training)
+    failing = FailingInASet(tmp_path)
+    with pytest.raises(CallbackError):
+        train(config, callbacks=[failing])
+    train(config, callbacks=[failing])
+    one, other = (logged(c.output_dir / "log_history.jsonl") for c in (config, whole))
+    assert one == other
+    assert sum("eval_math_hard_entropy" in entry for entry in one) == 2
+
+
+def test_the_sets_are_in_the_records_of_the_run(alone: Alone, tmp_path: Path) -> None:
+    config = with_sets(alone, tmp_path)
+    train(config)
+    lines = [json.loads(x) for x in (config.output_dir / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if "loss" not in line]
+    assert [line["sets"] for line in evaluations] == [list(SETS)] * 2
+    found = by_set(evaluations[0])
+    assert {name: metrics["eval_samples"] for name, metrics in found.items()} == SETS
+    assert found["math"]["eval_loss"] == evaluations[0]["eval_math_loss"]
+    assert found["math_hard"]["eval_loss"] == evaluations[0]["eval_math_hard_loss"]
+    events = (config.output_dir / "events.jsonl").read_text()
+    assert events.count('"eval_chat_loss"') == 2
+    run = read_run(config.output_dir, "run")
+    assert set(run.evaluations.values()) == {f"evaluation {name}" for name in SETS}
+    assert "last evaluation math_hard" in run.summary
+    draw([run], tmp_path / "curves.png")
+    card = (config.result_dir / "README.md").read_text()
+    assert "eval math hard loss" in card
+
+
+def test_sets_come_from_python(alone: Alone) -> None:
+    rows = [{"text": "a model of words"}, {"text": "the stage holds its layers"}]
+    config = alone(training={"eval_strategy": "epoch"}, data=None)
+    summary = train(config, train_dataset=rows, eval_dataset={"one": rows, "two": rows[:1]})
+    assert {"eval_one_loss", "eval_two_loss"} <= summary.metrics.keys()
+    with pytest.raises(DataError, match=r"eval_dataset\['two'\] is a int"):
+        train(alone("other"), eval_dataset={"one": rows, "two": 5})
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        ({}, "names no data"),
+        ({"a": []}, "names no data"),
+        ({"": "a"}, "the name of an evaluation set has 1 to 64"),
+        ({"math": "a", "math_token": "b"}, "eval_math_token_loss would be a metric of"),
+        ({"token": "a"}, "eval_token_loss would be a metric of an only set too"),
+    ],
+)
+def test_names_that_clash_or_say_nothing_are_refused(
+    sets: Any, said: str, alone: Alone, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        alone(data={"train": "a.jsonl", "eval": sets})
+
+
+def test_a_metric_of_no_set_is_refused_before_the_run(alone: Alone, tmp_path: Path) -> None:
+    config = with_sets(alone, tmp_path, metric_for_best_model="loss")
+    with pytest.raises(ConfigError, match='"loss", which no evaluation gives') as raised:
+        train(config)
+    assert "math_loss, math_token_loss" in str(raised.value)
+    assert not config.output_dir.exists()
+
+
+def test_an_evaluation_cut_short_between_sets_leaves_no_line(
+    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hetero_framework.trainer import coordinator
+
+    real = coordinator.Coordinator._evaluated
+
+    def cut(self: Any, name: str) -> Any:
+        if name == "chat" and self._state.step == 2:
+            raise coordinator._Interrupted
+        return real(self, name)
+
+    monkeypatch.setattr(coordinator.Coordinator, "_evaluated", cut)
+    config = with_sets(alone, tmp_path)
+    with contextlib.suppress(KeyboardInterrupt):
+        train(config)
+    lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"sets"' in line] == [4]
