@@ -27,7 +27,7 @@ from hetero_framework.planner.replan import replan_policy
 from hetero_framework.trainer.coordinator import Coordinator, train
 from hetero_framework.trainer.replanning import PlanChange, Replanning
 from hetero_framework.trainer.setup import replanned
-from tests.integration.conftest import TRAINING, Notes, read_metrics
+from tests.integration.conftest import TRAINING, Notes, is_listening, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.reads import note_reads
 from tests.samples import free_ports
@@ -168,6 +168,11 @@ def test_layers_that_stay_are_not_read_again(
     )
     worker.start()
     try:
+        # Only then: a process's lines go to those who asked last, so that a worker that begins
+        # within the run would keep the coordinator's events from their file.
+        while not is_listening(config.workers[0].port or 0):
+            worker.join(0.05)
+            assert worker.is_alive()
         train(config, progress=Notes())
     finally:
         over.set()
