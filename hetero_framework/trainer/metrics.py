@@ -162,9 +162,15 @@ class MetricsWriter:
         group = "eval" if is_evaluation(line) else "train"
 
         def show(board: Any) -> None:
-            for key, value in line.items():
-                if key != "step" and type(value) in (int, float):
-                    board.add_scalar(f"{group}/{key.removeprefix('eval_')}", value, line["step"])
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            # One event: with one for each number the step waits for the writer's thread.
+            values = [
+                Summary.Value(tag=f"{group}/{key.removeprefix('eval_')}", simple_value=value)
+                for key, value in line.items()
+                if key != "step" and type(value) in (int, float)
+            ]
+            board.file_writer.add_summary(Summary(value=values), line["step"])
 
         self._on_board(show)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import environment, replanning, replication
+from benchmarks import environment, replanning, replication, reporting
 from benchmarks.machines import Machines
 from benchmarks.network import (
     Network,
@@ -345,6 +345,29 @@ def test_copies_of_the_state_are_made_and_cost_time(network: Network) -> None:
     assert found["steps"] == replication.ROUNDS * replication.COPIES * found["every_steps"]
     assert found["copy_s"] > 0
     assert 0.5 < found["ratio"] < 5
+
+
+# -- reporting ----------------------------------------------------------------------------------
+
+
+def test_what_reporters_add_is_counted_between_steps() -> None:
+    clock = reporting.Clock()
+    for number in range(reporting.WARM_UP_STEPS + 3):
+        clock.step({"step": number, "step_seconds": 0.0})
+    taken = clock.taken()
+    assert len(taken.step_s) == 2
+    assert taken.after_s == taken.step_s
+    silent = reporting.Taken([0.1, 0.1, 0.4], [0.001] * 3)
+    found = reporting.figures(["a"], reporting.Taken([0.11] * 3, [0.011] * 3), silent, [1.1])
+    assert (found["ratio"], found["mean_ratio"]) == (1.1, 0.55)
+    assert (found["added_share"], found["after_ms"]) == (0.1, [1.0, 11.0])
+
+
+@pytest.mark.long
+def test_steps_with_a_reporter_and_without_are_timed() -> None:
+    found = reporting.compare(["tensorboard"], pairs=1, steps=5, sleep_s=0.005)
+    assert found["steps"] == 5
+    assert found["step_s"] > 4 * 0.005
 
 
 # -- replanning ---------------------------------------------------------------------------------
