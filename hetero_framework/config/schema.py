@@ -34,6 +34,7 @@ from pydantic import (
 from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
 from hetero_framework.config.host_names import checked_host, host_and_port, normal_host
 from hetero_framework.config.island import IslandConfig
+from hetero_framework.config.objectives import DATA_KINDS, DPO_LOSSES, ROWS, DataKind
 from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown, without_harmless
 from hetero_framework.config.section import (
@@ -317,7 +318,9 @@ class DataConfig(Section):
     eval: str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None = None
     """Evaluation data, of the same forms; see training.eval_steps. Or several sets by their names:
     {"math": "m.jsonl", "chat": "c.jsonl"} gives eval_math_loss, eval_chat_loss, ..."""
-    format: Literal["auto", "text", "prompt_completion", "messages", "alpaca"] = "auto"
+    format: Literal["auto", "text", "prompt_completion", "messages", "alpaca", "preference"] = (
+        "auto"
+    )
     """Layout of a sample. auto: by the columns that are present."""
     dataset_config: str | None = None
     """Configuration (subset) name for a dataset of the hub or a folder with a README."""
@@ -441,6 +444,28 @@ class TrainingConfig(Section):
     output_dir: Name = "runs/default"
     """Directory of the results (relative to this file): adapter or checkpoint, metrics.jsonl,
     diagram, logs."""
+    objective: Name = "sft"
+    """What is learned: "sft" (the next token of texts), "dpo" (the chosen answer of a pair rather
+    than the rejected one), or one that --import registers."""
+    loss_type: str | tuple[str, ...] = "sigmoid"
+    """DPO's loss, by its name in TRL, or several, whose sum by loss_weights is taken."""
+    loss_weights: tuple[float, ...] | None = None
+    """A weight for each loss_type. null: 1 for each."""
+    beta: float = Field(default=0.1, gt=0)
+    """DPO: how closely the model keeps to the reference."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """DPO: the share of pairs whose answers may have been confused (robust, exo_pair)."""
+    rpo_alpha: float | None = Field(default=None, ge=0)
+    """DPO: weight of the chosen answers' own loss, added to the others. null: none."""
+    use_weighting: bool = False
+    """DPO: weight each pair by how likely the model finds it (WPO)."""
+    ld_alpha: float | None = Field(default=None, ge=0, le=1)
+    """DPO: weight of the tokens beyond the length of the shorter answer. null: all count."""
+    discopop_tau: float = Field(default=0.05, gt=0)
+    """DPO: the temperature of discopop."""
+    precompute_ref_log_probs: bool = True
+    """DPO: ask the reference once, before the first step, and keep two numbers for each pair.
+    false: in every step, with the adapter switched off. (TRL's default is false.)"""
     seed: Seed = 42
     """Seed of weights, order, dropout and noise."""
     data_seed: Seed | None = None
@@ -649,6 +674,21 @@ class TrainingConfig(Section):
             values.pop("reconnect_timeout_s")
         return values
 
+    @field_validator("loss_type", "loss_weights", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("loss_type")
+    @classmethod
+    def _loss_is_known(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        names = (value,) if isinstance(value, str) else value
+        if not names or (unknown := [name for name in names if name not in DPO_LOSSES]):
+            raise ValueError(
+                f"{shown(unknown[0] if names else value)} is none of {', '.join(DPO_LOSSES)}"
+            )
+        return value
+
     @field_validator("report_to", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
@@ -708,7 +748,37 @@ class TrainingConfig(Section):
                 f'eval_steps needs eval_strategy "steps", but it is "{self.eval_strategy}"'
             )
         self._check_best()
+        self._check_objective()
         return self
+
+    def _check_objective(self) -> None:
+        losses = self.losses
+        if self.loss_weights is not None and len(self.loss_weights) != len(losses):
+            raise ValueError(
+                f"loss_weights has {len(self.loss_weights)} numbers for {len(losses)} loss types"
+            )
+        if "exo_pair" in losses and not self.label_smoothing:
+            raise ValueError("loss_type exo_pair needs a label_smoothing above 0, such as 1e-3")
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """The names in loss_type."""
+        return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+
+    @property
+    def data_kind(self) -> DataKind:
+        """The data that the objective is trained on."""
+        return DATA_KINDS.get(self.objective, "text")
+
+    @property
+    def train_rows(self) -> int:
+        """Rows of a micro-batch."""
+        return self.per_device_train_batch_size * ROWS[self.data_kind]
+
+    @property
+    def eval_rows(self) -> int:
+        """Rows of a micro-batch of an evaluation."""
+        return self.per_device_eval_batch_size * ROWS[self.data_kind]
 
     def _check_best(self) -> None:
         """The Trainer's rules for what follows from evaluations."""

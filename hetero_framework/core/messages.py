@@ -288,7 +288,8 @@ class Step(OfStep):
     are added before norms are taken: GRADIENTS comes first, and LOAD_STATE for each stage. Random
     numbers of its micro-batches are those of a step in which `first_micro_batch` come before. With
     `decoding` an evaluation pass continues texts: a micro-batch is one more part of one text, LOSS
-    brings the token that follows, and fewer micro-batches may come."""
+    brings the token that follows, and fewer micro-batches may come. In an evaluation pass of the
+    `reference` adapters are switched off."""
 
     train: bool
     micro_batches: int
@@ -303,6 +304,7 @@ class Step(OfStep):
     order_timeout_s: float
     direct: tuple[int, ...]
     decoding: Decoding | None = None
+    reference: bool | None = None
 
 
 @_message(11, COORDINATOR, tensors=(0, MAX_TENSORS))

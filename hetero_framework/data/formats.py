@@ -55,7 +55,10 @@ _FORMATS_HINT = (
 _MESSAGES = ("messages", "conversations")
 _PARTS = (*CONVERSATION_FIELDS, "history", "context")
 _NOT_SFT = {
-    "preference data": ({"chosen", "rejected"}, "make prompt and completion of prompt and chosen"),
+    "preference data": (
+        {"chosen", "rejected"},
+        'set training.objective to "dpo", or make prompt and completion of prompt and chosen',
+    ),
     "data of stepwise supervision": ({"completions", "labels"}, "keep the good completions"),
 }
 
@@ -79,7 +82,7 @@ def detect_format(fields: dict[str, Any], where: str, text_field: str) -> str:
         if needed <= fields.keys():
             raise DataError(
                 f"{where}: the fields {shown} are those of {kind}, not of supervised fine-tuning",
-                hint=f"{advice}, or train with a method made for them, such as TRL's DPOTrainer",
+                hint=advice,
             )
     raise DataError(
         f"{where}: the format cannot be told from the fields {shown}", hint=_FORMATS_HINT
@@ -132,6 +135,10 @@ class Formatter:
         reader = ConversationReader(self.chat.template, self.notes)
         reader.variables(self.options.chat_template_kwargs, "data.", "data.chat_template_kwargs")
         return reader
+
+    def rows(self, records: list[Record]) -> list[list[Tokens]]:
+        """The rows that each record makes."""
+        return [[tokens] for tokens in self(records)]
 
     def __call__(self, records: list[Record]) -> list[Tokens]:
         """Token ids and trained-token mask of each record, not yet truncated."""

@@ -25,6 +25,7 @@ from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder, Rows
 from hetero_framework.data.formats import Formatter, detect_format
 from hetero_framework.data.megatron import Corpus, Samples, find_corpus
+from hetero_framework.data.pairs import PairFormatter, Pairs, collate_pairs
 from hetero_framework.data.sources import Record, Source, find_sources, shorten
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.token_cache import find_entry
@@ -77,11 +78,11 @@ class TrainData:
 
     def step_batches(self, step: int) -> list[MicroBatch]:
         """The micro-batches of `step` (from 0): a pure function of it."""
-        return [self._collate(self.examples, rows) for rows in self.order.step_indices(step)]
+        return [self.collate(self.examples, rows) for rows in self.order.step_indices(step)]
 
     def micro_batch(self, rows: np.ndarray) -> MicroBatch:
         """Of these examples."""
-        return self._collate(self.examples, rows)
+        return self.collate(self.examples, rows)
 
     def largest_batch(self, first_step: int) -> tuple[int, MicroBatch] | None:
         """The micro-batch with the most tokens, padding included, from `first_step` on, and its
@@ -95,7 +96,7 @@ class TrainData:
         if place is None:
             return None
         step, number = place
-        return step, self._collate(self.examples, self.order.step_indices(step)[number])
+        return step, self.collate(self.examples, self.order.step_indices(step)[number])
 
     def eval_batches(self, name: str = "") -> LazyBatches:
         """All examples of an evaluation set in order; the last micro-batch may be smaller."""
@@ -104,11 +105,15 @@ class TrainData:
         rows = self.order.training.per_device_eval_batch_size
 
         def make(index: int) -> MicroBatch:
-            return self._collate(examples, numbers[index * rows : (index + 1) * rows])
+            return self.collate(examples, numbers[index * rows : (index + 1) * rows])
 
         return LazyBatches(math.ceil(len(numbers) / rows), make)
 
-    def _collate(self, examples: Rows, rows: np.ndarray) -> MicroBatch:
+    def collate(self, examples: Rows, rows: np.ndarray) -> MicroBatch:
+        """The micro-batch of these examples, by their numbers."""
+        if isinstance(examples, Pairs):
+            multiple = self.settings.pad_to_multiple_of
+            return collate_pairs(examples, rows, self.pad_token_id, multiple)
         if self.settings.padding_free:
             return pack(examples, rows)
         return collate(examples, rows, self.pad_token_id, self.settings.pad_to_multiple_of)
@@ -128,7 +133,14 @@ def load_data(
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
     report: list[str] = []
-    reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report, most)
+    of_pairs = config.training.data_kind == "pairs"
+    if of_pairs and data.padding_free:
+        raise DataError(
+            f"data.padding_free is for texts, and training.objective is"
+            f" {config.training.objective!r}",
+            hint="leave it out",
+        )
+    reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report, most, of_pairs)
     found = reader.read("train", data.train, data.train_split)
     train: Rows
     order: SampleOrder
@@ -187,9 +199,23 @@ def _twice(name: str, sources: list[Source]) -> Iterator[str]:
         seen.add(path)
 
 
-def formatter_for(first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Formatter:
-    """The formatter of a set of examples, by the first of them."""
+def formatter_for(
+    first: Record,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    *,
+    of_pairs: bool = False,
+) -> Formatter:
+    """The formatter of a set of examples, by the first of them. Raises DataError where they are
+    not of the kind that the objective is trained on."""
     kind: str = data.format
+    if of_pairs:
+        if kind not in ("auto", "preference"):
+            raise DataError(
+                f"data.format is {kind!r}, but the objective is trained on preferences",
+                hint='leave it out, or set training.objective to "sft"',
+            )
+        return PairFormatter("preference", tokenizer, data)
     if kind == "auto":
         kind = detect_format(first.fields, first.where, data.dataset_text_field)
     return Formatter(kind, tokenizer, data)
@@ -213,8 +239,13 @@ class _Reader:
     vocab_size: int | None
     report: list[str]
     most: int | None = None
+    of_pairs: bool = False
 
-    def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples | Corpus:
+    def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Rows | Corpus:
+        examples = self._read(name, spec, split)
+        return Pairs(examples) if self.of_pairs and isinstance(examples, Examples) else examples
+
+    def _read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples | Corpus:
         sources = find_sources(spec, self.base_dir)
         self.report += _twice(name, sources)
         known = math.inf if self.vocab_size is None else self.vocab_size
@@ -226,7 +257,7 @@ class _Reader:
             )
             return corpus
         options = self.data.model_dump(exclude={"train", "eval"})
-        settings = [name, split, options, self.vocab_size]
+        settings = [name, split, options, self.vocab_size, *["pairs"] * self.of_pairs]
         entry = find_entry(sources, self.tokenizer, settings)
         kept = entry.read() if entry is not None else None
         if kept is not None:
@@ -254,7 +285,7 @@ class _Reader:
         reader = SplitReader(split, whole, self.data.dataset_config)
         records = reader.read(sources, notes.append)
         first = next(records)
-        formatter = formatter_for(first, self.tokenizer, self.data)
+        formatter = formatter_for(first, self.tokenizer, self.data, of_pairs=self.of_pairs)
         counts: Counter[str] = Counter()
         looked_at = islice(chain([first], records), self.most)
         examples = self._tokenise(name, looked_at, formatter, counts)
@@ -282,15 +313,17 @@ class _Reader:
         most = self.data.max_length
         with display(f"tokenising data.{name}") as show:
             while batch := list(islice(records, _CHUNK)):
-                for record, (ids, trained) in zip(batch, formatter(batch), strict=True):
-                    self._check_ids(ids, record)
-                    if most is not None and len(ids) > most:
+                for record, rows in zip(batch, formatter.rows(batch), strict=True):
+                    for ids, _ in rows:
+                        self._check_ids(ids, record)
+                    if most is not None and any(len(ids) > most for ids, _ in rows):
                         counts["cut"] += 1
                         part = kept_part(self.data)
-                        ids, trained = ids[part], trained[part]
+                        rows = [(ids[part], trained[part]) for ids, trained in rows]
                     # The first token is never predicted, so its label alone teaches nothing.
-                    if any(trained[1:]):
-                        builder.add(ids, trained)
+                    if all(any(trained[1:]) for _, trained in rows):
+                        for row in rows:
+                            builder.add(*row)
                     else:
                         counts["dropped"] += 1
                 counts["read"] += len(batch)

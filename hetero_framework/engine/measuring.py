@@ -123,7 +123,7 @@ def _entering(config: Config, model: PretrainedConfig, layer: int, hidden_BSD: T
     tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
     setting = Setting(
         *(model, None, objective_of(training), hidden_BSD.dtype, None),
-        *(training.per_device_train_batch_size, tokens),
+        *(training.train_rows, tokens),
     )
     sides = []
     for shape, dtype, _ in bundle_at(setting, layer)[1:]:
@@ -234,7 +234,7 @@ def _specs(kinds: Sequence[int]) -> list[StageSpec]:
 def _batch(config: Config, model: PretrainedConfig, device: Device) -> dict[str, Tensor]:
     """A micro-batch of the longest samples."""
     tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
-    rows = config.training.per_device_train_batch_size
+    rows = config.training.train_rows
     dice = torch.Generator().manual_seed(0)
     vocabulary = int(model.get_text_config().vocab_size)
     ids_BS = torch.randint(vocabulary, (rows, tokens), generator=dice)

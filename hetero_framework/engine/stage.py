@@ -128,6 +128,7 @@ class Stage:
         self._info = info
         self._early.begin(take if info.summed else None)
         self._shard.train(info.train)
+        self._shard.switch_adapter(on=not info.reference)
 
     def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle:
         """The output for the next stage, detached; the inputs of `backward` are kept."""
@@ -148,7 +149,8 @@ class Stage:
         received = self._leaves(self._fitting(micro_batch, inputs, received))
         rows, tokens = inputs["labels"].shape
         chunks = self._objective.num_chunks(self._shard.config, rows, tokens)
-        with self._last_backward(micro_batch, is_one=chunks == 1):
+        is_one = chunks == 1 or self._objective.backward_once
+        with self._last_backward(micro_batch, is_one=is_one):
             outcome = self._outcome(micro_batch, inputs, received, float(self._info.num_items))
         assert isinstance(outcome.loss, Tensor)
         failpoints.spoil("output", outcome.loss)

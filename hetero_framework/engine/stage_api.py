@@ -51,7 +51,8 @@ class StepInfo:
     are divided by that before anybody looks at them. `attempt` tells a repeated step's frames from
     stale ones. With `summed` other replicas' gradients are added before that; this one's
     micro-batches draw their random numbers as if `first_micro_batch` of the others' came before
-    them. With `decoding` there is no loss: a micro-batch continues a text, see `TextGeneration`.
+    them. With `decoding` there is no loss: a micro-batch continues a text, see `TextGeneration`. In
+    a pass of the `reference` adapters are switched off.
     """
 
     step: int
@@ -63,6 +64,7 @@ class StepInfo:
     summed: bool = False
     first_micro_batch: int = 0
     decoding: Decoding | None = None
+    reference: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -444,8 +444,7 @@ class _Means:
 
     def __init__(self, training: TrainingConfig) -> None:
         self._names = objective_of(training).metric_names
-        names = (*self._names, "num_tokens") if training.token_metrics else ()
-        self.of_evaluations = names
+        self.of_evaluations = (*self._names, "num_tokens") if self._names else ()
         self._sums: dict[str, float] = {}
         self._micro_batches = self._tokens = 0
 

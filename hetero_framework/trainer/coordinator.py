@@ -66,6 +66,7 @@ from hetero_framework.trainer.observers import (
     TimelineFile,
 )
 from hetero_framework.trainer.outputs import RunDirectories
+from hetero_framework.trainer.reference import Reference
 from hetero_framework.trainer.replanning import AUTO, PlanChange, Replanning, absence_s
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single, StepPart
 from hetero_framework.trainer.reporters import reporters
@@ -272,6 +273,7 @@ class Coordinator:
         self._objective = objective_of(config.training)
         self._count_items = self._objective.item_counter(prepared.model_config)
         self._count_predictions = self._objective.prediction_counter(prepared.model_config)
+        self._reference = Reference(prepared) if config.training.data_kind == "pairs" else None
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
         self._first_step, self._has_begun = 0, False
         self._epoch = 0.0
@@ -478,6 +480,8 @@ class Coordinator:
     def steps(self) -> RunSummary:
         """Do all steps that are left and what comes between them, then finish the run."""
         training, total = self._config.training, self._data.total_steps
+        if self._reference is not None:
+            self._reference.prepare(self._cluster, self._data, self._state.step)
         if not self._has_begun:  # else the run went back to its beginning
             probe_longest_batch(self._cluster, self._data, training, self._state)
             if self._data.eval_sets and training.eval_on_start and self._state.step == 0:
@@ -678,11 +682,14 @@ class Coordinator:
         self, part: StepPart
     ) -> tuple[list[float], list[GradientReport], dict[int, StageStatistics]]:
         """Do everything before the decision; repeatable, since it changes no weight."""
+        batches = part.batches
+        if self._reference is not None:
+            batches = self._reference.added(self._cluster, batches)
         scale, first = self._state.loss_scale.value, part.first_micro_batch
         info = StepInfo(part.number, 0, True, len(part.batches), part.num_items, scale)
         self._cluster.begin(replace(info, first_micro_batch=first), part.group)
         pipeline = self._cluster.pipeline
-        losses = pipeline.run(part.batches)
+        losses = pipeline.run(batches)
         pipeline.sum_gradients()
         return losses, *pipeline.report_gradients()
 
@@ -711,9 +718,11 @@ class Coordinator:
         `loss` is the Trainer's: the mean over samples of their batch's mean over tokens.
         `token_loss` is the mean over tokens, and `perplexity` its exponential.
         """
-        batches = self._data.eval_batches(name)
+        batches: Sequence[MicroBatch] = self._data.eval_batches(name)
         items = [0] * len(batches)
         started = time.perf_counter()
+        if self._reference is not None:
+            batches = self._reference.added(self._cluster, batches)
 
         def batch(index: int) -> MicroBatch:
             made = batches[index]
@@ -726,17 +735,19 @@ class Coordinator:
 
         with self._ending_within(0.0):
             sums = self._cluster.retrying(losses)
-        tokens, count = sum(items), len(self._data.eval_sets[name])
-        loss = math.fsum(sums) / tokens
+        count, mean = len(self._data.eval_sets[name]), math.fsum(sums) / sum(items)
+        of_tokens = {
+            "token_loss": mean,
+            "perplexity": math.exp(mean) if mean < 700 else math.inf,
+            "tokens": sum(items),
+        }
         size = self._config.training.per_device_eval_batch_size
         sizes = [min(size, count - first) for first in range(0, count, size)]
         return {
             "loss": sample_mean(sums, items, sizes),
-            "token_loss": loss,
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            **(of_tokens if self._objective.counts_tokens else {}),
             "samples": count,
             "batches": len(batches),
-            "tokens": tokens,
             "seconds": time.perf_counter() - started,
             **self._measured(),
             **self._tokens(),
@@ -762,7 +773,7 @@ class Coordinator:
 
     def _tokens(self) -> dict[str, int]:
         """The tokens that were trained on so far, where they are wanted."""
-        return {"num_tokens": self._state.tokens} if self._config.training.token_metrics else {}
+        return {"num_tokens": self._state.tokens} if self._objective.metric_names else {}
 
     def save(self) -> None:
         """Write a checkpoint of this step. The run ends after _MAX_FAILED_SAVES failures."""

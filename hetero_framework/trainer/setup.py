@@ -239,9 +239,9 @@ def resolve_loss_chunk(resolved: Resolved, model_config: PretrainedConfig, token
     """The settings with the tokens of a loss chunk; null where the loss stays whole. `tokens` is
     the longest row."""
     training = resolved.config.training
-    rows = training.per_device_train_batch_size
+    rows = training.train_rows
     if training.evaluation != "no" or training.eval_on_start:
-        rows = max(rows, training.per_device_eval_batch_size)
+        rows = max(rows, training.eval_rows)
     size = rows * tokens
     limit, text = chunk_tokens(training.loss_chunk_tokens, model_config), ""
     if limit is not None and size <= limit:
@@ -312,7 +312,7 @@ def largest_boundary(
     the largest micro-batch in float32, and side tensors. `tokens` is the longest row, `rows` is
     that of training's micro-batches by default."""
     training, structure = config.training, introspect(model_config)
-    rows = rows or max(training.per_device_train_batch_size, training.per_device_eval_batch_size)
+    rows = rows or max(training.train_rows, training.eval_rows)
     # A tiny copy may have fewer residual streams than the model.
     streams = max(structure.streams, _MAX_STREAMS) if structure.streams > 1 else 1
     width = int(model_config.get_text_config().hidden_size) * streams

@@ -138,9 +138,10 @@ class Progress:
         with self._lock:
             step, loss = metrics["step"], _number(metrics["eval_loss"])
             self._evaluations[name] = f"{name} {loss} after step {step}".lstrip()
-            perplexity = _number(metrics["eval_perplexity"])
             what = f"evaluation {name}".rstrip()
-            line = f"step {step}: {what}  loss {loss}  perplexity {perplexity}"
+            line = f"step {step}: {what}  loss {loss}"
+            if (perplexity := metrics.get("eval_perplexity")) is not None:
+                line += f"  perplexity {_number(perplexity)}"
             if (accuracy := metrics.get("eval_mean_token_accuracy")) is not None:
                 line += f"  token accuracy {accuracy:.4f}"
             self._print(line)

@@ -93,6 +93,16 @@ class AttachedAdapter:
     plan: AdapterPlan
     tuner: LoraModel
 
+    def switch(self, model: nn.Module, *, on: bool) -> None:
+        """Have the wrapped modules compute with the adapter, or as their base does. PEFT's own
+        switch would also change which parameters are trained."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils import ModulesToSaveWrapper
+
+        for module in model.modules():
+            if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)):
+                module._disable_adapters = not on
+
     def take_off(self, model: nn.Module) -> None:
         """Put the base's modules back where the adapter has wrapped them. Trained parameters of
         these themselves (biases) stay as they are, and require gradients."""

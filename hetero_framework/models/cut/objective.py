@@ -19,7 +19,9 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hetero_framework.config import TOKEN_METRICS, StageSpec, TrainingConfig
+from hetero_framework.config.objectives import DATA_KINDS, DataKind
 from hetero_framework.data.batches import IGNORE_INDEX, MicroBatch, num_items
+from hetero_framework.errors import ConfigError
 from hetero_framework.models.cut.chunked_loss import chunk_tokens, chunked_loss, spans
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, model_class
@@ -30,6 +32,11 @@ from hetero_framework.models.cut.token_metrics import SUMS, TokenSums, token_met
 
 class CausalLM:
     """Next-token prediction: each token's label is the token after it; -100 is not a label."""
+
+    counts_tokens = True
+    """Whether `prediction_counter` counts tokens."""
+    backward_once = False
+    """Whether the loss of a micro-batch is differentiated in one go, however many chunks it has."""
 
     def __init__(
         self,
@@ -45,7 +52,7 @@ class CausalLM:
         self._loss_chunk_tokens = loss_chunk_tokens
         self._id_layers = id_layers
         self._smoother = LabelSmoother(label_smoothing) if label_smoothing else None
-        self.metric_names = TOKEN_METRICS if token_metrics else ()
+        self.metric_names: tuple[str, ...] = TOKEN_METRICS if token_metrics else ()
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
         """The tensors that a stage needs: tokens in front and where its layers read them, labels at
@@ -101,6 +108,10 @@ class CausalLM:
             loss = loss.detach()
         named = {} if sums is None or sums.total is None else {SUMS: sums.total}
         return loss if divisor is num_items else loss / num_items, named
+
+    def probe_inputs(self, inputs: Inputs) -> Inputs:
+        """The last stage's inputs of a micro-batch without data."""
+        return inputs
 
     def metrics(self, named: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
         """What is logged of some micro-batches beside their losses, by `metric_names`, from the
@@ -165,7 +176,37 @@ def averages_means(cls: type[PreTrainedModel]) -> bool:
     return not accepts
 
 
-def objective_of(training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> CausalLM:
-    """The objective of a run; `id_layers` as for `CausalLM`."""
+Make = Callable[[TrainingConfig, frozenset[int]], CausalLM]
+
+
+def _sft(training: TrainingConfig, id_layers: frozenset[int]) -> CausalLM:
     smoothing, metrics = training.label_smoothing_factor, training.token_metrics
     return CausalLM(training.loss_chunk_tokens, id_layers, smoothing, metrics)
+
+
+def _dpo(training: TrainingConfig, id_layers: frozenset[int]) -> CausalLM:
+    from hetero_framework.models.cut.preferences import Preferences
+
+    return Preferences(training, id_layers)
+
+
+_OBJECTIVES: dict[str, Make] = {"sft": _sft, "dpo": _dpo}
+
+
+def register_objective(name: str, make: Make, data: DataKind = "text") -> None:
+    """Let training.objective name another objective, which `make` makes of the settings and of the
+    layers that read token ids. It is trained on texts, or on pairs of rows. In a file of --import,
+    on every machine."""
+    _OBJECTIVES[name], DATA_KINDS[name] = make, data
+
+
+def objective_of(training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> CausalLM:
+    """The objective of a run; `id_layers` as for `CausalLM`. Raises ConfigError for an unknown
+    one."""
+    make = _OBJECTIVES.get(training.objective)
+    if make is None:
+        raise ConfigError(
+            f"there is no objective {training.objective!r}; there are {', '.join(_OBJECTIVES)}",
+            hint="register it in a file for --import, on every machine",
+        )
+    return make(training, id_layers)

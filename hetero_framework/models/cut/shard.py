@@ -394,6 +394,11 @@ class Shard:
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.training = True
 
+    def switch_adapter(self, *, on: bool) -> None:
+        """Compute with the adapter, if there is one, or as if there were none."""
+        if self.adapter is not None:
+            self.adapter.switch(self.model, on=on)
+
     def add_noise(self, alpha: float) -> None:
         """Add NEFTune's noise to the embeddings in training, as transformers does: uniform within
         alpha / sqrt(tokens of a row x hidden size). Raises ArchitectureError where the model has no
@@ -504,6 +509,17 @@ class Shard:
         self._chunk = number
         with self._doing("head"):
             return self.loss(inputs, (hidden_BSD,), num_items, smoother=smoother, look=look)
+
+    def chunk_logits(self, inputs: Inputs, hidden_BSD: Tensor, number: int) -> Tensor:
+        """As `chunk_loss`, the logits [B, S, V]."""
+        self._chunk = number
+        with self._doing("head"):
+            return self.logits(inputs, (hidden_BSD,))
+
+    def logits(self, inputs: Inputs, received: Bundle) -> Tensor:
+        """The logits [B, S, V] of the last shard."""
+        inputs, received = for_model(inputs, self.ids_per_token), as_inner(received)
+        return self._run(inputs, received).logits
 
     def loss(
         self,

@@ -191,7 +191,8 @@ def _fakes(forms: Iterable[Form]) -> Bundle:
 def _inputs(setting: Setting) -> dict[str, Tensor]:
     ids_BS = torch.zeros(setting.rows, setting.tokens, dtype=torch.int64)
     mask_BS = torch.ones_like(ids_BS)
-    return {"input_ids": ids_BS, "attention_mask": mask_BS, "labels": ids_BS.clone()}
+    inputs = {"input_ids": ids_BS, "attention_mask": mask_BS, "labels": ids_BS.clone()}
+    return setting.objective.probe_inputs(inputs)
 
 
 def layer_footprint(

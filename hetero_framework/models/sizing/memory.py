@@ -335,7 +335,7 @@ class Shapes:
 
     def setting(self, config: Config, tokens: int) -> Setting:
         """The setting of micro-batches with `tokens` tokens per row."""
-        training, rows = config.training, config.training.per_device_train_batch_size
+        training, rows = config.training, config.training.train_rows
         if config.data is not None and config.data.padding_free:
             rows, tokens = 1, rows * tokens
         half = torch.float16 if training.fp16 else None
@@ -492,7 +492,7 @@ def _estimated_bytes(
     """The same by the formula. Gradient checkpointing: a hidden state per layer and micro-batch,
     and one layer in full; no backward: what a layer uses."""
     training = config.training
-    batch_tokens = training.per_device_train_batch_size * tokens
+    batch_tokens = training.train_rows * tokens
     c = 2 if training.bf16 or training.fp16 else shapes.number_bytes
     hidden = batch_tokens * int(shapes.text.hidden_size) * c
     one_row = config.data is not None and config.data.padding_free

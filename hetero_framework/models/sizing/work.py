@@ -66,7 +66,7 @@ def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
     shapes = Shapes(model, config.model, plan, quantizes=config.quantizes)
     count = shapes.skeleton.structure.num_layers
     tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
-    rows = config.training.per_device_train_batch_size
+    rows = config.training.train_rows
     memory, recomputing = (
         memory_of_parts(
             config.with_changes(training={"gradient_checkpointing": again}), model, count, plan

@@ -1,0 +1,18 @@
+"""The objectives by name, and the data that each is trained on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+DataKind = Literal["text", "pairs"]
+ROWS = {"text": 1, "pairs": 2}
+"""Rows of a micro-batch that one example makes."""
+
+DATA_KINDS: dict[str, DataKind] = {"sft": "text", "dpo": "pairs"}
+"""Of each objective; models/cut/objective.py registers further ones."""
+
+DPO_LOSSES = (
+    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"),
+    *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+)
+"""Values of loss_type. TRL's aot and aot_unpaired sort the pairs of a micro-batch."""
