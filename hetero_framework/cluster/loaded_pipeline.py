@@ -29,7 +29,7 @@ from hetero_framework.engine.stage_api import (
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import UserError
-from hetero_framework.models.cut.objective import objective_of
+from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.files import fingerprint
 from hetero_framework.planner.schedule.simulator import Profile
 from hetero_framework.planner.schedule.tuner import StageSeconds, Tuner, make_profile

@@ -25,7 +25,7 @@ REFUSED = frozenset({"model", "adapter"}) | _listed(
     " modules_to_save bias use_rslora use_dora init_lora_weights layers_to_transform layers_pattern"
     " rank_pattern alpha_pattern fan_in_fan_out autocast_adapter_dtype init_from",
     training="seed data_seed per_device_train_batch_size gradient_accumulation_steps"
-    " train_sampling_strategy dataloader_drop_last optim optim_args fp16 bf16",
+    " train_sampling_strategy dataloader_drop_last optim optim_args fp16 bf16 objective",
 )
 """The run would not be the same one: another value is refused."""
 
@@ -37,7 +37,8 @@ REPORTED = frozenset({"data", "training", "wire", "island"}) | _listed(
     training="num_train_epochs max_steps learning_rate warmup_steps warmup_ratio lr_scheduler_type"
     " lr_scheduler_kwargs weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm"
     " label_smoothing_factor neftune_noise_alpha loss_chunk_tokens torch_compile"
-    " torch_compile_backend torch_compile_mode",
+    " torch_compile_backend torch_compile_mode loss_type loss_weights beta label_smoothing"
+    " rpo_alpha use_weighting ld_alpha discopop_tau precompute_ref_log_probs",
     wire="activations gradients",
     island="sync_steps warmup_steps method fragments delay_steps mixing compression"
     " outer_learning_rate outer_momentum outer_nesterov share",

@@ -445,8 +445,8 @@ class TrainingConfig(Section):
     """Directory of the results (relative to this file): adapter or checkpoint, metrics.jsonl,
     diagram, logs."""
     objective: Name = "sft"
-    """What is learned: "sft" (the next token of texts), "dpo" (the chosen answer of a pair rather
-    than the rejected one), or one that --import registers."""
+    """"sft" learns the next token of texts, "dpo" the chosen answer of a pair rather than the
+    rejected one; --import may register others."""
     loss_type: str | tuple[str, ...] = "sigmoid"
     """DPO's loss, by its name in TRL, or several, whose sum by loss_weights is taken."""
     loss_weights: tuple[float, ...] | None = None

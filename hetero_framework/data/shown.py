@@ -45,8 +45,9 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
     reader = SplitReader(data.train_split, ("train",), data.dataset_config)
     records = reader.read(sources, lambda note: None)
     chosen = list(islice(records, count))
-    formatter = formatter_for(chosen[0], tokenizer, data)
-    return [_shown(record, formatter, tokenizer, data) for record in chosen]
+    of_pairs = config.training.data_kind == "pairs"
+    formatter = formatter_for(chosen[0], tokenizer, data, of_pairs=of_pairs)
+    return [shown for record in chosen for shown in _shown(record, formatter, tokenizer, data)]
 
 
 def _row(rows: Samples, number: int, tokenizer: PreTrainedTokenizerBase) -> Shown:
@@ -57,22 +58,26 @@ def _row(rows: Samples, number: int, tokenizer: PreTrainedTokenizerBase) -> Show
 
 def _shown(
     record: Record, formatter: Formatter, tokenizer: PreTrainedTokenizerBase, data: DataConfig
-) -> Shown:
+) -> list[Shown]:
+    """Each row of an example."""
     left_out = []
     before = formatter.notes.counts()
-    [(ids, trained)] = formatter([record])
+    [rows] = formatter.rows([record])
     if unused := [name for name in record.fields if name in formatter.unused]:
         left_out.append("the fields " + ", ".join(unused))
     for remark in formatter.notes.counts() - before:
         left_out.append(remark.removeprefix(LEFT_OUT).removeprefix("warning: "))
-    part = kept_part(data)
-    kept, mask = ids[part], trained[part]
-    if len(kept) < len(ids):
-        left_out.append(f"{len(ids) - len(kept):,} of {len(ids):,} tokens (data.max_length)")
-    if not any(mask[1:]):
-        left_out.append("the whole example: no token of it has a part in the loss")
-    pieces = _pieces(tokenizer, kept, mask)
-    return Shown(record.where, len(kept), sum(mask), pieces, left_out)
+    found = []
+    for ids, trained in rows:
+        part, lost = kept_part(data), list(left_out)
+        kept, mask = ids[part], trained[part]
+        if len(kept) < len(ids):
+            lost.append(f"{len(ids) - len(kept):,} of {len(ids):,} tokens (data.max_length)")
+        if not any(mask[1:]):
+            lost.append("the whole example: no token of it has a part in the loss")
+        pieces = _pieces(tokenizer, kept, mask)
+        found.append(Shown(record.where, len(kept), sum(mask), pieces, lost))
+    return found
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bool]) -> Pieces:

@@ -296,7 +296,7 @@ class _Reader:
         if split != whole[0] or not all(source.is_file for source in sources):
             origin += f", split {split}"
         lines = [
-            f"{name}: {len(examples):,} examples, {len(examples.ids):,} tokens from {origin}",
+            f"{name}: {self._counted(examples)}, {len(examples.ids):,} tokens from {origin}",
             f"{name}: format {formatter.name} (fields {', '.join(first.fields)})",
             *_unused(name, formatter.unused),
             *(f"{name}: {line}" for line in self._remarks(counts, formatter)),
@@ -304,6 +304,10 @@ class _Reader:
         ]
         dated = formatter.renderer is not None and formatter.renderer.uses_date
         return examples, lines, not (dated or rest)
+
+    def _counted(self, examples: Examples) -> str:
+        many = len(examples)
+        return f"{many // 2:,} pairs" if self.of_pairs else f"{many:,} examples"
 
     def _tokenise(
         self, name: str, records: Iterator[Record], formatter: Formatter, counts: Counter[str]

@@ -32,7 +32,7 @@ from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
-from hetero_framework.models.cut.objective import objective_of
+from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import ShardRange, load_shard
 from hetero_framework.models.cut.side import Bundle, returning
 from hetero_framework.models.files.quantization import stored_quantization

@@ -38,7 +38,7 @@ from hetero_framework.models.adapters.trainable import (
     trainable_parameters,
 )
 from hetero_framework.models.cut.decoding import ShardCache, next_token
-from hetero_framework.models.cut.objective import objective_of
+from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.shard import Shard, weakly

@@ -38,7 +38,7 @@ from hetero_framework.core.files import write_file
 from hetero_framework.errors import CallbackError, ConfigError
 from hetero_framework.log import one_line
 from hetero_framework.models.cut.language import meta_model
-from hetero_framework.models.cut.objective import objective_of
+from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.generation import Sample
 from hetero_framework.trainer.metrics import (

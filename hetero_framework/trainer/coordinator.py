@@ -40,7 +40,7 @@ from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.objective import objective_of
+from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.profiling.prediction_error import stage_predictions
 from hetero_framework.profiling.trace_file import Timeline
 from hetero_framework.security.access import Access, access_of, island_access

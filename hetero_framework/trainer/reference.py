@@ -18,10 +18,10 @@ from hetero_framework.core.cache import recall, remember
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData
 from hetero_framework.data.pairs import REFERENCE, Pairs
 from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.errors import CheckpointError, ConfigError, ProtocolError
+from hetero_framework.errors import CheckpointError, ProtocolError
 from hetero_framework.models.cut.preferences import LOGPS
 from hetero_framework.trainer.continuation import versions
-from hetero_framework.trainer.setup import Prepared
+from hetero_framework.trainer.setup import Prepared, can_switch
 from hetero_framework.units import plural
 
 _log = logging.getLogger(__name__)
@@ -32,20 +32,9 @@ class Reference:
     """Asks the reference through the stages of a run. `is_precomputed`: all of it is known."""
 
     def __init__(self, prepared: Prepared) -> None:
-        """Raises ConfigError where a step cannot ask it and is to."""
-        config, plan = prepared.config, prepared.adapter_plan
         self._prepared = prepared
-        self._can_switch = plan is not None and config.adapter is not None
-        if self._can_switch and plan is not None and config.adapter is not None:
-            is_new = plan.weights is None and not plan.rewrites_base
-            self._can_switch = is_new and config.adapter.bias == "none"
-        self.is_precomputed = config.training.precompute_ref_log_probs
-        if not self.is_precomputed and not self._can_switch:
-            raise ConfigError(
-                "training.precompute_ref_log_probs is false, but without a new adapter no step can"
-                " ask the model that training began with",
-                hint="leave it out: the reference is asked once, before the first step",
-            )
+        self._can_switch = can_switch(prepared.adapter_plan)
+        self.is_precomputed = prepared.config.training.precompute_ref_log_probs
 
     def prepare(self, cluster: Cluster, data: TrainData, step: int) -> None:
         """Give the data the numbers of the reference. Raises CheckpointError where the run is past

@@ -27,6 +27,7 @@ from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.chunked_loss import chunk_tokens
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, tower_lines
+from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import ShardRange, load_model_config
 from hetero_framework.models.cut.varlen_attention import VARLEN
 from hetero_framework.models.files.export import base_generation
@@ -159,6 +160,7 @@ def prepare(
             resolved = resolved.decide("adapter", explicit, reason)
         if config.training.verify_architecture:
             admit_adapter(model_config, adapter_plan)
+    check_objective(config, model_config, adapter_plan)
     _admit_cut(config, model_config, say)
     if data.settings.padding_free:
         resolved = without_padding(resolved, model_config)
@@ -281,6 +283,35 @@ def check_compiled(config: Config, model_config: PretrainedConfig) -> None:
             " reach the loss",
             hint='remove torch_compile, or set "model.router_aux_loss_coef": 0',
         )
+
+
+def check_objective(
+    config: Config, model_config: PretrainedConfig, plan: AdapterPlan | None
+) -> None:
+    """Raise ConfigError for an objective that there is not, or that this model cannot have."""
+    training = config.training
+    objective = objective_of(training)
+    if objective.counts_tokens:
+        return
+    if introspect(model_config).reports:
+        raise ConfigError(
+            f"what the routers of a {model_config.model_type} model report has no part in"
+            f" training.objective {training.objective!r}",
+            hint='set "model.router_aux_loss_coef": 0',
+        )
+    if not training.precompute_ref_log_probs and not can_switch(plan):
+        raise ConfigError(
+            "training.precompute_ref_log_probs is false, but without a new adapter no step can ask"
+            " the model that training began with",
+            hint="leave it out: the reference is asked once, before the first step",
+        )
+
+
+def can_switch(plan: AdapterPlan | None) -> bool:
+    """Whether the model is as it was before the training while its adapter is switched off."""
+    if plan is None or plan.weights is not None or plan.rewrites_base:
+        return False
+    return bool(plan.lora_config.bias == "none")
 
 
 def check_positions(model_config: PretrainedConfig, tokens: int) -> None:

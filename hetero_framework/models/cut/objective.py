@@ -18,10 +18,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hetero_framework.config import TOKEN_METRICS, StageSpec, TrainingConfig
-from hetero_framework.config.objectives import DATA_KINDS, DataKind
+from hetero_framework.config import TOKEN_METRICS, StageSpec
 from hetero_framework.data.batches import IGNORE_INDEX, MicroBatch, num_items
-from hetero_framework.errors import ConfigError
 from hetero_framework.models.cut.chunked_loss import chunk_tokens, chunked_loss, spans
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, model_class
@@ -174,39 +172,3 @@ def averages_means(cls: type[PreTrainedModel]) -> bool:
         parameters = inspect.signature(cls.forward).parameters.values()
         accepts = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return not accepts
-
-
-Make = Callable[[TrainingConfig, frozenset[int]], CausalLM]
-
-
-def _sft(training: TrainingConfig, id_layers: frozenset[int]) -> CausalLM:
-    smoothing, metrics = training.label_smoothing_factor, training.token_metrics
-    return CausalLM(training.loss_chunk_tokens, id_layers, smoothing, metrics)
-
-
-def _dpo(training: TrainingConfig, id_layers: frozenset[int]) -> CausalLM:
-    from hetero_framework.models.cut.preferences import Preferences
-
-    return Preferences(training, id_layers)
-
-
-_OBJECTIVES: dict[str, Make] = {"sft": _sft, "dpo": _dpo}
-
-
-def register_objective(name: str, make: Make, data: DataKind = "text") -> None:
-    """Let training.objective name another objective, which `make` makes of the settings and of the
-    layers that read token ids. It is trained on texts, or on pairs of rows. In a file of --import,
-    on every machine."""
-    _OBJECTIVES[name], DATA_KINDS[name] = make, data
-
-
-def objective_of(training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> CausalLM:
-    """The objective of a run; `id_layers` as for `CausalLM`. Raises ConfigError for an unknown
-    one."""
-    make = _OBJECTIVES.get(training.objective)
-    if make is None:
-        raise ConfigError(
-            f"there is no objective {training.objective!r}; there are {', '.join(_OBJECTIVES)}",
-            hint="register it in a file for --import, on every machine",
-        )
-    return make(training, id_layers)

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 
 from hetero_framework.config import TrainingConfig
-from hetero_framework.models.cut.objective import objective_of
+from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import Shard
 from hetero_framework.models.cut.side import Bundle, Side, shown, shown_form
 from hetero_framework.models.library import LIBRARY_ERRORS, one_line

@@ -1,0 +1,39 @@
+"""An objective of the user's own, written from docs/objectives.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework import control
+from hetero_framework.config import Config
+from hetero_framework.config.objectives import DATA_KINDS
+from hetero_framework.errors import ConfigError
+from hetero_framework.models.cut import objectives
+from hetero_framework.trainer.coordinator import train
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "objectives.md"
+
+
+def test_the_pages_objective_trains(
+    pool: Any, llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one process: the workers of the pool have not imported it."""
+    monkeypatch.setattr(objectives, "_OBJECTIVES", dict(objectives._OBJECTIVES))
+    monkeypatch.setitem(DATA_KINDS, "half", "text")
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+    def losses(objective: str) -> tuple[float, ...]:
+        training = {"objective": objective, "max_steps": 2, "optim": "sgd"}
+        sections = {"model": {"name_or_path": str(llama)}, "data": {"train": str(texts)}}
+        raw = pool.config(tmp_path / objective, [], training=training, **sections)
+        return train(Config.from_dict(raw)).losses
+
+    with pytest.raises(ConfigError, match="there is no objective 'half'; there are sft, dpo"):
+        losses("half")
+    (tmp_path / "own.py").write_text(program)
+    control.import_file(tmp_path / "own.py")
+    assert losses("half")[0] == losses("sft")[0] / 2

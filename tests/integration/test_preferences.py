@@ -1,0 +1,91 @@
+"""Preference training whatever the cut: the same bits, also resumed and after a loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.config import Config
+from hetero_framework.errors import CallbackError, ConfigError
+from hetero_framework.trainer.coordinator import train
+from tests.integration.conftest import read_metrics
+from tests.integration.test_best_model import Ending
+from tests.integration.test_parity import LORA, assert_same, weights
+from tests.unit.trainer.test_preferences import save_pairs
+
+pytestmark = pytest.mark.xdist_group("pool")
+
+TRAINING = {
+    **{"objective": "dpo", "max_steps": 3, "learning_rate": 1e-2, "warmup_steps": 0},
+    **{"gradient_accumulation_steps": 3, "eval_strategy": "steps", "eval_steps": 3},
+}
+INTERLEAVED = [
+    {"id": owner, "start": start, "end": start + 2}
+    for owner, start in (("local", 0), (1, 2), ("local", 4))
+]
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora_dropout": {"adapter": LORA},
+    "chunks_checkpointing_bf16": {
+        "adapter": LORA,
+        "training": {
+            **{"loss_chunk_tokens": 16, "gradient_checkpointing": True, "bf16": True},
+            **{"loss_type": ["sigmoid", "ipo"], "rpo_alpha": 0.3, "use_weighting": True},
+        },
+    },
+    "asked_in_each_step": {"adapter": LORA, "training": {"precompute_ref_log_probs": False}},
+}
+
+
+@pytest.fixture
+def configured(pool: Any, llama: Path, tmp_path: Path) -> Any:
+    pairs = str(save_pairs(tmp_path / "pairs.jsonl"))
+
+    def config(name: str, cuts: list[int], **sections: Any) -> Config:
+        sections["training"] = {**TRAINING, **sections.get("training", {})}
+        sections["model"] = {"name_or_path": str(llama)}
+        sections["data"] = {"train": pairs, "eval": pairs, "max_length": 40}
+        return Config.from_dict(pool.config(tmp_path / name, cuts, **sections))
+
+    return config
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_preferences_do_not_depend_on_the_cut(case: str, configured: Any, tmp_path: Path) -> None:
+    sections = CASES[case]
+    whole = train(configured("whole", [], **sections))
+    assert len(set(whole.losses)) == 3
+    ways: dict[str, dict[str, Any]] = {
+        "two": {"cuts": [3]},
+        "three": {"cuts": [2, 4]},
+        "interleaved": {"cuts": [], "shard_plan": INTERLEAVED},
+    }
+    for name, way in ways.items():
+        cut = train(configured(name, way.pop("cuts"), **way, **sections))
+        assert cut.losses == whole.losses
+        assert read_metrics(tmp_path / name) == read_metrics(tmp_path / "whole")
+        assert {k: v for k, v in cut.metrics.items() if "rewards" in k or "logps" in k} == {
+            k: v for k, v in whole.metrics.items() if "rewards" in k or "logps" in k
+        }
+        assert_same(weights(tmp_path / name), weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+def test_a_run_that_was_ended_goes_on_under_another_plan(
+    adapter: Any, configured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
+    sections: dict[str, Any] = {"adapter": adapter} if adapter else {}
+    whole = train(configured("whole", [], **sections))
+    with pytest.raises(CallbackError):
+        train(configured("ended", [3], **sections), callbacks=[Ending(2)])
+    ended = train(configured("ended", [2, 4], **sections))
+    assert ended.losses == whole.losses[2:]
+    assert_same(weights(tmp_path / "ended"), weights(tmp_path / "whole"))
+
+
+def test_without_a_new_adapter_no_step_can_ask_the_reference(configured: Any) -> None:
+    with pytest.raises(ConfigError, match="no step can ask the model that training began with"):
+        train(configured("run", [], training={"precompute_ref_log_probs": False}))
