@@ -85,9 +85,11 @@ class Generator:
         *,
         step: int = 0,
         take_token: TakeToken = lambda prompt, token: None,
+        restore: Callable[[], None] | None = None,
     ) -> list[Sample]:
         """The sample of each prompt, between two steps. `take_token` is called with the number of a
-        prompt and its next token, once for each."""
+        prompt and its next token, once for each. `restore` gives stages that a lost worker has
+        loaded again their state; without it such a loss is raised."""
         told = [0] * len(prompts)
         num_stages = len(self._config.shard_plan)
 
@@ -114,7 +116,7 @@ class Generator:
             cluster.pipeline.decode(texts)
             return texts
 
-        found = cluster.retrying(generate).texts
+        found = self._outliving(cluster, lambda: cluster.retrying(generate), restore).texts
         cluster.retrying(cluster.pipeline.abort)  # frees the stages' caches
         return [
             Sample(
@@ -122,6 +124,25 @@ class Generator:
             )
             for prompt, ids in zip(prompts, found, strict=True)
         ]
+
+    @staticmethod
+    def _outliving(
+        cluster: Cluster,
+        generate: Callable[[], TextGeneration],
+        restore: Callable[[], None] | None,
+    ) -> TextGeneration:
+        if restore is None:
+            return generate()
+        is_first = True
+
+        def attempt() -> TextGeneration:
+            nonlocal is_first
+            if not is_first:
+                restore()
+            is_first = False
+            return generate()
+
+        return cluster.recovery.outlive(attempt)
 
 
 class Sampler:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,10 @@ class Talk:
             facts = cluster.start(config.plan.owners)
             check_devices(config, model, {owner: f.no_four_bit for owner, f in facts.items()})
             pipeline = cluster.assemble(config).pipeline
-            about = self._adapter, model, config.plan.stages
-            cluster.retrying(lambda: load_initial_adapter(*about, pipeline))
+            self._restore = partial(
+                load_initial_adapter, self._adapter, model, config.plan.stages, pipeline
+            )
+            cluster.recovery.outlive(lambda: cluster.retrying(self._restore))
             yield cluster
 
     def choice(self, temperature: float | None, top_p: float | None, **settings: Any) -> Choice:
@@ -99,7 +102,11 @@ class Talk:
         take_token: TakeToken = lambda prompt, token: None,
     ) -> list[Sample]:
         """As `Generator.run`."""
-        return self._generator.run(cluster, prompts, choice, take_token=take_token)
+
+        def restore() -> None:
+            cluster.retrying(self._restore)
+
+        return self._generator.run(cluster, prompts, choice, take_token=take_token, restore=restore)
 
 
 def with_result(config: Config, result: Path | None, *, base: bool, local: bool) -> Config:

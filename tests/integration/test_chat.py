@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hetero_framework.cli import main
 from hetero_framework.config import Config
 from hetero_framework.trainer.coordinator import train
-from tests.samples import save_llama
+from tests.samples import free_ports, save_llama
 from tests.unit.data_helpers import CHATML
 
 pytestmark = pytest.mark.xdist_group("pool")
@@ -166,5 +168,33 @@ def test_chat_remembers_is_ended_by_ctrl_c_and_begins_anew(trained: Path) -> Non
         terminal.until("> ")
         terminal.type("\x04")
         assert terminal.process.wait(timeout=60) == 0
+    finally:
+        terminal.close()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals of this kind")
+def test_chat_outlives_the_death_of_a_worker(trained: Path, tmp_path: Path) -> None:
+    """Which then holds the adapter again: the answer is the same."""
+    raw = json.loads(trained.read_text())
+    ports = free_ports(3)
+    for entry, port in zip((raw["coordinator"], *raw["workers"]), ports, strict=True):
+        entry["port"] = port
+    trained.write_text(json.dumps(raw))
+    terminal = Terminal(["chat", "--config", str(trained), "--max-new-tokens", "9"])
+    try:
+        started = terminal.until("/exit ends")
+        terminal.until("> ")
+        terminal.type("red green\n")
+        answer = terminal.until("\n> ")
+        worker = re.search(r"worker 2: started as process (\d+)", started)
+        assert worker is not None
+        os.kill(int(worker[1]), signal.SIGKILL)
+        terminal.type("/reset\n")
+        terminal.until("> ")
+        terminal.type("red green\n")
+        again = terminal.until("\n> ")
+        assert "worker 2 is back in a new process" in again
+        assert again.splitlines()[-2] == answer.splitlines()[-2]
     finally:
         terminal.close()
