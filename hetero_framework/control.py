@@ -12,7 +12,8 @@
             print(worker, cluster.control(worker, "gpu_temperature"))
 
 Save this as watch.py and add `--import watch.py` to the command on every machine. Data may be what
-msgpack carries: null, bool, int, float, string, bytes, list, and map with string keys.
+msgpack carries: null, bool, int, float, string, bytes, list, and map with string keys. A file may
+also have transformers' `callbacks`, and the functions of FUNCTIONS for metrics (docs/python.md).
 docs/maintainers/extending.md describes the rest.
 """
 
@@ -62,6 +63,9 @@ _handlers: dict[str, Handler] = {}
 _watchers: list[Watcher] = []
 _imported: list[Path] = []
 _callbacks: list[Any] = []
+FUNCTIONS = ("compute_metrics", "preprocess_logits_for_metrics")
+"""Of transformers' Trainer: an imported file may have them, and the last one of a name counts."""
+_functions: dict[str, Callable[..., Any]] = {}
 _OWN = "hetero."  # what the names of the framework's own questions begin with
 _MOST_NOTICES = 16
 """Of a step, since each may carry 16 MiB."""
@@ -95,8 +99,8 @@ def after_step(watcher: _W) -> _W:
 
 
 def import_file(path: Path) -> None:
-    """Run a Python file that registers functions, once, and take up its list `callbacks`, if it has
-    one. Raises UserError if there is no such file."""
+    """Run a Python file that registers functions, once, and take up its list `callbacks` and its
+    functions of FUNCTIONS, if it has any. Raises UserError if there is no such file."""
     path = path.resolve()
     if path in _imported:
         return
@@ -107,11 +111,30 @@ def import_file(path: Path) -> None:
     spec.loader.exec_module(module)
     _imported.append(path)
     _callbacks.extend(getattr(module, "callbacks", ()))
+    _functions.update({name: getattr(module, name) for name in FUNCTIONS if hasattr(module, name)})
 
 
 def imported_callbacks() -> tuple[Any, ...]:
     """transformers' callbacks for the training, from imported files."""
     return tuple(_callbacks)
+
+
+def function(name: str) -> Callable[..., Any] | None:
+    """The one of FUNCTIONS that this process has, if it has it."""
+    return _functions.get(name)
+
+
+@contextmanager
+def having(name: str, function: Callable[..., Any] | None) -> Iterator[None]:
+    """Within, this process has `function` in place of an imported one; None changes nothing."""
+    before = dict(_functions)
+    if function is not None:
+        _functions[name] = function
+    try:
+        yield
+    finally:
+        _functions.clear()
+        _functions.update(before)
 
 
 def imported_files() -> tuple[Path, ...]:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hetero_framework import repository
+from hetero_framework import control, repository
 from hetero_framework.config import Config
 from hetero_framework.config.optimizers import optimizer_problems
 from hetero_framework.data.sources import find_sources
@@ -92,7 +92,8 @@ def _reporters(config: Config) -> Iterator[UserError]:
 
 
 def _metric(config: Config) -> Iterator[UserError]:
-    yield from _raised(config.check_metric)
+    computes = control.function("compute_metrics") is not None
+    yield from _raised(partial(config.check_metric, computes=computes))
 
 
 def _directories(config: Config) -> Iterator[UserError]:

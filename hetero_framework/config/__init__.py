@@ -15,6 +15,7 @@ from hetero_framework.config.plan import Plan, StageSpec, layers_text, process_n
 from hetero_framework.config.schema import (
     AUTO,
     COORDINATOR_PORT,
+    EVALUATED,
     RESULT_DIRS,
     TOKEN_METRICS,
     WORKER_PORT,

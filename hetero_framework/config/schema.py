@@ -547,8 +547,8 @@ class TrainingConfig(Section):
     have the same strategy, and save_steps is a multiple of eval_steps."""
     metric_for_best_model: Name | None = None
     """The metric of an evaluation that decides, with or without "eval_" in front: "loss",
-    "token_loss", "perplexity", or one of token_metrics; of several sets "math_loss" and so on.
-    null: "loss", where one is needed."""
+    "token_loss", "perplexity", one of token_metrics or of compute_metrics; of several sets
+    "math_loss" and so on. null: "loss", where one is needed."""
     greater_is_better: bool | None = None
     """Whether a larger value is better. null: unless the metric's name ends in "loss" or is
     "perplexity"."""
@@ -1111,18 +1111,20 @@ class Config(WholeFile):
                 " logging_dir, or move the model",
             )
 
-    def check_metric(self) -> None:
-        """Raise ConfigError if no evaluation gives the metric that decides on the best model."""
+    def check_metric(self, *, computes: bool = False) -> None:
+        """Raise ConfigError if no evaluation gives the metric that decides on the best model. Where
+        the user `computes` some, or another objective has its own, the first one shows it."""
         training = self.training
         known = ["loss", "token_loss", "perplexity"]
         known += [*TOKEN_METRICS, "num_tokens"] * training.token_metrics
         if self.data is not None and "" not in self.data.eval_sets:
             known = [f"{name}_{metric}" for name in self.data.eval_sets for metric in known]
-        if training.metric is not None and training.metric.removeprefix("eval_") not in known:
+        metric = None if computes or training.objective != "sft" else training.metric
+        if metric is not None and metric.removeprefix("eval_") not in known:
             more = "" if training.token_metrics else "; training.token_metrics gives more"
+            more += ", and compute_metrics any, of train() or of a file named with --import"
             raise ConfigError(
-                f"training.metric_for_best_model is {shown(training.metric)}, which no evaluation"
-                " gives",
+                f"training.metric_for_best_model is {shown(metric)}, which no evaluation gives",
                 hint=f"choose one of {', '.join(known)}{more}",
             )
 

@@ -289,7 +289,8 @@ class Step(OfStep):
     numbers of its micro-batches are those of a step in which `first_micro_batch` come before. With
     `decoding` an evaluation pass continues texts: a micro-batch is one more part of one text, LOSS
     brings the token that follows, and fewer micro-batches may come. In an evaluation pass of the
-    `reference` adapters are switched off."""
+    `reference` adapters are switched off; with `predicts` LOSS brings the predictions of each
+    micro-batch."""
 
     train: bool
     micro_batches: int
@@ -305,6 +306,7 @@ class Step(OfStep):
     direct: tuple[int, ...]
     decoding: Decoding | None = None
     reference: bool | None = None
+    predicts: bool | None = None
 
 
 @_message(11, COORDINATOR, tensors=(0, MAX_TENSORS))

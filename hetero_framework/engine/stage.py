@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetero_framework import control
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device, HostCopy
@@ -40,6 +41,7 @@ from hetero_framework.models.adapters.trainable import (
 from hetero_framework.models.cut.decoding import ShardCache, next_token
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.predictions import PREPROCESS, Predictions
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.shard import Shard, weakly
 from hetero_framework.models.cut.side import (
@@ -181,6 +183,9 @@ class Stage:
         self, micro_batch: int, inputs: Tensors, received: Bundle, num_items: float
     ) -> Outcome:
         """The loss, detached; in a training step it has been differentiated."""
+        predicting: dict[str, Any] = {}
+        if self._info.predicts and self._objective.predicts:
+            predicting["predictions"] = Predictions(control.function(PREPROCESS))
         loss, named = self._objective.loss(
             self._shard,
             inputs,
@@ -189,6 +194,7 @@ class Stage:
             torch.full((), num_items, device=self._device.torch_device),
             running=lambda: self._running(micro_batch),
             backward=self._scaled_backward if self.differentiates else None,
+            **predicting,
         )
         return Outcome(loss, named)
 

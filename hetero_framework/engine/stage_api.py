@@ -52,7 +52,8 @@ class StepInfo:
     stale ones. With `summed` other replicas' gradients are added before that; this one's
     micro-batches draw their random numbers as if `first_micro_batch` of the others' came before
     them. With `decoding` there is no loss: a micro-batch continues a text, see `TextGeneration`. In
-    a pass of the `reference` adapters are switched off.
+    a pass of the `reference` adapters are switched off. With `predicts` outcomes of an evaluation
+    have predictions (models/cut/predictions.py).
     """
 
     step: int
@@ -65,6 +66,7 @@ class StepInfo:
     first_micro_batch: int = 0
     decoding: Decoding | None = None
     reference: bool | None = None
+    predicts: bool | None = None
 
 
 @dataclass(frozen=True)

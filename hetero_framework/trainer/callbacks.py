@@ -44,6 +44,7 @@ from hetero_framework.trainer.generation import Sample
 from hetero_framework.trainer.metrics import (
     HISTORY_FILE,
     METRICS_FILE,
+    SPEED,
     TRAINER_STATE_FILE,
     StepLines,
     by_set,
@@ -58,6 +59,8 @@ from hetero_framework.visualizer.progress import StageRow
 
 _STATES, _STOPPED, _TOLD = "stateful_callbacks", "stopped", "evaluated"  # lines of their own
 _RUN = "remote_run"
+_OWN = {"loss", "token_loss", "perplexity", "samples", "batches", "tokens", "seconds"}
+"""An evaluation's metrics that the user does not compute."""
 _FLAGS = {
     "should_log": "log",
     "should_evaluate": "evaluate",
@@ -208,14 +211,16 @@ class Callbacks(Observer):
         self._is_evaluated = True
         for of_set, found in by_set(metrics).items():
             seconds = found["eval_seconds"]
+            beside = {key.removeprefix("eval_"): value for key, value in found.items()}
+            measured = {n: beside[n] for n in self._means.of_evaluations if n in beside}
+            computed = beside.keys() - measured.keys() - _OWN
+            speed = seconds, found["eval_samples"] / seconds, found["eval_batches"] / seconds
             told = {
                 "loss": found["eval_loss"],
-                "runtime": round(seconds, 4),
-                "samples_per_second": round(found["eval_samples"] / seconds, 3),
-                "steps_per_second": round(found["eval_batches"] / seconds, 3),
+                **{name: value for name, value in beside.items() if name in computed},
+                **{name: round(x, d) for name, x, d in zip(SPEED, speed, (4, 3, 3), strict=True)},
+                **measured,
             }
-            beside = {key.removeprefix("eval_"): value for key, value in found.items()}
-            told |= {name: beside[name] for name in self._means.of_evaluations if name in beside}
             logs, every = (
                 {metric_name(of_set, name): value for name, value in part.items()}
                 for part in (told, {**beside, **told})
@@ -223,6 +228,11 @@ class Callbacks(Observer):
             self._report(logs, due)
             due.evaluate = False
             self._decide("on_evaluate", due, metrics={**every, "epoch": self.state.epoch})
+        if self._metric is not None and self._metric not in metrics:
+            raise CallbackError(
+                f"training.metric_for_best_model is {self._metric}, which no evaluation gives; they"
+                f" give {', '.join(name for name in metrics if name.startswith('eval_'))}"
+            )
         # An evaluation before the first step decides nothing, as in the Trainer.
         is_best = state.step > 0 and self._judge(metrics, state.step)
         if self._arguments.save_strategy == SaveStrategy.BEST:

@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
+
+from torch import Tensor
 
 from hetero_framework import control, errors, log
 from hetero_framework.cluster.cluster import Cluster
@@ -41,18 +43,27 @@ from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objectives import objective_of
+from hetero_framework.models.cut.predictions import PREPROCESS
 from hetero_framework.profiling.prediction_error import stage_predictions
 from hetero_framework.profiling.trace_file import Timeline
 from hetero_framework.security.access import Access, access_of, island_access
-from hetero_framework.trainer import hub_upload, outputs, saved_plan, setup, skipped_step
+from hetero_framework.trainer import (
+    computed_metrics,
+    hub_upload,
+    outputs,
+    saved_plan,
+    setup,
+    skipped_step,
+)
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.checkpoint_export import export_last_checkpoint
+from hetero_framework.trainer.computed_metrics import ComputedMetrics
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
-from hetero_framework.trainer.given import with_objects
+from hetero_framework.trainer.given import COMPUTE, Given, with_objects
 from hetero_framework.trainer.hub import HubUploads
 from hetero_framework.trainer.islands import open_islands
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
-from hetero_framework.trainer.metrics import MetricsWriter, metric_name, stage_lines
+from hetero_framework.trainer.metrics import SPEED, MetricsWriter, metric_name, stage_lines
 from hetero_framework.trainer.observers import (
     Curves,
     Due,
@@ -123,10 +134,7 @@ def train(
     access: Access | None = None,
     islands: Access | None = None,
     build: BuildStages = load_stages,
-    callbacks: Sequence[Any] = (),
-    train_dataset: Any = None,
-    eval_dataset: Any = None,
-    processing_class: Any = None,
+    **given: Unpack[Given],
 ) -> RunSummary:
     """Train as the coordinator, from start to finish. No worker outlives the call.
 
@@ -138,20 +146,16 @@ def train(
         access: For the links to workers; `islands` is for those to other islands. Default: by the
             keys that lie beside the configuration.
         build: Builds the stages of this process.
-        callbacks: Of transformers, instances or classes; those of imported files come after them.
-        train_dataset: Instead of data.train, a `datasets.Dataset` or records; `eval_dataset`
-            instead of data.eval. They and `processing_class`, a tokenizer, are saved in output_dir.
+        given: train_dataset, eval_dataset, processing_class, callbacks, compute_metrics and
+            preprocess_logits_for_metrics, see `Given`. Data and tokenizer stand in place of the
+            configuration's, and are saved in output_dir; callbacks of imported files come last.
 
     Raises the HeteroError that fits the failure.
     """
-    config = with_objects(
-        config,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=processing_class,
-    )
+    config = with_objects(config, given)
     config.require("model", "data")
-    config.check_metric()
+    config.check_metric(computes=bool(given.get(COMPUTE) or control.function(COMPUTE)))
+    preprocess = control.having(PREPROCESS, given.get(PREPROCESS))
     access = access or access_of(config, "local")
     if config.island is not None:
         islands = islands or island_access(config)
@@ -164,7 +168,8 @@ def train(
     directories = RunDirectories(config, store)
     resume = config.resume_step if resume is None else resume
     log_of_run = _log_of_run(config, show, events)
-    with StopRequest() as stop, directories, log_of_run, failpoints.armed("coordinator"):
+    armed = failpoints.armed("coordinator")
+    with StopRequest() as stop, directories, log_of_run, armed, preprocess:
         try:
             goes_on = resume is None and not fresh and directories.is_unfinished
             checkpoint = newest_state(config, store, "latest" if goes_on else resume, goes_on)
@@ -172,6 +177,7 @@ def train(
                 directories.check_fresh()
             kept = plan_in_force(checkpoint, config) if checkpoint is not None and replan else None
             prepared = setup.prepare(config, kept)
+            computed = computed_metrics.of_run(given, prepared)
             if checkpoint is not None:
                 checkpoint = same_run(checkpoint, prepared, must=not goes_on)
             # The workers of a run and their threads follow from the plan that was given.
@@ -211,7 +217,7 @@ def train(
                     observers += [Screen(show), Curves(config)]
                     if prepared.sampler is not None:
                         observers.append(SamplesFile(config))
-                    observers += _callbacks(prepared, store, callbacks)
+                    observers += _callbacks(prepared, store, given.get("callbacks") or ())
                     observers += [uploads] * config.training.push_to_hub
                     replanning = Replanning(prepared, facts, survivors=replan)
                     replanning.move_s = load_s
@@ -227,6 +233,7 @@ def train(
                         replicas,
                         replanning,
                         plan.step_s if plan is not None else None,
+                        computed,
                     )
                     return run.run(checkpoint, goes_on)
         except KeyboardInterrupt:
@@ -254,9 +261,11 @@ class Coordinator:
         replicas: ReplicaGroup,
         replanning: Replanning,
         planned_s: float | None = None,
+        computed: ComputedMetrics | None = None,
     ) -> None:
-        """`planned_s` is the predicted time of a step, made with the plan, where it is known."""
-        self._prepared = prepared
+        """`planned_s` is the predicted time of a step, made with the plan, where it is known;
+        `computed` are the user's metrics, if there are any."""
+        self._prepared, self._computed = prepared, computed
         self._planned_s = planned_s
         self._replanning = replanning
         self._config = config = prepared.config
@@ -483,6 +492,7 @@ class Coordinator:
         if self._reference is not None:
             self._reference.prepare(self._cluster, self._data, self._state.step)
         if not self._has_begun:  # else the run went back to its beginning
+            self._try_predictions()
             probe_longest_batch(self._cluster, self._data, training, self._state)
             if self._data.eval_sets and training.eval_on_start and self._state.step == 0:
                 self.evaluate()
@@ -718,6 +728,7 @@ class Coordinator:
         `loss` is the Trainer's: the mean over samples of their batch's mean over tokens.
         `token_loss` is the mean over tokens, and `perplexity` its exponential.
         """
+        computed, labels = self._computed, dict[int, Tensor]()
         batches: Sequence[MicroBatch] = self._data.eval_batches(name)
         items = [0] * len(batches)
         started = time.perf_counter()
@@ -727,10 +738,14 @@ class Coordinator:
         def batch(index: int) -> MicroBatch:
             made = batches[index]
             items[index] = self._count_predictions([made])
+            if computed is not None:
+                labels[index] = made["labels"]
             return made
 
         def losses() -> list[float]:
-            self._cluster.begin(StepInfo(self._state.step, 0, False, len(batches), 1))
+            info = StepInfo(self._state.step, 0, False, len(batches), 1)
+            predicts = None if computed is None else True
+            self._cluster.begin(replace(info, predicts=predicts))
             return self._cluster.pipeline.run(LazyBatches(len(batches), batch))
 
         with self._ending_within(0.0):
@@ -743,7 +758,7 @@ class Coordinator:
         }
         size = self._config.training.per_device_eval_batch_size
         sizes = [min(size, count - first) for first in range(0, count, size)]
-        return {
+        metrics = {
             "loss": sample_mean(sums, items, sizes),
             **(of_tokens if self._objective.counts_tokens else {}),
             "samples": count,
@@ -752,6 +767,28 @@ class Coordinator:
             **self._measured(),
             **self._tokens(),
         }
+        if computed is not None:
+            told = [labels[index] for index in range(len(batches))]
+            outcomes, prefix = self._cluster.pipeline.outcomes, metric_name(name, "")
+            metrics |= computed.of_set(outcomes, told, prefix, {*metrics, *SPEED})
+        return metrics
+
+    def _try_predictions(self) -> None:
+        """Have one micro-batch's predictions made, so that a process without the user's function
+        for it, or a function that fails, ends the run before its first step."""
+        if self._computed is None or not self._data.eval_sets:
+            return
+        batch = self._data.eval_batches(next(iter(self._data.eval_sets)))[0]
+
+        def run() -> None:
+            self._cluster.begin(StepInfo(self._state.step, 0, False, 1, 1, predicts=True))
+            self._cluster.pipeline.run([batch])
+
+        self._cluster.retrying(run)
+        try:
+            self._computed.predictions(self._cluster.pipeline.outcomes)
+        except errors.CallbackError as error:
+            raise errors.ConfigError(error.message, hint=error.hint) from error
 
     def sample(self) -> None:
         """Have the model continue the sample_prompts, through the same pipeline. A request to stop

@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypedDict
+
+from torch import Tensor
+from transformers import EvalPrediction
 
 from hetero_framework.config import Config
 from hetero_framework.core.files import replace_directory
 from hetero_framework.errors import DataError
 
+COMPUTE: Final = "compute_metrics"
 GIVEN = "given"
 """Their directory in the run's output."""
 
 
-def with_objects(
-    config: Config, *, train_dataset: Any, eval_dataset: Any, processing_class: Any
-) -> Config:
-    """The configuration that names the files of these objects, where they are not None.
+class Given(TypedDict, total=False):
+    """What `train` may be given beside the configuration, under the Trainer's names."""
 
-    Args:
-        train_dataset: A `datasets.Dataset`, or records (a list or another iterable of mappings);
-            `eval_dataset` too, or a dictionary of several by their names.
-        processing_class: A tokenizer.
+    train_dataset: Any
+    """A `datasets.Dataset`, or records (a list or another iterable of mappings)."""
+    eval_dataset: Any
+    """The same, or a dictionary of several by their names."""
+    processing_class: Any
+    """A tokenizer."""
+    callbacks: Sequence[Any]
+    """Of transformers, instances or classes."""
+    compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None
+    """Called with all predictions of an evaluation set."""
+    preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Any] | None
+    """Makes the predictions of logits and labels; otherwise they are the likeliest tokens."""
 
-    Raises DataError for what holds no records.
-    """
+
+def with_objects(config: Config, given: Given) -> Config:
+    """The configuration that names the files of the data and the tokenizer that are given. Raises
+    DataError for data that hold no records, TypeError for what `train` does not take."""
+    if unknown := sorted(given.keys() - Given.__annotations__.keys()):
+        raise TypeError(f"train() got an unexpected keyword argument {unknown[0]!r}")
+    train_dataset, eval_dataset = given.get("train_dataset"), given.get("eval_dataset")
+    processing_class = given.get("processing_class")
     place = config.output_dir / GIVEN
     data: dict[str, Any] = {}
     if train_dataset is not None:

@@ -186,6 +186,10 @@ class MetricsWriter:
             self._board = board
 
 
+SPEED = ("runtime", "samples_per_second", "steps_per_second")
+"""What the Trainer logs of an evaluation beside its metrics."""
+
+
 def is_evaluation(line: Mapping[str, Any]) -> bool:
     """Whether a line of metrics.jsonl is that of an evaluation, not of a step."""
     return "loss" not in line

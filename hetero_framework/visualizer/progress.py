@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hetero_framework.config import layers_text, process_name
+from hetero_framework.config import EVALUATED, layers_text, process_name
 from hetero_framework.log import printable
 from hetero_framework.units import clock, share, size
 
@@ -144,6 +144,10 @@ class Progress:
                 line += f"  perplexity {_number(perplexity)}"
             if (accuracy := metrics.get("eval_mean_token_accuracy")) is not None:
                 line += f"  token accuracy {accuracy:.4f}"
+            for key, value in metrics.items():
+                given = key.removeprefix("eval_")
+                if given not in EVALUATED and key != given and type(value) in (int, float):
+                    line += f"  {given} {value:.4g}"
             self._print(line)
 
     def message(self, text: str) -> None:

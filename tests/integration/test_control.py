@@ -26,6 +26,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_handlers", {})
     monkeypatch.setattr(control, "_watchers", [])
     monkeypatch.setattr(control, "_imported", [])
+    monkeypatch.setattr(control, "_functions", {})
 
 
 SAVING = """
@@ -70,6 +71,45 @@ def test_example_asks_the_worker_it_started_and_messages_save_checkpoints(
     assert lines == ["1", "2", "3", "4"]
     saved = sorted(path.name for path in (tmp_path / "saved").glob("step_*"))
     assert saved == ["step_1", "step_3"]
+
+
+MEASURING = """
+import os
+
+def preprocess_logits_for_metrics(logits, labels):
+    return logits.argmax(-1) * 0 + os.getpid(), labels.ne(-100).sum()
+
+def compute_metrics(given):
+    pids, counts = given.predictions
+    return {"pid": int(pids.max()), "elsewhere": int(pids.max() != os.getpid()),
+            "labels": int(counts.sum() - (given.label_ids != -100).sum())}
+"""
+
+
+def test_an_imported_file_makes_the_predictions_in_the_worker_that_has_the_logits(
+    tmp_path, llama, texts
+) -> None:
+    ports = free_ports(2)
+    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+    config = Config.from_dict(
+        {
+            "coordinator": {**machine, "port": ports[0]},
+            "workers": [{**machine, "id": 1, "port": ports[1]}],
+            "shard_plan": [{"id": "local", "start": 0, "end": 3}, {"id": 1, "start": 3, "end": 6}],
+            "model": {"name_or_path": str(llama)},
+            "data": {"train": str(texts), "eval": str(texts), "max_length": 64},
+            "training": {
+                **{**TRAINING, "max_steps": 2, "output_dir": str(tmp_path / "run")},
+                **{"eval_strategy": "steps", "metric_for_best_model": "labels"},
+            },
+        }
+    )
+    file = tmp_path / "measuring.py"
+    file.write_text(MEASURING)
+    control.import_file(file)
+    summary = train(config)
+    assert summary.metrics["eval_elsewhere"] == 1
+    assert summary.metrics["eval_labels"] == 0
 
 
 def test_worker_without_the_handler_is_an_error_that_names_it(pool, llama, texts, tmp_path) -> None:

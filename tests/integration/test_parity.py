@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import EvalPrediction
 
+from hetero_framework import control
 from hetero_framework.config import Config
+from hetero_framework.errors import ConfigError
 from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import read_metrics
 from tests.samples import save_llama
@@ -90,6 +94,42 @@ def test_metrics_of_tokens_are_those_of_one_process(chunk, losses, tmp_path, tex
     for line, other in zip(whole, plain, strict=True):
         assert {name.removeprefix("eval_") for name in line} >= named
         assert line.items() >= other.items()
+
+
+def test_predictions_of_an_evaluation_are_those_of_one_process(
+    pool, llama, texts, tmp_path
+) -> None:
+    sections = {
+        "model": {"name_or_path": str(llama)},
+        "data": {"train": str(texts), "eval": str(texts), "max_length": 64},
+        "training": {"max_steps": 2, "eval_strategy": "steps", "loss_chunk_tokens": 16},
+    }
+
+    def evaluated(cuts: list[int]) -> list[np.ndarray]:
+        name = "-".join(map(str, [0, *cuts]))
+        seen: list[np.ndarray] = []
+
+        def compute_metrics(given: EvalPrediction) -> dict[str, float]:
+            seen.extend([given.predictions, given.label_ids])
+            return {"hits": (given.predictions[:, :-1] == given.label_ids[:, 1:]).sum()}
+
+        config = Config.from_dict(pool.config(tmp_path / name, cuts, **sections))
+        summary = train(config, debug=True, compute_metrics=compute_metrics)
+        return [*seen, np.array(summary.metrics["eval_hits"])]
+
+    whole = evaluated([])
+    assert len(whole) == 5
+    assert whole[0].shape == whole[1].shape
+    for cuts in PLANS:
+        for one, other in zip(evaluated(cuts), whole, strict=True):
+            np.testing.assert_array_equal(one, other)
+    config = Config.from_dict(pool.config(tmp_path / "lacking", [3], **sections))
+    with (
+        control.having("preprocess_logits_for_metrics", lambda logits, labels: logits.argmax(-1)),
+        pytest.raises(ConfigError, match="the process of the last stage has none"),
+    ):
+        train(config, compute_metrics=lambda given: {})
+    pool.check()
 
 
 def test_probing_the_longest_micro_batch_changes_no_bit(losses, tmp_path) -> None:

@@ -261,7 +261,9 @@ BROAD = {
     "core/devices.py": 3,
     "core/link.py": 3,
     "engine/boundary_io.py": 1,
+    "models/cut/predictions.py": 1,
     "trainer/callbacks.py": 1,
+    "trainer/computed_metrics.py": 1,
     "trainer/coordinator.py": 1,
     "trainer/hub_upload.py": 1,
 }

@@ -23,7 +23,8 @@ from hetero_framework.data.batches import IGNORE_INDEX, MicroBatch, num_items
 from hetero_framework.models.cut.chunked_loss import chunk_tokens, chunked_loss, spans
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, model_class
-from hetero_framework.models.cut.shard import Inputs, Shard
+from hetero_framework.models.cut.predictions import Predictions
+from hetero_framework.models.cut.shard import Inputs, Look, Shard
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.models.cut.token_metrics import SUMS, TokenSums, token_metrics
 
@@ -68,10 +69,11 @@ class CausalLM:
         *,
         running: Callable[[], AbstractContextManager[None]],
         backward: Callable[[torch.Tensor], None] | None,
+        predictions: Predictions | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The last shard's loss of a micro-batch divided by `num_items`, as `item_counter` counts
         them; 0-d, detached. Outside training without what routers add to it. With it come the
-        tensors that `metrics` wants.
+        tensors that `metrics` wants, and those of `predictions`.
 
         `running` is the context of each forward. `backward` differentiates a loss, scaled as the
         caller likes; None outside training. Gradients are left in parameters and `received`.
@@ -82,8 +84,10 @@ class CausalLM:
             divisor = predicted.ne(IGNORE_INDEX).sum().clamp(min=1)
             differentiate = _divided(backward, num_items)
         sums = TokenSums() if self.metric_names else None
-        look = None if sums is None else sums.look
+        look = _every([part.look for part in (sums, predictions) if part is not None])
         limit = chunk_tokens(self._loss_chunk_tokens, shard.config)
+        if predictions is not None and predictions.wants_all:
+            limit = None
         if chunks := spans(inputs["labels"].shape, limit):
             loss = chunked_loss(
                 *(shard, inputs, received, divisor, chunks),
@@ -105,7 +109,14 @@ class CausalLM:
                 differentiate(loss)
             loss = loss.detach()
         named = {} if sums is None or sums.total is None else {SUMS: sums.total}
+        if predictions is not None:
+            named |= predictions.named(inputs["labels"], chunks)
         return loss if divisor is num_items else loss / num_items, named
+
+    @property
+    def predicts(self) -> bool:
+        """Whether `loss` takes predictions along."""
+        return "predictions" in inspect.signature(self.loss).parameters
 
     def probe_inputs(self, inputs: Inputs) -> Inputs:
         """The last stage's inputs of a micro-batch without data."""
@@ -154,6 +165,16 @@ class CausalLM:
         if limit is None or tokens <= limit:
             return tokens * int(text.vocab_size) * per_logit
         return limit * int(text.vocab_size) * per_logit + 4 * head_numbers
+
+
+def _every(looks: Sequence[Look]) -> Look | None:
+    """All of these as one; None for none."""
+
+    def look(logits: torch.Tensor, labels: torch.Tensor) -> None:
+        for each in looks:
+            each(logits, labels)
+
+    return look if looks else None
 
 
 def _divided(

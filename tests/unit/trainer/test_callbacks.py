@@ -518,7 +518,7 @@ def test_the_examples_of_the_page_run(
 ) -> None:
     page = Path(__file__).parents[3] / "docs" / "python.md"
     blocks = page.read_text(encoding="utf-8").split("```python\n")[1:]
-    first, second = (block.partition("```")[0] for block in blocks)
+    first, second, third = (block.partition("```")[0] for block in blocks)
     config = alone()
     (tmp_path / "hetero_config.json").write_text(json.dumps(config.to_dict()))
     monkeypatch.chdir(tmp_path)
@@ -528,6 +528,15 @@ def test_the_examples_of_the_page_run(
     Path("second.py").write_text(second.replace("10.0) < 1.0", "10.0) < 5.7"))
     runpy.run_path("second.py")
     assert len(lines(config)) == 2  # of four steps
+    assert config.data is not None
+    data = {"eval": config.data.train}
+    evaluating = config.with_changes(data=data, training={"eval_strategy": "epoch", "seed": 1})
+    (tmp_path / "hetero_config.json").write_text(json.dumps(evaluating.to_dict()))
+    Path("third.py").write_text(
+        third.replace(", compute_metrics=", ", fresh=True, compute_metrics=")
+    )
+    runpy.run_path("third.py")
+    assert 0 <= json.loads(lines(config)[-1])["eval_accuracy"] <= 1
 
 
 def test_a_file_on_the_command_line_brings_callbacks(

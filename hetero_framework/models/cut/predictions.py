@@ -1,0 +1,103 @@
+"""Predictions of an evaluation, made of the logits where they are: on the last stage.
+
+Shapes: B rows, S tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hetero_framework.errors import CallbackError, ProtocolError
+from hetero_framework.log import one_line
+
+Preprocess = Callable[[Tensor, Tensor], Any]
+PREPROCESS: Final = "preprocess_logits_for_metrics"
+_ARGMAX, _MADE, _FAILED = "argmax", "predictions", "failed"  # names of tensors beside a loss
+_MOST_BYTES = 64 << 20  # of a micro-batch; fits into a message of any run
+
+
+class Predictions:
+    """What becomes of the logits of one micro-batch: the likeliest token after each one, or what
+    the user's `preprocess` makes of logits [B, S, V], in float32, and labels [B, S]."""
+
+    def __init__(self, preprocess: Preprocess | None) -> None:
+        self._preprocess = preprocess
+        self._seen: list[Tensor] = []
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether the logits have to exist at once, and not in the loss's chunks."""
+        return self._preprocess is not None
+
+    def look(self, logits_BSV: Tensor, labels_BS: Tensor) -> None:
+        """Take logits, in the order of the chunks."""
+        seen = logits_BSV.detach()
+        self._seen.append(seen if self.wants_all else seen.argmax(-1).to(torch.int32))
+
+    @torch.no_grad()
+    def named(
+        self, labels_BS: Tensor, chunks: Sequence[tuple[slice, slice]] = ()
+    ) -> dict[str, Tensor]:
+        """The tensors that `predictions` reads, once all logits were looked at; `chunks` are their
+        places. A failure of the user's function is among them, and is raised where the user is."""
+        if self._preprocess is None:
+            tokens_BS = torch.empty_like(labels_BS, dtype=torch.int32)
+            places: list[Any] = [*chunks] or [...]
+            for place, part in zip(places, self._seen, strict=True):
+                tokens_BS[place] = part
+            return {_ARGMAX: tokens_BS}
+        try:
+            made = self._preprocess(self._seen[0].float(), labels_BS)
+            return _checked(made, labels_BS.device)
+        except Exception as error:  # whatever it is, the user's code is told of by name
+            text = f"{type(error).__name__}: {error}"[:1000].encode()
+            failed = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            return {_FAILED: failed.to(labels_BS.device)}
+
+
+def _checked(made: Any, device: torch.device) -> dict[str, Tensor]:
+    """What was made, by names. Raises TypeError and ValueError for what cannot be sent."""
+    parts = [made] if isinstance(made, Tensor) else made
+    if not isinstance(parts, (tuple, list)) or not all(isinstance(p, Tensor) for p in parts):
+        raise TypeError(f"it gave a {type(made).__name__}, not a tensor or a tuple of tensors")
+    if (size := sum(part.nbytes for part in parts)) > _MOST_BYTES:
+        raise ValueError(
+            f"it gave {size >> 20} MiB for a micro-batch of an evaluation, and at most"
+            f" {_MOST_BYTES >> 20} MiB leave a stage; give less, as logits.argmax(-1) is, or lower"
+            " training.per_device_eval_batch_size"
+        )
+    if isinstance(made, Tensor):
+        return {_MADE: made.to(device)}
+    return {f"{_MADE}.{number}": part.to(device) for number, part in enumerate(parts)}
+
+
+def predictions(named: Mapping[str, Tensor], *, preprocesses: bool) -> Tensor | tuple[Tensor, ...]:
+    """The predictions among the tensors that came with a loss, on the CPU.
+
+    Args:
+        preprocesses: Whether this process has a function for it.
+
+    Raises CallbackError where that failed, or where the last stage's process has none, and
+    ProtocolError where there are no predictions.
+    """
+    if _FAILED in named:
+        text = bytes(named[_FAILED].cpu().view(torch.uint8).flatten().tolist())
+        shown = one_line(text.decode("utf-8", "replace"), 1000)
+        raise CallbackError(f"{PREPROCESS} failed on the last stage: {shown}")
+    if _ARGMAX in named and not preprocesses:
+        return named[_ARGMAX].cpu().long()
+    if _ARGMAX in named:
+        raise CallbackError(
+            f"there is a {PREPROCESS} here, but the process of the last stage has none",
+            hint=f"start that worker with --import FILE too, a Python file with {PREPROCESS}",
+        )
+    if _MADE in named:
+        return named[_MADE].cpu()
+    parts = [tensor.cpu() for name, tensor in named.items() if name.startswith(f"{_MADE}.")]
+    if not parts:
+        raise ProtocolError("the last stage gave no predictions")
+    return tuple(parts)

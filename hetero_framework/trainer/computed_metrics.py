@@ -1,0 +1,118 @@
+"""Metrics that the user computes of an evaluation's predictions, as for transformers' Trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import EvalPrediction
+from transformers.trainer_utils import denumpify_detensorize
+
+from hetero_framework import control
+from hetero_framework.engine.stage_api import Outcome
+from hetero_framework.errors import CallbackError, ConfigError
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.objectives import objective_of
+from hetero_framework.models.cut.predictions import PREPROCESS, predictions
+from hetero_framework.trainer.given import COMPUTE, Given
+from hetero_framework.trainer.setup import Prepared
+
+_PADDING = -100
+
+
+class ComputedMetrics:
+    """The user's `compute`, which gets an EvalPrediction and gives metrics by name."""
+
+    def __init__(self, compute: Any) -> None:
+        self._compute = compute
+        self._preprocesses = control.function(PREPROCESS) is not None
+
+    def predictions(self, outcomes: Sequence[Outcome]) -> list[Any]:
+        """Those of each micro-batch. Raises as the function `predictions`."""
+        read = partial(predictions, preprocesses=self._preprocesses)
+        return [read(outcome.named) for outcome in outcomes]
+
+    def of_set(
+        self,
+        outcomes: Sequence[Outcome],
+        labels: Sequence[Tensor],
+        prefix: str,
+        taken: Collection[str],
+    ) -> dict[str, Any]:
+        """The metrics of an evaluation set.
+
+        Args:
+            outcomes: Those of its micro-batches; `labels` are theirs, [B, S].
+            prefix: What the names will begin with; the user's may do so already.
+            taken: Names that they must not have.
+
+        Raises CallbackError where the user's function fails or gives something else.
+        """
+        parts = self.predictions(outcomes)
+        try:
+            made: Any = _joined(parts) if isinstance(parts[0], Tensor) else None
+            if made is None:
+                made = tuple(map(_joined, zip(*parts, strict=True)))
+            given = self._compute(EvalPrediction(predictions=made, label_ids=_joined(labels)))
+            if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+                raise TypeError(f"it gave a {type(given).__name__}, not metrics by name")
+            plain = denumpify_detensorize(dict(given))
+            json.dumps(plain)
+        except Exception as error:  # whatever it is, the user's code is told of by name
+            raise CallbackError(f"{COMPUTE} failed: {type(error).__name__}: {error}") from error
+        found = {name.removeprefix(prefix): value for name, value in plain.items()}
+        if clash := sorted(found.keys() & set(taken)):
+            text = f"{COMPUTE} gives {clash[0]!r}, as every evaluation does"
+            raise CallbackError(text, hint="give it another name")
+        return found
+
+
+def of_run(given: Given, prepared: Prepared) -> ComputedMetrics | None:
+    """The metrics that the user computes in a run; None where there is no function for it. Raises
+    ConfigError where the predictions cannot be made."""
+    compute = given.get(COMPUTE) or control.function(COMPUTE)
+    if compute is None:
+        return None
+    if given.get(PREPROCESS) and (last := prepared.config.plan.stages[-1].owner) != "local":
+        raise ConfigError(
+            f"{PREPROCESS} was given to train(), but the logits are in another process, that of"
+            f" worker {last}",
+            hint=f"write it as {PREPROCESS} into a Python file, and name that with --import where"
+            " the worker is started, and here (hetero_framework.control.import_file, which workers"
+            ' started by this process follow); or end shard_plan with a stage of "local"',
+        )
+    training = prepared.config.training
+    if not objective_of(training).predicts:
+        raise ConfigError(
+            f'there is no {COMPUTE} for training.objective "{training.objective}", which makes no'
+            " predictions of tokens",
+            hint="leave it out",
+        )
+    if introspect(prepared.model_config).ids_per_token > 1:
+        kind = prepared.model_config.model_type
+        raise ConfigError(
+            f"there is no {COMPUTE} for a {kind} model, each of whose tokens has several labels",
+            hint="leave it out",
+        )
+    return ComputedMetrics(compute)
+
+
+def _joined(parts: Sequence[Tensor]) -> np.ndarray:
+    """Tensors of micro-batches one after another, padded on the right as the Trainer does."""
+    parts = [torch.atleast_1d(part) for part in parts]
+    if parts[0].ndim > 1:
+        width = max(part.shape[1] for part in parts)
+        parts = [_widened(part, width) for part in parts]
+    whole = torch.cat(parts)
+    return (whole.float() if whole.dtype == torch.bfloat16 else whole).numpy()
+
+
+def _widened(part: Tensor, width: int) -> Tensor:
+    rows, tokens, *rest = part.shape
+    filling = part.new_full((rows, width - tokens, *rest), _PADDING)
+    return torch.cat([part, filling], dim=1)
