@@ -151,8 +151,7 @@ class Stage:
         received = self._leaves(self._fitting(micro_batch, inputs, received))
         rows, tokens = inputs["labels"].shape
         chunks = self._objective.num_chunks(self._shard.config, rows, tokens)
-        is_one = chunks == 1 or self._objective.backward_once
-        with self._last_backward(micro_batch, is_one=is_one):
+        with self._last_backward(micro_batch, is_one=chunks == 1):
             outcome = self._outcome(micro_batch, inputs, received, float(self._info.num_items))
         assert isinstance(outcome.loss, Tensor)
         failpoints.spoil("output", outcome.loss)

@@ -72,23 +72,39 @@ def chunked_loss(
     """`CausalLM.loss` over `chunks`; `backward` differentiates the loss of each."""
     with running():
         (top_BSD,) = shard.forward(inputs, received)
+    # No mask: it masks what the blocks see. Positions keep those of a long row within their table.
+    cut = {name: inputs[name] for name in inputs.keys() & {"labels", "position_ids"}}
+
+    def loss(number: int, span: Span, chunk_BSD: torch.Tensor) -> torch.Tensor:
+        chunk = {name: values[span] for name, values in cut.items()}
+        if hasattr(inputs.get("attention_mask"), "_hetero_host"):
+            # Without one transformers reads positions on the device, for a mask of no use here.
+            chunk["attention_mask"] = all_seen(chunk["labels"])
+        with running():
+            return shard.chunk_loss(chunk, chunk_BSD, num_items, number, smoother, look)
+
+    return sum_of_chunks(shard, top_BSD, chunks, loss, backward)
+
+
+def sum_of_chunks(
+    shard: Shard,
+    top_BSD: torch.Tensor,
+    chunks: list[Span],
+    loss: Callable[[int, Span, torch.Tensor], torch.Tensor],
+    backward: Callable[[torch.Tensor], None] | None,
+) -> torch.Tensor:
+    """The sum of `loss(number, span, hidden_BSD)` over the chunks of what the blocks gave,
+    detached; `backward` differentiates each before the next begins."""
     gradient_BSD = torch.zeros_like(top_BSD) if backward and top_BSD.requires_grad else None
     total = torch.zeros((), device=top_BSD.device)
     sums = _Sums(shard.parameters_outside_blocks())
-    # No mask: it masks what the blocks see. Positions keep those of a long row within their table.
-    cut = {name: inputs[name] for name in inputs.keys() & {"labels", "position_ids"}}
     for number, span in enumerate(chunks):
         chunk_BSD = top_BSD.detach()[span].contiguous()
         chunk_BSD.requires_grad_(gradient_BSD is not None)
-        with running():
-            chunk = {name: values[span] for name, values in cut.items()}
-            if hasattr(inputs.get("attention_mask"), "_hetero_host"):
-                # Without one transformers reads positions on the device, for a mask of no use here.
-                chunk["attention_mask"] = all_seen(chunk["labels"])
-            loss = shard.chunk_loss(chunk, chunk_BSD, num_items, number, smoother, look)
-        total += loss.detach()
+        part = loss(number, span, chunk_BSD)
+        total += part.detach()
         if backward is not None:
-            backward(loss)
+            backward(part)
             sums.take()
         if gradient_BSD is not None and chunk_BSD.grad is not None:
             # A token at the end of one chunk and the start of the next has its loss in the next.

@@ -34,8 +34,6 @@ class CausalLM:
 
     counts_tokens = True
     """Whether `prediction_counter` counts tokens."""
-    backward_once = False
-    """Whether the loss of a micro-batch is differentiated in one go, however many chunks it has."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Direct preference optimization: the chosen answer of a pair becomes likelier than the rejected.
 
 Losses and metrics are those of TRL's DPOTrainer (1.16), which names their papers. Of the answers'
-tokens only sums of log-probabilities are kept, made in loss chunks that are computed again
-backward: the last stage needs the memory of next-token training.
+tokens only sums of log-probabilities are kept, made in loss chunks that are computed twice: the
+last stage needs the memory of next-token training.
 
 Shapes: P pairs, B = 2 P rows, first the chosen ones; S tokens, V vocabulary.
 """
@@ -12,12 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, logsigmoid
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import cross_entropy, logsigmoid, pad
 from transformers import PretrainedConfig
 
 from hetero_framework.config import StageSpec, TrainingConfig
@@ -25,7 +23,7 @@ from hetero_framework.data.batches import MicroBatch
 from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.data.pairs import REFERENCE
 from hetero_framework.errors import ArchitectureError, ProtocolError
-from hetero_framework.models.cut.chunked_loss import chunk_tokens, spans
+from hetero_framework.models.cut.chunked_loss import Span, chunk_tokens, spans, sum_of_chunks
 from hetero_framework.models.cut.objective import CausalLM
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
@@ -43,7 +41,6 @@ class Preferences(CausalLM):
     with it."""
 
     counts_tokens = False
-    backward_once = True
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(training.loss_chunk_tokens, id_layers)
@@ -82,7 +79,47 @@ class Preferences(CausalLM):
         running: Callable[[], AbstractContextManager[None]],
         backward: Callable[[Tensor], None] | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        sums_B3 = self._sums(shard, inputs, received, running, again=backward is not None)
+        labels_BS, trains = inputs["labels"], backward is not None
+        weights_BS = self._weights(labels_BS)
+        chunks = spans(labels_BS.shape, chunk_tokens(self._loss_chunk_tokens, shard.config))
+        if not chunks:
+            with running():
+                sums_B3 = self._sum(shard.logits(inputs, received), labels_BS, weights_BS)
+            loss, named = self._value(inputs, sums_B3, num_items, trains=trains)
+            if backward is not None:
+                backward(loss)
+            return loss.detach(), named
+        with running():
+            (top_BSD,) = shard.forward(inputs, received)
+
+        def sums(number: int, span: Span, hidden_BSD: Tensor) -> Tensor:
+            cut = {"labels": labels_BS[span]}
+            logits_BSV = shard.chunk_logits(cut, hidden_BSD, number)
+            return self._sum(logits_BSV, labels_BS[span], weights_BS[span])
+
+        sums_B3 = top_BSD.new_zeros(len(labels_BS), 3, dtype=torch.float32)
+        for number, span in enumerate(chunks):
+            with running(), torch.no_grad():
+                sums_B3[span[0]] += sums(number, span, top_BSD[span].contiguous())
+        sums_B3.requires_grad_(trains)
+        loss, named = self._value(inputs, sums_B3, num_items, trains=trains)
+        if backward is not None:
+            # What each sum is worth to the loss; then each loss chunk once more, with gradients.
+            backward(loss)
+            worth_B3 = sums_B3.grad
+
+            def part(number: int, span: Span, hidden_BSD: Tensor) -> Tensor:
+                assert worth_B3 is not None
+                with running():
+                    return (sums(number, span, hidden_BSD) * worth_B3[span[0]]).sum()
+
+            sum_of_chunks(shard, top_BSD, chunks, part, torch.Tensor.backward)
+        return loss.detach(), named
+
+    def _value(
+        self, inputs: Inputs, sums_B3: Tensor, num_items: Tensor, *, trains: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch from the sums of its rows, and what comes with it."""
         if REFERENCE[0] not in inputs:
             return sums_B3.new_zeros(()), {LOGPS: sums_B3[:, 0].detach()}
         logps_B, plain_B, aligned_B = sums_B3.unbind(1)
@@ -99,12 +136,8 @@ class Preferences(CausalLM):
                 one_P, other_P = (aligned_B / lengths_B.clamp(min=1)).exp().detach().chunk(2)
                 loss_P = loss_P * one_P * other_P
             loss = loss + weight * loss_P.mean()
-        if backward is not None:
-            loss = loss / num_items
-            backward(loss)
-        else:
-            loss = loss * (len(logps_B) // 2) / num_items
-        return loss.detach(), {MEANS: self._means(logps_B.detach(), ratios_B.detach())}
+        loss = (loss if trains else loss * (len(logps_B) // 2)) / num_items
+        return loss, {MEANS: self._means(logps_B.detach(), ratios_B.detach())}
 
     def _loss_of(self, name: str, ratios_B: Tensor, lengths_B: Tensor) -> Tensor:
         """The loss of each pair, from how much likelier its answers are than for the reference."""
@@ -160,51 +193,6 @@ class Preferences(CausalLM):
         means = torch.stack([tensor.double().cpu() for tensor in found]).mean(0)
         return dict(zip(METRICS, means.tolist(), strict=True))
 
-    def _sums(
-        self,
-        shard: Shard,
-        inputs: Inputs,
-        received: Bundle,
-        running: Callable[[], AbstractContextManager[None]],
-        *,
-        again: bool,
-    ) -> Tensor:
-        """Sums over the answer of each row, [B, 3]: its weighted log-probabilities, the plain ones,
-        and what weights pairs. Loss chunks are computed `again` backward."""
-        labels_BS = inputs["labels"]
-        weights_BS = self._weights(labels_BS)
-        chunks = spans(labels_BS.shape, chunk_tokens(self._loss_chunk_tokens, shard.config))
-        if not chunks:
-            with running():
-                return self._sum(shard.logits(inputs, received), labels_BS, weights_BS)
-        with running():
-            (top_BSD,) = shard.forward(inputs, received)
-        rows: dict[int, Tensor] = {}
-        for number, span in enumerate(chunks):
-            part = partial(self._part, shard, running, number, labels_BS[span], weights_BS[span])
-            hidden = top_BSD[span].contiguous()
-            if again:
-                sums = checkpoint(part, hidden, use_reentrant=False, preserve_rng_state=False)
-            else:
-                sums = part(hidden)
-            first = span[0].start
-            rows[first] = rows[first] + sums if first in rows else sums
-        return torch.cat(list(rows.values()))
-
-    def _part(
-        self,
-        shard: Shard,
-        running: Callable[[], AbstractContextManager[None]],
-        number: int,
-        labels_BS: Tensor,
-        weights_BS: Tensor,
-        hidden_BSD: Tensor,
-    ) -> Tensor:
-        """The sums of one loss chunk."""
-        with running():
-            logits_BSV = shard.chunk_logits({"labels": labels_BS}, hidden_BSD, number)
-            return self._sum(logits_BSV, labels_BS, weights_BS)
-
     def _sum(self, logits_BSV: Tensor, labels_BS: Tensor, weights_BS: Tensor) -> Tensor:
         if logits_BSV.shape[:-1] != labels_BS.shape:
             raise ArchitectureError(
@@ -212,7 +200,8 @@ class Preferences(CausalLM):
                 f" {list(labels_BS.shape)}: its answers have no probabilities",
                 hint='set training.objective to "sft"',
             )
-        logits_BSV, next_BS = logits_BSV[:, :-1].float(), labels_BS[:, 1:]
+        # Labels are moved, since a part of the logits would cost their backward a copy.
+        logits_BSV, next_BS = logits_BSV.float(), _moved(labels_BS, IGNORE_INDEX)
         logps_BS = -cross_entropy(
             logits_BSV.flatten(0, 1), next_BS.flatten(), reduction="none", ignore_index=IGNORE_INDEX
         ).view(next_BS.shape)
@@ -222,7 +211,9 @@ class Preferences(CausalLM):
                 squares_BS = (2 * logits_BSV).logsumexp(-1) - 2 * logits_BSV.logsumexp(-1)
                 aligned_B = ((logps_BS - squares_BS) * next_BS.ne(IGNORE_INDEX)).sum(1)
         plain_B = logps_BS.sum(1)
-        weighted_B = plain_B if self._ld_alpha is None else (logps_BS * weights_BS[:, 1:]).sum(1)
+        weighted_B = plain_B
+        if self._ld_alpha is not None:
+            weighted_B = (logps_BS * _moved(weights_BS, 0)).sum(1)
         return torch.stack([weighted_B, plain_B, aligned_B], 1)
 
     def _weights(self, labels_BS: Tensor) -> Tensor:
@@ -235,3 +226,8 @@ class Preferences(CausalLM):
         shared_P = torch.minimum(*length_B.chunk(2))
         is_shared_BS = is_label_BS.cumsum(1) <= torch.cat([shared_P, shared_P])[:, None]
         return torch.where(is_shared_BS, 1.0, self._ld_alpha)
+
+
+def _moved(values_BS: Tensor, last: int) -> Tensor:
+    """Of each token what belongs to the next one; `last` where there is none."""
+    return pad(values_BS[:, 1:], (0, 1), value=last)

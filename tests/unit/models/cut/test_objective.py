@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig
 
 from hetero_framework.config import StageSpec, TrainingConfig
 from hetero_framework.errors import ArchitectureError
@@ -14,6 +15,7 @@ from hetero_framework.models.cut.objective import CausalLM
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import ShardRange, build_shard
 from hetero_framework.models.cut.tiny import causal_lm_types, probe_inputs, stock_class, tiny_config
+from hetero_framework.models.sizing.footprint import Setting, head_footprint
 
 ITEMS = torch.tensor(7.0)
 
@@ -127,3 +129,20 @@ def test_a_class_trains_the_next_token_and_nothing_else(model_type: str) -> None
     with torch.no_grad():
         loss = model(**inputs, labels=labels, use_cache=False).loss
     assert torch.isclose(loss, expected, rtol=1e-5) == (model_type not in SHIFTED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_preferences_need_the_memory_of_next_token_training(dtype: torch.dtype) -> None:
+    """Of the last stage, for the same rows in loss chunks."""
+    config = AutoConfig.for_model(
+        "llama",
+        **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 8192},
+    )
+    most = {}
+    for name in ("sft", "dpo"):
+        objective = objective_of(TrainingConfig(objective=name, loss_chunk_tokens=256))
+        found = head_footprint(Setting(config, None, objective, dtype, None, 4, 256))
+        assert found is not None
+        most[name] = found.passing
+    assert most["dpo"] <= 1.05 * most["sft"]
