@@ -40,9 +40,10 @@ class PromptReader:
     ) -> None:
         self._tokenizer, self._chat = tokenizer, chat
         self._field = data.dataset_text_field if data is not None else "text"
-        options = data or DataConfig(train="-")
-        both = {"completion_only_loss": None, "assistant_only_loss": None}
-        self._formatter = Formatter("messages", tokenizer, options.model_copy(update=both))
+        template = data.chat_template_kwargs if data is not None else None
+        # The loss, of which options of the data speak, has no part here.
+        options = DataConfig(train="-", chat_template_kwargs=template)
+        self._formatter = Formatter("messages", tokenizer, options)
 
     def read(self, given: Given, base_dir: Path, setting: str) -> list[Prompt]:
         """The prompts of a file (its lines or records), or those of a list. Raises DataError for

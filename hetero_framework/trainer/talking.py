@@ -49,7 +49,7 @@ class Talk:
 
             self._adapter = plan = plan_adapter(model, config.adapter, config.base_dir)
             explicit = explicit_settings(config.adapter, plan)
-            config = config.model_copy(update={"adapter": explicit})
+            config = config.with_changes(adapter=explicit)
         generation = base_generation(config.model, config.base_dir, model)  # type: ignore[arg-type]
         self._config, self.tokenizer = config, load_tokenizer(config)
         self._generator = Generator(
