@@ -8,11 +8,15 @@ DataKind = Literal["text", "pairs"]
 ROWS = {"text": 1, "pairs": 2}
 """Rows of a micro-batch that one example makes."""
 
-DATA_KINDS: dict[str, DataKind] = {"sft": "text", "dpo": "pairs"}
-"""Of each objective; models/cut/objective.py registers further ones."""
+DATA_KINDS: dict[str, DataKind] = {
+    **{"sft": "text", "dpo": "pairs", "orpo": "pairs", "cpo": "pairs"},
+}
+"""Of each objective; models/cut/objectives.py registers further ones."""
 
 DPO_LOSSES = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"),
     *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
 )
 """Values of loss_type. TRL's aot and aot_unpaired sort the pairs of a micro-batch."""
+ONE_LOSS = {"orpo": ("sigmoid",), "cpo": ("sigmoid", "hinge", "ipo", "simpo")}
+"""Values of loss_type of the objectives that take only one."""

@@ -34,7 +34,7 @@ from pydantic import (
 from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
 from hetero_framework.config.host_names import checked_host, host_and_port, normal_host
 from hetero_framework.config.island import IslandConfig
-from hetero_framework.config.objectives import DATA_KINDS, DPO_LOSSES, ROWS, DataKind
+from hetero_framework.config.objectives import DATA_KINDS, DPO_LOSSES, ONE_LOSS, ROWS, DataKind
 from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown, without_harmless
 from hetero_framework.config.section import (
@@ -445,16 +445,23 @@ class TrainingConfig(Section):
     """Directory of the results (relative to this file): adapter or checkpoint, metrics.jsonl,
     diagram, logs."""
     objective: Name = "sft"
-    """"sft" learns the next token of texts, "dpo" the chosen answer of a pair rather than the
-    rejected one; --import may register others."""
+    """"sft" learns the next token of texts; "dpo", "orpo" and "cpo" the chosen answer of a pair
+    rather than the rejected one; --import may register others."""
     loss_type: str | tuple[str, ...] = "sigmoid"
-    """DPO's loss, by its name in TRL, or several, whose sum by loss_weights is taken."""
+    """DPO's or CPO's loss, by its name in TRL; of DPO also several, whose sum by loss_weights is
+    taken."""
     loss_weights: tuple[float, ...] | None = None
     """A weight for each loss_type. null: 1 for each."""
     beta: float = Field(default=0.1, gt=0)
-    """DPO: how closely the model keeps to the reference."""
+    """DPO: how closely the model keeps to the reference. ORPO: weight of the odds. CPO: by what
+    log-probabilities are multiplied."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """DPO: the share of pairs whose answers may have been confused (robust, exo_pair)."""
+    """The share of pairs whose answers may have been confused (DPO: robust, exo_pair; CPO: sigmoid,
+    simpo)."""
+    cpo_alpha: float = Field(default=1.0, ge=0)
+    """CPO: weight of the chosen answers' own loss."""
+    simpo_gamma: float = 0.5
+    """CPO: how much better the chosen answer should be (simpo)."""
     rpo_alpha: float | None = Field(default=None, ge=0)
     """DPO: weight of the chosen answers' own loss, added to the others. null: none."""
     use_weighting: bool = False
@@ -681,12 +688,18 @@ class TrainingConfig(Section):
 
     @field_validator("loss_type")
     @classmethod
-    def _loss_is_known(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    def _loss_is_known(
+        cls, value: str | tuple[str, ...], info: ValidationInfo
+    ) -> str | tuple[str, ...]:
         names = (value,) if isinstance(value, str) else value
-        if not names or (unknown := [name for name in names if name not in DPO_LOSSES]):
+        objective = info.data.get("objective")
+        known = ONE_LOSS.get(str(objective), DPO_LOSSES)
+        if not names or (unknown := [name for name in names if name not in known]):
             raise ValueError(
-                f"{shown(unknown[0] if names else value)} is none of {', '.join(DPO_LOSSES)}"
+                f"{shown(unknown[0] if names else value)} is none of {', '.join(known)}"
             )
+        if len(names) > 1 and objective in ONE_LOSS:
+            raise ValueError(f"the objective {shown(objective)} takes one loss")
         return value
 
     @field_validator("report_to", mode="before")
@@ -753,6 +766,8 @@ class TrainingConfig(Section):
 
     def _check_objective(self) -> None:
         losses = self.losses
+        if self.loss_weights is not None and self.objective in ONE_LOSS:
+            raise ValueError(f"the objective {shown(self.objective)} takes no loss_weights")
         if self.loss_weights is not None and len(self.loss_weights) != len(losses):
             raise ValueError(
                 f"loss_weights has {len(self.loss_weights)} numbers for {len(losses)} loss types"

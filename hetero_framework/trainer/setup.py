@@ -299,7 +299,8 @@ def check_objective(
             f" training.objective {training.objective!r}",
             hint='set "model.router_aux_loss_coef": 0',
         )
-    if not training.precompute_ref_log_probs and not can_switch(plan):
+    asks = objective.has_reference and not training.precompute_ref_log_probs
+    if asks and not can_switch(plan):
         raise ConfigError(
             "training.precompute_ref_log_probs is false, but without a new adapter no step can ask"
             " the model that training began with",

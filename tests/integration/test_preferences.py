@@ -35,6 +35,13 @@ CASES: dict[str, dict[str, Any]] = {
             **{"loss_type": ["sigmoid", "ipo"], "rpo_alpha": 0.3, "use_weighting": True},
         },
     },
+    "orpo": {"adapter": LORA, "training": {"objective": "orpo", "loss_chunk_tokens": 16}},
+    "cpo": {
+        "training": {
+            **{"objective": "cpo", "loss_type": "simpo", "gradient_checkpointing": True},
+            "precompute_ref_log_probs": False,  # there is no reference to ask
+        }
+    },
     "asked_in_each_step": {"adapter": LORA, "training": {"precompute_ref_log_probs": False}},
 }
 

@@ -35,6 +35,9 @@ class CausalLM:
     counts_tokens = True
     """Whether `prediction_counter` counts tokens."""
 
+    has_reference = False
+    """Whether the model as it was before the training is asked about each pair."""
+
     def __init__(
         self,
         loss_chunk_tokens: int | Literal["auto"] | None,

@@ -9,6 +9,7 @@ from hetero_framework.config.objectives import DATA_KINDS, DataKind
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.cut.objective import CausalLM
 from hetero_framework.models.cut.preferences import Preferences
+from hetero_framework.models.cut.unreferenced import Contrastive, OddsRatio
 
 Make = Callable[[TrainingConfig, frozenset[int]], CausalLM]
 
@@ -18,7 +19,9 @@ def _sft(training: TrainingConfig, id_layers: frozenset[int]) -> CausalLM:
     return CausalLM(training.loss_chunk_tokens, id_layers, smoothing, metrics)
 
 
-_OBJECTIVES: dict[str, Make] = {"sft": _sft, "dpo": Preferences}
+_OBJECTIVES: dict[str, Make] = {
+    **{"sft": _sft, "dpo": Preferences, "orpo": OddsRatio, "cpo": Contrastive},
+}
 
 
 def register_objective(name: str, make: Make, data: DataKind = "text") -> None:

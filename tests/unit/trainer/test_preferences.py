@@ -1,9 +1,10 @@
-"""Preference training of one process beside TRL's DPOTrainer: losses, rewards and weights."""
+"""Preference training of one process beside TRL's trainers: losses, rewards and weights."""
 
 from __future__ import annotations
 
 import json
 import random
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-from hetero_framework.models.cut.preferences import METRICS
+from hetero_framework.config import Config
+from hetero_framework.errors import ConfigError
+from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.trainer.coordinator import train
 from tests.integration.oracles import (
     assert_close,
@@ -43,31 +46,50 @@ def save_pairs(path: Path, count: int = 11) -> Path:
     return path
 
 
-def dpo(config: Any, output: Path, adapter: Path | None = None) -> DPOTrainer:
-    training = config.training
+def trl_classes(objective: str) -> tuple[Any, Any]:
+    """The trainer of an objective, and its arguments."""
+    if objective == "dpo":
+        return DPOTrainer, DPOConfig
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL calls them experimental
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+    return (ORPOTrainer, ORPOConfig) if objective == "orpo" else (CPOTrainer, CPOConfig)
+
+
+def trl(config: Config, output: Path, adapter: Path | None = None) -> Any:
+    training, data = config.training, config.data
+    assert data is not None
+    trainer_class, config_class = trl_classes(training.objective)
+    known = {field.name for field in fields(config_class)}
     told = {
         name: getattr(training, name)
         for name in (
             *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "beta"),
             *("learning_rate", "label_smoothing", "use_weighting", "ld_alpha", "discopop_tau"),
-            *("precompute_ref_log_probs", "max_grad_norm"),
+            *("precompute_ref_log_probs", "max_grad_norm", "cpo_alpha", "simpo_gamma"),
         )
+        if name in known
     }
     losses, given = list(training.losses), training.loss_weights
     if training.rpo_alpha:
         given = [*(given or [1.0] * len(losses)), training.rpo_alpha]
         losses.append("sft")
-    rows = datasets.Dataset.from_list(read_rows(Path(str(config.data.train))))
-    known = {field.name for field in fields(DPOConfig)}
+    if "loss_weights" in known:
+        told |= {"loss_type": losses, "loss_weights": None if given is None else list(given)}
+    elif "loss_type" in known:
+        told["loss_type"] = losses[0]
+    rows = datasets.Dataset.from_list(read_rows(Path(str(data.train))))
     off = "activation_checkpointing"  # the name since transformers 5.20
     told[off if off in known else "gradient_checkpointing"] = False
     model = str(config.model.name_or_path)
-    arguments = DPOConfig(
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if training.objective != "dpo":
+        tokenizer.bos_token = None  # else those trainers begin each prompt with it
+    arguments = config_class(
         str(output),
         **told,
-        loss_type=losses,
-        loss_weights=None if given is None else list(given),
-        max_length=config.data.max_length,
+        max_length=data.max_length,
         logging_steps=1,
         lr_scheduler_type="linear",
         save_strategy="no",
@@ -76,16 +98,16 @@ def dpo(config: Any, output: Path, adapter: Path | None = None) -> DPOTrainer:
         optim="adamw_torch",
         use_cpu=True,
         disable_tqdm=True,
-        eval_strategy="epoch" if config.data.eval else "no",
+        eval_strategy="epoch" if data.eval else "no",
         per_device_eval_batch_size=training.per_device_eval_batch_size,
         dataloader_pin_memory=False,
     )
-    trainer = DPOTrainer(
+    trainer = trainer_class(
         stock_model(Path(model), adapter),
         args=arguments,
         train_dataset=rows,
-        eval_dataset=rows if config.data.eval else None,
-        processing_class=AutoTokenizer.from_pretrained(model),
+        eval_dataset=rows if data.eval else None,
+        processing_class=tokenizer,
     )
     trainer.train()
     return trainer
@@ -107,32 +129,64 @@ CASES: dict[str, dict[str, Any]] = {
     "shared_length": {"ld_alpha": 0.3},
     "in_chunks": {"loss_chunk_tokens": 7},
     "whole_rows": {"loss_chunk_tokens": 60},
+    "orpo": {"objective": "orpo", "beta": 0.3},
+    "orpo_in_chunks": {"objective": "orpo", "loss_chunk_tokens": 7},
+    "orpo_whole_rows": {"objective": "orpo", "loss_chunk_tokens": 130},
+    "cpo": {"objective": "cpo", "label_smoothing": 0.1, "loss_chunk_tokens": 9},
+    "cpo_hinge": {"objective": "cpo", "loss_type": "hinge", "cpo_alpha": 0.5},
+    "cpo_ipo": {"objective": "cpo", "loss_type": "ipo"},
+    **{
+        f"cpo_simpo_{alpha}": {
+            **{"objective": "cpo", "loss_type": "simpo", "simpo_gamma": 0.8},
+            **{"cpo_alpha": alpha, "label_smoothing": 0.2, "beta": 2.0},
+        }
+        for alpha in (0.0, 1.0)
+    },
 }
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("case", CASES)
-def test_losses_rewards_and_weights_are_those_of_dpo_trainer(
+def test_losses_rewards_and_weights_are_those_of_trl(
     case: str, lora: bool, alone: Alone, alone_model: Path, tmp_path: Path
 ) -> None:
     sections: dict[str, Any] = {}
     adapter = save_adapter(alone_model, tmp_path / "adapter") if lora else None
     if adapter is not None:
         sections["adapter"] = {"init_from": str(adapter)}
-    pairs = str(save_pairs(tmp_path / "pairs.jsonl"))
     training = {"objective": "dpo", "eval_strategy": "epoch", "learning_rate": 1e-3, **CASES[case]}
-    config = alone(
-        training=training, data={"train": pairs, "eval": pairs, "max_length": 20}, **sections
-    )
+    # Only DPOTrainer leaves out pairs whose prompt fills max_length. In a step with a smaller
+    # micro-batch the others' metrics are of as many pairs of each.
+    count, most = (11, 20) if training["objective"] == "dpo" else (12, 40)
+    pairs = str(save_pairs(tmp_path / "pairs.jsonl", count))
+    data = {"train": pairs, "eval": pairs, "max_length": most}
+    config = alone(training=training, data=data, **sections)
     ours = Recorder()
     train(config, callbacks=[ours])
-    other = dpo(config, tmp_path / "trl", adapter)
+    other = trl(config, tmp_path / "trl", adapter)
     assert ours.state is not None
-    history = other.state.log_history
+    history, metrics = other.state.log_history, objective_of(config.training).metric_names
     assert len(ours.state.log_history) == len(history)
     for one, two in zip(ours.state.log_history, history, strict=True):
         prefix = "eval_" if "eval_loss" in two else ""
-        names = [f"{prefix}loss", *(f"{prefix}{name}" for name in METRICS)]
+        names = [f"{prefix}loss", *(f"{prefix}{name}" for name in metrics)]
         for name in names if f"{prefix}loss" in two else ():
             assert one[name] == pytest.approx(two[name], rel=1e-5, abs=1e-5), (name, two)
     assert_close(weights(tmp_path / "run"), trained_weights(other.model), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("training", "problem"),
+    [
+        ({"objective": "cpo", "loss_type": "robust"}, "robust.* is none of sigmoid, hinge, ipo,"),
+        ({"objective": "orpo", "loss_type": "hinge"}, "hinge.* is none of sigmoid"),
+        ({"objective": "dpo", "loss_type": "simpo"}, "simpo.* is none of sigmoid, hinge, ipo, exo"),
+        ({"objective": "cpo", "loss_type": ["sigmoid", "ipo"]}, "takes one loss"),
+        ({"objective": "orpo", "loss_weights": [0.5]}, "takes no loss_weights"),
+    ],
+)
+def test_a_loss_that_the_objective_does_not_have_is_refused(
+    training: dict[str, Any], problem: str, alone: Alone
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        alone(training=training)

@@ -1,0 +1,172 @@
+"""An objective of pairs: the chosen answer of each becomes likelier than the rejected one.
+
+Of the tokens only sums over rows are kept, made in loss chunks that are computed twice: the
+last stage needs the memory of next-token training.
+
+Shapes: P pairs, B = 2 P rows, first the chosen ones; S tokens, V vocabulary; C sums of a row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+from transformers import PretrainedConfig
+
+from hetero_framework.config import TrainingConfig
+from hetero_framework.data.batches import MicroBatch
+from hetero_framework.data.examples import IGNORE_INDEX
+from hetero_framework.errors import ArchitectureError, ProtocolError
+from hetero_framework.models.cut.chunked_loss import Span, chunk_tokens, spans, sum_of_chunks
+from hetero_framework.models.cut.objective import CausalLM
+from hetero_framework.models.cut.shard import Inputs, Shard
+from hetero_framework.models.cut.side import Bundle
+
+MEANS = "pair_means"
+METRICS = (
+    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+    *("logps/chosen", "logps/rejected"),
+)
+"""Of all pairs; an objective may have further ones."""
+
+
+class PairObjective(CausalLM, ABC):
+    """A batch has the two rows of each pair, whose labels are the answers' tokens."""
+
+    counts_tokens = False
+
+    def __init__(
+        self, training: TrainingConfig, id_layers: frozenset[int] = frozenset(), *further: str
+    ) -> None:
+        """`further`: names of metrics behind METRICS."""
+        super().__init__(training.loss_chunk_tokens, id_layers)
+        self._beta, self._smoothing = training.beta, training.label_smoothing
+        self.metric_names = (*METRICS, *further)
+
+    def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
+        """Micro-batches, each the mean of its pairs, as TRL divides them."""
+        return len
+
+    def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
+        """Pairs."""
+        return lambda batches: sum(len(batch["labels"]) // 2 for batch in batches)
+
+    def targets(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Tensors [B, S] by which the log-probabilities of a row are added up."""
+        return (inputs["labels"],)
+
+    @abstractmethod
+    def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
+        """Sums over each row, C times [B], from logits and the targets of the tokens behind."""
+
+    @abstractmethod
+    def mean_loss(self, inputs: Inputs, sums_BC: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean loss of the pairs, and what comes with it, detached: their `means`."""
+
+    def loss(  # type: ignore[override]  # makes no predictions
+        self,
+        shard: Shard,
+        inputs: Inputs,
+        received: Bundle,
+        num_items: Tensor,
+        *,
+        running: Callable[[], AbstractContextManager[None]],
+        backward: Callable[[Tensor], None] | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        targets, trains = self.targets(inputs), backward is not None
+        chunks = spans(targets[0].shape, chunk_tokens(self._loss_chunk_tokens, shard.config))
+        if not chunks:
+            with running():
+                sums_BC = self._sums(shard.logits(inputs, received), targets)
+            loss, named = self._value(inputs, sums_BC, num_items, trains=trains)
+            if backward is not None:
+                backward(loss)
+            return loss.detach(), named
+        with running():
+            (top_BSD,) = shard.forward(inputs, received)
+
+        def sums(number: int, span: Span, hidden_BSD: Tensor) -> Tensor:
+            cut = tuple(target[span] for target in targets)
+            logits_BSV = shard.chunk_logits({"labels": cut[0]}, hidden_BSD, number)
+            return self._sums(logits_BSV, cut)
+
+        rows: dict[int, Tensor] = {}
+        for number, span in enumerate(chunks):
+            with running(), torch.no_grad():
+                found = sums(number, span, top_BSD[span].contiguous())
+            first = span[0].start
+            rows[first] = rows[first] + found if first in rows else found
+        sums_BC = torch.cat(list(rows.values())).requires_grad_(trains)
+        loss, named = self._value(inputs, sums_BC, num_items, trains=trains)
+        if backward is not None:
+            # What each sum is worth to the loss; then each loss chunk once more, with gradients.
+            backward(loss)
+            worth_BC = sums_BC.grad
+
+            def part(number: int, span: Span, hidden_BSD: Tensor) -> Tensor:
+                assert worth_BC is not None
+                with running():
+                    return (sums(number, span, hidden_BSD) * worth_BC[span[0]]).sum()
+
+            sum_of_chunks(shard, top_BSD, chunks, part, torch.Tensor.backward)
+        return loss.detach(), named
+
+    def _value(
+        self, inputs: Inputs, sums_BC: Tensor, num_items: Tensor, *, trains: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch from the sums of its rows, and what comes with it."""
+        loss, named = self.mean_loss(inputs, sums_BC)
+        return (loss if trains else loss * (len(sums_BC) // 2)) / num_items, named
+
+    def means(self, logps_B: Tensor, rewards_B: Tensor, *further: Tensor) -> dict[str, Tensor]:
+        """What `metrics` wants: METRICS, each the mean over pairs, and further means."""
+        chosen_P, rejected_P = (self._beta * rewards_B).chunk(2)
+        likely = [half_P.mean() for half_P in logps_B.chunk(2)]
+        better = (chosen_P > rejected_P).float().mean()
+        margin = (chosen_P - rejected_P).mean()
+        found = [chosen_P.mean(), rejected_P.mean(), better, margin, *likely, *further]
+        return {MEANS: torch.stack(found).detach()}
+
+    def metrics(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        found, names = [tensors[MEANS] for tensors in named if MEANS in tensors], self.metric_names
+        if len(found) != len(named) or any(means.shape != (len(names),) for means in found):
+            raise ProtocolError("the last stage gave no means of pairs")
+        if not found:
+            return {}
+        means = torch.stack([tensor.double().cpu() for tensor in found]).mean(0)
+        return dict(zip(names, means.tolist(), strict=True))
+
+    def _sums(self, logits_BSV: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+        if logits_BSV.shape[:-1] != targets[0].shape:
+            raise ArchitectureError(
+                f"the model makes logits of {list(logits_BSV.shape)} for labels of"
+                f" {list(targets[0].shape)}: its answers have no probabilities",
+                hint='set training.objective to "sft"',
+            )
+        # Targets are moved, since a part of the logits would cost their backward a copy.
+        moved = (pad(target[:, 1:], (0, 1), value=IGNORE_INDEX) for target in targets)
+        return torch.stack(self.sums(logits_BSV.float(), *moved), 1)
+
+
+def log_probabilities(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """Of each label, [B, S]; 0 where there is none."""
+    losses = cross_entropy(
+        *(logits_BSV.flatten(0, 1), labels_BS.flatten()),
+        reduction="none",
+        ignore_index=IGNORE_INDEX,
+    )
+    return -losses.view(labels_BS.shape)
+
+
+def lengths_of(labels_BS: Tensor) -> Tensor:
+    """Labels of each row that are predicted."""
+    return labels_BS[:, 1:].ne(IGNORE_INDEX).sum(1)
+
+
+def chosen_loss(logps_B: Tensor, lengths_B: Tensor) -> Tensor:
+    """The mean loss of the chosen rows' tokens."""
+    return -logps_B.chunk(2)[0].sum() / lengths_B.chunk(2)[0].sum().clamp(min=1)
