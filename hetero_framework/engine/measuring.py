@@ -239,6 +239,7 @@ def _batch(config: Config, model: PretrainedConfig, device: Device) -> dict[str,
     vocabulary = int(model.get_text_config().vocab_size)
     ids_BS = torch.randint(vocabulary, (rows, tokens), generator=dice)
     batch = {"input_ids": ids_BS, "attention_mask": torch.ones_like(ids_BS), "labels": ids_BS}
+    batch = objective_of(config.training).probe_inputs(batch)
     return {name: tensor.to(device.torch_device) for name, tensor in batch.items()}
 
 

@@ -72,6 +72,14 @@ def test_every_part_of_a_model_that_is_trained_has_its_times_and_bytes(tmp_path:
     assert found.head.kept_bytes == 0
 
 
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "cpo"])
+def test_training_of_pairs_is_measured_without_a_reference(objective: str, tmp_path: Path) -> None:
+    training = {"objective": objective, "per_device_train_batch_size": ROWS}
+    found = cost(tmp_path, plain(), training=training)
+    assert found.head.forward_s > 0
+    assert found.hidden_bytes == 2 * ROWS * TOKENS * HIDDEN * 4
+
+
 def test_layers_that_receive_more_than_the_hidden_state_are_measured(tmp_path: Path) -> None:
     fields = {**tiny_config("gemma3n_text").to_dict(), "dtype": "float32"}
     sections = {"shard_plan": [{"id": "local", "start": 0, "end": 6}], "adapter": LORA}
