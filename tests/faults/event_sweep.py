@@ -98,6 +98,8 @@ def coordinate(connection: Connection, raw: dict[str, Any], at: str, replans: bo
     from tests.faults.networked import Tell
 
     timeouts.REPLAN_S = ABSENCE_S
+    if replans:  # else the run may be over before a new process of worker 2 is there
+        os.environ["HETERO_FAILPOINT"] = "coordinator/step@*:sleep:0.7"
     _say_into(Path(at), COORDINATOR)
     config = Config.from_dict(raw)
     train(config, progress=Tell(connection), workers=LocalWorkers(config, ()), replan=replans)
