@@ -18,5 +18,5 @@ DPO_LOSSES = (
     *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
 )
 """Values of loss_type. TRL's aot and aot_unpaired sort the pairs of a micro-batch."""
-ONE_LOSS = {"orpo": ("sigmoid",), "cpo": ("sigmoid", "hinge", "ipo", "simpo")}
+ONE_LOSS = {"sft": ("nll",), "orpo": ("sigmoid",), "cpo": ("sigmoid", "hinge", "ipo", "simpo")}
 """Values of loss_type of the objectives that take only one."""

@@ -447,9 +447,9 @@ class TrainingConfig(Section):
     objective: Name = "sft"
     """"sft" learns the next token of texts; "dpo", "orpo" and "cpo" the chosen answer of a pair
     rather than the rejected one; --import may register others."""
-    loss_type: str | tuple[str, ...] = "sigmoid"
+    loss_type: str | tuple[str, ...] | None = None
     """DPO's or CPO's loss, by its name in TRL; of DPO also several, whose sum by loss_weights is
-    taken."""
+    taken. null: sigmoid. "sft" has TRL's "nll" alone."""
     loss_weights: tuple[float, ...] | None = None
     """A weight for each loss_type. null: 1 for each."""
     beta: float = Field(default=0.1, gt=0)
@@ -689,8 +689,10 @@ class TrainingConfig(Section):
     @field_validator("loss_type")
     @classmethod
     def _loss_is_known(
-        cls, value: str | tuple[str, ...], info: ValidationInfo
-    ) -> str | tuple[str, ...]:
+        cls, value: str | tuple[str, ...] | None, info: ValidationInfo
+    ) -> str | tuple[str, ...] | None:
+        if value is None:
+            return None
         names = (value,) if isinstance(value, str) else value
         objective = info.data.get("objective")
         known = ONE_LOSS.get(str(objective), DPO_LOSSES)
@@ -778,7 +780,8 @@ class TrainingConfig(Section):
     @property
     def losses(self) -> tuple[str, ...]:
         """The names in loss_type."""
-        return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+        named = self.loss_type or "sigmoid"
+        return (named,) if isinstance(named, str) else named
 
     @property
     def data_kind(self) -> DataKind:
