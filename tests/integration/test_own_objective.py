@@ -22,6 +22,7 @@ def test_the_pages_objective_trains(
     pool: Any, llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one process: the workers of the pool have not imported it."""
+    monkeypatch.setattr(control, "_imported", [])  # workers of later tests follow it
     monkeypatch.setattr(objectives, "_OBJECTIVES", dict(objectives._OBJECTIVES))
     monkeypatch.setitem(DATA_KINDS, "half", "text")
     (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
