@@ -145,8 +145,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("case", CASES)
+WITH_LORA = ("sigmoid", "weighted", "in_chunks")
+
+
+@pytest.mark.parametrize(
+    ("case", "lora"),
+    [
+        *((case, False) for case in CASES),
+        *(
+            pytest.param(case, True, marks=() if case in WITH_LORA else pytest.mark.long)
+            for case in CASES
+        ),
+    ],
+)
 def test_losses_rewards_and_weights_are_those_of_trl(
     case: str, lora: bool, alone: Alone, alone_model: Path, tmp_path: Path
 ) -> None:
