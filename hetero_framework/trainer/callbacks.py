@@ -52,13 +52,13 @@ from hetero_framework.trainer.metrics import (
     metric_name,
 )
 from hetero_framework.trainer.observers import Due, Observer, RunStart
-from hetero_framework.trainer.reporters import new_run, remote_run, report_samples
+from hetero_framework.trainer.reporters import mlflow_run, new_run, remote_run, report_samples
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.visualizer.progress import StageRow
 
 _STATES, _STOPPED, _TOLD = "stateful_callbacks", "stopped", "evaluated"  # lines of their own
-_RUN = "remote_run"
+_RUN, _MLFLOW_RUN = "remote_run", "mlflow_run"
 _OWN = {"loss", "token_loss", "perplexity", "samples", "batches", "tokens", "seconds"}
 """An evaluation's metrics that the user does not compute."""
 _FLAGS = {
@@ -99,6 +99,7 @@ class Callbacks(Observer):
         self._arguments = training_arguments(prepared.config)
         self._control = TrainerControl()
         self._run: str | None = None
+        self._mlflow_run: str | None = None
         self._states: dict[str, Any] | None = None  # as they stand in the file
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: 1.0)
@@ -157,8 +158,11 @@ class Callbacks(Observer):
         if run.is_continued and self._stopped_at == state.step:
             due.stop = True
         due.log &= bool(self._losses)
-        with remote_run(self._run, training):
+        with remote_run(self._run, training, self._mlflow_run):
             self._call("on_train_begin")
+        if self._reporters and (begun := mlflow_run()) not in (None, self._mlflow_run):
+            self._mlflow_run = begun
+            self._history.write({"step": 0, _MLFLOW_RUN: begun})
         if self._untold is not None:
             self.evaluated(state, self._untold, due)
 
@@ -394,8 +398,10 @@ class Callbacks(Observer):
         self._untold = evaluations.get(state.step) if state.step not in told else None
         if self._untold is not None:
             lines = self._history.resume(state.step, partial(_precedes_evaluation, state.step))
-        own = {_STATES, _STOPPED, _TOLD, _RUN}
+        own = {_STATES, _STOPPED, _TOLD, _RUN, _MLFLOW_RUN}
         self._run = next((line[_RUN] for line in lines if _RUN in line), None)
+        begun = (line[_MLFLOW_RUN] for line in lines if _MLFLOW_RUN in line)
+        self._mlflow_run = next(begun, None)
         history = [line for line in lines if own.isdisjoint(line)]
         self.state.best_metric = self.state.best_global_step = None
         self.state.best_model_checkpoint = self._store.best_step = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,11 +80,26 @@ def new_run() -> str:
     return uuid.uuid4().hex[:12]
 
 
+def mlflow_run() -> str | None:
+    """The run of MLflow, whose server names it."""
+    mlflow: Any = sys.modules.get("mlflow")
+    active = mlflow.active_run() if mlflow is not None else None
+    return None if active is None else str(active.info.run_id)
+
+
 @contextmanager
-def remote_run(run: str, training: TrainingConfig) -> Iterator[None]:
-    """Within, wandb begins or continues its run `run`; trackio knows a run by its name. What the
-    environment says already stays."""
-    settings = {"WANDB_RUN_ID": run, "WANDB_RESUME": "allow", "WANDB_PROJECT": training.project}
+def remote_run(run: str, training: TrainingConfig, of_mlflow: str | None) -> Iterator[None]:
+    """Within, wandb, Comet and SwanLab begin or continue a run that `run` names; trackio knows a
+    run by its name. MLflow continues its run `of_mlflow`, if there is one. What the environment
+    says already stays."""
+    settings = {
+        **{"WANDB_RUN_ID": run, "WANDB_RESUME": "allow", "WANDB_PROJECT": training.project},
+        **{"COMET_EXPERIMENT_KEY": (3 * run)[:36], "COMET_PROJECT_NAME": training.project},
+        **{"SWANLAB_RUN_ID": (2 * run)[:21], "SWANLAB_RESUME": "allow"},
+        **{"SWANLAB_PROJECT": training.project, "MLFLOW_EXPERIMENT_NAME": training.project},
+    }
+    if of_mlflow is not None:
+        settings["MLFLOW_RUN_ID"] = of_mlflow
     added = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(added)
     try:

@@ -473,6 +473,38 @@ def test_trackio_gets_every_value_of_the_history(alone: Alone, tmp_path: Path) -
     assert [row["text"] for row in told] == [line["text"] for line in sampled_by(config)]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")
+def test_a_resumed_run_goes_on_with_its_run_of_mlflow(alone: Alone, tmp_path: Path) -> None:
+    config = alone(training={"report_to": "mlflow", "run_name": "mine"})
+    store = tmp_path / "mlruns"
+    environment = {"MLFLOW_TRACKING_URI": store.as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
+    for resumed in (False, True):
+        in_own_process(config, tmp_path, environment, fails=not resumed)
+    (losses,) = store.glob("*/*/metrics/loss")
+    steps = [int(line.split()[-1]) for line in losses.read_text().splitlines()]
+    assert steps == [line["step"] for line in histories(config) if "loss" in line]
+
+
+def test_reporters_are_told_the_run_that_goes_on(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the environment, as the callbacks of wandb, Comet and SwanLab read it."""
+    names = ("WANDB_RUN_ID", "COMET_EXPERIMENT_KEY", "SWANLAB_RUN_ID", "SWANLAB_RESUME")
+    told: list[dict[str, str]] = []
+
+    class Reader(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            told.append({name: os.environ[name] for name in names})
+
+    monkeypatch.setattr(coordinator, "reporters", lambda training: [Reader])
+    with pytest.raises(CallbackError):
+        train(alone(), callbacks=[Failing])
+    train(alone())
+    assert told[0] == told[1]
+    assert 32 <= len(told[0]["COMET_EXPERIMENT_KEY"]) <= 50
+    assert not set(names) & os.environ.keys()
+
+
 def loads(text: str | bytes) -> dict[str, Any]:
     return dict(json.loads(text))
 
