@@ -25,7 +25,7 @@ _HINT = "give a prompt (a text or messages), messages, or instruction and input"
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be continued: the end of it as people read it, and all of it in token ids."""
+    """A prompt: its end as people read it, and all of its token ids."""
 
     text: str
     ids: tuple[int, ...]

@@ -40,7 +40,7 @@ class StepSink(Protocol):
         """Send FORWARD or BACKWARD and call `done` when it is written. A lost link is no error."""
 
     def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
-        """What the last stage made of a micro-batch."""
+        """Take the last stage's outcome of a micro-batch."""
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
         """The lowest stage with a backward is done with a micro-batch."""

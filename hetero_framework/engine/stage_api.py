@@ -28,7 +28,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the last stage makes of a micro-batch: its loss, and tensors beside it by name."""
+    """The last stage's result for a micro-batch: the loss, and further tensors by name."""
 
     loss: Loss
     named: Tensors = field(default_factory=dict)

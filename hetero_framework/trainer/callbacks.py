@@ -475,7 +475,7 @@ class _Means:
         self._tokens = line.get("num_tokens", 0)
 
     def take(self) -> dict[str, float]:
-        """What is logged, which is then forgotten; empty where there were no steps."""
+        """The means since the last call; empty where there were no steps."""
         count, sums = self._micro_batches, self._sums
         self._micro_batches, self._sums = 0, {}
         means = {name: total / count for name, total in sums.items()}

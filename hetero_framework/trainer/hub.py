@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Upload:
-    """What is uploaded: a checkpoint, the result, or nothing: then the repository is made."""
+    """One upload: of a checkpoint, of the result, or of no folder, which makes the repository."""
 
     what: str
     folder: Path | None = None

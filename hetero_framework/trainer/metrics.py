@@ -187,7 +187,7 @@ class MetricsWriter:
 
 
 SPEED = ("runtime", "samples_per_second", "steps_per_second")
-"""What the Trainer logs of an evaluation beside its metrics."""
+"""Numbers that the Trainer logs with the metrics of an evaluation."""
 
 
 def is_evaluation(line: Mapping[str, Any]) -> bool:

@@ -89,17 +89,22 @@ def mlflow_run() -> str | None:
 
 @contextmanager
 def remote_run(run: str, training: TrainingConfig, of_mlflow: str | None) -> Iterator[None]:
-    """Within, wandb, Comet and SwanLab begin or continue a run that `run` names; trackio knows a
-    run by its name. MLflow continues its run `of_mlflow`, if there is one. What the environment
-    says already stays."""
-    settings = {
-        **{"WANDB_RUN_ID": run, "WANDB_RESUME": "allow", "WANDB_PROJECT": training.project},
-        **{"COMET_EXPERIMENT_KEY": (3 * run)[:36], "COMET_PROJECT_NAME": training.project},
-        **{"SWANLAB_RUN_ID": (2 * run)[:21], "SWANLAB_RESUME": "allow"},
-        **{"SWANLAB_PROJECT": training.project, "MLFLOW_EXPERIMENT_NAME": training.project},
+    """Within, those of wandb, Comet and SwanLab that report_to names begin or continue a run that
+    `run` names; trackio knows a run by its name. MLflow continues its run `of_mlflow`, if there is
+    one. What the environment says already stays."""
+    project = training.project
+    of_mlflow_run = {} if of_mlflow is None else {"MLFLOW_RUN_ID": of_mlflow}
+    known = {
+        "wandb": {"WANDB_RUN_ID": run, "WANDB_RESUME": "allow", "WANDB_PROJECT": project},
+        "comet_ml": {"COMET_EXPERIMENT_KEY": (3 * run)[:36], "COMET_PROJECT_NAME": project},
+        "swanlab": {
+            **{"SWANLAB_RUN_ID": (2 * run)[:21], "SWANLAB_RESUME": "allow"},
+            "SWANLAB_PROJECT": project,
+        },
+        "mlflow": {"MLFLOW_EXPERIMENT_NAME": project, **of_mlflow_run},
     }
-    if of_mlflow is not None:
-        settings["MLFLOW_RUN_ID"] = of_mlflow
+    chosen = known.keys() & {*training.report_to} if "all" not in training.report_to else known
+    settings = {key: value for name in chosen for key, value in known[name].items()}
     added = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(added)
     try:

@@ -27,7 +27,8 @@ from hetero_framework.models.rng import derive_seed
 
 
 class ShardCache:
-    """What the layers of one shard keep of one text; `library` is the cache for the model."""
+    """The keys, values and states that one shard keeps of one text; `library` is the cache that
+    the model gets."""
 
     def __init__(self, config: PretrainedConfig, rng: ShardRange) -> None:
         self.library = DynamicCache(config=config)

@@ -124,9 +124,9 @@ class CausalLM:
         return inputs
 
     def metrics(self, named: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        """What is logged of some micro-batches beside their losses, by `metric_names`, from the
-        tensors that came with them. It is a mean over micro-batches. Raises ProtocolError for
-        tensors that this objective does not make."""
+        """The metrics that `metric_names` names, each a mean over micro-batches, from the tensors
+        that came with their losses. Raises ProtocolError for tensors that this objective does not
+        make."""
         return token_metrics(named) if self.metric_names else {}
 
     def num_chunks(self, config: PretrainedConfig, rows: int, tokens: int) -> int:

@@ -497,9 +497,10 @@ def test_reporters_are_told_the_run_that_goes_on(
             told.append({name: os.environ[name] for name in names})
 
     monkeypatch.setattr(coordinator, "reporters", lambda training: [Reader])
+    config = alone(training={"report_to": ["wandb", "comet_ml", "swanlab"]})
     with pytest.raises(CallbackError):
-        train(alone(), callbacks=[Failing])
-    train(alone())
+        train(config, callbacks=[Failing])
+    train(config)
     assert told[0] == told[1]
     assert 32 <= len(told[0]["COMET_EXPERIMENT_KEY"]) <= 50
     assert not set(names) & os.environ.keys()
