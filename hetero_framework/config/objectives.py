@@ -1,15 +1,29 @@
-"""The objectives by name, and the data that each is trained on."""
+"""The objectives by name: the data that each is trained on, and the class of its model."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 DataKind = Literal["text", "pairs"]
 ROWS = {"text": 1, "pairs": 2}
 """Rows of a micro-batch that one example makes."""
 
-DATA_KINDS: dict[str, DataKind] = {
-    **{"sft": "text", "dpo": "pairs", "orpo": "pairs", "cpo": "pairs"},
+Task = Literal["causal-lm"]
+"""What the head of a model does, and so the class that is loaded: transformers' AutoModelFor..."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an objective is trained with."""
+
+    data: DataKind = "text"
+    task: Task = "causal-lm"
+
+
+NEEDS: dict[str, Needs] = {
+    "sft": Needs(),
+    **dict.fromkeys(("dpo", "orpo", "cpo"), Needs("pairs")),
 }
 """Of each objective; models/cut/objectives.py registers further ones."""
 

@@ -34,7 +34,15 @@ from pydantic import (
 from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
 from hetero_framework.config.host_names import checked_host, host_and_port, normal_host
 from hetero_framework.config.island import IslandConfig
-from hetero_framework.config.objectives import DATA_KINDS, DPO_LOSSES, ONE_LOSS, ROWS, DataKind
+from hetero_framework.config.objectives import (
+    DPO_LOSSES,
+    NEEDS,
+    ONE_LOSS,
+    ROWS,
+    DataKind,
+    Needs,
+    Task,
+)
 from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown, without_harmless
 from hetero_framework.config.section import (
@@ -200,6 +208,7 @@ class ModelConfig(Section):
     weights drawn from training.seed."""
     tokenizer: Name | None = None
     """Directory or hub name of the tokenizer when it is not with the model."""
+    _objective: str = PrivateAttr("sft")  # that of the configuration which it is a section of
 
     def quantized(self, kind: Kind | None) -> ModelConfig:
         """This section with the weights held so."""
@@ -207,7 +216,14 @@ class ModelConfig(Section):
 
     def changed(self, **settings: Any) -> ModelConfig:
         """The same with other settings. Raises ValueError where these are not valid."""
-        return type(self).model_validate({**self.model_dump(), **settings})
+        changed = type(self).model_validate({**self.model_dump(), **settings})
+        changed._objective = self._objective
+        return changed
+
+    @property
+    def task(self) -> Task:
+        """What its head does: what the objective of the run trains."""
+        return NEEDS.get(self._objective, Needs()).task
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -786,7 +802,7 @@ class TrainingConfig(Section):
     @property
     def data_kind(self) -> DataKind:
         """The data that the objective is trained on."""
-        return DATA_KINDS.get(self.objective, "text")
+        return NEEDS.get(self.objective, Needs()).data
 
     @property
     def train_rows(self) -> int:
@@ -958,6 +974,8 @@ class Config(WholeFile):
             raise (PlanError if in_plan else ConfigError)(report(name, problems))
         config._base_dir = Path(base_dir or Path.cwd()).absolute()
         config._left_out = tuple(left_out)
+        if config.model is not None:
+            config.model._objective = config.training.objective
         return config
 
     def with_changes(self, **sections: Any) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -35,12 +36,14 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Examples:
-    """All examples end to end: ids int32 [tokens]; trained bool [tokens], whether it is a label;
-    offsets int64 [examples + 1], example i is ids[offsets[i]:offsets[i + 1]]."""
+    """All rows end to end: ids int32 [tokens]; trained bool [tokens], whether it is a label;
+    offsets int64 [rows + 1], row i is ids[offsets[i]:offsets[i + 1]]; targets float32 [examples,
+    numbers of each] what an example has to be learned beside its tokens, if it has any."""
 
     ids: np.ndarray
     trained: np.ndarray
     offsets: np.ndarray
+    targets: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -67,10 +70,12 @@ class Examples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256, in hex, of token ids, labels and the bounds of the examples."""
+        """sha256, in hex, of token ids, labels, the bounds of the rows and targets."""
         digest = hashlib.sha256(b"examples 1")
         for part in (self.offsets.astype("<i8"), self.ids.astype("<i4"), np.packbits(self.trained)):
             digest.update(part.tobytes())
+        if self.targets is not None:
+            digest.update(self.targets.astype("<f4").tobytes())
         return digest.hexdigest()
 
 
@@ -81,6 +86,7 @@ class ExamplesBuilder:
         self._ids = array("i")
         self._trained = bytearray()
         self._ends = array("q", [0])
+        self._targets: list[Sequence[float]] = []
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -90,9 +96,15 @@ class ExamplesBuilder:
         self._trained.extend(trained)
         self._ends.append(len(self._ids))
 
+    def add_targets(self, targets: Sequence[float]) -> None:
+        """The numbers that belong to an example; of each as many."""
+        if targets:
+            self._targets.append(targets)
+
     def build(self) -> Examples:
         return Examples(
             ids=np.array(self._ids, dtype=np.int32),
             trained=np.array(self._trained, dtype=np.bool_),
             offsets=np.array(self._ends, dtype=np.int64),
+            targets=np.array(self._targets, np.float32) if self._targets else None,
         )

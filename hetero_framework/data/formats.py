@@ -12,7 +12,7 @@ example longer than `max_length` is cut off.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
@@ -140,6 +140,15 @@ class Formatter:
     def rows(self, records: list[Record]) -> list[list[Tokens]]:
         """The rows that each record makes."""
         return [[tokens] for tokens in self(records)]
+
+    def targets(self, records: list[Record]) -> list[Sequence[float]]:
+        """What each record has to be learned beside its tokens; of each as many numbers."""
+        return [()] * len(records)
+
+    def teaches(self, rows: list[Tokens]) -> bool:
+        """Whether there is something to learn from an example's rows."""
+        # The first token is never predicted, so its label alone teaches nothing.
+        return all(any(trained[1:]) for _, trained in rows)
 
     def __call__(self, records: list[Record]) -> list[Tokens]:
         """Token ids and trained-token mask of each record, not yet truncated."""

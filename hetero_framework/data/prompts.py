@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from hetero_framework.config import Config, DataConfig
 from hetero_framework.data.conversations import CONVERSATION_FIELDS, Message
 from hetero_framework.data.formats import Formatter, alpaca_prompt, string_field
+from hetero_framework.data.kinds import formatter_for
 from hetero_framework.data.sources import Record, find_sources, read_file
 from hetero_framework.data.splits import SplitReader
-from hetero_framework.data.train_data import formatter_for
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def is_chat(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
     try:
         reader = SplitReader(data.train_split, ("train",), data.dataset_config)
         first = next(reader.read(find_sources(data.train, config.base_dir), lambda note: None))
-        kind = formatter_for(first, tokenizer, data).name
+        kind = formatter_for("text", first, tokenizer, data).name
     except DataError:  # no longer here, or Megatron's
         return data.format in ("auto", "messages")
     spoken = kind == "prompt_completion" and isinstance(first.fields.get("prompt"), list)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from hetero_framework.config import Config, DataConfig
 from hetero_framework.data.formats import Formatter
+from hetero_framework.data.kinds import formatter_for
 from hetero_framework.data.megatron import Samples
 from hetero_framework.data.rendered import LEFT_OUT
 from hetero_framework.data.sources import MEGATRON, Record, find_sources
 from hetero_framework.data.splits import SplitReader
-from hetero_framework.data.train_data import formatter_for, kept_part, load_data
+from hetero_framework.data.train_data import kept_part, load_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +46,7 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
     reader = SplitReader(data.train_split, ("train",), data.dataset_config)
     records = reader.read(sources, lambda note: None)
     chosen = list(islice(records, count))
-    of_pairs = config.training.data_kind == "pairs"
-    formatter = formatter_for(chosen[0], tokenizer, data, of_pairs=of_pairs)
+    formatter = formatter_for(config.training.data_kind, chosen[0], tokenizer, data)
     return [shown for record in chosen for shown in _shown(record, formatter, tokenizer, data)]
 
 
@@ -73,7 +73,7 @@ def _shown(
         kept, mask = ids[part], trained[part]
         if len(kept) < len(ids):
             lost.append(f"{len(ids) - len(kept):,} of {len(ids):,} tokens (data.max_length)")
-        if not any(mask[1:]):
+        if not formatter.teaches([(kept, mask)]):
             lost.append("the whole example: no token of it has a part in the loss")
         pieces = _pieces(tokenizer, kept, mask)
         found.append(Shown(record.where, len(kept), sum(mask), pieces, lost))

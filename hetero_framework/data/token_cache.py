@@ -36,7 +36,7 @@ WORTH_BYTES = 2 << 20  # smaller sources are tokenised in about a second
 MOST_BYTES = 16 << 30
 _UNFINISHED = ".tmp"
 _ABANDONED_S = 24 * 3600  # an older unfinished entry belongs to a killed process
-_ARRAYS = ("ids", "trained", "offsets")
+_ARRAYS = ("ids", "trained", "offsets", "targets")
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
 
 
@@ -56,8 +56,9 @@ class Entry:
                     _log.warning("%s %s: the data are tokenised anew", place, wrong.problem)
                     return None
             entry = json.loads((self.path / "entry.json").read_text("utf-8"))
-            arrays = [np.load(self.path / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
-            examples = Examples(*arrays)
+            names = [name for name in _ARRAYS if (self.path / f"{name}.npy").exists()]
+            arrays = {name: np.load(self.path / f"{name}.npy", mmap_mode="r") for name in names}
+            examples = Examples(**arrays)
             if examples.fingerprint == entry["fingerprint"]:
                 os.utime(self.path)  # the least recently used is deleted first
                 return examples, [str(line) for line in entry["report"]]
@@ -72,7 +73,8 @@ class Entry:
             unfinished = Path(tempfile.mkdtemp(suffix=_UNFINISHED, dir=self.path.parent))
             try:
                 for name in _ARRAYS:
-                    np.save(unfinished / f"{name}.npy", getattr(examples, name))
+                    if (values := getattr(examples, name)) is not None:
+                        np.save(unfinished / f"{name}.npy", values)
                 (unfinished / "entry.json").write_text(json.dumps(entry), encoding="utf-8")
                 _make_room(self.path.parent)
                 os.rename(unfinished, self.path)  # fails where another process was first

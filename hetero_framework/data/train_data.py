@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetero_framework.config import Config, DataConfig
+from hetero_framework.config.objectives import ROWS, DataKind
 from hetero_framework.data.batches import (
     LazyBatches,
     MicroBatch,
     SampleOrder,
     StreamOrder,
-    collate,
-    pack,
 )
 from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder, Rows
-from hetero_framework.data.formats import Formatter, detect_format
+from hetero_framework.data.formats import Formatter
+from hetero_framework.data.kinds import KINDS, collated, formatter_for
 from hetero_framework.data.megatron import Corpus, Samples, find_corpus
-from hetero_framework.data.pairs import PairFormatter, Pairs, collate_pairs
 from hetero_framework.data.sources import Record, Source, find_sources, shorten
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.token_cache import find_entry
@@ -111,12 +110,8 @@ class TrainData:
 
     def collate(self, examples: Rows, rows: np.ndarray) -> MicroBatch:
         """The micro-batch of these examples, by their numbers."""
-        if isinstance(examples, Pairs):
-            multiple = self.settings.pad_to_multiple_of
-            return collate_pairs(examples, rows, self.pad_token_id, multiple)
-        if self.settings.padding_free:
-            return pack(examples, rows)
-        return collate(examples, rows, self.pad_token_id, self.settings.pad_to_multiple_of)
+        kind = self.order.training.data_kind
+        return collated(kind, examples, rows, self.pad_token_id, self.settings)
 
 
 def load_data(
@@ -133,14 +128,14 @@ def load_data(
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
     report: list[str] = []
-    of_pairs = config.training.data_kind == "pairs"
-    if of_pairs and data.padding_free:
+    kind = config.training.data_kind
+    if kind != "text" and data.padding_free:
         raise DataError(
             f"data.padding_free is for texts, and training.objective is"
             f" {config.training.objective!r}",
             hint="leave it out",
         )
-    reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report, most, of_pairs)
+    reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report, most, kind)
     found = reader.read("train", data.train, data.train_split)
     train: Rows
     order: SampleOrder
@@ -170,6 +165,12 @@ def load_data(
 
 
 def _refuse_sequential(config: Config) -> None:
+    if config.training.data_kind != "text":
+        raise DataError(
+            f"training.objective {config.training.objective!r} is not trained on Megatron's files,"
+            " which hold texts",
+            hint="leave it out, or name data that docs/objectives.md has for it",
+        )
     if config.training.train_sampling_strategy != "random":
         raise DataError(
             "training.train_sampling_strategy: Megatron's files are read in Megatron's own order",
@@ -199,28 +200,6 @@ def _twice(name: str, sources: list[Source]) -> Iterator[str]:
         seen.add(path)
 
 
-def formatter_for(
-    first: Record,
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
-    *,
-    of_pairs: bool = False,
-) -> Formatter:
-    """The formatter of a set of examples, by the first of them. Raises DataError where they are
-    not of the kind that the objective is trained on."""
-    kind: str = data.format
-    if of_pairs:
-        if kind not in ("auto", "preference"):
-            raise DataError(
-                f"data.format is {kind!r}, but the objective is trained on preferences",
-                hint='leave it out, or set training.objective to "sft"',
-            )
-        return PairFormatter("preference", tokenizer, data)
-    if kind == "auto":
-        kind = detect_format(first.fields, first.where, data.dataset_text_field)
-    return Formatter(kind, tokenizer, data)
-
-
 def kept_part(data: DataConfig) -> slice:
     """The tokens of an example that are kept where it is longer than max_length."""
     most = data.max_length
@@ -239,11 +218,11 @@ class _Reader:
     vocab_size: int | None
     report: list[str]
     most: int | None = None
-    of_pairs: bool = False
+    kind: DataKind = "text"
 
     def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Rows | Corpus:
         examples = self._read(name, spec, split)
-        return Pairs(examples) if self.of_pairs and isinstance(examples, Examples) else examples
+        return KINDS[self.kind].kept(examples) if isinstance(examples, Examples) else examples
 
     def _read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples | Corpus:
         sources = find_sources(spec, self.base_dir)
@@ -257,7 +236,7 @@ class _Reader:
             )
             return corpus
         options = self.data.model_dump(exclude={"train", "eval"})
-        settings = [name, split, options, self.vocab_size, *["pairs"] * self.of_pairs]
+        settings = [name, split, options, self.vocab_size, *[self.kind] * (self.kind != "text")]
         entry = find_entry(sources, self.tokenizer, settings)
         kept = entry.read() if entry is not None else None
         if kept is not None:
@@ -285,7 +264,7 @@ class _Reader:
         reader = SplitReader(split, whole, self.data.dataset_config)
         records = reader.read(sources, notes.append)
         first = next(records)
-        formatter = formatter_for(first, self.tokenizer, self.data, of_pairs=self.of_pairs)
+        formatter = formatter_for(self.kind, first, self.tokenizer, self.data)
         counts: Counter[str] = Counter()
         looked_at = islice(chain([first], records), self.most)
         examples = self._tokenise(name, looked_at, formatter, counts)
@@ -306,8 +285,7 @@ class _Reader:
         return examples, lines, not (dated or rest)
 
     def _counted(self, examples: Examples) -> str:
-        many = len(examples)
-        return f"{many // 2:,} pairs" if self.of_pairs else f"{many:,} examples"
+        return f"{len(examples) // ROWS[self.kind]:,} {KINDS[self.kind].noun}"
 
     def _tokenise(
         self, name: str, records: Iterator[Record], formatter: Formatter, counts: Counter[str]
@@ -317,15 +295,16 @@ class _Reader:
         most = self.data.max_length
         with display(f"tokenising data.{name}") as show:
             while batch := list(islice(records, _CHUNK)):
-                for record, rows in zip(batch, formatter.rows(batch), strict=True):
+                made = zip(batch, formatter.rows(batch), formatter.targets(batch), strict=True)
+                for record, rows, targets in made:
                     for ids, _ in rows:
                         self._check_ids(ids, record)
                     if most is not None and any(len(ids) > most for ids, _ in rows):
                         counts["cut"] += 1
                         part = kept_part(self.data)
                         rows = [(ids[part], trained[part]) for ids, trained in rows]
-                    # The first token is never predicted, so its label alone teaches nothing.
-                    if all(any(trained[1:]) for _, trained in rows):
+                    if formatter.teaches(rows):
+                        builder.add_targets(targets)
                         for row in rows:
                             builder.add(*row)
                     else:

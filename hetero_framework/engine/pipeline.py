@@ -30,7 +30,7 @@ from hetero_framework.planner.schedule.readiness import Admission
 from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 if TYPE_CHECKING:
-    from hetero_framework.models.cut.objective import CausalLM  # imports transformers
+    from hetero_framework.models.cut.objective import Objective  # imports transformers
 
 _POLL_S = 0.5
 _ANSWER_S = 0.1
@@ -80,7 +80,7 @@ class Pipeline:
         links: Links,
         results: StepResults,
         *,
-        objective: CausalLM,
+        objective: Objective,
         step_timeout_s: float,
         trained: Mapping[int, Sequence[str]],
         ties: Ties,

@@ -149,8 +149,7 @@ class Stage:
         """Last stage: this micro-batch's token losses / num_items (0-d, on the device), and the
         gradients of its input."""
         received = self._leaves(self._fitting(micro_batch, inputs, received))
-        rows, tokens = inputs["labels"].shape
-        chunks = self._objective.num_chunks(self._shard.config, rows, tokens)
+        chunks = self._objective.num_chunks(self._shard.config, inputs["labels"].shape)
         with self._last_backward(micro_batch, is_one=chunks == 1):
             outcome = self._outcome(micro_batch, inputs, received, float(self._info.num_items))
         assert isinstance(outcome.loss, Tensor)

@@ -10,7 +10,7 @@ import pytest
 
 from hetero_framework import control
 from hetero_framework.config import Config
-from hetero_framework.config.objectives import DATA_KINDS
+from hetero_framework.config.objectives import NEEDS
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.cut import objectives
 from hetero_framework.trainer.coordinator import train
@@ -24,7 +24,7 @@ def test_the_pages_objective_trains(
     """On one process: the workers of the pool have not imported it."""
     monkeypatch.setattr(control, "_imported", [])  # workers of later tests follow it
     monkeypatch.setattr(objectives, "_OBJECTIVES", dict(objectives._OBJECTIVES))
-    monkeypatch.setitem(DATA_KINDS, "half", "text")
+    monkeypatch.setitem(NEEDS, "half", NEEDS["sft"])
     (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
     def losses(objective: str) -> tuple[float, ...]:

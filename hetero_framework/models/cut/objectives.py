@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hetero_framework.config import TrainingConfig
-from hetero_framework.config.objectives import DATA_KINDS, DataKind
+from hetero_framework.config.objectives import NEEDS, DataKind, Needs, Task
 from hetero_framework.errors import ConfigError
-from hetero_framework.models.cut.objective import CausalLM
+from hetero_framework.models.cut.causal_lm import CausalLM
+from hetero_framework.models.cut.objective import Objective
 from hetero_framework.models.cut.preferences import Preferences
 from hetero_framework.models.cut.unreferenced import Contrastive, OddsRatio
 
-Make = Callable[[TrainingConfig, frozenset[int]], CausalLM]
+Make = Callable[[TrainingConfig, frozenset[int]], Objective]
 
 
 def _sft(training: TrainingConfig, id_layers: frozenset[int]) -> CausalLM:
@@ -24,15 +25,17 @@ _OBJECTIVES: dict[str, Make] = {
 }
 
 
-def register_objective(name: str, make: Make, data: DataKind = "text") -> None:
+def register_objective(
+    name: str, make: Make, data: DataKind = "text", task: Task = "causal-lm"
+) -> None:
     """Let training.objective name another objective, which `make` makes of the settings and of the
-    layers that read token ids. It is trained on texts, or on pairs of rows. In a file of --import,
-    on every machine."""
-    _OBJECTIVES[name], DATA_KINDS[name] = make, data
+    layers that read token ids. `data` are the examples that it is trained on, `task` is what the
+    model does. In a file of --import, on every machine."""
+    _OBJECTIVES[name], NEEDS[name] = make, Needs(data, task)
 
 
-def objective_of(training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> CausalLM:
-    """The objective of a run; `id_layers` as for `CausalLM`. Raises ConfigError for an unknown
+def objective_of(training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> Objective:
+    """The objective of a run; `id_layers` as for `Objective`. Raises ConfigError for an unknown
     one."""
     make = _OBJECTIVES.get(training.objective)
     if make is None:

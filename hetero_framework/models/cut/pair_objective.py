@@ -8,7 +8,7 @@ Shapes: P pairs, B = 2 P rows, first the chosen ones; S tokens, V vocabulary; C 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -22,7 +22,7 @@ from hetero_framework.data.batches import MicroBatch
 from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.errors import ArchitectureError, ProtocolError
 from hetero_framework.models.cut.chunked_loss import Span, chunk_tokens, spans, sum_of_chunks
-from hetero_framework.models.cut.objective import CausalLM
+from hetero_framework.models.cut.objective import ChunkedObjective
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
 
@@ -34,10 +34,8 @@ METRICS = (
 """Of all pairs; an objective may have further ones."""
 
 
-class PairObjective(CausalLM, ABC):
+class PairObjective(ChunkedObjective):
     """A batch has the two rows of each pair, whose labels are the answers' tokens."""
-
-    counts_tokens = False
 
     def __init__(
         self, training: TrainingConfig, id_layers: frozenset[int] = frozenset(), *further: str
@@ -67,7 +65,7 @@ class PairObjective(CausalLM, ABC):
     def mean_loss(self, inputs: Inputs, sums_BC: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The mean loss of the pairs, and what comes with it, detached: their `means`."""
 
-    def loss(  # type: ignore[override]  # makes no predictions
+    def loss(
         self,
         shard: Shard,
         inputs: Inputs,

@@ -36,7 +36,7 @@ from hetero_framework.models.cut.introspect import (
     introspect,
     layer_kinds,
 )
-from hetero_framework.models.cut.objective import CausalLM
+from hetero_framework.models.cut.objective import Objective
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import Shard, build_shard
 from hetero_framework.models.cut.side import (
@@ -83,7 +83,7 @@ class Setting:
 
     model: PretrainedConfig
     plan: AdapterPlan | None
-    objective: CausalLM
+    objective: Objective
     dtype: torch.dtype
     autocast: torch.dtype | None
     rows: int
@@ -212,7 +212,7 @@ def embedding_footprint(setting: Setting) -> Footprint | None:
 def head_footprint(setting: Setting) -> Footprint | None:
     """The part behind the layers, and the loss: forward and backward in one, nothing is kept. None
     also for a loss of many chunks, which would take as many runs."""
-    if setting.objective.num_chunks(setting.model, setting.rows, setting.tokens) > _MOST_CHUNKS:
+    if setting.objective.num_chunks(setting.model, (setting.rows, setting.tokens)) > _MOST_CHUNKS:
         return None
     last = introspect(setting.model).num_layers
     return _remembered(setting, ShardRange(last, last, False, True), False, True)

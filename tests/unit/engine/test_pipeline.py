@@ -48,7 +48,7 @@ from hetero_framework.engine.stage_api import (
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import HeteroError
-from hetero_framework.models.cut.objective import CausalLM
+from hetero_framework.models.cut.causal_lm import CausalLM
 from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD
 from hetero_framework.planner.schedule.step_schedule import StepSchedule, Transfer
 from tests.samples import boundary_message

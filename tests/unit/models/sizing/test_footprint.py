@@ -10,7 +10,7 @@ import torch
 from hetero_framework.config import AdapterConfig
 from hetero_framework.models.adapters.lora import plan_adapter
 from hetero_framework.models.adapters.trainable import attach_adapter
-from hetero_framework.models.cut.objective import CausalLM
+from hetero_framework.models.cut.causal_lm import CausalLM
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import build_shard
 from hetero_framework.models.cut.tiny import tiny_config

@@ -9,9 +9,9 @@ from transformers import AutoConfig
 
 from hetero_framework.config import StageSpec, TrainingConfig
 from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.cut.causal_lm import CausalLM
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import towers
-from hetero_framework.models.cut.objective import CausalLM
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import ShardRange, build_shard
 from hetero_framework.models.cut.tiny import causal_lm_types, probe_inputs, stock_class, tiny_config

@@ -1,0 +1,147 @@
+"""Next-token prediction, the objective of fine-tuning on texts.
+
+Shapes: B rows of a micro-batch, S tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.trainer_pt_utils import LabelSmoother
+
+from hetero_framework.config import TOKEN_METRICS
+from hetero_framework.data.batches import IGNORE_INDEX, MicroBatch, num_items
+from hetero_framework.models.cut.chunked_loss import chunk_tokens, chunked_loss, spans
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.language import meta_model, model_class
+from hetero_framework.models.cut.objective import ChunkedObjective
+from hetero_framework.models.cut.predictions import Predictions
+from hetero_framework.models.cut.shard import Inputs, Look, Shard
+from hetero_framework.models.cut.side import Bundle
+from hetero_framework.models.cut.token_metrics import SUMS, TokenSums, token_metrics
+
+
+class CausalLM(ChunkedObjective):
+    """Each token's label is the token after it; -100 is not a label."""
+
+    counts_tokens = True
+
+    def __init__(
+        self,
+        loss_chunk_tokens: int | Literal["auto"] | None,
+        id_layers: frozenset[int] = frozenset(),
+        label_smoothing: float = 0.0,
+        token_metrics: bool = False,
+    ) -> None:
+        """`loss_chunk_tokens`, `id_layers`: as for `ChunkedObjective`. `label_smoothing`: the share
+        of a token's loss that is the mean over all tokens in its place. `token_metrics`: whether
+        TOKEN_METRICS are measured."""
+        super().__init__(loss_chunk_tokens, id_layers)
+        self._smoother = LabelSmoother(label_smoothing) if label_smoothing else None
+        # Smoothed, the log-softmax is kept once more.
+        self._logit_bytes += 4 * (self._smoother is not None)
+        self.metric_names: tuple[str, ...] = TOKEN_METRICS if token_metrics else ()
+
+    def loss(
+        self,
+        shard: Shard,
+        inputs: Inputs,
+        received: Bundle,
+        num_items: torch.Tensor,
+        *,
+        running: Callable[[], AbstractContextManager[None]],
+        backward: Callable[[torch.Tensor], None] | None,
+        predictions: Predictions | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Outside training without what routers add to it. With it come the tensors that `metrics`
+        wants, and those of `predictions`."""
+        divisor, differentiate = num_items, backward
+        if backward is not None and averages_means(type(shard.model)):
+            predicted = inputs["labels"][..., shard.ids_per_token :]
+            divisor = predicted.ne(IGNORE_INDEX).sum().clamp(min=1)
+            differentiate = _divided(backward, num_items)
+        sums = TokenSums() if self.metric_names else None
+        look = _every([part.look for part in (sums, predictions) if part is not None])
+        limit = chunk_tokens(self._loss_chunk_tokens, shard.config)
+        if predictions is not None and predictions.wants_all:
+            limit = None
+        if chunks := spans(inputs["labels"].shape, limit):
+            loss = chunked_loss(
+                *(shard, inputs, received, divisor, chunks),
+                running=running,
+                backward=differentiate,
+                smoother=self._smoother,
+                look=look,
+            )
+        else:
+            tokens_only, smoother = backward is None, self._smoother
+            with running():
+                loss = shard.loss(
+                    *(inputs, received, divisor),
+                    tokens_only=tokens_only,
+                    smoother=smoother,
+                    look=look,
+                )
+            if differentiate is not None:
+                differentiate(loss)
+            loss = loss.detach()
+        named = {} if sums is None or sums.total is None else {SUMS: sums.total}
+        if predictions is not None:
+            named |= predictions.named(inputs["labels"], chunks)
+        return loss if divisor is num_items else loss / num_items, named
+
+    def metrics(self, named: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+        """Each a mean over micro-batches."""
+        return token_metrics(named) if self.metric_names else {}
+
+    def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
+        """As in transformers' Trainer. It leaves the first label of each row, which is not
+        predicted, out only where it knows the loss from the class's name, and so not for
+        `GPT2LMHeadModel`. Where it averages means, these are the items. Smoothed losses are divided
+        by the same number."""
+        if averages_means(model_class(config)):
+            return len
+        loss = LOSS_MAPPING.get(getattr(meta_model(config), "loss_type", None) or "")
+        divides = self._smoother is not None or introspect(config).loss_counts_items
+        if loss is not ForCausalLMLoss and divides:
+            return lambda batches: num_items(batches, first=0)
+        return self.prediction_counter(config)
+
+    def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
+        """Tokens with a label."""
+        first = introspect(config).ids_per_token
+        return lambda batches: num_items(batches, first=first)
+
+
+def _every(looks: Sequence[Look]) -> Look | None:
+    """All of these as one; None for none."""
+
+    def look(logits: torch.Tensor, labels: torch.Tensor) -> None:
+        for each in looks:
+            each(logits, labels)
+
+    return look if looks else None
+
+
+def _divided(
+    backward: Callable[[torch.Tensor], None], num_items: torch.Tensor
+) -> Callable[[torch.Tensor], None]:
+    """`backward` of a loss that has not been divided yet."""
+    return lambda loss: backward(loss / num_items)
+
+
+def averages_means(cls: type[PreTrainedModel]) -> bool:
+    """Whether the Trainer averages the losses of a step's micro-batches, each the mean of its own
+    tokens. It does for classes whose loss takes no number of items, and for those that ask for it:
+    multimodal ones, most of them."""
+    accepts = getattr(cls, "accepts_loss_kwargs", None)
+    if accepts is None:
+        parameters = inspect.signature(cls.forward).parameters.values()
+        accepts = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return not accepts
