@@ -1,5 +1,5 @@
-"""What a run learns. Engine, planner, memory estimate and evaluation know an objective by this
-class alone: another one needs no change in any of them.
+"""Objectives: what a run learns. Engine, planner, memory estimate and evaluation know one by its
+class `Objective` alone: another one needs no change in any of them.
 
 Shapes: B rows of a micro-batch, S tokens.
 """
