@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-DataKind = Literal["text", "pairs"]
-ROWS = {"text": 1, "pairs": 2}
+DataKind = Literal["text", "pairs", "ratings", "mismatched"]
+"""Texts, a chosen and a rejected answer, a rated answer, or this and one to another prompt."""
+ROWS = {"text": 1, "pairs": 2, "ratings": 1, "mismatched": 2}
 """Rows of a micro-batch that one example makes."""
 
 Task = Literal["causal-lm"]
@@ -24,6 +25,7 @@ class Needs:
 NEEDS: dict[str, Needs] = {
     "sft": Needs(),
     **dict.fromkeys(("dpo", "orpo", "cpo"), Needs("pairs")),
+    "kto": Needs("mismatched"),
 }
 """Of each objective; models/cut/objectives.py registers further ones."""
 
@@ -32,5 +34,9 @@ DPO_LOSSES = (
     *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
 )
 """Values of loss_type. TRL's aot and aot_unpaired sort the pairs of a micro-batch."""
-ONE_LOSS = {"sft": ("nll",), "orpo": ("sigmoid",), "cpo": ("sigmoid", "hinge", "ipo", "simpo")}
-"""Values of loss_type of the objectives that take only one."""
+WITHOUT_KL = "apo_zero_unpaired"
+ONE_LOSS = {
+    **{"sft": ("nll",), "orpo": ("sigmoid",), "cpo": ("sigmoid", "hinge", "ipo", "simpo")},
+    "kto": ("kto", WITHOUT_KL),
+}
+"""Values of loss_type of the objectives that take only one, the default first."""

@@ -39,6 +39,7 @@ from hetero_framework.config.objectives import (
     NEEDS,
     ONE_LOSS,
     ROWS,
+    WITHOUT_KL,
     DataKind,
     Needs,
     Task,
@@ -462,15 +463,16 @@ class TrainingConfig(Section):
     diagram, logs."""
     objective: Name = "sft"
     """"sft" learns the next token of texts; "dpo", "orpo" and "cpo" the chosen answer of a pair
-    rather than the rejected one; --import may register others."""
+    rather than the rejected one, "kto" answers that are rated one by one; --import may register
+    others."""
     loss_type: str | tuple[str, ...] | None = None
-    """DPO's or CPO's loss, by its name in TRL; of DPO also several, whose sum by loss_weights is
-    taken. null: sigmoid. "sft" has TRL's "nll" alone."""
+    """DPO's, CPO's or KTO's loss, by its name in TRL; of DPO also several, whose sum by
+    loss_weights is taken. null: sigmoid, of KTO kto. "sft" has TRL's "nll" alone."""
     loss_weights: tuple[float, ...] | None = None
     """A weight for each loss_type. null: 1 for each."""
     beta: float = Field(default=0.1, gt=0)
-    """DPO: how closely the model keeps to the reference. ORPO: weight of the odds. CPO: by what
-    log-probabilities are multiplied."""
+    """DPO, KTO: how closely the model keeps to the reference. ORPO: weight of the odds. CPO: by
+    what log-probabilities are multiplied."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """The share of pairs whose answers may have been confused (DPO: robust, exo_pair; CPO: sigmoid,
     simpo)."""
@@ -486,9 +488,13 @@ class TrainingConfig(Section):
     """DPO: weight of the tokens beyond the length of the shorter answer. null: all count."""
     discopop_tau: float = Field(default=0.05, gt=0)
     """DPO: the temperature of discopop."""
+    desirable_weight: float = Field(default=1.0, ge=0)
+    """KTO: weight of the answers whose label is true."""
+    undesirable_weight: float = Field(default=1.0, ge=0)
+    """KTO: weight of the other answers."""
     precompute_ref_log_probs: bool = True
-    """DPO: ask the reference once, before the first step, and keep two numbers for each pair.
-    false: in every step, with the adapter switched off. (TRL's default is false.)"""
+    """DPO, KTO: ask the reference once, before the first step, and keep its numbers for each
+    example. false: in every step, with the adapter switched off. (TRL's default is false.)"""
     seed: Seed = 42
     """Seed of weights, order, dropout and noise."""
     data_seed: Seed | None = None
@@ -792,17 +798,29 @@ class TrainingConfig(Section):
             )
         if "exo_pair" in losses and not self.label_smoothing:
             raise ValueError("loss_type exo_pair needs a label_smoothing above 0, such as 1e-3")
+        if self.data_kind == "mismatched":
+            if self.per_device_train_batch_size < 2:
+                raise ValueError(
+                    "kto needs a per_device_train_batch_size of at least 2: an answer is also put"
+                    f" behind another prompt of its micro-batch; or set loss_type {WITHOUT_KL!r}"
+                )
+            if self.train_sampling_strategy != "sequential":
+                raise ValueError(
+                    'kto needs train_sampling_strategy "sequential": the examples of a micro-batch'
+                    f" stay together; shuffle the file, or set loss_type {WITHOUT_KL!r}"
+                )
 
     @property
     def losses(self) -> tuple[str, ...]:
         """The names in loss_type."""
-        named = self.loss_type or "sigmoid"
+        named = self.loss_type or ONE_LOSS.get(self.objective, DPO_LOSSES)[0]
         return (named,) if isinstance(named, str) else named
 
     @property
     def data_kind(self) -> DataKind:
         """The data that the objective is trained on."""
-        return NEEDS.get(self.objective, Needs()).data
+        kind = NEEDS.get(self.objective, Needs()).data
+        return "ratings" if kind == "mismatched" and WITHOUT_KL in self.losses else kind
 
     @property
     def train_rows(self) -> int:

@@ -308,7 +308,8 @@ def _refuse_label(record: Record) -> None:
         raise DataError(
             f"{record.where}: prompt, completion and label are the fields of KTO's preference data;"
             " supervised fine-tuning would learn the bad completions, too",
-            hint="keep the examples whose label is true, without the label",
+            hint='set training.objective to "kto", or keep the examples whose label is true,'
+            " without the label",
         )
 
 

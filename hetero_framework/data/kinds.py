@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hetero_framework.config import DataConfig
+from hetero_framework.config import DataConfig, TrainingConfig
 from hetero_framework.config.objectives import DataKind
 from hetero_framework.data.batches import MicroBatch, collate, pack
 from hetero_framework.data.examples import Examples, Rows
 from hetero_framework.data.formats import Formatter, detect_format
-from hetero_framework.data.pairs import PairFormatter, Pairs, collate_pairs
+from hetero_framework.data.pairs import AnswerRows, PairFormatter, collate_answers
+from hetero_framework.data.ratings import RatingFormatter, unpaired, with_neighbours
 from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError
 
@@ -30,13 +31,14 @@ Collate = Callable[[Any, Sequence[int] | np.ndarray, int, int | None], MicroBatc
 class ExampleKind:
     """`formats` are the values of data.format beside "auto", `formatter` reads records, `kept`
     makes examples of tokenised rows, and `collate` a micro-batch of those with some numbers, padded
-    with a token to a multiple."""
+    with a token to a multiple. `records` makes those of this kind of the records of a file."""
 
     noun: str
     formats: tuple[str, ...]
     formatter: Callable[[Record, PreTrainedTokenizerBase, DataConfig], Formatter]
-    kept: Callable[[Examples], Rows]
+    kept: Callable[[Examples, DataConfig, TrainingConfig], Rows]
     collate: Collate
+    records: Callable[[Iterator[Record]], Iterator[Record]] = iter
 
 
 def _text_formatter(
@@ -55,14 +57,31 @@ def _pair_formatter(
     return PairFormatter("preference", tokenizer, data)
 
 
-def _unchanged(examples: Examples) -> Rows:
+def _unchanged(examples: Examples, data: DataConfig, training: TrainingConfig) -> Rows:
     return examples
+
+
+def _answers(examples: Examples, data: DataConfig, training: TrainingConfig) -> AnswerRows:
+    return AnswerRows(examples, training.data_kind)
+
+
+def _mismatched(examples: Examples, data: DataConfig, training: TrainingConfig) -> AnswerRows:
+    return with_neighbours(examples, data.max_length, training.per_device_train_batch_size)
+
+
+def _rated(kind: DataKind, kept: Any) -> ExampleKind:
+    def formatter(first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Formatter:
+        return RatingFormatter(kind, tokenizer, data)
+
+    return ExampleKind("rated answers", ("preference",), formatter, kept, collate_answers, unpaired)
 
 
 _SFT_FORMATS = ("text", "prompt_completion", "messages", "alpaca")
 KINDS: dict[DataKind, ExampleKind] = {
     "text": ExampleKind("examples", _SFT_FORMATS, _text_formatter, _unchanged, collate),
-    "pairs": ExampleKind("pairs", ("preference",), _pair_formatter, Pairs, collate_pairs),
+    "pairs": ExampleKind("pairs", ("preference",), _pair_formatter, _answers, collate_answers),
+    "ratings": _rated("ratings", _answers),
+    "mismatched": _rated("mismatched", _mismatched),
 }
 
 

@@ -1,12 +1,12 @@
 """Preferences: an answer that was chosen and one that was rejected, for the same prompt.
 
-Token ids and labels equal those of TRL's DPOTrainer (1.16): both answers are tokenised together
-with the prompt and begin where one of them parts from the prompt alone.
+Token ids and labels equal those of TRL's DPOTrainer (1.16): all answers of a record are tokenised
+together with the prompt and begin where one of them parts from the prompt alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetero_framework.config.objectives import ROWS, DataKind
 from hetero_framework.data.batches import MicroBatch, collate
 from hetero_framework.data.conversations import CONVERSATION_FIELDS
 from hetero_framework.data.examples import Examples
@@ -21,25 +22,35 @@ from hetero_framework.data.formats import Formatter, Tokens, string_field
 from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError
 
-REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
-"""Inputs of the last stage: the answers' log-probabilities by the reference, one for each pair."""
+REFERENCE: Mapping[DataKind, tuple[str, ...]] = {
+    "pairs": ("ref_chosen_logps", "ref_rejected_logps"),
+    "ratings": ("ref_logps",),
+    "mismatched": ("ref_logps", "ref_KL_logps"),
+}
+"""Inputs of the last stage: log-probabilities of an example's rows by the reference."""
 _HINT = "they need chosen and rejected, as texts or messages, and a prompt unless both begin alike"
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Pair i is rows 2 i (chosen) and 2 i + 1 (rejected) of `rows`. `reference` are the REFERENCE
-    of each, float32 [pairs, 2]."""
+class AnswerRows:
+    """Of `kind`, with R rows each: example i is rows R i (of a pair the chosen one) and those up to
+    R i + R. `reference` are the REFERENCE of each, float32 [examples, R]."""
 
     rows: Examples
+    kind: DataKind = "pairs"
     reference: np.ndarray | None = None
 
+    @property
+    def each(self) -> int:
+        """Rows of an example."""
+        return ROWS[self.kind]
+
     def __len__(self) -> int:
-        return len(self.rows) // 2
+        return len(self.rows) // self.each
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """The chosen one of a pair: token ids and labels."""
-        return self.rows[2 * index]
+        """The first row of an example: token ids and labels."""
+        return self.rows[self.each * index]
 
     @property
     def tokens(self) -> int:
@@ -47,8 +58,8 @@ class Pairs:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of the longer one of each pair."""
-        return self.rows.lengths.reshape(-1, 2).max(axis=1)
+        """Tokens of the longest row of each example."""
+        return self.rows.lengths.reshape(-1, self.each).max(axis=1)
 
     @property
     def longest(self) -> int:
@@ -59,16 +70,24 @@ class Pairs:
         return self.rows.fingerprint
 
 
-def collate_pairs(
-    pairs: Pairs, indices: Sequence[int] | np.ndarray, pad_token_id: int, multiple: int | None
+def collate_answers(
+    answers: AnswerRows,
+    indices: Sequence[int] | np.ndarray,
+    pad_token_id: int,
+    multiple: int | None,
 ) -> MicroBatch:
-    """As `collate`, first the chosen ones, then the rejected ones, in the same order."""
+    """As `collate`, the first row of each example, then their second ones, in the same order; for
+    rated answers with a column "desirable", 0 or 1."""
     numbers = np.asarray(indices, np.int64)
-    rows = np.concatenate([2 * numbers, 2 * numbers + 1])
-    batch = collate(pairs.rows, rows, pad_token_id, multiple)
-    if pairs.reference is not None:
-        for name, column in zip(REFERENCE, pairs.reference[numbers].T, strict=True):
-            batch[name] = torch.from_numpy(np.ascontiguousarray(column))
+    rows = np.concatenate([answers.each * numbers + row for row in range(answers.each)])
+    batch = collate(answers.rows, rows, pad_token_id, multiple)
+    columns = {}
+    if answers.rows.targets is not None:
+        columns["desirable"] = answers.rows.targets[numbers, 0]
+    if answers.reference is not None:
+        columns |= zip(REFERENCE[answers.kind], answers.reference[numbers].T, strict=True)
+    for name, column in columns.items():
+        batch[name] = torch.from_numpy(np.ascontiguousarray(column))
     return batch
 
 
@@ -80,34 +99,40 @@ class PairFormatter(Formatter):
         return [self._pair(record) for record in records]
 
     def _pair(self, record: Record) -> list[Tokens]:
-        fields = {name: value for name, value in record.fields.items() if value is not None}
-        for name in ("chosen", "rejected"):
-            if name not in fields:
-                shown = ", ".join(fields) or "none"
-                raise DataError(
-                    f"{record.where}: no {name} answer among its fields: {shown}", hint=_HINT
-                )
-        if "prompt" not in fields:
-            fields |= _split(fields["chosen"], fields["rejected"])
-        record = Record(record.where, fields)
-        self._use(record, "prompt", "chosen", "rejected", *CONVERSATION_FIELDS)
-        if isinstance(fields["prompt"], list):
+        return self._behind_prompt(with_prompt(record), "chosen", "rejected")
+
+    def _behind_prompt(self, record: Record, *names: str) -> list[Tokens]:
+        """The prompt with each of the answers under these names."""
+        self._use(record, "prompt", *names, *CONVERSATION_FIELDS)
+        if isinstance(record.fields.get("prompt"), list):
             prompt = self._conversation(record, "prompt")
             begun = self.chat.ids(prompt, generation_prompt=True)
-            answers = [
-                self._conversation(record, name, system=False) for name in ("chosen", "rejected")
-            ]
+            answers = [self._conversation(record, name, system=False) for name in names]
             whole = [
                 self.chat.ids(replace(prompt, messages=prompt.messages + answer.messages))
                 for answer in answers
             ]
         else:
-            texts = [string_field(record, name) for name in ("prompt", "chosen", "rejected")]
+            texts = [string_field(record, name) for name in ("prompt", *names)]
             whole_texts = [texts[0] + self._with_eos(answer) for answer in texts[1:]]
             begun, *whole = self._tokenize([texts[0], *whole_texts])
         same = min(_common(begun, ids) for ids in whole)
         self.changed_prompts += same < len(begun)
         return [(ids, [False] * same + [True] * (len(ids) - same)) for ids in whole]
+
+
+def with_prompt(record: Record) -> Record:
+    """A pair with the prompt that it has or implies. Raises DataError for one without answers."""
+    fields = {name: value for name, value in record.fields.items() if value is not None}
+    for name in ("chosen", "rejected"):
+        if name not in fields:
+            shown = ", ".join(fields) or "none"
+            raise DataError(
+                f"{record.where}: no {name} answer among its fields: {shown}", hint=_HINT
+            )
+    if "prompt" not in fields:
+        fields |= _split(fields["chosen"], fields["rejected"])
+    return Record(record.where, fields)
 
 
 def _common(one: list[int], other: list[int]) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hetero_framework.config import Config, DataConfig
 from hetero_framework.data.formats import Formatter
-from hetero_framework.data.kinds import formatter_for
+from hetero_framework.data.kinds import KINDS, formatter_for
 from hetero_framework.data.megatron import Samples
 from hetero_framework.data.rendered import LEFT_OUT
 from hetero_framework.data.sources import MEGATRON, Record, find_sources
@@ -44,9 +44,10 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
         assert isinstance(rows, Samples)
         return [_row(rows, k, tokenizer) for k in range(min(count, len(rows)))]
     reader = SplitReader(data.train_split, ("train",), data.dataset_config)
-    records = reader.read(sources, lambda note: None)
+    kind = config.training.data_kind
+    records = KINDS[kind].records(reader.read(sources, lambda note: None))
     chosen = list(islice(records, count))
-    formatter = formatter_for(config.training.data_kind, chosen[0], tokenizer, data)
+    formatter = formatter_for(kind, chosen[0], tokenizer, data)
     return [shown for record in chosen for shown in _shown(record, formatter, tokenizer, data)]
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hetero_framework.config import Config, DataConfig
+from hetero_framework.config import Config, DataConfig, TrainingConfig
 from hetero_framework.config.objectives import ROWS, DataKind
 from hetero_framework.data.batches import (
     LazyBatches,
@@ -25,6 +25,8 @@ from hetero_framework.data.examples import Examples, ExamplesBuilder, Rows
 from hetero_framework.data.formats import Formatter
 from hetero_framework.data.kinds import KINDS, collated, formatter_for
 from hetero_framework.data.megatron import Corpus, Samples, find_corpus
+from hetero_framework.data.pairs import AnswerRows
+from hetero_framework.data.ratings import balance
 from hetero_framework.data.sources import Record, Source, find_sources, shorten
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.token_cache import find_entry
@@ -128,14 +130,13 @@ def load_data(
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
     report: list[str] = []
-    kind = config.training.data_kind
-    if kind != "text" and data.padding_free:
+    if config.training.data_kind != "text" and data.padding_free:
         raise DataError(
             f"data.padding_free is for texts, and training.objective is"
             f" {config.training.objective!r}",
             hint="leave it out",
         )
-    reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report, most, kind)
+    reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report, most, config.training)
     found = reader.read("train", data.train, data.train_split)
     train: Rows
     order: SampleOrder
@@ -146,6 +147,8 @@ def load_data(
         reader.look_at(train)
     else:
         train, order = found, SampleOrder(len(found), config.training, found.lengths)
+        if isinstance(found, AnswerRows) and found.kind != "pairs":
+            report += balance(found, config.training)
     eval_sets: dict[str, Rows] = {}
     for name, spec in data.eval_sets.items():
         held_out = reader.read(f"eval.{name}" if name else "eval", spec, data.eval_split)
@@ -218,11 +221,17 @@ class _Reader:
     vocab_size: int | None
     report: list[str]
     most: int | None = None
-    kind: DataKind = "text"
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    @property
+    def kind(self) -> DataKind:
+        return self.training.data_kind
 
     def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Rows | Corpus:
         examples = self._read(name, spec, split)
-        return KINDS[self.kind].kept(examples) if isinstance(examples, Examples) else examples
+        if isinstance(examples, Corpus):
+            return examples
+        return KINDS[self.kind].kept(examples, self.data, self.training)
 
     def _read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples | Corpus:
         sources = find_sources(spec, self.base_dir)
@@ -262,7 +271,7 @@ class _Reader:
         whole = ("train",) if name == "train" else ("test", "train")
         notes: list[str] = []
         reader = SplitReader(split, whole, self.data.dataset_config)
-        records = reader.read(sources, notes.append)
+        records = KINDS[self.kind].records(reader.read(sources, notes.append))
         first = next(records)
         formatter = formatter_for(self.kind, first, self.tokenizer, self.data)
         counts: Counter[str] = Counter()

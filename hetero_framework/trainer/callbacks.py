@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -38,6 +39,7 @@ from hetero_framework.core.files import write_file
 from hetero_framework.errors import CallbackError, ConfigError
 from hetero_framework.log import one_line
 from hetero_framework.models.cut.language import meta_model
+from hetero_framework.models.cut.objective import COUNT
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.generation import Sample
@@ -221,7 +223,7 @@ class Callbacks(Observer):
             speed = seconds, found["eval_samples"] / seconds, found["eval_batches"] / seconds
             told = {
                 "loss": found["eval_loss"],
-                **{name: value for name, value in beside.items() if name in computed},
+                **{n: x for n, x in beside.items() if n in computed and not n.startswith(COUNT)},
                 **{name: round(x, d) for name, x, d in zip(SPEED, speed, (4, 3, 3), strict=True)},
                 **measured,
             }
@@ -462,23 +464,24 @@ class _Means:
         self._names = objective_of(training).metric_names
         self.of_evaluations = (*self._names, "num_tokens") if self._names else ()
         self._sums: dict[str, float] = {}
-        self._micro_batches = self._tokens = 0
+        self._counts: Counter[str] = Counter()
+        self._tokens = 0
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take the line of a step in metrics.jsonl."""
-        if not line.keys() >= {*self._names}:  # an earlier part of the run did without
-            return
         for name in self._names:
-            value = math.nan if line[name] is None else line[name]
-            self._sums[name] = self._sums.get(name, 0.0) + value * line["micro_batches"]
-        self._micro_batches += line["micro_batches"]
+            if name in line:  # an earlier part of the run may have done without
+                value = math.nan if line[name] is None else line[name]
+                count = line.get(COUNT + name, line["micro_batches"])
+                self._sums[name] = self._sums.get(name, 0.0) + value * count
+                self._counts[name] += count
         self._tokens = line.get("num_tokens", 0)
 
     def take(self) -> dict[str, float]:
         """The means since the last call; empty where there were no steps."""
-        count, sums = self._micro_batches, self._sums
-        self._micro_batches, self._sums = 0, {}
-        means = {name: total / count for name, total in sums.items()}
+        means = {name: total / self._counts[name] for name, total in self._sums.items()}
+        self._counts.clear()
+        self._sums.clear()
         return means | {"num_tokens": self._tokens} if means else {}
 
 

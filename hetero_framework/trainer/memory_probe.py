@@ -14,6 +14,7 @@ from hetero_framework.config import TrainingConfig
 from hetero_framework.data import MicroBatch, TrainData
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import OutOfMemory
+from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.trainer.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ def probe_longest_batch(
     if largest is None or largest[0] == state.step:
         return
     step, batch = largest
+    # The reference may not have been asked yet.
+    batch = {**objective_of(training).probe_inputs(batch), **batch}
 
     def run() -> None:
         scale = state.loss_scale.value

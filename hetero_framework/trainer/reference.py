@@ -1,6 +1,7 @@
-"""The reference of a preference training: what the model said of each pair before it was trained.
+"""The reference of a preference training: what the model said of each answer before it was
+trained.
 
-It is asked in one pass before the first step, of two numbers for each pair, which are kept in the
+It is asked in one pass before the first step, of a number for each answer, which are kept in the
 cache for the run that goes on, and for others with the same model and data.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ import torch
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.core.cache import recall, remember
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData
-from hetero_framework.data.pairs import REFERENCE, Pairs
+from hetero_framework.data.pairs import REFERENCE, AnswerRows
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import CheckpointError, ProtocolError
 from hetero_framework.models.cut.preferences import LOGPS
@@ -34,7 +36,9 @@ class Reference:
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
         self._can_switch = can_switch(prepared.adapter_plan)
-        self.is_precomputed = prepared.config.training.precompute_ref_log_probs
+        training = prepared.config.training
+        self.is_precomputed = training.precompute_ref_log_probs
+        self._names = REFERENCE[training.data_kind]
 
     def prepare(self, cluster: Cluster, data: TrainData, step: int) -> None:
         """Give the data the numbers of the reference. Raises CheckpointError where the run is past
@@ -47,8 +51,8 @@ class Reference:
 
     def _known(
         self, cluster: Cluster, data: TrainData, name: str, rows: object, step: int
-    ) -> Pairs:
-        assert isinstance(rows, Pairs)
+    ) -> AnswerRows:
+        assert isinstance(rows, AnswerRows)
         if rows.reference is not None:
             return rows
         question = self._question(cluster, rows)
@@ -56,23 +60,23 @@ class Reference:
         if kept is None:
             if step > 0 and not self._can_switch:
                 raise CheckpointError(
-                    "what the model said of the pairs before it was trained is no longer in the"
+                    "what the model said of the answers before it was trained is no longer in the"
                     " cache, and the model of that time is not loaded",
                     hint="begin anew with --fresh",
                 )
-            _log.info("the reference is asked about %s of %s", plural(len(rows), "pair"), name)
+            _log.info("the reference is asked about %s of %s", plural(len(rows), "example"), name)
             kept = self._asked(cluster, data, rows)
             remember(_KIND, question, kept)
-        return Pairs(rows.rows, np.asarray(kept, np.float32).reshape(-1, 2))
+        return replace(rows, reference=np.asarray(kept, np.float32).reshape(-1, rows.each))
 
-    def _asked(self, cluster: Cluster, data: TrainData, rows: Pairs) -> list[list[float]]:
+    def _asked(self, cluster: Cluster, data: TrainData, rows: AnswerRows) -> list[list[float]]:
         size = self._prepared.config.training.per_device_train_batch_size
         numbers = np.array_split(np.arange(len(rows)), range(size, len(rows), size))
         batches = LazyBatches(len(numbers), lambda k: data.collate(rows, numbers[k]))
         return [pair.tolist() for part in self._pass(cluster, batches) for pair in part]
 
     def _pass(self, cluster: Cluster, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The numbers of each micro-batch's pairs, [P, 2]."""
+        """The numbers of each micro-batch's examples, [P, rows of each]."""
         info = StepInfo(0, 0, False, len(batches), 1, reference=self._can_switch or None)
 
         def run() -> None:
@@ -82,10 +86,10 @@ class Reference:
         cluster.retrying(run)
         found = []
         for outcome in cluster.pipeline.outcomes:
-            logps = outcome.named.get(LOGPS)
-            if logps is None or logps.dim() != 1 or len(logps) % 2 or not logps.is_floating_point():
-                raise ProtocolError("the last stage gave no log-probabilities of pairs")
-            found.append(torch.stack(logps.float().cpu().chunk(2), 1))
+            logps, each = outcome.named.get(LOGPS, torch.empty(0, 0)), len(self._names)
+            if logps.dim() != 1 or len(logps) % each or not logps.is_floating_point():
+                raise ProtocolError("the last stage gave no log-probabilities of answers")
+            found.append(logps.float().cpu().view(each, -1).T)
         return found
 
     def added(self, cluster: Cluster, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -94,11 +98,11 @@ class Reference:
             return list(batches)
         found = self._pass(cluster, batches)
         return [
-            {**batch, **dict(zip(REFERENCE, pairs.T.contiguous(), strict=True))}
+            {**batch, **dict(zip(self._names, pairs.T.contiguous(), strict=True))}
             for batch, pairs in zip(batches, found, strict=True)
         ]
 
-    def _question(self, cluster: Cluster, rows: Pairs) -> str:
+    def _question(self, cluster: Cluster, rows: AnswerRows) -> str:
         """Everything on which the numbers depend."""
         config, plan = self._prepared.config, self._prepared.adapter_plan
         training, raw = config.training, config.to_dict()

@@ -13,7 +13,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import read_metrics
 from tests.integration.test_best_model import Ending
 from tests.integration.test_parity import LORA, assert_same, weights
-from tests.unit.trainer.test_preferences import save_pairs
+from tests.unit.trainer.test_preferences import KTO, save_pairs, save_ratings
 
 pytestmark = pytest.mark.xdist_group("pool")
 
@@ -43,23 +43,37 @@ CASES: dict[str, dict[str, Any]] = {
         }
     },
     "asked_in_each_step": {"adapter": LORA, "training": {"precompute_ref_log_probs": False}},
+    "kto": {"training": {**KTO, "loss_chunk_tokens": 16, "gradient_checkpointing": True}},
+    "kto_dropout_bf16": {"adapter": LORA, "training": {**KTO, "bf16": True}},
+    "apo_zero_unpaired": {
+        "adapter": LORA,
+        "training": {
+            **{**KTO, "loss_type": "apo_zero_unpaired", "train_sampling_strategy": "random"},
+            "precompute_ref_log_probs": False,
+        },
+    },
 }
+SELDOM = ("kto_dropout_bf16", "apo_zero_unpaired")
 
 
 @pytest.fixture
 def configured(pool: Any, llama: Path, tmp_path: Path) -> Any:
     pairs = str(save_pairs(tmp_path / "pairs.jsonl"))
+    ratings = str(save_ratings(tmp_path / "ratings.jsonl"))
 
     def config(name: str, cuts: list[int], **sections: Any) -> Config:
         sections["training"] = {**TRAINING, **sections.get("training", {})}
         sections["model"] = {"name_or_path": str(llama)}
-        sections["data"] = {"train": pairs, "eval": pairs, "max_length": 40}
+        rows = ratings if sections["training"]["objective"] == "kto" else pairs
+        sections["data"] = {"train": rows, "eval": rows, "max_length": 40}
         return Config.from_dict(pool.config(tmp_path / name, cuts, **sections))
 
     return config
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.long) if c in SELDOM else c for c in CASES]
+)
 def test_preferences_do_not_depend_on_the_cut(case: str, configured: Any, tmp_path: Path) -> None:
     sections = CASES[case]
     whole = train(configured("whole", [], **sections))
@@ -79,18 +93,39 @@ def test_preferences_do_not_depend_on_the_cut(case: str, configured: Any, tmp_pa
         assert_same(weights(tmp_path / name), weights(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({}, id="full"),
+        pytest.param({"adapter": LORA}, id="lora"),
+        pytest.param({"training": KTO}, id="kto", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_that_was_ended_goes_on_under_another_plan(
-    adapter: Any, configured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sections: dict[str, Any], configured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
-    sections: dict[str, Any] = {"adapter": adapter} if adapter else {}
     whole = train(configured("whole", [], **sections))
     with pytest.raises(CallbackError):
         train(configured("ended", [3], **sections), callbacks=[Ending(2)])
     ended = train(configured("ended", [2, 4], **sections))
     assert ended.losses == whole.losses[2:]
     assert_same(weights(tmp_path / "ended"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("training", [{}, KTO], ids=["dpo", "kto"])
+def test_the_reference_says_the_same_before_and_in_each_step(
+    training: dict[str, Any], configured: Any, tmp_path: Path
+) -> None:
+    """With the adapter's dropout, which the reference has not."""
+    for name, before in (("once", True), ("often", False)):
+        told = {**training, "precompute_ref_log_probs": before}
+        # Other rows are beside an example when all are asked in order, and so another padding.
+        told |= {"train_sampling_strategy": "sequential", "max_steps": 1}
+        train(configured(name, [], adapter=LORA, training=told))
+    assert read_metrics(tmp_path / "often") == read_metrics(tmp_path / "once")
+    assert_same(weights(tmp_path / "often"), weights(tmp_path / "once"))
 
 
 def test_without_a_new_adapter_no_step_can_ask_the_reference(configured: Any) -> None:

@@ -21,6 +21,9 @@ from hetero_framework.models.cut.chunked_loss import chunk_tokens, spans
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
 
+COUNT = "batches/"
+"""Before the name of a metric: how many micro-batches have it, where not all do."""
+
 
 class Objective(ABC):
     """An objective of a run: the loss of a micro-batch, what it is made of, and what is said of it.
@@ -78,8 +81,8 @@ class Objective(ABC):
 
     def metrics(self, named: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
         """Numbers to log, of all micro-batches of a step or an evaluation, by `metric_names`, from
-        the tensors that came with the losses. Raises ProtocolError for tensors that this objective
-        does not make: they come from another machine."""
+        the tensors that came with the losses; those with COUNT are not logged. Raises ProtocolError
+        for tensors that this objective does not make: they come from another machine."""
         return {}
 
     @property

@@ -9,7 +9,7 @@ from hetero_framework.config.objectives import NEEDS, DataKind, Needs, Task
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.cut.causal_lm import CausalLM
 from hetero_framework.models.cut.objective import Objective
-from hetero_framework.models.cut.preferences import Preferences
+from hetero_framework.models.cut.preferences import Preferences, Ratings
 from hetero_framework.models.cut.unreferenced import Contrastive, OddsRatio
 
 Make = Callable[[TrainingConfig, frozenset[int]], Objective]
@@ -21,7 +21,7 @@ def _sft(training: TrainingConfig, id_layers: frozenset[int]) -> CausalLM:
 
 
 _OBJECTIVES: dict[str, Make] = {
-    **{"sft": _sft, "dpo": Preferences, "orpo": OddsRatio, "cpo": Contrastive},
+    **{"sft": _sft, "dpo": Preferences, "orpo": OddsRatio, "cpo": Contrastive, "kto": Ratings},
 }
 
 

@@ -1,4 +1,4 @@
-"""An objective of pairs: the chosen answer of each becomes likelier than the rejected one.
+"""An objective of answers: the chosen one of a pair becomes likelier than the rejected one.
 
 Of the tokens only sums over rows are kept, made in loss chunks that are computed twice: the
 last stage needs the memory of next-token training.
@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import PretrainedConfig
 
 from hetero_framework.config import TrainingConfig
+from hetero_framework.config.objectives import ROWS
 from hetero_framework.data.batches import MicroBatch
 from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.errors import ArchitectureError, ProtocolError
@@ -43,15 +44,16 @@ class PairObjective(ChunkedObjective):
         """`further`: names of metrics behind METRICS."""
         super().__init__(training.loss_chunk_tokens, id_layers)
         self._beta, self._smoothing = training.beta, training.label_smoothing
+        self._each = ROWS[training.data_kind]
         self.metric_names = (*METRICS, *further)
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Micro-batches, each the mean of its pairs, as TRL divides them."""
+        """Micro-batches, each the mean of its examples, as TRL divides them."""
         return len
 
     def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Pairs."""
-        return lambda batches: sum(len(batch["labels"]) // 2 for batch in batches)
+        """Examples, such as pairs."""
+        return lambda batches: sum(len(batch["labels"]) // self._each for batch in batches)
 
     def targets(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """Tensors [B, S] by which the log-probabilities of a row are added up."""
@@ -63,7 +65,7 @@ class PairObjective(ChunkedObjective):
 
     @abstractmethod
     def mean_loss(self, inputs: Inputs, sums_BC: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss of the pairs, and what comes with it, detached: their `means`."""
+        """The mean loss of the examples, and what comes with it, detached: their `means`."""
 
     def loss(
         self,
@@ -118,7 +120,7 @@ class PairObjective(ChunkedObjective):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a micro-batch from the sums of its rows, and what comes with it."""
         loss, named = self.mean_loss(inputs, sums_BC)
-        return (loss if trains else loss * (len(sums_BC) // 2)) / num_items, named
+        return (loss if trains else loss * (len(sums_BC) // self._each)) / num_items, named
 
     def means(self, logps_B: Tensor, rewards_B: Tensor, *further: Tensor) -> dict[str, Tensor]:
         """What `metrics` wants: METRICS, each the mean over pairs, and further means."""
@@ -130,13 +132,16 @@ class PairObjective(ChunkedObjective):
         return {MEANS: torch.stack(found).detach()}
 
     def metrics(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        if not named:
+            return {}
+        return dict(zip(self.metric_names, self.table(named).mean(0).tolist(), strict=True))
+
+    def table(self, named: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """The means of each micro-batch, [micro-batches, metric_names]."""
         found, names = [tensors[MEANS] for tensors in named if MEANS in tensors], self.metric_names
         if len(found) != len(named) or any(means.shape != (len(names),) for means in found):
-            raise ProtocolError("the last stage gave no means of pairs")
-        if not found:
-            return {}
-        means = torch.stack([tensor.double().cpu() for tensor in found]).mean(0)
-        return dict(zip(names, means.tolist(), strict=True))
+            raise ProtocolError("the last stage gave no means of answers")
+        return torch.stack([tensor.double().cpu() for tensor in found])
 
     def _sums(self, logits_BSV: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         if logits_BSV.shape[:-1] != targets[0].shape:

@@ -1,14 +1,16 @@
-"""Direct preference optimization: pairs beside a reference.
+"""Preferences beside a reference: direct (DPO) and Kahneman-Tversky optimization (KTO).
 
-Losses and metrics are those of TRL's DPOTrainer (1.16), which names their papers.
+Losses and metrics are those of TRL's DPOTrainer and KTOTrainer (1.16), which name their papers.
 
-Shapes: P pairs, B = 2 P rows, first the chosen ones; S tokens, V vocabulary; C sums of a row.
+Shapes: P pairs, B = 2 P rows, first the chosen ones; S tokens, V vocabulary; C sums of a row; of
+rated answers N, B = N or 2 N rows, first the answers, then the same prompts with others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +19,9 @@ from torch.nn.functional import logsigmoid
 from hetero_framework.config import StageSpec, TrainingConfig
 from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.data.pairs import REFERENCE
+from hetero_framework.models.cut.objective import COUNT
 from hetero_framework.models.cut.pair_objective import (
+    MEANS,
     PairObjective,
     chosen_loss,
     lengths_of,
@@ -26,13 +30,47 @@ from hetero_framework.models.cut.pair_objective import (
 from hetero_framework.models.cut.shard import Inputs
 
 LOGPS = "logps"
+SIDES = ("chosen", "rejected")
 
 
-class Preferences(PairObjective):
+class Referenced(PairObjective):
     """A batch also has the log-probability of each answer by the reference; without these the loss
     is none, and LOGPS come with it."""
 
     has_reference = True
+
+    def __init__(
+        self, training: TrainingConfig, id_layers: frozenset[int] = frozenset(), *further: str
+    ) -> None:
+        super().__init__(training, id_layers, *further)
+        self._reference = REFERENCE[training.data_kind]
+        self.beside = self._reference
+        """What the last stage needs of each example beside its rows."""
+
+    def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
+        needed = super().stage_inputs(spec, names)
+        return [name for name in needed if spec.is_last or name not in self.beside]
+
+    def probe_inputs(self, inputs: Inputs) -> Inputs:
+        labels = inputs["labels"]
+        zeros = labels.new_zeros(len(labels) // self._each, dtype=torch.float32)
+        return {**inputs, **dict.fromkeys(self.beside, zeros)}
+
+    def mean_loss(self, inputs: Inputs, sums_BC: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if self._reference[0] not in inputs:
+            return sums_BC.new_zeros(()), {LOGPS: sums_BC[:, 0].detach()}
+        reference_B = torch.cat([inputs[name] for name in self._reference])
+        return self.compared(inputs, sums_BC, sums_BC[:, 0] - reference_B)
+
+    @abstractmethod
+    def compared(
+        self, inputs: Inputs, sums_BC: Tensor, ratios_B: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`mean_loss`, from how much likelier each row is than for the reference."""
+
+
+class Preferences(Referenced):
+    """DPO."""
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(training, id_layers)
@@ -43,20 +81,11 @@ class Preferences(PairObjective):
         self._ld_alpha, self._weighs = training.ld_alpha, training.use_weighting
         self._tau = training.discopop_tau
 
-    def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
-        needed = super().stage_inputs(spec, names)
-        return [name for name in needed if spec.is_last or name not in REFERENCE]
-
-    def probe_inputs(self, inputs: Inputs) -> Inputs:
-        zeros = inputs["labels"].new_zeros(len(inputs["labels"]) // 2, dtype=torch.float32)
-        return {**inputs, **dict.fromkeys(REFERENCE, zeros)}
-
-    def mean_loss(self, inputs: Inputs, sums_BC: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        if REFERENCE[0] not in inputs:
-            return sums_BC.new_zeros(()), {LOGPS: sums_BC[:, 0].detach()}
+    def compared(
+        self, inputs: Inputs, sums_BC: Tensor, ratios_B: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         logps_B, plain_B, aligned_B = sums_BC.unbind(1)
         lengths_B = lengths_of(inputs["labels"])
-        ratios_B = logps_B - torch.cat([inputs[name] for name in REFERENCE])
         loss = logps_B.new_zeros(())
         for name, weight in self._losses:
             if name == "sft":
@@ -132,3 +161,46 @@ class Preferences(PairObjective):
         shared_P = torch.minimum(*length_B.chunk(2))
         is_shared_BS = is_label_BS.cumsum(1) <= torch.cat([shared_P, shared_P])[:, None]
         return torch.where(is_shared_BS, 1.0, self._ld_alpha)
+
+
+class Ratings(Referenced):
+    """KTO: each answer by itself, beside how far the model is from the reference on average."""
+
+    def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
+        super().__init__(training, id_layers)
+        sides = (f"{name}/{side}" for name in ("rewards", "logps") for side in SIDES)
+        self.metric_names = ("kl", *sides, "rewards/margins")
+        self.beside = (*self._reference, "desirable")
+        self._weights = training.desirable_weight, training.undesirable_weight
+
+    def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
+        return [log_probabilities(logits_BSV, *targets_BS).sum(1)]
+
+    def compared(
+        self, inputs: Inputs, sums_BC: Tensor, ratios_B: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        is_good_N = inputs["desirable"].bool()
+        logps_N, ratios_N = sums_BC[: len(is_good_N), 0], ratios_B[: len(is_good_N)]
+        kl = ratios_B.new_zeros(())
+        if len(ratios_B) > len(is_good_N):
+            kl = ratios_B[len(is_good_N) :].detach().mean().clamp(min=0)
+        signed_N = torch.where(is_good_N, ratios_N - kl, kl - ratios_N)
+        loss_N = torch.where(is_good_N, *self._weights) * (1 - torch.sigmoid(self._beta * signed_N))
+        # Of no answers the mean is NaN.
+        means = [
+            values_N[side_N].mean()
+            for values_N in (self._beta * ratios_N, logps_N)
+            for side_N in (is_good_N, ~is_good_N)
+        ]
+        margin = means[0] - means[1]
+        return loss_N.mean(), {MEANS: torch.stack([kl, *means, margin]).detach()}
+
+    def metrics(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        """Each over the micro-batches with such answers."""
+        if not named:
+            return {}
+        table = self.table(named)
+        counts, means = table.isnan().logical_not().sum(0).tolist(), table.nanmean(0).tolist()
+        found = list(zip(self.metric_names, counts, means, strict=True))
+        metrics = {name: mean for name, count, mean in found if count}
+        return metrics | {COUNT + name: n for name, n, _ in found if n < len(named)}

@@ -177,3 +177,17 @@ def test_f30_a_second_lack_of_memory_in_a_step_ends_the_run_with_numbers(
         train(late("run", probe_longest_batch=False))
     assert raised.value.exit_code == 6
     assert "try per_device_train_batch_size 1" in str(raised.value.hint)
+
+
+def test_it_does_without_the_reference_of_preferences(alone: Alone, tmp_path: Path) -> None:
+    words = ["fox"] * 7 + ["fox " * 20, "fox"]
+    rows = [{"prompt": "The", "completion": f" {word}", "label": True} for word in words]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rated.jsonl").write_text(text)
+    training = {"objective": "kto", "train_sampling_strategy": "sequential"}
+    alone_settings: dict[str, Any] = {
+        "data": {"train": str(tmp_path / "rated.jsonl"), "max_length": 64},
+        "adapter": {"r": 2, "target_modules": "all-linear"},
+        "training": {**training, "precompute_ref_log_probs": False, "max_steps": 2},
+    }
+    assert len(train(alone(**alone_settings)).losses) == 2

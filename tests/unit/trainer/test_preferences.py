@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import pytest
 from transformers import AutoTokenizer
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
@@ -46,10 +46,24 @@ def save_pairs(path: Path, count: int = 11) -> Path:
     return path
 
 
+def save_ratings(path: Path, count: int = 11) -> Path:
+    """Rated answers; of some micro-batches all are of one kind."""
+    pairs = read_rows(save_pairs(path, count))
+    labels = [number % 5 < 3 for number in range(count)]
+    rows = [
+        {"prompt": pair["prompt"], "completion": pair["chosen"], "label": label}
+        for pair, label in zip(pairs, labels, strict=True)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def trl_classes(objective: str) -> tuple[Any, Any]:
     """The trainer of an objective, and its arguments."""
     if objective == "dpo":
         return DPOTrainer, DPOConfig
+    if objective == "kto":
+        return KTOTrainer, KTOConfig
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL calls them experimental
         from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -68,6 +82,8 @@ def trl(config: Config, output: Path, adapter: Path | None = None) -> Any:
             *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "beta"),
             *("learning_rate", "label_smoothing", "use_weighting", "ld_alpha", "discopop_tau"),
             *("precompute_ref_log_probs", "max_grad_norm", "cpo_alpha", "simpo_gamma"),
+            *("desirable_weight", "undesirable_weight", "train_sampling_strategy"),
+            *("logging_steps",),
         )
         if name in known
     }
@@ -84,13 +100,12 @@ def trl(config: Config, output: Path, adapter: Path | None = None) -> Any:
     told[off if off in known else "gradient_checkpointing"] = False
     model = str(config.model.name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    if training.objective != "dpo":
+    if training.objective in ("orpo", "cpo"):
         tokenizer.bos_token = None  # else those trainers begin each prompt with it
     arguments = config_class(
         str(output),
         **told,
         max_length=data.max_length,
-        logging_steps=1,
         lr_scheduler_type="linear",
         save_strategy="no",
         report_to="none",
@@ -113,6 +128,7 @@ def trl(config: Config, output: Path, adapter: Path | None = None) -> Any:
     return trainer
 
 
+KTO = {"objective": "kto", "train_sampling_strategy": "sequential"}
 CASES: dict[str, dict[str, Any]] = {
     **{
         name: {"loss_type": name}
@@ -142,16 +158,26 @@ CASES: dict[str, dict[str, Any]] = {
         }
         for alpha in (0.0, 1.0)
     },
+    "kto": {**KTO, "beta": 0.5, "logging_steps": 2},
+    "kto_weighted": {**KTO, "desirable_weight": 0.7, "undesirable_weight": 1.3},
+    "kto_in_chunks": {**KTO, "loss_chunk_tokens": 7},
+    "kto_whole_rows": {**KTO, "loss_chunk_tokens": 60},
+    "kto_of_pairs": {**KTO, "per_device_train_batch_size": 3, "logging_steps": 2},
+    "apo_zero_unpaired": {**KTO, "loss_type": "apo_zero_unpaired", "loss_chunk_tokens": 9},
 }
 
 
+SELDOM = ("kto_weighted", "kto_whole_rows", "kto_of_pairs")
 WITH_LORA = ("sigmoid", "weighted", "in_chunks")
 
 
 @pytest.mark.parametrize(
     ("case", "lora"),
     [
-        *((case, False) for case in CASES),
+        *(
+            pytest.param(case, False, marks=pytest.mark.long if case in SELDOM else ())
+            for case in CASES
+        ),
         *(
             pytest.param(case, True, marks=() if case in WITH_LORA else pytest.mark.long)
             for case in CASES
@@ -168,8 +194,10 @@ def test_losses_rewards_and_weights_are_those_of_trl(
     training = {"objective": "dpo", "eval_strategy": "epoch", "learning_rate": 1e-3, **CASES[case]}
     # Only DPOTrainer leaves out pairs whose prompt fills max_length. In a step with a smaller
     # micro-batch the others' metrics are of as many pairs of each.
-    count, most = (11, 20) if training["objective"] == "dpo" else (12, 40)
-    pairs = str(save_pairs(tmp_path / "pairs.jsonl", count))
+    count, most = (12, 40) if training["objective"] in ("orpo", "cpo") else (11, 20)
+    is_rated = training["objective"] == "kto" and case != "kto_of_pairs"
+    save = save_ratings if is_rated else save_pairs
+    pairs = str(save(tmp_path / "pairs.jsonl", count))
     data = {"train": pairs, "eval": pairs, "max_length": most}
     config = alone(training=training, data=data, **sections)
     ours = Recorder()
@@ -182,7 +210,9 @@ def test_losses_rewards_and_weights_are_those_of_trl(
         prefix = "eval_" if "eval_loss" in two else ""
         names = [f"{prefix}loss", *(f"{prefix}{name}" for name in metrics)]
         for name in names if f"{prefix}loss" in two else ():
-            assert one[name] == pytest.approx(two[name], rel=1e-5, abs=1e-5), (name, two)
+            # KTO has no mean of answers that there were none of.
+            other_value = two.get(name)
+            assert one.get(name) == pytest.approx(other_value, rel=1e-5, abs=1e-5), (name, two)
     assert_close(weights(tmp_path / "run"), trained_weights(other.model), atol=1e-5)
 
 
@@ -194,6 +224,9 @@ def test_losses_rewards_and_weights_are_those_of_trl(
         ({"objective": "dpo", "loss_type": "simpo"}, "simpo.* is none of sigmoid, hinge, ipo, exo"),
         ({"objective": "cpo", "loss_type": ["sigmoid", "ipo"]}, "takes one loss"),
         ({"objective": "orpo", "loss_weights": [0.5]}, "takes no loss_weights"),
+        ({**KTO, "loss_type": "sigmoid"}, "sigmoid.* is none of kto, apo_zero_unpaired"),
+        ({"objective": "kto"}, 'kto needs train_sampling_strategy "sequential"'),
+        ({**KTO, "per_device_train_batch_size": 1}, "kto needs .* at least 2"),
     ],
 )
 def test_a_loss_that_the_objective_does_not_have_is_refused(
