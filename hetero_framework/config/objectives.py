@@ -10,7 +10,7 @@ DataKind = Literal["text", "pairs", "ratings", "mismatched"]
 ROWS = {"text": 1, "pairs": 2, "ratings": 1, "mismatched": 2}
 """Rows of a micro-batch that one example makes."""
 
-Task = Literal["causal-lm"]
+Task = Literal["causal-lm", "sequence-classification", "token-classification"]
 """What the head of a model does, and so the class that is loaded: transformers' AutoModelFor..."""
 
 

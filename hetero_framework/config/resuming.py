@@ -20,7 +20,7 @@ def _listed(**sections: str) -> frozenset[str]:
 
 REFUSED = frozenset({"model", "adapter"}) | _listed(
     model="name_or_path revision dtype quantization router_aux_loss_coef from_config"
-    " tie_word_embeddings",
+    " tie_word_embeddings num_labels problem_type label_names pad_token_id",
     adapter="r lora_alpha lora_dropout target_modules target_parameters exclude_modules"
     " modules_to_save bias use_rslora use_dora init_lora_weights layers_to_transform layers_pattern"
     " rank_pattern alpha_pattern fan_in_fan_out autocast_adapter_dtype init_from",

@@ -74,6 +74,7 @@ RESULT_DIRS = ("model", "adapter")
 COORDINATOR_PORT = 9998
 WORKER_PORT = 9999
 _T = TypeVar("_T")
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 Kind = Literal["nf4", "int8"]
 """How bitsandbytes holds weights."""
 _DEVICE = re.compile(r"auto|cpu|([a-z][a-z0-9_]*)(:\d+)?")
@@ -209,6 +210,18 @@ class ModelConfig(Section):
     weights drawn from training.seed."""
     tokenizer: Name | None = None
     """Directory or hub name of the tokenizer when it is not with the model."""
+    num_labels: int | None = Field(default=None, ge=1, le=4096)
+    """Classification: labels, or numbers that are learned. null: as many as the checkpoint's
+    classifier has, else as the data have."""
+    problem_type: ProblemType | None = None
+    """Classification of texts: the kind of loss. null: as the checkpoint's classifier says, else as
+    the data's labels look."""
+    label_names: tuple[Name, ...] | None = None
+    """Classification: the labels' names in the order of their numbers. null: the checkpoint's
+    classifier's, else those of the data."""
+    pad_token_id: int | None = Field(default=None, ge=0)
+    """Classification: the token that pads, behind which a class looks for the end of a text. null:
+    that of the tokenizer."""
     _objective: str = PrivateAttr("sft")  # that of the configuration which it is a section of
 
     def quantized(self, kind: Kind | None) -> ModelConfig:
@@ -237,6 +250,11 @@ class ModelConfig(Section):
                 raise ValueError(f"quantization {_NEEDS_STORED}")
             if self.revision is not None:
                 raise ValueError("revision belongs to name_or_path, not to from_config")
+        names = self.label_names
+        if names is not None and self.num_labels not in (None, len(names)):
+            raise ValueError(f"label_names has {len(names)} names for {self.num_labels} labels")
+        if names is not None and len(set(names)) < len(names):
+            raise ValueError("label_names has a name twice")
         return self
 
 

@@ -43,7 +43,7 @@ from hetero_framework.models.files.export import (
 )
 from hetero_framework.models.files.non_text_modules import non_text_weights
 from hetero_framework.profiling.trace_file import TIMELINE_FILE
-from hetero_framework.repository import resolve_model_path
+from hetero_framework.repository import CONFIG, resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.metrics import HISTORY_FILE, METRICS_FILE, TRAINER_STATE_FILE
 from hetero_framework.trainer.run_card import run_card
@@ -378,7 +378,8 @@ def write_result(
         return
     name = config.model.name_or_path
     base = None if name is None else resolve_model_path(name, config.base_dir)
-    write_adapter(output, tensors, plan, base, config.model.revision, tokenizer, card)
+    classifier = None if config.model.task == "causal-lm" else model_config
+    write_adapter(output, tensors, plan, base, config.model.revision, tokenizer, card, classifier)
 
 
 def result_files(config: Config, result: Path) -> dict[str, Path]:
@@ -407,7 +408,9 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
     elif (base := config.model.name_or_path) is not None:
         place = config.path(base)
         base = str(shown(place)) if place.is_dir() else base
-        steps["to load it"] = f"PeftModel.from_pretrained({load}({base!r}), {str(result)!r})"
+        labels = "" if config.model.task == "causal-lm" else f", config={str(result / CONFIG)!r}"
+        model = f"{load}({base!r}{labels})"
+        steps["to load it"] = f"PeftModel.from_pretrained({model}, {str(result)!r})"
         merged = ("--adapter", result, "--model", base, "--output", output / "merged")
         steps["to merge it"] = command("hetero", "merge", *merged)
     if (saved := files.get("checkpoints")) is not None and len(list(saved.glob("step_*"))) > 1:
@@ -421,9 +424,17 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
 def load_result(files: Mapping[str, Path], **settings: Any) -> Any:
     """The model of a finished run, as `from_pretrained` of its class gives it."""
     if (adapter := files.get("adapter")) is not None:
-        from peft import AutoPeftModelForCausalLM
+        from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 
-        return AutoPeftModelForCausalLM.from_pretrained(adapter, **settings)
+        if not (adapter / CONFIG).exists():
+            return AutoPeftModelForCausalLM.from_pretrained(adapter, **settings)
+        config, about = (
+            AutoConfig.from_pretrained(adapter),
+            PeftConfig.from_pretrained(str(adapter)),
+        )
+        settings = {"revision": about.revision or "main", "config": config, **settings}
+        base = stock_class(config).from_pretrained(about.base_model_name_or_path, **settings)
+        return PeftModel.from_pretrained(base, adapter)
     config = AutoConfig.from_pretrained(files["model"])
     return stock_class(config).from_pretrained(files["model"], **settings)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_framework.config.objectives import Task
 from hetero_framework.config.schema import REWRITING_INITS
 from hetero_framework.models.cut.language import pattern
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 # PEFT's names: its weight file, and the prefix of the model's own parameter names.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
+PEFT_TASKS: dict[Task, str] = {
+    "causal-lm": "CAUSAL_LM",
+    "sequence-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class AdapterPlan:
     base embeddings, which PEFT writes and need not read. `weights` is the file to start from.
     `autocast_adapter_dtype` is the setting of that name. `towers` are those of the model
     (`language.py`), which have no part in it. `remarks` are for the user: entries without effect.
+    `task` is the model's.
     """
 
     lora_config: LoraConfig
@@ -44,6 +51,7 @@ class AdapterPlan:
     autocast_adapter_dtype: bool | None = None
     towers: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+    task: Task = "causal-lm"
 
     @property
     def excluded(self) -> Any:

@@ -36,11 +36,13 @@ from hetero_framework.errors import CheckpointError, ConfigError
 from hetero_framework.models.adapters.adapter_plan import (
     ADAPTER_WEIGHTS,
     PEFT_PREFIX,
+    PEFT_TASKS,
     AdapterPlan,
     AttachedAdapter,
 )
 from hetero_framework.models.cut.introspect import tied_names
 from hetero_framework.models.cut.language import meta_model, towers
+from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.quantization import stored_quantization
 from hetero_framework.models.library import compiled_at_first_call
 from hetero_framework.models.rng import derive_seed
@@ -91,7 +93,7 @@ def plan_adapter(
     from, that adapter's file lacks or adds tensors, or the initialisation is not local to a layer.
     """
     if adapter.init_from is None:
-        plan = _plan(model_config, _lora_config(adapter), None)
+        plan = _plan(model_config, _lora_config(adapter, model_config), None)
     else:
         folder = Path(base_dir or "", os.path.expanduser(adapter.init_from))
         folder = Path(os.path.normpath(folder))
@@ -118,7 +120,7 @@ def explicit_settings(adapter: AdapterConfig, plan: AdapterPlan) -> AdapterConfi
         raw["init_lora_weights"] = True  # the saved weights replace these
     raw["autocast_adapter_dtype"] = adapter.autocast_adapter_dtype
     explicit = type(adapter).model_validate_json(json.dumps(raw))
-    ours, theirs = _lora_config(explicit).to_dict(), saved.to_dict()
+    ours, theirs = _lora_config(explicit, None).to_dict(), saved.to_dict()
     known = sorted(theirs.keys() - _NOT_STRUCTURE)
     if lost := [k for k in known if _comparable(ours.get(k)) != _comparable(theirs[k])]:
         raise ConfigError(f"adapter.init_from: its settings {', '.join(lost)} are not supported")
@@ -191,15 +193,23 @@ def adapter_tensors(shard: Shard) -> dict[str, torch.Tensor]:
     return _file_tensors(shard.model, shard.adapter.plan.embedding_tensors)
 
 
-def _lora_config(adapter: AdapterConfig) -> LoraConfig:
+def _lora_config(adapter: AdapterConfig, model: PretrainedConfig | None) -> LoraConfig:
+    """As PEFT has it, a classifier's head is trained and saved whole."""
     settings: dict[str, Any] = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in adapter.model_dump(include=set(_LORA_FIELDS)).items()
     }
     settings["lora_alpha"] = _integer(adapter.lora_alpha)
     settings["alpha_pattern"] = {k: _integer(v) for k, v in adapter.alpha_pattern.items()}
+    task = "causal-lm" if model is None else task_of(model)
+    if model is not None and task != "causal-lm":
+        whole = meta_model(model)
+        heads = [n for n, m in whole.named_children() if any(True for _ in m.parameters())]
+        saved = [*(settings["modules_to_save"] or ()), *heads]
+        kept = [name for name in dict.fromkeys(saved) if name != whole.base_model_prefix]
+        settings["modules_to_save"] = kept or None
     try:
-        config = LoraConfig(task_type="CAUSAL_LM", **settings)
+        config = LoraConfig(task_type=PEFT_TASKS[task], **settings)
     except ValueError as error:
         raise ConfigError(
             f"adapter: {error}", hint="change one of these settings: they contradict each other"
@@ -333,6 +343,7 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         weights=weights,
         towers=towers(model_config),
         remarks=tuple(remarks),
+        task=task_of(model_config),
     )
     if weights is not None:
         _check_file(weights, plan)

@@ -34,7 +34,13 @@ from hetero_framework.models.cut.language import (
 )
 from hetero_framework.models.cut.provenance import IDS, Provenance
 from hetero_framework.models.cut.side import Call, Report, Side, Way, hollow, tensors_at
-from hetero_framework.models.cut.tiny import PROBE_ROWS, PROBE_TOKENS, probe_inputs, shrink
+from hetero_framework.models.cut.tiny import (
+    PROBE_ROWS,
+    PROBE_TOKENS,
+    probe_inputs,
+    shrink,
+    task_of,
+)
 from hetero_framework.models.library import LIBRARY_ERRORS, quiet_library
 
 _PER_LAYER = re.compile(r".*(layer|block)_?types?$")
@@ -197,7 +203,9 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
             min(phases) < 0 for n, phases in watch.phases.items() if n.startswith(f"{blocks}.")
         ),
         # The loss over several codebooks takes labels of another layout, of the next tokens.
-        loss_counts_items=count == 1 and _loss_counts_items(model, inputs),
+        loss_counts_items=count == 1
+        and task_of(config) == "causal-lm"
+        and _loss_counts_items(model, inputs),
     )
 
 

@@ -47,7 +47,7 @@ from hetero_framework.models.cut.language import lies_in
 from hetero_framework.models.cut.partition import Captured, ShardRange, Skeleton
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.side import Bundle, Call, Report, Way, as_inner, put_at, tensor_at
-from hetero_framework.models.cut.tiny import causal_lm_config
+from hetero_framework.models.cut.tiny import config_for, task_of
 from hetero_framework.models.cut.varlen_attention import register_per_sample
 from hetero_framework.models.files.fingerprint import Fingerprint, fingerprint
 from hetero_framework.models.files.quantization import quantization_config
@@ -100,7 +100,8 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     if model.attn_implementation is not None:
         register_per_sample()  # quantising looks at a model before one is built
         config._attn_implementation = model.attn_implementation
-    config = causal_lm_config(config)
+    config = config_for(config, model.task)
+    _set_labels(config, model)
     _check_built(config, place)
     if model.tie_word_embeddings is not None:
         for part in (config, config.get_text_config()):
@@ -108,6 +109,22 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     if model.router_aux_loss_coef is not None:
         _set_router_loss(config, model.router_aux_loss_coef)
     return config
+
+
+def _set_labels(config: PretrainedConfig, model: ModelConfig) -> None:
+    """Enter what the `model` section says of a classifier."""
+    if model.task == "causal-lm":
+        return
+    if model.num_labels is not None:
+        config.num_labels = model.num_labels
+    if model.label_names is not None:
+        config.id2label = dict(enumerate(model.label_names))
+        config.label2id = {name: number for number, name in config.id2label.items()}
+    if model.problem_type is not None:
+        config.problem_type = model.problem_type
+    if model.pad_token_id is not None:
+        text: Any = config.get_text_config()
+        text.pad_token_id = model.pad_token_id
 
 
 def _check_built(config: PretrainedConfig, place: str) -> None:
@@ -169,7 +186,7 @@ def load_shard(
         config.quantization_config, quantization = quantization, None
     source = resolve_model_path(str(model.name_or_path), base_dir)
     checkpoint = Checkpoint(source, model.revision)
-    shard = build(checkpoint=checkpoint, quantization=quantization)
+    shard = build(checkpoint=checkpoint, quantization=quantization, seed=seed)
     shard.fingerprint = {**kept.fingerprint, **fingerprint(checkpoint, checkpoint.used)}
     return shard
 
@@ -186,9 +203,10 @@ def build_shard(
     kept: ReusableModules = NOTHING,
 ) -> Shard:
     """Build a shard from a checkpoint, or (None) with random weights from `seed` and each module's
-    name, by the model's rules; on the device "meta" without any. Modules `kept` of an earlier shard
-    are taken as they are. `dtype` None takes the configuration's. Raises ModelError (files),
-    ArchitectureError (a model that cannot be cut)."""
+    name, by the model's rules; on the device "meta" without any. So are those of a classifier's
+    head that a checkpoint lacks. Modules `kept` of an earlier shard are taken as they are. `dtype`
+    None takes the configuration's. Raises ModelError (files), ArchitectureError (a model that
+    cannot be cut)."""
     register_per_sample()
     register_known_masks()
     device, dtype = torch.device(device), dtype or config_dtype(config)
@@ -217,12 +235,13 @@ def build_shard(
             model.to(device)
         else:
             wanted, lent = _key_filter(model, whole, checkpoint)
+            new = _new_weights(model, new_names(whole, model, checkpoint), seed)
             quantized = quantization is not None or hasattr(config, "quantization_config")
             with quiet_library(), checkpoint.slices(wanted) as slices:
                 model, report = cls.from_pretrained(  # type: ignore[misc]
                     None,
                     config=config,
-                    state_dict={lent.get(key, key): part for key, part in slices.items()},
+                    state_dict={lent.get(key, key): part for key, part in slices.items()} | new,
                     dtype=dtype,
                     device_map={"": device} if quantized or device.type != "cpu" else None,
                     quantization_config=quantization,
@@ -230,10 +249,12 @@ def build_shard(
                     output_loading_info=True,
                 )
             for name, actual, expected in sorted(report["mismatched_keys"]):
+                classifies = task_of(config) != "causal-lm"
                 raise ModelError(
                     f"{name} of the checkpoint {checkpoint.source!r} has the shape {list(actual)};"
                     f" its config.json says {list(expected)}",
-                    hint="put the config.json there that belongs to these weights",
+                    hint="put the config.json there that belongs to these weights"
+                    + ", or leave model.num_labels and label_names out" * classifies,
                 )
             if missing := sorted(report["missing_keys"]):
                 refuse_wrapped(checkpoint, whole.names)
@@ -300,6 +321,34 @@ def _key_filter(
     return wanted, lent
 
 
+def new_names(whole: Skeleton, model: PreTrainedModel, checkpoint: Checkpoint) -> list[str]:
+    """The weights that a classifier has behind its layers and a checkpoint lacks, of those in
+    `model`, which is all of it or a shard."""
+    if task_of(model.config) == "causal-lm":
+        return []
+    rename = renaming(model, dict.fromkeys(whole.names, True))
+    there, here = {rename(key) for key in checkpoint.files}, dict(model.named_parameters())
+    structure = whole.structure
+    behind = [n for n, owner in structure.owner.items() if owner >= structure.num_layers]
+    return [name for name in behind if name in here and name not in there]
+
+
+def _new_weights(model: PreTrainedModel, names: list[str], seed: int) -> dict[str, Tensor]:
+    """Initial values of these weights of a model on the meta device, drawn on the CPU."""
+    made: dict[str, Tensor] = {}
+    with torch.random.fork_rng(devices=[]):
+        for path in sorted({name.rpartition(".")[0] for name in names}):
+            module, owner = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu"), model
+            for outer, inner in model.named_modules():
+                if isinstance(inner, PreTrainedModel) and path.startswith(f"{outer}."):
+                    owner = inner
+            torch.manual_seed(derive_seed(seed, path))
+            owner._initialize_weights(module)
+            parameters = {f"{path}.{name}": p.detach() for name, p in module.named_parameters()}
+            made |= {name: parameters[name] for name in names if name in parameters}
+    return made
+
+
 def _initialize(name: str, module: nn.Module, owner: PreTrainedModel, seed: int) -> None:
     """Run the model's `_init_weights` over all modules, innermost first, seeded by their names."""
     inner = module if isinstance(module, PreTrainedModel) else owner
@@ -339,7 +388,10 @@ class Shard:
         structure = whole.structure
         self.entering = () if rng.is_first else structure.sides_at(rng.start)
         self._leaving_sides = () if rng.is_last else structure.sides_at(rng.end)
-        self._reads_ids = structure.reads_ids(rng.start, rng.end)
+        self.task = task_of(config)
+        # Some classifiers look for the last token of a row that is no padding.
+        pools = rng.is_last and self.task != "causal-lm"
+        self._reads_ids = pools or structure.reads_ids(rng.start, rng.end)
         self._injected: Bundle = ()
         self._captured: dict[int, Tensor] = {}  # by place in the bundle
         self._part: _Part = "whole"
@@ -520,6 +572,12 @@ class Shard:
         """The logits [B, S, V] of the last shard."""
         inputs, received = for_model(inputs, self.ids_per_token), as_inner(received)
         return self._run(inputs, received).logits
+
+    def classify(self, inputs: Inputs, received: Bundle) -> tuple[Tensor, Tensor]:
+        """A classifier's own loss, the mean over what has a label, and its logits: [B, labels], or
+        [B, S, labels] of tokens."""
+        output = self._run(inputs, as_inner(received), labels=inputs["labels"])
+        return output.loss, output.logits
 
     def loss(
         self,

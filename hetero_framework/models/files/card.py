@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from hetero_framework._version import __version__
 from hetero_framework.models.cut.language import stock_class
+from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.export import CARD
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.versions import installed
@@ -38,9 +39,15 @@ Written by hetero_framework with the result. Complete it before you publish it.
 _LOAD_ADAPTER = """from peft import PeftModel
 from transformers import AutoTokenizer, {loader}
 
-model = {loader}.from_pretrained("{base}")
+model = {loader}.from_pretrained("{base}"{labels})
 model = PeftModel.from_pretrained(model, "PATH-OR-NAME-OF-THIS")
 tokenizer = AutoTokenizer.from_pretrained("PATH-OR-NAME-OF-THIS")"""
+_OF_LABELS = ', config="PATH-OR-NAME-OF-THIS"'
+_TAGS = {
+    "causal-lm": "text-generation",
+    "sequence-classification": "text-classification",
+    "token-classification": "token-classification",
+}
 _LOAD_MODEL = """from transformers import AutoTokenizer, {loader}
 
 model = {loader}.from_pretrained("PATH-OR-NAME-OF-THIS")
@@ -61,6 +68,7 @@ def model_card(
     `datasets` are names on the hub."""
     name, terms = base
     shown, loader = name or "a model that is not on the hub", stock_class(config).__name__
+    classifies = (task := task_of(config)) != "causal-lm"
     title = f"LoRA adapter for {shown}" if adapter else f"Fine-tuned from {shown}"
     kind = "adapter" if adapter else "finetune"
     metadata = ModelCardData(
@@ -69,7 +77,7 @@ def model_card(
         eval_results=list(results) or None,
         library_name="peft" if adapter else "transformers",
         model_name=title if results else None,
-        pipeline_tag="text-generation" if loader.endswith("ForCausalLM") else None,
+        pipeline_tag=_TAGS[task] if classifies or loader.endswith("ForCausalLM") else None,
         tags=["hetero_framework", *["lora", "transformers"] * adapter]
         + [f"base_model:{kind}:{name}"] * (name is not None),
         **terms,  # type: ignore[arg-type]
@@ -80,7 +88,11 @@ def model_card(
     return _TEXT.format(
         metadata=metadata.to_yaml(),
         title=title,
-        load=load.format(loader=loader, base=name or "PATH-OF-THE-BASE-MODEL"),
+        load=load.format(
+            loader=loader,
+            base=name or "PATH-OF-THE-BASE-MODEL",
+            labels=_OF_LABELS * classifies,
+        ),
         lists="\n\n".join(
             "\n".join([head, "", *(f"- {x}" for x in lists[head])]) for head in lists
         ),

@@ -34,7 +34,7 @@ from hetero_framework.core.files import (
 )
 from hetero_framework.data.tokenizer import settle_pad_token
 from hetero_framework.errors import CheckpointError, ModelError, ResourceError
-from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS, AdapterPlan
+from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS, PEFT_TASKS, AdapterPlan
 from hetero_framework.models.cut.language import meta_model, model_class
 from hetero_framework.models.files.non_text_modules import NonTextWeights, copy_processor
 from hetero_framework.models.files.weights import checkpoint_form
@@ -141,10 +141,12 @@ def write_adapter(
     revision: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     card: str | None = None,
+    classifier: PretrainedConfig | None = None,
 ) -> None:
     """Write a PEFT adapter directory from the shards' parts, atomically. `card` is the text
-    of its README.md. Raises CheckpointError, with the keys, for tensors that are missing,
-    unexpected, misshapen or there twice."""
+    of its README.md; `classifier` says in its config.json what PEFT does not: the labels. Raises
+    CheckpointError, with the keys, for tensors that are missing, unexpected, misshapen or there
+    twice."""
     tensors: Tensors = {}
     for part in _checked(parts, plan.tensors, "adapter"):
         tensors.update({key: _own_copy(tensor) for key, tensor in part.items()})
@@ -157,7 +159,7 @@ def write_adapter(
         config.modules_to_save = list(plan.saved_modules) or None
     # Initialisation is no part of the result, unless the base has changed with it; sets have no
     # order.
-    config.task_type = "CAUSAL_LM"
+    config.task_type = PEFT_TASKS[plan.task]
     if not plan.rewrites_base:
         config.init_lora_weights = True
     for name, value in vars(config).items():
@@ -166,6 +168,8 @@ def write_adapter(
     with output.writing() as folder:
         save_file(tensors, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
         config.save_pretrained(str(folder))
+        if classifier is not None:
+            classifier.save_pretrained(str(folder))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
         if plan.towers and base_model is not None:

@@ -18,7 +18,9 @@ from hetero_framework.config import ModelConfig
 from hetero_framework.errors import ModelError
 from hetero_framework.models.cut.introspect import introspect, tied_names
 from hetero_framework.models.cut.language import lies_in, meta_model, towers
-from hetero_framework.models.cut.shard import config_dtype, load_model_config
+from hetero_framework.models.cut.partition import Skeleton
+from hetero_framework.models.cut.shard import config_dtype, load_model_config, new_names
+from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.weights import Checkpoint, refuse_wrapped, renaming
 from hetero_framework.repository import resolve_model_path
 
@@ -42,6 +44,11 @@ def as_held(model: ModelConfig, base_dir: Path) -> tuple[ModelConfig, list[str]]
     refuse_wrapped(checkpoint, whole.state_dict())
     gone = [name for name in keys if not lies_in(name, towers(config))]
     lines = list(_left_out(checkpoint, whole, config, gone))
+    if new := new_names(Skeleton(config, introspect(config)), whole, checkpoint):
+        lines.append(
+            f"the model {checkpoint.source!r} has no weights for {_few(new)}: they begin at random,"
+            " from training.seed"
+        )
     twice = {t: s for t, s in tied_names(whole).items() if t in keys and s in keys}
     if model.tie_word_embeddings is not None or not twice:
         return model, lines
@@ -71,6 +78,8 @@ def _left_out(checkpoint: Checkpoint, whole: Any, config: Any, names: list[str])
     known, buffers = {*whole.state_dict()}, [name for name, _ in whole.named_buffers()]
     modules = {name for name, _ in whole.named_modules() if name}
     silent = {*(whole._keys_to_ignore_on_load_unexpected or ())}
+    if task_of(config) != "causal-lm":  # the heads of other classes
+        silent.add(rf"^(?!{re.escape(whole.base_model_prefix)}\.)")
     silent |= {how for end, how in _MADE.items() if any(n.endswith(end) for n in buffers)}
 
     def has_place(name: str) -> bool:
@@ -83,7 +92,7 @@ def _left_out(checkpoint: Checkpoint, whole: Any, config: Any, names: list[str])
     extra = sorted(name for name in extra if not any(re.search(how, name) for how in silent))
     if not extra:
         return
-    shown = ", ".join(extra[:_SHOWN]) + (", ..." if len(extra) > _SHOWN else "")
+    shown = _few(extra)
     blocks, count = introspect(config).blocks, introspect(config).num_layers
     matches = (re.match(rf"{re.escape(blocks)}\.(\d+)\.", name) for name in extra)
     layers = {int(match[1]) for match in matches if match}
@@ -92,6 +101,10 @@ def _left_out(checkpoint: Checkpoint, whole: Any, config: Any, names: list[str])
         f"the model {checkpoint.source!r} holds {len(extra)} tensors that its config.json has no"
         f" place for{why}; they are left out, and not in the result: {shown}"
     )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 def _are_equal(checkpoint: Checkpoint, one: str, other: str, dtype: torch.dtype) -> bool:

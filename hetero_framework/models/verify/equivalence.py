@@ -58,6 +58,7 @@ from hetero_framework.models.cut.tiny import (
     probe_inputs,
     shrink,
     stock_class,
+    task_of,
     tiny_config,
 )
 from hetero_framework.models.cut.varlen_attention import VARLEN, register_per_sample
@@ -246,7 +247,7 @@ def admit_adapter(config: PretrainedConfig, plan: AdapterPlan) -> None:
                 lambda *_, name=name: entered.append(name)
             )
         try:
-            shard.loss(inputs, (), torch.tensor(num_items([inputs])))
+            shard.logits(inputs, ())
         except LIBRARY_ERRORS as error:
             raise ConfigError(
                 f"a {config.model_type} model does not run with this adapter: {entered[-1]} fails"
@@ -332,6 +333,8 @@ def compare(
 def deterministic(config: PretrainedConfig) -> PretrainedConfig:
     """A copy without dropout and its kin: their draws have no counterpart in the whole model."""
     config = copy.deepcopy(config)
+    if task_of(config) != "causal-lm":
+        config.classifier_dropout = 0.0  # 0.1 in classes whose configuration has none
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         for name, value in vars(part).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
@@ -600,7 +603,9 @@ def _whole_step(
     inputs = for_model(inputs, structure.ids_per_token)
     with quiet_library():
         with _autocast(autocast):
-            if structure.loss_counts_items:
+            if task_of(config) != "causal-lm":
+                loss = whole(**inputs, use_cache=False).loss
+            elif structure.loss_counts_items:
                 loss = whole(**inputs, num_items_in_batch=items, use_cache=False).loss
             else:
                 without = {name: value for name, value in inputs.items() if name != "labels"}
@@ -642,7 +647,10 @@ class _Chain:
             received = as_leaves(crossing(left))
             boundaries.append((left, received))
         with _autocast(autocast):
-            loss = self._last.loss(inputs, received, items)
+            if self._last.task != "causal-lm":
+                loss, _ = self._last.classify(inputs, received)
+            else:
+                loss = self._last.loss(inputs, received, items)
         loss.backward()
         for left, received in reversed(boundaries):
             differentiate(left, gradients_of(received))
