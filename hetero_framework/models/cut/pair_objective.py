@@ -33,6 +33,7 @@ METRICS = (
     *("logps/chosen", "logps/rejected"),
 )
 """Of all pairs; an objective may have further ones."""
+LOGITS = ("logits/chosen", "logits/rejected")
 
 
 class PairObjective(ChunkedObjective):
@@ -45,7 +46,8 @@ class PairObjective(ChunkedObjective):
         super().__init__(training.loss_chunk_tokens, id_layers)
         self._beta, self._smoothing = training.beta, training.label_smoothing
         self._each = ROWS[training.data_kind]
-        self.metric_names = (*METRICS, *further)
+        self.metric_names = (*METRICS, *further, *LOGITS)
+        self._measures = False
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
         """Micro-batches, each the mean of its examples, as TRL divides them."""
@@ -58,6 +60,10 @@ class PairObjective(ChunkedObjective):
     def targets(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """Tensors [B, S] by which the log-probabilities of a row are added up."""
         return (inputs["labels"],)
+
+    def seen(self, inputs: Inputs) -> Tensor:
+        """The tokens [B, S] whose logits are in the metrics: those that predict labels."""
+        return pad(inputs["labels"][:, 1:].ne(IGNORE_INDEX), (0, 1))
 
     @abstractmethod
     def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
@@ -77,11 +83,11 @@ class PairObjective(ChunkedObjective):
         running: Callable[[], AbstractContextManager[None]],
         backward: Callable[[Tensor], None] | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        targets, trains = self.targets(inputs), backward is not None
+        targets, seen_BS, trains = self.targets(inputs), self.seen(inputs), backward is not None
         chunks = spans(targets[0].shape, chunk_tokens(self._loss_chunk_tokens, shard.config))
         if not chunks:
             with running():
-                sums_BC = self._sums(shard.logits(inputs, received), targets)
+                sums_BC = self._sums(shard.logits(inputs, received), targets, seen_BS)
             loss, named = self._value(inputs, sums_BC, num_items, trains=trains)
             if backward is not None:
                 backward(loss)
@@ -89,15 +95,18 @@ class PairObjective(ChunkedObjective):
         with running():
             (top_BSD,) = shard.forward(inputs, received)
 
-        def sums(number: int, span: Span, hidden_BSD: Tensor) -> Tensor:
+        def sums(number: int, span: Span, hidden_BSD: Tensor, *, looks: bool = False) -> Tensor:
             cut = tuple(target[span] for target in targets)
             logits_BSV = shard.chunk_logits({"labels": cut[0]}, hidden_BSD, number)
-            return self._sums(logits_BSV, cut)
+            look_BS = seen_BS[span].clone() if looks else None
+            if look_BS is not None and span[1].stop < seen_BS.shape[1]:
+                look_BS[:, -1] = False  # the next chunk begins with it
+            return self._sums(logits_BSV, cut, look_BS)
 
         rows: dict[int, Tensor] = {}
         for number, span in enumerate(chunks):
             with running(), torch.no_grad():
-                found = sums(number, span, top_BSD[span].contiguous())
+                found = sums(number, span, top_BSD[span].contiguous(), looks=True)
             first = span[0].start
             rows[first] = rows[first] + found if first in rows else found
         sums_BC = torch.cat(list(rows.values())).requires_grad_(trains)
@@ -110,7 +119,8 @@ class PairObjective(ChunkedObjective):
             def part(number: int, span: Span, hidden_BSD: Tensor) -> Tensor:
                 assert worth_BC is not None
                 with running():
-                    return (sums(number, span, hidden_BSD) * worth_BC[span[0]]).sum()
+                    found = sums(number, span, hidden_BSD)
+                    return (found * worth_BC[span[0], : found.shape[1]]).sum()
 
             sum_of_chunks(shard, top_BSD, chunks, part, torch.Tensor.backward)
         return loss.detach(), named
@@ -119,8 +129,23 @@ class PairObjective(ChunkedObjective):
         self, inputs: Inputs, sums_BC: Tensor, num_items: Tensor, *, trains: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a micro-batch from the sums of its rows, and what comes with it."""
-        loss, named = self.mean_loss(inputs, sums_BC)
+        columns = 3 if self._measures else 1
+        loss, named = self.mean_loss(inputs, sums_BC[:, :-columns])
+        if MEANS in named:
+            looks = self.looks(inputs, sums_BC[:, -columns:].detach(), self.seen(inputs).sum(1))
+            named[MEANS] = torch.cat([named[MEANS], torch.stack(looks)])
         return (loss if trains else loss * (len(sums_BC) // self._each)) / num_items, named
+
+    def looks(self, inputs: Inputs, sums_BC: Tensor, counts_B: Tensor) -> list[Tensor]:
+        """LOGITS and TOKEN_METRICS from sums over the `seen` tokens, of which rows have counts."""
+        found_B, counts = sums_BC[:, 0].chunk(2), counts_B.chunk(2)
+        means = [
+            share_P.sum() / count_P.sum() for share_P, count_P in zip(found_B, counts, strict=True)
+        ]
+        if self._measures:
+            means += [sums_BC[:, 1].sum() / counts_B.sum()]
+            means += [sums_BC[:, 2].chunk(2)[0].sum() / counts[0].sum()]
+        return means
 
     def means(self, logps_B: Tensor, rewards_B: Tensor, *further: Tensor) -> dict[str, Tensor]:
         """What `metrics` wants: METRICS, each the mean over pairs, and further means."""
@@ -143,7 +168,10 @@ class PairObjective(ChunkedObjective):
             raise ProtocolError("the last stage gave no means of answers")
         return torch.stack([tensor.double().cpu() for tensor in found])
 
-    def _sums(self, logits_BSV: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+    def _sums(
+        self, logits_BSV: Tensor, targets: tuple[Tensor, ...], seen_BS: Tensor | None
+    ) -> Tensor:
+        """`sums`, and those of the seen tokens behind them."""
         if logits_BSV.shape[:-1] != targets[0].shape:
             raise ArchitectureError(
                 f"the model makes logits of {list(logits_BSV.shape)} for labels of"
@@ -151,8 +179,18 @@ class PairObjective(ChunkedObjective):
                 hint='set training.objective to "sft"',
             )
         # Targets are moved, since a part of the logits would cost their backward a copy.
-        moved = (pad(target[:, 1:], (0, 1), value=IGNORE_INDEX) for target in targets)
-        return torch.stack(self.sums(logits_BSV.float(), *moved), 1)
+        moved = [pad(target[:, 1:], (0, 1), value=IGNORE_INDEX) for target in targets]
+        logits_BSV = logits_BSV.float()
+        found = self.sums(logits_BSV, *moved)
+        if seen_BS is not None:
+            with torch.no_grad():
+                looks_BS = [logits_BSV.mean(-1)]
+                if self._measures:
+                    share_BSV = logits_BSV.softmax(-1)
+                    looks_BS.append(-torch.xlogy(share_BSV, share_BSV).sum(-1))
+                    looks_BS.append(logits_BSV.argmax(-1).eq(moved[0]).float())
+                found += [look_BS.where(seen_BS, 0.0).sum(1) for look_BS in looks_BS]
+        return torch.stack(found, 1)
 
 
 def log_probabilities(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

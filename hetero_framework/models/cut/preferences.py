@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hetero_framework.config import StageSpec, TrainingConfig
+from hetero_framework.config import TOKEN_METRICS, StageSpec, TrainingConfig
 from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.data.pairs import REFERENCE
 from hetero_framework.models.cut.objective import COUNT
 from hetero_framework.models.cut.pair_objective import (
+    LOGITS,
     MEANS,
     PairObjective,
     chosen_loss,
@@ -43,6 +44,7 @@ class Referenced(PairObjective):
         self, training: TrainingConfig, id_layers: frozenset[int] = frozenset(), *further: str
     ) -> None:
         super().__init__(training, id_layers, *further)
+        self._measures = training.token_metrics
         self._reference = REFERENCE[training.data_kind]
         self.beside = self._reference
         """What the last stage needs of each example beside its rows."""
@@ -74,6 +76,7 @@ class Preferences(Referenced):
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(training, id_layers)
+        self.metric_names += TOKEN_METRICS * self._measures
         weights = training.loss_weights or (1.0,) * len(training.losses)
         self._losses = list(zip(training.losses, weights, strict=True))
         if training.rpo_alpha:
@@ -169,7 +172,8 @@ class Ratings(Referenced):
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(training, id_layers)
         sides = (f"{name}/{side}" for name in ("rewards", "logps") for side in SIDES)
-        self.metric_names = ("kl", *sides, "rewards/margins")
+        self.metric_names = ("kl", *sides, "rewards/margins", *LOGITS)
+        self.metric_names += TOKEN_METRICS[:1] * self._measures
         self.beside = (*self._reference, "desirable")
         self._weights = training.desirable_weight, training.undesirable_weight
 
@@ -194,6 +198,13 @@ class Ratings(Referenced):
         ]
         margin = means[0] - means[1]
         return loss_N.mean(), {MEANS: torch.stack([kl, *means, margin]).detach()}
+
+    def looks(self, inputs: Inputs, sums_BC: Tensor, counts_B: Tensor) -> list[Tensor]:
+        is_good_N = inputs["desirable"].bool()
+        sums_NC, counts_N = sums_BC[: len(is_good_N)], counts_B[: len(is_good_N)]
+        sides = (is_good_N, ~is_good_N)
+        means = [sums_NC[side_N, 0].sum() / counts_N[side_N].sum() for side_N in sides]
+        return [*means, *(sums_NC[:, 1:2].sum(0) / counts_N.sum())]
 
     def metrics(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Each over the micro-batches with such answers."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from hetero_framework.config import StageSpec, TrainingConfig
 from hetero_framework.data.examples import IGNORE_INDEX
@@ -41,6 +41,10 @@ class OddsRatio(PairObjective):
         is_padding_BS = inputs["attention_mask"].eq(0)
         return inputs["labels"], inputs["input_ids"].masked_fill(is_padding_BS, IGNORE_INDEX)
 
+    def seen(self, inputs: Inputs) -> Tensor:
+        """All but the last, padding too."""
+        return pad(torch.ones_like(inputs["labels"][:, 1:], dtype=torch.bool), (0, 1))
+
     def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
         """The log-probabilities of the answer, and those of the whole row."""
         labels_BS, tokens_BS = targets_BS
@@ -65,6 +69,10 @@ class Contrastive(PairObjective):
         super().__init__(training, id_layers, "nll_loss")
         (self._name,) = training.losses
         self._alpha, self._gamma = training.cpo_alpha, training.simpo_gamma
+
+    def seen(self, inputs: Inputs) -> Tensor:
+        """All, padding too."""
+        return torch.ones_like(inputs["labels"], dtype=torch.bool)
 
     def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
         """The log-probabilities of the answer."""
