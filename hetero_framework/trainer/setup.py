@@ -293,7 +293,7 @@ def check_objective(
     objective = objective_of(training)
     if objective.counts_tokens:
         return
-    if introspect(model_config).reports:
+    if introspect(model_config).reports and not objective.adds_routing:
         raise ConfigError(
             f"what the routers of a {model_config.model_type} model report has no part in"
             f" training.objective {training.objective!r}",

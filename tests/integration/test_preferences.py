@@ -13,6 +13,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import read_metrics
 from tests.integration.test_best_model import Ending
 from tests.integration.test_parity import LORA, assert_same, weights
+from tests.samples import save_tiny
 from tests.unit.trainer.test_preferences import KTO, save_pairs, save_ratings
 
 pytestmark = pytest.mark.xdist_group("pool")
@@ -45,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "asked_in_each_step": {"adapter": LORA, "training": {"precompute_ref_log_probs": False}},
     "kto": {"training": {**KTO, "loss_chunk_tokens": 16, "gradient_checkpointing": True}},
     "kto_dropout_bf16": {"adapter": LORA, "training": {**KTO, "bf16": True}},
+    "routers": {"model_type": "mixtral", "training": {"gradient_checkpointing": True}},
     "apo_zero_unpaired": {
         "adapter": LORA,
         "training": {
@@ -53,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
 }
-SELDOM = ("kto_dropout_bf16", "apo_zero_unpaired")
+SELDOM = ("routers", "kto_dropout_bf16", "apo_zero_unpaired")
 
 
 @pytest.fixture
@@ -63,7 +65,12 @@ def configured(pool: Any, llama: Path, tmp_path: Path) -> Any:
 
     def config(name: str, cuts: list[int], **sections: Any) -> Config:
         sections["training"] = {**TRAINING, **sections.get("training", {})}
-        sections["model"] = {"name_or_path": str(llama)}
+        model = llama
+        if model_type := sections.pop("model_type", ""):
+            model, routers = tmp_path / "model", {"router_aux_loss_coef": 0.5}
+            if not model.exists():
+                save_tiny(model_type, model, output_router_logits=True, **routers)
+        sections["model"] = {"name_or_path": str(model)}
         rows = ratings if sections["training"]["objective"] == "kto" else pairs
         sections["data"] = {"train": rows, "eval": rows, "max_length": 40}
         return Config.from_dict(pool.config(tmp_path / name, cuts, **sections))

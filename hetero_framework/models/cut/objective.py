@@ -35,6 +35,9 @@ class Objective(ABC):
     has_reference = False
     """Whether the model as it was before the training is asked about each pair."""
 
+    adds_routing = False
+    """Whether what the model's routers report is a part of the loss."""
+
     metric_names: tuple[str, ...] = ()
     """What `metrics` gives."""
 

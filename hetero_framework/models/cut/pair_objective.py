@@ -46,6 +46,8 @@ class PairObjective(ChunkedObjective):
         super().__init__(training.loss_chunk_tokens, id_layers)
         self._beta, self._smoothing = training.beta, training.label_smoothing
         self._each = ROWS[training.data_kind]
+        # The other rows of a "mismatched" micro-batch would be in the routers' reports, too.
+        self.adds_routing = training.data_kind != "mismatched"
         self.metric_names = (*METRICS, *further, *LOGITS)
         self._measures = False
 
@@ -87,8 +89,9 @@ class PairObjective(ChunkedObjective):
         chunks = spans(targets[0].shape, chunk_tokens(self._loss_chunk_tokens, shard.config))
         if not chunks:
             with running():
-                sums_BC = self._sums(shard.logits(inputs, received), targets, seen_BS)
-            loss, named = self._value(inputs, sums_BC, num_items, trains=trains)
+                logits_BSV, routing = shard.logits_and_routing(inputs, received)
+                sums_BC = self._sums(logits_BSV, targets, seen_BS)
+            loss, named = self._value(inputs, sums_BC, num_items, trains=trains, routing=routing)
             if backward is not None:
                 backward(loss)
             return loss.detach(), named
@@ -126,11 +129,20 @@ class PairObjective(ChunkedObjective):
         return loss.detach(), named
 
     def _value(
-        self, inputs: Inputs, sums_BC: Tensor, num_items: Tensor, *, trains: bool
+        self,
+        inputs: Inputs,
+        sums_BC: Tensor,
+        num_items: Tensor,
+        *,
+        trains: bool,
+        routing: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch from the sums of its rows, and what comes with it."""
+        """The loss of a micro-batch from the sums of its rows and what routers add, and what comes
+        with it."""
         columns = 3 if self._measures else 1
         loss, named = self.mean_loss(inputs, sums_BC[:, :-columns])
+        if routing is not None:
+            loss = loss + routing
         if MEANS in named:
             looks = self.looks(inputs, sums_BC[:, -columns:].detach(), self.seen(inputs).sum(1))
             named[MEANS] = torch.cat([named[MEANS], torch.stack(looks)])

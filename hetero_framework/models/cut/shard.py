@@ -570,8 +570,22 @@ class Shard:
 
     def logits(self, inputs: Inputs, received: Bundle) -> Tensor:
         """The logits [B, S, V] of the last shard."""
+        return self.logits_and_routing(inputs, received)[0]
+
+    def logits_and_routing(self, inputs: Inputs, received: Bundle) -> tuple[Tensor, Tensor | None]:
+        """The logits, and what the model adds to its loss for the routers of all layers, 0-d; None
+        of a model that adds nothing. Raises ArchitectureError where its term is not known."""
         inputs, received = for_model(inputs, self.ids_per_token), as_inner(received)
-        return self._run(inputs, received).logits
+        output = self._run(inputs, received)
+        if not self._whole.structure.reports:
+            return output.logits, None
+        weight = getattr(self.config.get_text_config(), "router_aux_loss_coef", None)
+        if weight is None or getattr(output, "aux_loss", None) is None:
+            raise ArchitectureError(
+                f"a {self.config.model_type} model does not tell what its routers add to the loss",
+                hint='set "model.router_aux_loss_coef": 0',
+            )
+        return output.logits, weight * output.aux_loss
 
     def classify(self, inputs: Inputs, received: Bundle) -> tuple[Tensor, Tensor]:
         """A classifier's own loss, the mean over what has a label, and its logits: [B, labels], or
