@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +123,43 @@ def test_a_run_that_was_ended_goes_on_under_another_plan(
     ended = train(configured("ended", [2, 4], **sections))
     assert ended.losses == whole.losses[2:]
     assert_same(weights(tmp_path / "ended"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("training", [{}, KTO], ids=["dpo", "kto"])
+def test_a_run_that_is_killed_goes_on_with_the_same_command(
+    training: dict[str, Any], configured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the reference is asked, and after a step, when the model that it was is gone."""
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
+    training = {**training, "save_strategy": "steps", "save_steps": 1}
+    config = configured("killed", [], training=training)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    command = [sys.executable, "-m", "hetero_framework", "train", "--config", "config.json"]
+
+    def run(**environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **environment},
+            timeout=120,
+        )
+
+    asked = "the reference is asked about 11 examples of train"
+    for point in ("evaluation@0", "commit-done@2"):
+        killed = run(HETERO_FAILPOINT=f"coordinator/{point}")
+        assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+        assert asked in killed.stdout + killed.stderr
+    again = run()
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "goes on after step" in again.stdout + again.stderr
+    assert asked not in again.stdout + again.stderr
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "other"))
+    train(configured("whole", [], training=training))
+    assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
 
 
 @pytest.mark.long
