@@ -48,8 +48,9 @@ OPTIONS = (
 # Names that stand around fields of classes.
 _CLASSES = re.compile(
     "((sft|peft|lora|model)_config|(training_|model_|script_)?args|model_init_kwargs"
-    "|SFTConfig|LoraConfig|ModelConfig|ScriptArguments)"
+    "|SFTConfig|LoraConfig|ModelConfig|ScriptArguments|(DPO|ORPO|CPO|KTO)Config)"
 )
+_METHOD = re.compile("dpo|orpo|cpo|kto", re.IGNORECASE)
 _ASSIGNED = re.compile(r"\s*(?:export\s+)?(\w+)=(\S*|\"[^\"]*\"|'[^']*')\s*")
 _COMMAND = re.compile(r"^[^#\n]*(\btrl\s+\w+|\.py)\b.*\s--\w", re.MULTILINE)
 _REDIRECTED = re.compile(r"\s\d>(&\d|\S+)")
@@ -167,6 +168,8 @@ def _flat(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in keys.items():
         inside = _CLASSES.fullmatch(key) and isinstance(value, dict)
+        if inside and (method := _METHOD.match(key)):
+            found["trl"] = method[0].lower()
         for name, part in _flat(value, file).items() if inside else [(key, value)]:
             if found.setdefault(name, part) != part:
                 raise UserError(f"{file}: {name} is given twice, with two values; keep one")
@@ -192,12 +195,13 @@ def _read_command(text: str, file: Path) -> dict[str, Any]:
 
 def _options(words: list[str], file: Path) -> dict[str, Any]:
     """The options of a command up to its end; those in front of the program are the launcher's."""
-    if "trl" in words and (method := words[words.index("trl") + 1]) != "sft":
-        raise UserError(f"{file}: trl {method} is not done here: next-token loss only, as trl sft")
     end = next((k for k, word in enumerate(words) if set(word) <= set("|&;<>()")), len(words))
     program = next(k for k, word in enumerate(words) if word == "trl" or word.endswith(".py"))
     starts = [k for k, word in enumerate(words[:end]) if re.match(r"--\w", word)]
     found: dict[str, Any] = {}
+    method = words[program + 1] if words[program] == "trl" else Path(words[program]).stem
+    if method != "sft" and (words[program] == "trl" or _METHOD.fullmatch(method)):
+        found["trl"] = method
     for start, stop in zip(starts, [*starts[1:], end], strict=True):
         name, equals, value = words[start][2:].partition("=")
         values = [value] if equals else words[start + 1 : stop]

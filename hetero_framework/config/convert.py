@@ -51,6 +51,14 @@ _INSTEAD = {
     "training.eval_strategy": "training.eval_steps",
     "training.bf16": "training.fp16",
 }
+_FIRST = ("trl", "rl", "stage", "pref_loss", "loss_type", "dpo_loss_type")
+_JUDGED = ("objective", "loss_type")
+_METHODS = {
+    "kto": {"desirable_weight", "undesirable_weight"},
+    "cpo": {"cpo_alpha", "simpo_gamma"},
+    "dpo": {"beta", "precompute_ref_log_probs", "rpo_alpha", "loss_weights", "ld_alpha"},
+}
+"""What tells the method of a file of TRL that does not name it."""
 _SPLIT = re.compile(r"([\w.-]+)(?:\[:(\d+)%\])?")
 _LOADERS = ("json", "jsonl", "parquet", "text", "csv", "arrow")  # of `datasets`, beside data_files
 _INFO = "dataset_info.json"
@@ -109,9 +117,16 @@ class Conversion:
 
     def __post_init__(self) -> None:
         self.table = _table(self.program)
+        told = self.program != "TRL" or "trl" in self.given
+        if not told and (method := _method(self.given)):
+            self.given = {"trl": method, **self.given}
         last = ("val_set_size", "val_size")  # they divide what the others name
-        for key in sorted(self.given, key=last.__contains__):
+        rank = {key: number for number, key in enumerate(_FIRST)}
+        for key in sorted(self.given, key=lambda key: (rank.get(key, len(rank)), key in last)):
             self._take_key(key, self.given[key])
+        if not told:
+            why = "told by its keys; write training.objective if it is another one, such as orpo"
+            self._change("training.objective", status="changed", why=why)
         if self.program == "LLaMA-Factory":
             self._use_named_sets()
         for key in last:
@@ -145,7 +160,12 @@ class Conversion:
             entries = [{**plain, **(e if isinstance(e, dict) else {"path": e})} for e in entries]
             for number, entry in enumerate(entries):
                 for name, inner in entry.items():
-                    self._take(f"datasets.{name}", inner, f"{key}[{number}].{name}")
+                    rated = name == "type" and self._objective != "sft"
+                    self._take(
+                        f"{'pairs' if rated else 'datasets'}.{name}",
+                        inner,
+                        f"{key}[{number}].{name}",
+                    )
             self._use_sets(key, entries, "eval" if key == "test_datasets" else "train")
         elif key == "special_tokens" and value:
             for name, inner in value.items():
@@ -206,15 +226,48 @@ class Conversion:
         """Take the settings `to` which a key goes, where they are valid."""
         for path, asked in to.items():
             old = self.settings.get(path)
-            fitting, wrong = _fit(path, asked)
+            fitting, wrong = _fit(path, asked, self._context(to))
             if wrong:
                 return self._say(key, value, "cannot be had", wrong)
             if old == "all-linear":  # a union of both
                 fitting, status, why = old, "changed", "all linear layers are named already"
-            elif old not in (None, fitting):
+            elif old not in (None, fitting) and path != "training.objective":
                 status, why = "changed", f"in place of {shown(old)}, which another key says"
             self.settings[path] = fitting
         return self._say(key, value, status, why, *to)
+
+    @property
+    def _objective(self) -> str:
+        return str(self.settings.get("training.objective", "sft"))
+
+    def _context(self, to: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings of training by which those that a key goes `to` are judged."""
+        smoothing = self.given.get("label_smoothing") or self.given.get("dpo_label_smoothing")
+        made = {**self.settings, **to}
+        found = {n: made[f"training.{n}"] for n in _JUDGED if f"training.{n}" in made}
+        if found.get("objective") == "kto":
+            found |= {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
+        return found | ({"label_smoothing": float(smoothing)} if smoothing else {})
+
+    def _settle_objective(self) -> None:
+        """What the trainers of preferences do of themselves."""
+        if self._objective == "sft":
+            return
+        for name in ("data.completion_only_loss", "data.assistant_only_loss"):
+            self._drop(name, "the loss of preferences covers answers")
+        if self._objective != "dpo":
+            self._drop("training.rpo_alpha", f"{self._objective} adds no such loss here")
+        made: dict[str, Any] = {}
+        drops = str(self.given.get("disable_dropout", True)).lower() == "true"
+        if drops and self.settings.get("adapter.lora_dropout"):
+            made["adapter.lora_dropout"] = 0.0
+        if self._objective == "kto":
+            made["training.train_sampling_strategy"] = "sequential"
+        for path, value in made.items():
+            self.settings[path] = value
+            self._change(path, status="changed", why="as the trainer of this objective sets it")
+            if not any(path in row.to for row in self.rows):
+                self.defaults[path] = value
 
     def _drop(self, path: str, why: str) -> None:
         """Take a setting back; its row says why."""
@@ -261,6 +314,7 @@ class Conversion:
 
     def _settle(self) -> None:
         """Leave out what contradicts another setting, and name what is missing."""
+        self._settle_objective()
         has = self.settings.get
         transformers = self.program != "axolotl"  # which evaluates by eval_strategy alone
         strategy = has("training.eval_strategy", "no" if transformers else "steps")
@@ -339,7 +393,8 @@ class Conversion:
             self._set(key, column, {"data.dataset_text_field": column})
         if "file_name" not in entry:
             hub = next(str(entry[name]) for name in _HUBS if name in entry)
-            if not is_text and entry.get("formatting", "alpaca") == "alpaca":
+            is_alpaca = entry.get("formatting", "alpaca") == "alpaca"
+            if not is_text and (is_alpaca or self._objective != "sft"):
                 why = "the chat template writes its rows there: write them as messages into a file"
                 self._say(key, hub, "to do by hand", why)
             split = entry.get("split", "train") + (f"[:{limit}]" if limit else "")
@@ -351,7 +406,8 @@ class Conversion:
         target = self.output.with_name(f"{self.output.stem}.{name}.jsonl")
         most = min((int(n) for n in (limit, entry.get("num_samples")) if n), default=None)
         self.rewrites.append(Rewrite(source, target, None if is_text else entry, most))
-        self.settings.setdefault("data.format", "messages")
+        answers = self._objective != "sft"
+        self.settings.setdefault("data.format", "preference" if answers else "messages")
         form = "as they are" if is_text else "as messages"
         self._say(key, str(source), "changed", f"its rows are in {target.name}, {form}")
         return {"path": str(target)}
@@ -373,6 +429,11 @@ def program_of(keys: Mapping[str, Any], name: str) -> str:
     return best
 
 
+def _method(keys: Mapping[str, Any]) -> str | None:
+    """What a file of TRL that does not say so trains."""
+    return next((method for method, names in _METHODS.items() if names & keys.keys()), None)
+
+
 def _own_default(path: str) -> Any:
     """The default of a setting here; None where it has none."""
     section, _, name = path.partition(".")
@@ -380,15 +441,20 @@ def _own_default(path: str) -> Any:
     return info.get_default(call_default_factory=True) if info and not info.is_required() else None
 
 
-def _fit(path: str, value: Any) -> tuple[Any, str]:
-    """`value` as the setting at `path` takes it, and why it is refused, or "". A text that is a
-    number or a switch, as on a command line, is one; a single text may be a list of one."""
+def _fit(path: str, value: Any, context: Mapping[str, Any]) -> tuple[Any, str]:
+    """`value` as the setting at `path` takes it beside the `context` of training, and why it is
+    refused, or "". A text that is a number or a switch, as on a command line, is one; a single text
+    may be a list of one."""
     section, _, name = path.partition(".")
     needed = {p.partition(".")[2]: v for p, v in _NEEDED.items() if p.startswith(f"{section}.")}
+    if section == "training":
+        needed |= context
     refused: list[str] = []
     text, candidates = str(value), [value]
     with suppress(ValueError):
         candidates.append(json.loads(text.lower() if text.lower() in ("true", "false") else text))
+    with suppress(ValueError, TypeError):
+        candidates.append([json.loads(part) for part in value])
     for candidate in (*candidates, [value]) if name else ():
         try:
             part = {**needed, name: candidate}
@@ -417,8 +483,9 @@ def as_messages(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, A
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
     beside = {name: row.get(columns.get(name, "")) for name in ("system", "tools")}
     try:
-        if entry.get("formatting", "alpaca") == "alpaca":
-            turns = [*_turns(row, columns)]
+        is_alpaca, ranked = entry.get("formatting", "alpaca") == "alpaca", entry.get("ranking")
+        if is_alpaca:
+            turns = [*_turns(row, columns, answered=not ranked)]
         else:
             role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
             names = {role: "role", content: "content"}
@@ -426,16 +493,28 @@ def as_messages(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, A
             said = row[columns.get("messages", "conversations")]
             turns = [{names.get(name, name): v for name, v in turn.items()} for turn in said]
             turns = [{**turn, "role": roles.get(turn["role"], turn["role"])} for turn in turns]
+        made: dict[str, Any] = {"messages": turns}
+        if ranked:
+            made = {"prompt": turns}
+            for side in ("chosen", "rejected"):
+                answer = row[columns.get(side, side)]
+                answer = answer if is_alpaca else answer[content]
+                made[side] = [{"role": "assistant", "content": answer}]
+        elif tag := columns.get("kto_tag"):
+            made = {"prompt": turns[:-1], "completion": turns[-1:], "label": bool(row[tag])}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"a row is not as {_INFO} says: {error!r}: {shown(row)}") from error
-    return {**{name: value for name, value in beside.items() if value}, "messages": turns}
+    return {**{name: value for name, value in beside.items() if value}, **made}
 
 
-def _turns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    for asked, answered in row.get(columns.get("history", "")) or ():
+def _turns(
+    row: Mapping[str, Any], columns: Mapping[str, str], *, answered: bool
+) -> Iterator[dict[str, Any]]:
+    for asked, answer in row.get(columns.get("history", "")) or ():
         yield {"role": "user", "content": asked}
-        yield {"role": "assistant", "content": answered}
+        yield {"role": "assistant", "content": answer}
     names = (columns.get("prompt"), columns.get("query")) if columns else ("instruction", "input")
     parts = [row[name] for name in names if name and row.get(name)]
     yield {"role": "user", "content": "\n".join(parts)}
-    yield {"role": "assistant", "content": row[columns.get("response", "output")]}
+    if answered:
+        yield {"role": "assistant", "content": row[columns.get("response", "output")]}

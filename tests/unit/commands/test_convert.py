@@ -21,6 +21,7 @@ from hetero_framework.data.sources import find_sources
 from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import UserError
 from tests.unit.data_helpers import CHATML_MARKED, tiny_tokenizer
+from tests.unit.trainer.test_preferences import trl_classes
 
 FOREIGN = Path(__file__).with_name("foreign")
 # What has to be done by hand before such a run can begin: data and templates to be written anew.
@@ -36,6 +37,11 @@ BY_HAND = {
     "trl_full.sh": [],
     "trl_lora.txt": [],
     "trl_classes.json": [],
+    "axolotl_dpo.yml": ["datasets[0].type"],
+    "llama_factory_dpo.yaml": [],
+    "llama_factory_kto.yaml": [],
+    "trl_dpo.sh": [],
+    "trl_kto.json": [],
     "trl_recipe.yaml": ["datasets[1]", "chat_template_path"],
 }
 Report = dict[str, Any]
@@ -62,8 +68,9 @@ def rows(report: Report) -> dict[str, Report]:
     return {row["key"]: row for row in report["keys"]}
 
 
-def rendered(config: Config, tokenizer: Any) -> list[str]:
-    examples = load_data(config, tokenizer).examples
+def rendered(config: Config, tokenizer: Any, part: str = "") -> list[str]:
+    examples: Any = load_data(config, tokenizer).examples
+    examples = getattr(examples, part) if part else examples
     return [tokenizer.decode(ids) for ids, _ in examples]
 
 
@@ -184,6 +191,67 @@ def test_the_rows_of_axolotls_alpaca_are_rendered(convert, tmp_path) -> None:
     assert text.endswith("### Input:\n2 and 2\n\n### Response:4</s>")
 
 
+def test_preferences_mean_the_same(convert) -> None:
+    report, config = convert("axolotl_dpo.yml")
+    training = config.training
+    assert (training.objective, training.loss_type, training.beta) == ("dpo", "ipo", 0.2)
+    assert config.data.format == "preference"
+    assert config.adapter.lora_dropout == 0.0  # switched off there
+    assert rows(report)["lora_dropout"]["status"] == "changed"
+    _, config = convert("llama_factory_dpo.yaml")
+    training = config.training
+    assert (training.objective, training.loss_type, training.beta) == ("cpo", "simpo", 2.5)
+    assert (training.cpo_alpha, training.simpo_gamma) == (0.0, 0.5)
+    answers = ("4", "5", "Hi.", "No.")
+    texts = rendered(config, tiny_tokenizer(CHATML_MARKED), "rows")
+    assert [text.endswith(f"{end}<|im_end|>\n") for text, end in zip(texts, answers, strict=True)]
+    assert "Add the numbers.\n2 and 2" in texts[1]
+    _, config = convert("llama_factory_kto.yaml")
+    training = config.training
+    assert (training.objective, training.undesirable_weight) == ("kto", 1.5)
+    assert training.train_sampling_strategy == "sequential"
+    examples = load_data(config, tiny_tokenizer(CHATML_MARKED)).examples
+    assert examples.rows.targets.tolist() == [[1.0], [0.0]]
+    report, config = convert("trl_dpo.sh")
+    training = config.training
+    assert (training.objective, training.losses) == ("dpo", ("sigmoid", "bco_pair", "sft"))
+    assert (training.loss_weights, training.beta) == ((0.8, 0.2, 1.0), 0.2)
+    assert (training.learning_rate, config.adapter.lora_dropout) == (1e-6, 0.0)
+    _, config = convert("trl_kto.json")
+    assert (config.training.objective, config.training.desirable_weight) == ("kto", 1.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "objective"),
+    [
+        ("beta: 0.2\n", "dpo"),
+        ("cpo_alpha: 0.5\nbeta: 0.2\n", "cpo"),
+        ("undesirable_weight: 1.5\nper_device_train_batch_size: 4\n", "kto"),
+        ("max_length: 9\n", "sft"),
+    ],
+)
+def test_the_keys_of_trl_tell_the_method(text: str, objective: str, convert) -> None:
+    report, config = convert("t.yaml", f"model_name_or_path: m\ndataset_name: d\n{text}")
+    assert config.training.objective == objective
+    if objective != "sft":
+        assert rows(report)["trl"]["status"] == "changed"
+
+
+def test_other_names_of_preference_losses_are_taken(convert) -> None:
+    text = "stage: dpo\nmodel_name_or_path: m\n"
+    report, config = convert("l.yaml", text + "pref_ftx: 0.3\ndpo_label_smoothing: 0.1\n")
+    assert (config.training.rpo_alpha, config.training.label_smoothing) == (0.3, 0.1)
+    report, config = convert("l.yaml", "pref_loss: orpo\npref_ftx: 0.3\n" + text)
+    assert (config.training.objective, config.training.rpo_alpha) == ("orpo", None)
+    assert rows(report)["pref_ftx"]["status"] == "cannot be had"
+    text = "base_model: m\nmicro_batch_size: 2\nrl: "
+    _, config = convert("a.yml", text + "simpo\nsimpo_gamma: 0.7\ncpo_alpha: 0\ntrl: {beta: 2.0}\n")
+    assert (config.training.objective, config.training.losses) == ("cpo", ("simpo",))
+    assert (config.training.simpo_gamma, config.training.beta) == (0.7, 2.0)
+    _, config = convert("a.yml", text + "kto\nkto_undesirable_weight: 0.2\n")
+    assert (config.training.objective, config.training.undesirable_weight) == ("kto", 0.2)
+
+
 def test_trl_means_the_same(convert) -> None:
     report, config = convert("trl_full.sh")
     assert (config.data.eval, config.data.eval_split) == ("org/conversations", "validation")
@@ -247,6 +315,22 @@ def test_defaults_are_those_of_the_installed_trl(convert) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:This class will be removed:FutureWarning")
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "cpo", "kto"])
+def test_whole_classes_of_preferences_are_read(objective: str, convert, tmp_path) -> None:
+    _, cls = trl_classes(objective)
+    fields = cls(str(tmp_path), use_cpu=True, bf16=False, disable_tqdm=False).to_dict()
+    options = ("--model", "org/m", "--data", "rows.jsonl")
+    report, config = convert("c.json", json.dumps({cls.__name__: fields}, default=list), *options)
+    training = config.training
+    assert (training.objective, training.beta) == (objective, fields["beta"])
+    theirs = fields.get("loss_type", "sigmoid")
+    assert training.losses == ((theirs,) if isinstance(theirs, str) else tuple(theirs))
+    lost = {row["key"] for row in report["keys"] if row["status"] not in ("taken", "changed")}
+    assert lost <= {"use_cpu", "accelerator_config", "hub_token"}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 def test_whole_classes_are_read(convert) -> None:
     """As to_dict() of these writes them: every field is there."""
     classes = {
@@ -305,11 +389,17 @@ def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.yml", "base_model: m\nrl: dpo\n", 'rl: "dpo" of axolotl is not done here'),
+        ("a.yml", "base_model: m\nrl: grpo\n", 'rl: "grpo" of axolotl is not done here'),
+        ("a.yml", "base_model: m\nrl: dpo\ndpo_norm_loss: true\n", "sigmoid_norm"),
+        ("a.yaml", "stage: dpo\ntemplate: x\npref_loss: kto_pair\n", "orpo and simpo are"),
+        ("a.yaml", "stage: dpo\ntemplate: x\npref_bco_weight: 0.5\n", "running mean"),
+        ("a.sh", "trl dpo --model_name_or_path m --loss_type aot\n", "sorts the pairs"),
+        ("a.sh", "trl dpo --model_name_or_path m --loss_type sigmoid aot\n", "sorts the pairs"),
+        ("a.sh", "trl dpo --model_name_or_path m --sync_ref_model true\n", "the reference stays"),
         ("a.yml", "base_model: m\nadapter: llama-adapter\n", "only LoRA"),
-        ("a.yaml", "stage: dpo\ntemplate: x\n", "TRL trains it"),
+        ("a.yaml", "stage: ppo\ntemplate: x\n", "TRL trains it"),
         ("a.yaml", "stage: sft\nfinetuning_type: freeze\n", "LoRA or all weights"),
-        ("a.sh", "trl dpo --model_name_or_path m\n", "trl dpo is not done here"),
+        ("a.sh", "trl grpo --model_name_or_path m\n", 'trl: "grpo" of TRL is not done here'),
         ("a.sh", "trl sft --eos_token 'x\n", "No closing quotation"),
         ("a.sh", "echo hello\n", "must hold one object"),
         ("a.yml", "base_model: [\n", "a.yml, line 2, column 1: not valid YAML"),
