@@ -57,8 +57,8 @@ _PARTS = (*CONVERSATION_FIELDS, "history", "context")
 _NOT_SFT = {
     "preference data": (
         {"chosen", "rejected"},
-        'set training.objective to "dpo", "orpo" or "cpo", or make prompt and completion of prompt'
-        " and chosen",
+        'set training.objective to "dpo", "orpo", "cpo" or "kto", or make prompt and completion of'
+        " prompt and chosen",
     ),
     "data of stepwise supervision": ({"completions", "labels"}, "keep the good completions"),
 }

@@ -190,9 +190,8 @@ class Ratings(Referenced):
             kl = ratios_B[len(is_good_N) :].detach().mean().clamp(min=0)
         signed_N = torch.where(is_good_N, ratios_N - kl, kl - ratios_N)
         loss_N = torch.where(is_good_N, *self._weights) * (1 - torch.sigmoid(self._beta * signed_N))
-        # Of no answers the mean is NaN.
         means = [
-            values_N[side_N].mean()
+            _mean(values_N, torch.ones_like(values_N), side_N)
             for values_N in (self._beta * ratios_N, logps_N)
             for side_N in (is_good_N, ~is_good_N)
         ]
@@ -202,8 +201,7 @@ class Ratings(Referenced):
     def looks(self, inputs: Inputs, sums_BC: Tensor, counts_B: Tensor) -> list[Tensor]:
         is_good_N = inputs["desirable"].bool()
         sums_NC, counts_N = sums_BC[: len(is_good_N)], counts_B[: len(is_good_N)]
-        sides = (is_good_N, ~is_good_N)
-        means = [sums_NC[side_N, 0].sum() / counts_N[side_N].sum() for side_N in sides]
+        means = [_mean(sums_NC[:, 0], counts_N, side_N) for side_N in (is_good_N, ~is_good_N)]
         return [*means, *(sums_NC[:, 1:2].sum(0) / counts_N.sum())]
 
     def metrics(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
@@ -215,3 +213,8 @@ class Ratings(Referenced):
         found = list(zip(self.metric_names, counts, means, strict=True))
         metrics = {name: mean for name, count, mean in found if count}
         return metrics | {COUNT + name: n for name, n, _ in found if n < len(named)}
+
+
+def _mean(sums_N: Tensor, counts_N: Tensor, side_N: Tensor) -> Tensor:
+    """Over the answers of a side; NaN where there are none. No number leaves the device."""
+    return sums_N.where(side_N, 0.0).sum() / counts_N.where(side_N, 0).sum()
