@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-DataKind = Literal["text", "pairs", "ratings", "mismatched"]
-"""Texts, a chosen and a rejected answer, a rated answer, or this and one to another prompt."""
-ROWS = {"text": 1, "pairs": 2, "ratings": 1, "mismatched": 2}
+DataKind = Literal["text", "pairs", "ratings", "mismatched", "compared", "labelled", "tagged"]
+"""Texts, a chosen and a rejected answer, a rated answer, or this and one to another prompt; two
+answers as whole texts, a text with its label, words with one each."""
+ROWS = {
+    **{"text": 1, "pairs": 2, "ratings": 1, "mismatched": 2, "compared": 2},
+    **{"labelled": 1, "tagged": 1},
+}
 """Rows of a micro-batch that one example makes."""
 
 Task = Literal["causal-lm", "sequence-classification", "token-classification"]
@@ -26,6 +30,9 @@ NEEDS: dict[str, Needs] = {
     "sft": Needs(),
     **dict.fromkeys(("dpo", "orpo", "cpo"), Needs("pairs")),
     "kto": Needs("mismatched"),
+    "reward": Needs("compared", "sequence-classification"),
+    "classification": Needs("labelled", "sequence-classification"),
+    "token-classification": Needs("tagged", "token-classification"),
 }
 """Of each objective; models/cut/objectives.py registers further ones."""
 

@@ -38,7 +38,8 @@ REPORTED = frozenset({"data", "training", "wire", "island"}) | _listed(
     " lr_scheduler_kwargs weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm"
     " label_smoothing_factor neftune_noise_alpha loss_chunk_tokens torch_compile"
     " torch_compile_backend torch_compile_mode loss_type loss_weights beta label_smoothing"
-    " cpo_alpha simpo_gamma rpo_alpha use_weighting ld_alpha discopop_tau precompute_ref_log_probs"
+    " cpo_alpha simpo_gamma rpo_alpha use_weighting ld_alpha discopop_tau"
+    " center_rewards_coefficient precompute_ref_log_probs"
     " desirable_weight undesirable_weight",
     wire="activations gradients",
     island="sync_steps warmup_steps method fragments delay_steps mixing compression"

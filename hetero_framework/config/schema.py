@@ -481,7 +481,8 @@ class TrainingConfig(Section):
     diagram, logs."""
     objective: Name = "sft"
     """"sft" learns the next token of texts; "dpo", "orpo" and "cpo" the chosen answer of a pair
-    rather than the rejected one, "kto" answers that are rated one by one; --import may register
+    rather than the rejected one, "kto" answers that are rated one by one; "reward" a number for
+    each answer, "classification" and "token-classification" labels; --import may register
     others."""
     loss_type: str | tuple[str, ...] | None = None
     """DPO's, CPO's or KTO's loss, by its name in TRL; of DPO also several, whose sum by
@@ -504,6 +505,8 @@ class TrainingConfig(Section):
     """DPO: weight each pair by how likely the model finds it (WPO)."""
     ld_alpha: float | None = Field(default=None, ge=0, le=1)
     """DPO: weight of the tokens beyond the length of the shorter answer. null: all count."""
+    center_rewards_coefficient: float | None = Field(default=None, ge=0)
+    """Reward: weight of the squared sum of a pair's rewards, which keeps them around 0. null: 0."""
     discopop_tau: float = Field(default=0.05, gt=0)
     """DPO: the temperature of discopop."""
     desirable_weight: float = Field(default=1.0, ge=0)

@@ -93,6 +93,11 @@ def detect_format(fields: dict[str, Any], where: str, text_field: str) -> str:
 class Formatter:
     """Tokenises examples of one format."""
 
+    keeps_whole = False
+    """Whether an example longer than max_length is left out, and not cut."""
+    label_rows = 0
+    """The last rows of an example that are labels, and not tokens."""
+
     def __init__(
         self,
         name: str,
@@ -103,6 +108,8 @@ class Formatter:
         self.tokenizer = tokenizer
         self.options = options
         self.changed_prompts = 0
+        self.num_cut = 0
+        """Examples that were cut as the tokenizer does it."""
         self.notes = Remarks()
         self.unused: dict[str, Any] = {}
         """Fields of examples that no part of training sees, with the first value of each."""

@@ -16,7 +16,20 @@ from hetero_framework.config.objectives import DataKind
 from hetero_framework.data.batches import MicroBatch, collate, pack
 from hetero_framework.data.examples import Examples, Rows
 from hetero_framework.data.formats import Formatter, detect_format
-from hetero_framework.data.pairs import AnswerRows, PairFormatter, collate_answers
+from hetero_framework.data.labelled import (
+    LabelledTexts,
+    LabelledWords,
+    TextFormatter,
+    WordFormatter,
+    collate_texts,
+)
+from hetero_framework.data.labels import OF_TEXTS, OF_TOKENS, Labels
+from hetero_framework.data.pairs import (
+    AnswerRows,
+    ComparisonFormatter,
+    PairFormatter,
+    collate_answers,
+)
 from hetero_framework.data.ratings import RatingFormatter, unpaired, with_neighbours
 from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError
@@ -31,14 +44,16 @@ Collate = Callable[[Any, Sequence[int] | np.ndarray, int, int | None], MicroBatc
 class ExampleKind:
     """`formats` are the values of data.format beside "auto", `formatter` reads records, `kept`
     makes examples of tokenised rows, and `collate` a micro-batch of those with some numbers, padded
-    with a token to a multiple. `records` makes those of this kind of the records of a file."""
+    with a token to a multiple. `records` makes those of this kind of the records of a file.
+    `label_fields` hold labels, which `formatter` and `kept` are also told of."""
 
     noun: str
     formats: tuple[str, ...]
-    formatter: Callable[[Record, PreTrainedTokenizerBase, DataConfig], Formatter]
-    kept: Callable[[Examples, DataConfig, TrainingConfig], Rows]
+    formatter: Callable[..., Formatter]
+    kept: Callable[..., Rows]
     collate: Collate
     records: Callable[[Iterator[Record]], Iterator[Record]] = iter
+    label_fields: tuple[str, ...] = ()
 
 
 def _text_formatter(
@@ -76,20 +91,61 @@ def _rated(kind: DataKind, kept: Any) -> ExampleKind:
     return ExampleKind("rated answers", ("preference",), formatter, kept, collate_answers, unpaired)
 
 
+def _labelled_formatter(
+    first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig, labels: Labels
+) -> Formatter:
+    is_chat = data.format == "auto" and first.fields.get("messages") is not None
+    name = "messages" if is_chat or data.format == "messages" else "text"
+    return TextFormatter(name, tokenizer, data, labels)
+
+
+def _word_formatter(
+    first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig, labels: Labels
+) -> Formatter:
+    return WordFormatter("tokens", tokenizer, data, labels)
+
+
+def _labelled(
+    examples: Examples, data: DataConfig, training: TrainingConfig, labels: Labels
+) -> LabelledTexts:
+    parts = examples.ids, examples.trained, examples.offsets, examples.targets
+    return LabelledTexts(*parts, is_class=labels.problem == "single_label_classification")
+
+
+def _tagged(
+    examples: Examples, data: DataConfig, training: TrainingConfig, labels: Labels
+) -> LabelledWords:
+    return LabelledWords(examples, "tagged")
+
+
 _SFT_FORMATS = ("text", "prompt_completion", "messages", "alpaca")
 KINDS: dict[DataKind, ExampleKind] = {
     "text": ExampleKind("examples", _SFT_FORMATS, _text_formatter, _unchanged, collate),
     "pairs": ExampleKind("pairs", ("preference",), _pair_formatter, _answers, collate_answers),
     "ratings": _rated("ratings", _answers),
     "mismatched": _rated("mismatched", _mismatched),
+    "compared": ExampleKind(
+        "pairs", ("preference",), ComparisonFormatter, _answers, collate_answers
+    ),
+    "labelled": ExampleKind(
+        *("labelled texts", ("text", "messages"), _labelled_formatter, _labelled, collate_texts),
+        label_fields=OF_TEXTS,
+    ),
+    "tagged": ExampleKind(
+        *("texts of labelled words", (), _word_formatter, _tagged, collate), label_fields=OF_TOKENS
+    ),
 }
 
 
 def formatter_for(
-    kind: DataKind, first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    kind: DataKind,
+    first: Record,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    labels: Labels | None = None,
 ) -> Formatter:
-    """The formatter of a set of examples, by the first of them. Raises DataError where they are
-    not of the kind that the objective is trained on."""
+    """The formatter of a set of examples, by the first of them; `labels` are those of a kind that
+    has some. Raises DataError where they are not of the kind that the objective is trained on."""
     examples = KINDS[kind]
     if data.format not in ("auto", *examples.formats):
         raise DataError(
@@ -97,7 +153,7 @@ def formatter_for(
             hint="leave it out, or choose another training.objective; docs/objectives.md has the"
             " data of each",
         )
-    return examples.formatter(first, tokenizer, data)
+    return examples.formatter(first, tokenizer, data, *[labels] * bool(examples.label_fields))
 
 
 def collated(

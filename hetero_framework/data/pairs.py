@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from hetero_framework.config import DataConfig
 from hetero_framework.config.objectives import ROWS, DataKind
+from hetero_framework.config.strict_json import json_type
 from hetero_framework.data.batches import MicroBatch, collate
 from hetero_framework.data.conversations import CONVERSATION_FIELDS
 from hetero_framework.data.examples import Examples
@@ -22,12 +24,16 @@ from hetero_framework.data.formats import Formatter, Tokens, string_field
 from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 REFERENCE: Mapping[DataKind, tuple[str, ...]] = {
     "pairs": ("ref_chosen_logps", "ref_rejected_logps"),
     "ratings": ("ref_logps",),
     "mismatched": ("ref_logps", "ref_KL_logps"),
 }
 """Inputs of the last stage: log-probabilities of an example's rows by the reference."""
+MARGIN = "margin"
 _HINT = "they need chosen and rejected, as texts or messages, and a prompt unless both begin alike"
 
 
@@ -77,13 +83,14 @@ def collate_answers(
     multiple: int | None,
 ) -> MicroBatch:
     """As `collate`, the first row of each example, then their second ones, in the same order; for
-    rated answers with a column "desirable", 0 or 1."""
+    rated answers with a column "desirable", 0 or 1, for compared ones "margin", if they have it."""
     numbers = np.asarray(indices, np.int64)
     rows = np.concatenate([answers.each * numbers + row for row in range(answers.each)])
     batch = collate(answers.rows, rows, pad_token_id, multiple)
     columns = {}
     if answers.rows.targets is not None:
-        columns["desirable"] = answers.rows.targets[numbers, 0]
+        name = "margin" if answers.kind == "compared" else "desirable"
+        columns[name] = answers.rows.targets[numbers, 0]
     if answers.reference is not None:
         columns |= zip(REFERENCE[answers.kind], answers.reference[numbers].T, strict=True)
     for name, column in columns.items():
@@ -119,6 +126,48 @@ class PairFormatter(Formatter):
         same = min(_common(begun, ids) for ids in whole)
         self.changed_prompts += same < len(begun)
         return [(ids, [False] * same + [True] * (len(ids) - same)) for ids in whole]
+
+
+class ComparisonFormatter(PairFormatter):
+    """Tokenises pairs as TRL's RewardTrainer (1.16) does: all of both answers counts. A pair that
+    has one longer than max_length is left out."""
+
+    keeps_whole = True
+
+    def __init__(
+        self, first: Record, tokenizer: PreTrainedTokenizerBase, options: DataConfig
+    ) -> None:
+        super().__init__("preference", tokenizer, options)
+        self._has_margin = first.fields.get(MARGIN) is not None
+
+    def _pair(self, record: Record) -> list[Tokens]:
+        pair, names = with_prompt(record), ("chosen", "rejected")
+        plain = {name: value for name, value in pair.fields.items() if name != MARGIN}
+        if record.fields.get("prompt") is not None:
+            rows = self._behind_prompt(Record(record.where, plain), *names)
+            return [(ids, [True] * len(ids)) for ids, _ in rows]
+        record = Record(record.where, {**plain, **{n: record.fields[n] for n in names}})
+        self._use(record, "prompt", *names, *CONVERSATION_FIELDS)
+        if isinstance(record.fields["chosen"], list):
+            whole = [self.chat.ids(self._conversation(record, name)) for name in names]
+        else:
+            whole = self._tokenize([self._with_eos(string_field(record, n)) for n in names])
+        return [(ids, [True] * len(ids)) for ids in whole]
+
+    def targets(self, records: list[Record]) -> list[Sequence[float]]:
+        """The margin of each, if they have one."""
+        for record in records:
+            margin = record.fields.get(MARGIN)
+            is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+            if is_number != self._has_margin or (margin is not None and not is_number):
+                raise DataError(
+                    f"{record.where}: margin must be a number, found {json_type(margin)}",
+                    hint="give one for each pair, or for none",
+                )
+        return [(float(r.fields[MARGIN]),) if self._has_margin else () for r in records]
+
+    def teaches(self, rows: list[Tokens]) -> bool:
+        return all(ids for ids, _ in rows)
 
 
 def with_prompt(record: Record) -> Record:

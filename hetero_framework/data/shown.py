@@ -47,7 +47,8 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
     kind = config.training.data_kind
     records = KINDS[kind].records(reader.read(sources, lambda note: None))
     chosen = list(islice(records, count))
-    formatter = formatter_for(kind, chosen[0], tokenizer, data)
+    labels = load_data(config, tokenizer, most=count).labels if KINDS[kind].label_fields else None
+    formatter = formatter_for(kind, chosen[0], tokenizer, data, labels)
     return [shown for record in chosen for shown in _shown(record, formatter, tokenizer, data)]
 
 
@@ -69,12 +70,12 @@ def _shown(
     for remark in formatter.notes.counts() - before:
         left_out.append(remark.removeprefix(LEFT_OUT).removeprefix("warning: "))
     found = []
-    for ids, trained in rows:
+    for ids, trained in rows[: len(rows) - formatter.label_rows]:
         part, lost = kept_part(data), list(left_out)
         kept, mask = ids[part], trained[part]
         if len(kept) < len(ids):
             lost.append(f"{len(ids) - len(kept):,} of {len(ids):,} tokens (data.max_length)")
-        if not formatter.teaches([(kept, mask)]):
+        if not formatter.label_rows and not formatter.teaches([(kept, mask)]):
             lost.append("the whole example: no token of it has a part in the loss")
         pieces = _pieces(tokenizer, kept, mask)
         found.append(Shown(record.where, len(kept), sum(mask), pieces, lost))

@@ -24,6 +24,7 @@ from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder, Rows
 from hetero_framework.data.formats import Formatter
 from hetero_framework.data.kinds import KINDS, collated, formatter_for
+from hetero_framework.data.labels import Labels, Stated, find_labels
 from hetero_framework.data.megatron import Corpus, Samples, find_corpus
 from hetero_framework.data.pairs import AnswerRows
 from hetero_framework.data.ratings import balance
@@ -49,6 +50,7 @@ class TrainData:
     settings: DataConfig
     pad_token_id: int
     report: list[str]
+    labels: Labels | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -122,10 +124,11 @@ def load_data(
     *,
     vocab_size: int | None = None,
     most: int | None = None,
+    stated: Stated | None = None,
 ) -> TrainData:
-    """Read, tokenise and check `data.train` and `data.eval`, of each the first `most` examples.
-    Raises DataError, with file and line, for unusable examples, such as a token beyond the model's
-    `vocab_size` embeddings."""
+    """Read, tokenise and check `data.train` and `data.eval`, of each the first `most` examples;
+    `stated` is what is known of their labels, if they have some. Raises DataError, with file and
+    line, for unusable examples, such as a token beyond the model's `vocab_size` embeddings."""
     data = config.data
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
@@ -137,6 +140,7 @@ def load_data(
             hint="leave it out",
         )
     reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report, most, config.training)
+    reader.know_labels(stated or Stated())
     found = reader.read("train", data.train, data.train_split)
     train: Rows
     order: SampleOrder
@@ -147,7 +151,7 @@ def load_data(
         reader.look_at(train)
     else:
         train, order = found, SampleOrder(len(found), config.training, found.lengths)
-        if isinstance(found, AnswerRows) and found.kind != "pairs":
+        if isinstance(found, AnswerRows) and found.kind in ("ratings", "mismatched"):
             report += balance(found, config.training)
     eval_sets: dict[str, Rows] = {}
     for name, spec in data.eval_sets.items():
@@ -164,7 +168,8 @@ def load_data(
         pad_token_id, sentence = 0, "no padding: the samples of a micro-batch make one row"
     else:
         pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
-    return TrainData(train, eval_sets, order, data, pad_token_id, [*report, sentence])
+    said = [*report, sentence]
+    return TrainData(train, eval_sets, order, data, pad_token_id, said, reader.labels)
 
 
 def _refuse_sequential(config: Config) -> None:
@@ -222,6 +227,16 @@ class _Reader:
     report: list[str]
     most: int | None = None
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    labels: Labels | None = None
+
+    def know_labels(self, stated: Stated) -> None:
+        """Find the labels of the training data, for kinds that have some."""
+        if not KINDS[self.kind].label_fields:
+            return
+        sources = find_sources(self.data.train, self.base_dir)
+        reader = SplitReader(self.data.train_split, ("train",), self.data.dataset_config)
+        records = islice(reader.read(sources, lambda note: None), self.most)
+        self.labels = find_labels(records, stated, of_tokens=self.kind == "tagged")
 
     @property
     def kind(self) -> DataKind:
@@ -231,7 +246,9 @@ class _Reader:
         examples = self._read(name, spec, split)
         if isinstance(examples, Corpus):
             return examples
-        return KINDS[self.kind].kept(examples, self.data, self.training)
+        kind = KINDS[self.kind]
+        labels = [self.labels] * bool(kind.label_fields)
+        return kind.kept(examples, self.data, self.training, *labels)
 
     def _read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples | Corpus:
         sources = find_sources(spec, self.base_dir)
@@ -246,6 +263,7 @@ class _Reader:
             return corpus
         options = self.data.model_dump(exclude={"train", "eval"})
         settings = [name, split, options, self.vocab_size, *[self.kind] * (self.kind != "text")]
+        settings += [str(self.labels)] * (self.labels is not None)
         entry = find_entry(sources, self.tokenizer, settings)
         kept = entry.read() if entry is not None else None
         if kept is not None:
@@ -273,7 +291,7 @@ class _Reader:
         reader = SplitReader(split, whole, self.data.dataset_config)
         records = KINDS[self.kind].records(reader.read(sources, notes.append))
         first = next(records)
-        formatter = formatter_for(self.kind, first, self.tokenizer, self.data)
+        formatter = formatter_for(self.kind, first, self.tokenizer, self.data, self.labels)
         counts: Counter[str] = Counter()
         looked_at = islice(chain([first], records), self.most)
         examples = self._tokenise(name, looked_at, formatter, counts)
@@ -294,7 +312,8 @@ class _Reader:
         return examples, lines, not (dated or rest)
 
     def _counted(self, examples: Examples) -> str:
-        return f"{len(examples) // ROWS[self.kind]:,} {KINDS[self.kind].noun}"
+        rows = 2 if self.kind == "tagged" else ROWS[self.kind]
+        return f"{len(examples) // rows:,} {KINDS[self.kind].noun}"
 
     def _tokenise(
         self, name: str, records: Iterator[Record], formatter: Formatter, counts: Counter[str]
@@ -306,9 +325,12 @@ class _Reader:
             while batch := list(islice(records, _CHUNK)):
                 made = zip(batch, formatter.rows(batch), formatter.targets(batch), strict=True)
                 for record, rows, targets in made:
-                    for ids, _ in rows:
+                    for ids, _ in rows[: len(rows) - formatter.label_rows]:
                         self._check_ids(ids, record)
                     if most is not None and any(len(ids) > most for ids, _ in rows):
+                        if formatter.keeps_whole:
+                            counts["long"] += 1
+                            continue
                         counts["cut"] += 1
                         part = kept_part(self.data)
                         rows = [(ids[part], trained[part]) for ids, trained in rows]
@@ -320,9 +342,10 @@ class _Reader:
                         counts["dropped"] += 1
                 counts["read"] += len(batch)
                 show(f"{counts['read']:,} examples")
+        counts["cut"] += formatter.num_cut
         if not len(builder):
             hint = "an example needs two tokens, and a trained one among the later"
-            if counts["cut"]:
+            if counts["cut"] or counts["long"]:
                 hint = f"data.max_length={most} cuts off all of it; raise it"
             raise DataError(
                 f"data.{name}: none of the {counts['read']:,} examples has a token to learn from",
@@ -345,6 +368,11 @@ class _Reader:
             yield (
                 f"{counts['cut']:,} of {counts['read']:,} examples were longer than "
                 f"max_length={self.data.max_length} and were cut"
+            )
+        if counts["long"]:
+            yield (
+                f"{counts['long']:,} of {counts['read']:,} examples are longer than "
+                f"max_length={self.data.max_length} and were left out"
             )
         if counts["dropped"]:
             yield (

@@ -19,6 +19,7 @@ from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.devices import open_device
 from hetero_framework.data import TrainData, load_data, load_tokenizer
+from hetero_framework.data.labels import Stated, stated_names
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanError
@@ -27,13 +28,15 @@ from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.chunked_loss import chunk_tokens
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, tower_lines
+from hetero_framework.models.cut.objective import ChunkedObjective
 from hetero_framework.models.cut.objectives import objective_of
-from hetero_framework.models.cut.shard import ShardRange, load_model_config
+from hetero_framework.models.cut.shard import ShardRange, load_model_config, own_labels
+from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.cut.varlen_attention import VARLEN
 from hetero_framework.models.files.export import base_generation
 from hetero_framework.models.files.non_text_modules import non_text_weights
 from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
-from hetero_framework.models.files.stated import as_held
+from hetero_framework.models.files.stated import as_held, new_weights
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import (
     StageMemory,
@@ -148,10 +151,13 @@ def prepare(
     tokenizer, data = read_data(config, model_config, most=most)
     for line in data.report:
         say(line)
+    resolved, model_config = with_labels(resolved, model_config, data)
+    config = resolved.config
     if config.adapter is not None:
         from hetero_framework.models.adapters.lora import explicit_settings, plan_adapter
 
         adapter_plan = plan_adapter(model_config, config.adapter, config.base_dir)
+        _check_head(config, adapter_plan)
         for remark in adapter_plan.remarks:
             _log.warning("%s", remark)
         explicit = explicit_settings(config.adapter, adapter_plan)
@@ -188,9 +194,50 @@ def read_data(
     """Tokenizer and data, checked with the model; `most` limits the examples of each set."""
     tokenizer = load_tokenizer(config)
     vocab_size = model_config.get_text_config().vocab_size
-    data = load_data(config, tokenizer, vocab_size=vocab_size, most=most)
+    data = load_data(
+        *(config, tokenizer),
+        vocab_size=vocab_size,
+        most=most,
+        stated=_stated_labels(config, model_config),
+    )
     check_positions(model_config, data.row_tokens)
     return tokenizer, data
+
+
+def _stated_labels(config: Config, model_config: PretrainedConfig) -> Stated:
+    """The labels of a classifier, as its checkpoint or the settings have them."""
+    model = config.model
+    assert model is not None
+    names = model.label_names
+    if model.num_labels is None and names is None and own_labels(model, config.base_dir):
+        given = (model_config.id2label or {}).items()
+        names = stated_names(name for _, name in sorted(given))
+        return Stated(model_config.num_labels, model_config.problem_type, names)
+    return Stated(len(names) if names else model.num_labels, model.problem_type, names)
+
+
+def with_labels(
+    resolved: Resolved, model_config: PretrainedConfig, data: TrainData
+) -> tuple[Resolved, PretrainedConfig]:
+    """The settings and the model with the head that the data ask for. Raises ConfigError for one
+    that a reward cannot have."""
+    model = resolved.config.model
+    if model is None or model.task == "causal-lm":
+        return resolved, model_config
+    settings: dict[str, Any] = {"pad_token_id": data.pad_token_id}
+    reason = "rewards: one number for each answer"
+    if data.labels is not None:
+        names = data.labels.names
+        settings |= {"num_labels": len(names), "label_names": list(names)}
+        settings["problem_type"] = data.labels.problem
+        reason = f"labels: {data.labels}"
+    elif model.num_labels not in (None, 1):
+        raise ConfigError(f"model.num_labels is {model.num_labels}, but a reward is one number")
+    else:
+        settings["num_labels"] = 1
+    resolved = resolved.decide("model", settings, reason)
+    assert resolved.config.model is not None
+    return resolved, load_model_config(resolved.config.model, resolved.config.base_dir)
 
 
 def replanned(prepared: Prepared, plan: Entries, facts: Facts, reason: str) -> Prepared:
@@ -241,6 +288,8 @@ def resolve_loss_chunk(resolved: Resolved, model_config: PretrainedConfig, token
     """The settings with the tokens of a loss chunk; null where the loss stays whole. `tokens` is
     the longest row."""
     training = resolved.config.training
+    if not isinstance(objective_of(training), ChunkedObjective):
+        return resolved
     rows = training.train_rows
     if training.evaluation != "no" or training.eval_on_start:
         rows = max(rows, training.eval_rows)
@@ -293,6 +342,14 @@ def check_objective(
     objective = objective_of(training)
     if objective.counts_tokens:
         return
+    if task_of(model_config) != "causal-lm":
+        for setting in ("sample_prompts", "label_smoothing_factor"):
+            if getattr(training, setting):
+                raise ConfigError(
+                    f"training.{setting} is for models that generate text, and"
+                    f" training.objective is {training.objective!r}",
+                    hint="leave it out",
+                )
     if introspect(model_config).reports and not objective.adds_routing:
         raise ConfigError(
             f"what the routers of a {model_config.model_type} model report has no part in"
@@ -305,6 +362,20 @@ def check_objective(
             "training.precompute_ref_log_probs is false, but without a new adapter no step can ask"
             " the model that training began with",
             hint="leave it out: the reference is asked once, before the first step",
+        )
+
+
+def _check_head(config: Config, plan: AdapterPlan) -> None:
+    """Raise ConfigError for weights that begin at random and that no adapter would hold."""
+    assert config.model is not None
+    new = new_weights(config.model, config.base_dir)
+    lost = [n for n in new if not any(n.startswith(f"{name}.") for name in plan.saved_modules)]
+    if lost:
+        raise ConfigError(
+            f"the checkpoint has no weights for {', '.join(lost[:4])}: they would begin at random,"
+            " and the adapter would not bring them along",
+            hint=f'name their module in "adapter.modules_to_save" ({lost[0].rpartition(".")[0]}),'
+            " or train all weights",
         )
 
 

@@ -205,7 +205,9 @@ def _lora_config(adapter: AdapterConfig, model: PretrainedConfig | None) -> Lora
     if model is not None and task != "causal-lm":
         whole = meta_model(model)
         heads = [n for n, m in whole.named_children() if any(True for _ in m.parameters())]
-        saved = [*(settings["modules_to_save"] or ()), *heads]
+        # PEFT names the heads of all its classes.
+        asked = set(settings["modules_to_save"] or ()) - {"classifier", "score"}
+        saved = [*sorted(asked), *heads]
         kept = [name for name in dict.fromkeys(saved) if name != whole.base_model_prefix]
         settings["modules_to_save"] = kept or None
     try:

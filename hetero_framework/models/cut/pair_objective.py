@@ -175,10 +175,7 @@ class PairObjective(ChunkedObjective):
 
     def table(self, named: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """The means of each micro-batch, [micro-batches, metric_names]."""
-        found, names = [tensors[MEANS] for tensors in named if MEANS in tensors], self.metric_names
-        if len(found) != len(named) or any(means.shape != (len(names),) for means in found):
-            raise ProtocolError("the last stage gave no means of answers")
-        return torch.stack([tensor.double().cpu() for tensor in found])
+        return means_table(named, len(self.metric_names))
 
     def _sums(
         self, logits_BSV: Tensor, targets: tuple[Tensor, ...], seen_BS: Tensor | None
@@ -203,6 +200,14 @@ class PairObjective(ChunkedObjective):
                     looks_BS.append(logits_BSV.argmax(-1).eq(moved[0]).float())
                 found += [look_BS.where(seen_BS, 0.0).sum(1) for look_BS in looks_BS]
         return torch.stack(found, 1)
+
+
+def means_table(named: Sequence[Mapping[str, Tensor]], count: int) -> Tensor:
+    """The `count` means of each micro-batch, [micro-batches, count]. Raises ProtocolError."""
+    found = [tensors[MEANS] for tensors in named if MEANS in tensors]
+    if len(found) != len(named) or any(means.shape != (count,) for means in found):
+        raise ProtocolError("the last stage gave no means of answers")
+    return torch.stack([tensor.double().cpu() for tensor in found])
 
 
 def log_probabilities(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

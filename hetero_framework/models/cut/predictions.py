@@ -16,7 +16,12 @@ from hetero_framework.log import one_line
 
 Preprocess = Callable[[Tensor, Tensor], Any]
 PREPROCESS: Final = "preprocess_logits_for_metrics"
-_ARGMAX, _MADE, _FAILED = "argmax", "predictions", "failed"  # names of tensors beside a loss
+_ARGMAX, _LOGITS, _MADE, _FAILED = (
+    "argmax",
+    "logits",
+    "predictions",
+    "failed",
+)  # names of tensors beside a loss
 _MOST_BYTES = 64 << 20  # of a micro-batch; fits into a message of any run
 
 
@@ -58,6 +63,13 @@ class Predictions:
             failed = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             return {_FAILED: failed.to(labels_BS.device)}
 
+    def of_labels(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """The same for a classifier: its logits, or what the user's function makes of these."""
+        if self._preprocess is None:
+            return {_LOGITS: logits.detach().float()}
+        self._seen = [logits.detach()]
+        return self.named(labels)
+
 
 def _checked(made: Any, device: torch.device) -> dict[str, Tensor]:
     """What was made, by names. Raises TypeError and ValueError for what cannot be sent."""
@@ -88,9 +100,10 @@ def predictions(named: Mapping[str, Tensor], *, preprocesses: bool) -> Tensor | 
         text = bytes(named[_FAILED].cpu().view(torch.uint8).flatten().tolist())
         shown = one_line(text.decode("utf-8", "replace"), 1000)
         raise CallbackError(f"{PREPROCESS} failed on the last stage: {shown}")
-    if _ARGMAX in named and not preprocesses:
-        return named[_ARGMAX].cpu().long()
-    if _ARGMAX in named:
+    plain = named.get(_ARGMAX, named.get(_LOGITS))
+    if plain is not None and not preprocesses:
+        return plain.cpu().long() if _ARGMAX in named else plain.cpu()
+    if plain is not None:
         raise CallbackError(
             f"there is a {PREPROCESS} here, but the process of the last stage has none",
             hint=f"start that worker with --import FILE too, a Python file with {PREPROCESS}",

@@ -74,6 +74,7 @@ Look = Callable[[Tensor, Tensor], None]
 # Per kind of layer: training or not, sizes of one, the layer's own switches.
 _COMPILED_VERSIONS = 64
 NOTHING = ReusableModules()
+_GIVEN = ("attention_mask", "position_ids", "token_type_ids")
 _Part = Literal["whole", "blocks", "head"]
 
 # transformers replaces methods of its classes while it loads (`no_tie_weights`) and restores them:
@@ -85,18 +86,7 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     """The transformers configuration that the `model` section names: the one gate for all models.
     Raises ModelError, also for settings that would load code, and DeviceError where the attention
     is not installed."""
-    if model.from_config is not None:
-        fields, place = dict(model.from_config), "model.from_config"
-        check_settings(fields, place)
-        try:
-            config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        except LIBRARY_ERRORS as error:
-            raise ModelError(
-                f"model.from_config is not a configuration of an installed architecture: {error}"
-            ) from error
-    else:
-        place = resolve_model_path(str(model.name_or_path), base_dir)
-        config = read_config(place, model.revision)
+    config, place = _stated(model, base_dir)
     if model.attn_implementation is not None:
         register_per_sample()  # quantising looks at a model before one is built
         config._attn_implementation = model.attn_implementation
@@ -111,6 +101,21 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     return config
 
 
+def _stated(model: ModelConfig, base_dir: Path) -> tuple[PretrainedConfig, str]:
+    """The configuration as it is written, and where."""
+    if model.from_config is None:
+        place = resolve_model_path(str(model.name_or_path), base_dir)
+        return read_config(place, model.revision), place
+    fields, place = dict(model.from_config), "model.from_config"
+    check_settings(fields, place)
+    try:
+        return AutoConfig.for_model(fields.pop("model_type"), **fields), place
+    except LIBRARY_ERRORS as error:
+        raise ModelError(
+            f"model.from_config is not a configuration of an installed architecture: {error}"
+        ) from error
+
+
 def _set_labels(config: PretrainedConfig, model: ModelConfig) -> None:
     """Enter what the `model` section says of a classifier."""
     if model.task == "causal-lm":
@@ -122,9 +127,17 @@ def _set_labels(config: PretrainedConfig, model: ModelConfig) -> None:
         config.label2id = {name: number for number, name in config.id2label.items()}
     if model.problem_type is not None:
         config.problem_type = model.problem_type
+    text: Any = config.get_text_config()
     if model.pad_token_id is not None:
-        text: Any = config.get_text_config()
         text.pad_token_id = model.pad_token_id
+    elif getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = 0  # until the data say it: without any some classes take one row only
+
+
+def own_labels(model: ModelConfig, base_dir: Path) -> bool:
+    """Whether the configuration that the `model` section names is that of a classifier for its
+    task, so that its labels count. Raises as `load_model_config`."""
+    return model.task != "causal-lm" and task_of(_stated(model, base_dir)[0]) == model.task
 
 
 def _check_built(config: PretrainedConfig, place: str) -> None:
@@ -629,9 +642,7 @@ class Shard:
         self, inputs: Inputs, received: Bundle, cache: ShardCache | None = None, **extra: Any
     ) -> Any:
         """The model's forward on the result of `for_model`."""
-        arguments: dict[str, Any] = {
-            name: inputs[name] for name in ("attention_mask", "position_ids") if name in inputs
-        }
+        arguments: dict[str, Any] = {name: inputs[name] for name in _GIVEN if name in inputs}
         if self._part != "head" and self.on_enter is not None:
             self.on_enter("embedding")
         if self._part != "head" and self.range.is_first:

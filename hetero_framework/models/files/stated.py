@@ -44,7 +44,7 @@ def as_held(model: ModelConfig, base_dir: Path) -> tuple[ModelConfig, list[str]]
     refuse_wrapped(checkpoint, whole.state_dict())
     gone = [name for name in keys if not lies_in(name, towers(config))]
     lines = list(_left_out(checkpoint, whole, config, gone))
-    if new := new_names(Skeleton(config, introspect(config)), whole, checkpoint):
+    if new := new_weights(model, base_dir):
         lines.append(
             f"the model {checkpoint.source!r} has no weights for {_few(new)}: they begin at random,"
             " from training.seed"
@@ -71,6 +71,16 @@ def as_held(model: ModelConfig, base_dir: Path) -> tuple[ModelConfig, list[str]]
             " the result's config.json says so"
         )
     return held, lines
+
+
+def new_weights(model: ModelConfig, base_dir: Path) -> list[str]:
+    """The weights of a classifier's head that the checkpoint lacks, so that they begin at random.
+    Raises ModelError."""
+    if model.name_or_path is None or model.task == "causal-lm":
+        return []
+    config = load_model_config(model, base_dir)
+    checkpoint = Checkpoint(resolve_model_path(model.name_or_path, base_dir), model.revision)
+    return new_names(Skeleton(config, introspect(config)), meta_model(config), checkpoint)
 
 
 def _left_out(checkpoint: Checkpoint, whole: Any, config: Any, names: list[str]) -> Iterator[str]:

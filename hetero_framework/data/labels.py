@@ -1,0 +1,140 @@
+"""Labels of classifiers: what they are called, how many there are, and which number each has."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_framework.config.problems import shown
+from hetero_framework.config.schema import ProblemType
+from hetero_framework.data.examples import IGNORE_INDEX
+from hetero_framework.data.sources import Record
+from hetero_framework.errors import DataError
+
+OF_TEXTS, OF_TOKENS = ("label", "labels"), ("labels", "tags", "ner_tags", "label")
+"""Fields that may hold them, of which the first that is there does."""
+_UNNAMED = re.compile(r"LABEL_\d+")
+_HINT = (
+    "a label is a name, a number from 0 on, a list of names or of 0 and 1, or a measure (a decimal"
+    " number or a list of them); model.problem_type chooses where several would fit"
+)
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What is said of the labels before the data are read; None: nothing."""
+
+    count: int | None = None
+    problem: ProblemType | None = None
+    names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Of each label its name, in the order of their numbers, and the kind of loss."""
+
+    problem: ProblemType
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = [*self.names[:8], *["..."] * (len(self.names) > 8)]
+        return f"{len(self.names)} ({', '.join(names)}), {self.problem}"
+
+    def number(self, value: Any, where: str) -> int:
+        """The number of a class. Raises DataError for a value that is none."""
+        if isinstance(value, str) and value in self.names:
+            return self.names.index(value)
+        if isinstance(value, int) and 0 <= value < len(self.names):
+            return int(value)
+        known = ", ".join(self.names[:20]) + ", ..." * (len(self.names) > 20)
+        raise DataError(
+            f"{where}: the label {shown(value)} is none of the {len(self.names)} classes: {known}",
+            hint="classes are those of the training data, unless model.label_names or num_labels"
+            " says more; " + _HINT,
+        )
+
+    def target(self, value: Any, where: str) -> list[float]:
+        """What is learned of a text: the number of its class, 0 or 1 for each label, or measures.
+        Raises DataError."""
+        if self.problem == "single_label_classification":
+            return [float(self.number(value, where))]
+        values = value if isinstance(value, (list, tuple)) else [value]
+        multi = self.problem == "multi_label_classification"
+        if multi and all(isinstance(item, str) for item in values):
+            found = {self.number(item, where) for item in values}
+            return [float(number in found) for number in range(len(self.names))]
+        fits = all(isinstance(item, (int, float)) and math.isfinite(item) for item in values)
+        if not fits or (multi and not all(0 <= item <= 1 for item in values)):
+            raise DataError(f"{where}: {shown(value)} is no label for {self.problem}", hint=_HINT)
+        if len(values) != len(self.names):
+            raise DataError(
+                f"{where}: {len(values)} numbers for the {len(self.names)} labels of the model",
+                hint=_HINT,
+            )
+        return [float(item) for item in values]
+
+
+def label_of(record: Record, fields: tuple[str, ...]) -> tuple[str, Any]:
+    """The field that holds the label, and the label. Raises DataError where there is none."""
+    for name in fields:
+        if record.fields.get(name) is not None:
+            return name, record.fields[name]
+    there = ", ".join(record.fields) or "none"
+    raise DataError(f"{record.where}: no {fields[0]} among its fields: {there}", hint=_HINT)
+
+
+def find_labels(records: Iterable[Record], stated: Stated, *, of_tokens: bool) -> Labels:
+    """The labels of training data, as far as they are not stated. Names get numbers in sorted
+    order, of numbers there is one more than the largest. Raises DataError for data whose labels
+    are of several kinds, or more than stated."""
+    if stated.names is not None and (stated.problem is not None or of_tokens):
+        return Labels(stated.problem or "single_label_classification", stated.names)
+    names, most, width, kinds = set[str](), 0, 1, set[str]()
+    for record in records:
+        name, label = label_of(record, OF_TOKENS if of_tokens else OF_TEXTS)
+        is_list = isinstance(label, (list, tuple))
+        if is_list:
+            width = max(width, len(label))
+        for value in label if is_list else [label]:
+            if of_tokens and value == IGNORE_INDEX:
+                continue
+            kind = "name" if isinstance(value, str) else "number"
+            if isinstance(value, float) and not of_tokens:
+                kind = "measure"
+            kinds.add(f"{kind}s" if is_list and not of_tokens else kind)
+            if isinstance(value, str):
+                names.add(value)
+            elif isinstance(value, int):
+                most = max(most, value)
+        if (
+            len({kind.rstrip("s") == "name" for kind in kinds}) > 1
+            or len({kind.endswith("s") for kind in kinds}) > 1
+        ):
+            raise DataError(f"{record.where}: {name} is of another kind than before", hint=_HINT)
+    problem = stated.problem
+    if of_tokens or problem is None:
+        several = any(kind.endswith("s") for kind in kinds)
+        problem = "multi_label_classification" if several else "single_label_classification"
+        problem = "regression" if kinds & {"measure"} else problem
+    if stated.names is not None:
+        return Labels(problem, stated.names)
+    if names:
+        if stated.count not in (None, len(names)):
+            raise DataError(
+                f"the training data have {len(names)} labels, and the model has {stated.count}:"
+                f" {', '.join(sorted(names)[:20])}",
+                hint="name all labels of the model in model.label_names, in their order",
+            )
+        return Labels(problem, tuple(sorted(names)))
+    classes = problem == "single_label_classification"
+    count = stated.count or (max(2, most + 1) if classes else width)
+    return Labels(problem, tuple(f"LABEL_{number}" for number in range(count)))
+
+
+def stated_names(names: Iterable[str]) -> tuple[str, ...] | None:
+    """The names in a configuration, unless they only number the labels."""
+    found = tuple(names)
+    return None if all(map(_UNNAMED.fullmatch, found)) else found
