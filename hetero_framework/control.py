@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 from hetero_framework.core.frames import WireTensor
@@ -66,6 +67,7 @@ _callbacks: list[Any] = []
 FUNCTIONS = ("compute_metrics", "preprocess_logits_for_metrics")
 """Of transformers' Trainer: an imported file may have them, and the last one of a name counts."""
 _functions: dict[str, Callable[..., Any]] = {}
+_modules: list[ModuleType] = []
 _OWN = "hetero."  # what the names of the framework's own questions begin with
 _MOST_NOTICES = 16
 """Of a step, since each may carry 16 MiB."""
@@ -110,6 +112,7 @@ def import_file(path: Path) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     _imported.append(path)
+    _modules.append(module)
     _callbacks.extend(getattr(module, "callbacks", ()))
     _functions.update({name: getattr(module, name) for name in FUNCTIONS if hasattr(module, name)})
 
@@ -122,6 +125,11 @@ def imported_callbacks() -> tuple[Any, ...]:
 def function(name: str) -> Callable[..., Any] | None:
     """The one of FUNCTIONS that this process has, if it has it."""
     return _functions.get(name)
+
+
+def named(name: str) -> Any:
+    """What the last imported file that has something of this name has there; None without one."""
+    return next((getattr(m, name) for m in reversed(_modules) if hasattr(m, name)), None)
 
 
 @contextmanager

@@ -103,6 +103,7 @@ class Cluster:
         should_stop: Callable[[], bool] = lambda: False,
         absence_s: float | None = None,
         id_layers: frozenset[int] = frozenset(),
+        statistics: Sequence[str] = (),
         show_away: ShowAway = lambda worker, away: None,
     ) -> None:
         """
@@ -116,12 +117,13 @@ class Cluster:
             absence_s: Seconds after which an absent worker is given up, also a paused one; None:
                 as configured.
             id_layers: Layers of the model that read token ids.
+            statistics: What training changes beside the weights.
             show_away: As of `WorkerLinks`.
         """
         self._config = config
         self._build = build
         self._should_stop = should_stop
-        self._id_layers = id_layers
+        self._id_layers, self._statistics = id_layers, statistics
         self.run_id = run_id or secrets.token_hex(8)
         self.device = open_device(config.coordinator.device)
         torch.set_num_threads(threads_for(config, "local"))
@@ -246,6 +248,7 @@ class Cluster:
             memory_limits=memory_limits,
             plan_times=plan_times,
             id_layers=self._id_layers,
+            statistics=self._statistics,
             max_boundary_bytes=self._max_boundary_bytes,
         )
         self.fingerprint = self._current.fingerprint

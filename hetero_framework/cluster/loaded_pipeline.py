@@ -124,6 +124,7 @@ class LoadedPipeline:
         memory_limits: tuple[int, ...] | None,
         plan_times: Profile | None,
         id_layers: frozenset[int],
+        statistics: Sequence[str],
         max_boundary_bytes: int,
     ) -> None:
         """
@@ -132,9 +133,11 @@ class LoadedPipeline:
             memory_limits: Number of forwards that each stage has memory for.
             plan_times: The times that the plan was made with.
             id_layers: Layers that read token ids.
+            statistics: What training changes beside the weights (`ModelStructure.statistics`).
         """
         specs = config.plan.stages
         self.trainable, self.fingerprint = loaded.trainable, loaded.fingerprint
+        self._statistics = statistics
         self._boundaries = Boundaries(config)
         self._links = links
         self._stages = specs
@@ -177,6 +180,16 @@ class LoadedPipeline:
         """All trained parameters, in the order of the whole model."""
         everything = [parameter for stage in self.trainable for parameter in stage]
         return [name for name, _ in sorted(everything, key=lambda parameter: parameter[1])]
+
+    @property
+    def state_names(self) -> list[list[str]]:
+        """Of each stage the trained parameters, and what else training changes."""
+        names = [[name for name, _ in stage] for stage in self.trainable]
+        for name in self._statistics:
+            layer = int(name.split(".")[1])
+            owner = next(s.index for s in self._stages if s.start <= layer < s.end)
+            names[owner].append(name)
+        return names
 
     @property
     def direct(self) -> frozenset[int]:

@@ -30,7 +30,8 @@ def check_permitted(asked: Config, local: Config, entry: WorkerConfig) -> Config
         opened = _opened(local, name)
         if not _is_permitted(opened, local, entry):
             raise _refusal(f"the {what} {name!r}", local, entry)
-        if os.path.isdir(opened):
+        is_chain = what == "model" and asked.model is not None and asked.model.chain is not None
+        if os.path.isdir(opened) and not is_chain:
             folders[what] = {"name_or_path" if what == "model" else "init_from": opened}
     return asked.with_changes(**folders) if folders else asked
 
@@ -57,7 +58,7 @@ def _refusal(what: str, local: Config, entry: WorkerConfig) -> ConfigError:
 
 
 def _model(config: Config) -> str | None:
-    return config.model.name_or_path if config.model is not None else None
+    return config.model.name_or_path or config.model.chain if config.model is not None else None
 
 
 def _adapter(config: Config) -> str | None:

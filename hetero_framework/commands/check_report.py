@@ -202,8 +202,10 @@ def _look_at_data(
 
 
 def _examples(
-    config: Config, tokenizer: PreTrainedTokenizerBase, count: int
+    config: Config, tokenizer: PreTrainedTokenizerBase | None, count: int
 ) -> list[dict[str, Any]]:
+    if tokenizer is None:
+        return []
     return [asdict(example) for example in shown_examples(config, tokenizer, count)]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-DataKind = Literal["text", "pairs", "ratings", "mismatched", "compared", "labelled", "tagged"]
+DataKind = Literal[
+    "text", "pairs", "ratings", "mismatched", "compared", "labelled", "tagged", "own"
+]
 """Texts, a chosen and a rejected answer, a rated answer, or this and one to another prompt; two
-answers as whole texts, a text with its label, words with one each."""
+answers as whole texts, a text with its label, words with one each; tensors of a user's data set."""
 ROWS = {
     **{"text": 1, "pairs": 2, "ratings": 1, "mismatched": 2, "compared": 2},
-    **{"labelled": 1, "tagged": 1},
+    **{"labelled": 1, "tagged": 1, "own": 1},
 }
 """Rows of a micro-batch that one example makes."""
 
@@ -33,6 +35,7 @@ NEEDS: dict[str, Needs] = {
     "reward": Needs("compared", "sequence-classification"),
     "classification": Needs("labelled", "sequence-classification"),
     "token-classification": Needs("tagged", "token-classification"),
+    "sequential": Needs("own"),
 }
 """Of each objective; models/cut/objectives.py registers further ones."""
 

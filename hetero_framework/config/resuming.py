@@ -20,7 +20,7 @@ def _listed(**sections: str) -> frozenset[str]:
 
 REFUSED = frozenset({"model", "adapter"}) | _listed(
     model="name_or_path revision dtype quantization router_aux_loss_coef from_config"
-    " tie_word_embeddings num_labels problem_type label_names pad_token_id",
+    " tie_word_embeddings num_labels problem_type label_names pad_token_id chain",
     adapter="r lora_alpha lora_dropout target_modules target_parameters exclude_modules"
     " modules_to_save bias use_rslora use_dora init_lora_weights layers_to_transform layers_pattern"
     " rank_pattern alpha_pattern fan_in_fan_out autocast_adapter_dtype init_from",
@@ -50,6 +50,7 @@ REPORTED = frozenset({"data", "training", "wire", "island"}) | _listed(
 FREE = frozenset(
     {"version", "coordinator", "workers", "shard_plan", "links", "checkpoint_dir", "resume_step"}
 ) | _listed(
+    model="chain_forms chain_modules",
     coordinator="hostname ip device num_threads port quantization",
     workers="hostname ip device num_threads port quantization id models num_gpus",
     shard_plan="id start end is_last links gradient_checkpointing",

@@ -208,6 +208,13 @@ class ModelConfig(Section):
     from_config: dict[str, Any] | None = None
     """Instead of name_or_path: the model's configuration (with model_type), to start from random
     weights drawn from training.seed."""
+    chain: Name | None = None
+    """Instead of name_or_path: the name of an nn.Sequential, or of a function that returns one, in
+    a file of --import. For training.objective "sequential"."""
+    chain_forms: dict[str, tuple[tuple[int, ...], str]] | None = None
+    """Shapes and types of the first example's tensors; a run decides them."""
+    chain_modules: str | None = None
+    """A digest of the chain's modules; a run decides it, and its workers compare theirs."""
     tokenizer: Name | None = None
     """Directory or hub name of the tokenizer when it is not with the model."""
     num_labels: int | None = Field(default=None, ge=1, le=4096)
@@ -241,8 +248,10 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
-        if (self.name_or_path is None) == (self.from_config is None):
-            raise ValueError("give either name_or_path or from_config, exactly one of them")
+        if sum(one is not None for one in (self.name_or_path, self.from_config, self.chain)) != 1:
+            raise ValueError("give name_or_path, from_config or chain, exactly one of them")
+        if self.chain is not None and self.quantization is not None:
+            raise ValueError(f"quantization {_NEEDS_STORED}")
         if self.from_config is not None:
             if not isinstance(self.from_config.get("model_type"), str):
                 raise ValueError('from_config needs a "model_type", for example "llama"')
@@ -1251,6 +1260,15 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
                 "training.fp16",
                 'needs float32 weights when all are trained; set model.dtype to "float32"',
             )
+    of_chain = training is not None and training.data_kind == "own"
+    if model is not None and training is not None and of_chain != (model.chain is not None):
+        yield Problem(
+            "training.objective",
+            f"{shown(training.objective)} and model.chain do not go together: a chain is trained"
+            ' with "sequential", and nothing else is',
+        )
+    if of_chain and parts.get("adapter") is not None:
+        yield Problem("adapter", "is for transformers' models, and a chain is none; take it out")
     adapter = parts.get("adapter")
     rewrites = adapter is not None and adapter.init_lora_weights in REWRITING_INITS
     smooths = training is not None and training.label_smoothing_factor

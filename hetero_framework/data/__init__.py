@@ -13,12 +13,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetero_framework.data.batches import LazyBatches, MicroBatch, num_items, token_count
+    from hetero_framework.data.batches import (
+        LazyBatches,
+        MicroBatch,
+        num_items,
+        padded_count,
+        token_count,
+    )
     from hetero_framework.data.tokenizer import load_tokenizer
     from hetero_framework.data.train_data import TrainData, load_data
 
 __all__ = [
-    *("LazyBatches", "MicroBatch", "num_items", "token_count"),
+    *("LazyBatches", "MicroBatch", "num_items", "padded_count", "token_count"),
     *("TrainData", "load_data", "load_tokenizer"),
 ]
 _HOMES = {"TrainData": "train_data", "load_data": "train_data", "load_tokenizer": "tokenizer"}

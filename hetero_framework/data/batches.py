@@ -252,9 +252,15 @@ def _one_row(parts: list[np.ndarray]) -> torch.Tensor:
 
 
 def token_count(batch: MicroBatch) -> int:
-    """Tokens of the examples in a micro-batch, without padding."""
+    """Tokens of the examples in a micro-batch, without padding; one each where they are no text."""
     mask = batch.get("attention_mask")
-    return batch["input_ids"].numel() if mask is None else int(mask.sum())
+    return padded_count(batch) if mask is None else int(mask.sum())
+
+
+def padded_count(batch: MicroBatch) -> int:
+    """Tokens of a micro-batch, padding included; examples where they are no text."""
+    ids = batch.get("input_ids")
+    return len(next(iter(batch.values()))) if ids is None else ids.numel()
 
 
 def num_items(batches: Iterable[MicroBatch], *, first: int = 1) -> int:

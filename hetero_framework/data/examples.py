@@ -14,12 +14,10 @@ import numpy as np
 IGNORE_INDEX = -100
 
 
-class Rows(Protocol):
-    """Tokenised rows, by number: token ids and labels, both int64."""
+class ExampleSet(Protocol):
+    """A set of examples, by number. One that is not of text counts as a token."""
 
     def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
 
     @property
     def tokens(self) -> int: ...
@@ -32,6 +30,12 @@ class Rows(Protocol):
 
     @property
     def fingerprint(self) -> str: ...
+
+
+class Rows(ExampleSet, Protocol):
+    """Tokenised rows: token ids and labels, both int64."""
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 @dataclass(frozen=True)

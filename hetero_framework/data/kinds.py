@@ -158,7 +158,7 @@ def formatter_for(
 
 def collated(
     kind: DataKind,
-    examples: Rows,
+    examples: Any,
     indices: Sequence[int] | np.ndarray,
     pad_token_id: int,
     data: DataConfig,

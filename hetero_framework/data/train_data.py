@@ -21,7 +21,7 @@ from hetero_framework.data.batches import (
     StreamOrder,
 )
 from hetero_framework.data.display import display
-from hetero_framework.data.examples import Examples, ExamplesBuilder, Rows
+from hetero_framework.data.examples import Examples, ExamplesBuilder, ExampleSet, Rows
 from hetero_framework.data.formats import Formatter
 from hetero_framework.data.kinds import KINDS, collated, formatter_for
 from hetero_framework.data.labels import Labels, Stated, find_labels
@@ -44,8 +44,8 @@ _CHUNK = 1000  # records tokenised in one call
 class TrainData:
     """Tokenised data and the order in which a run sees them; `report` is lines for the user."""
 
-    examples: Rows
-    eval_sets: dict[str, Rows]  # by name, "" of one without
+    examples: ExampleSet
+    eval_sets: dict[str, ExampleSet]  # by name, "" of one without
     order: SampleOrder
     settings: DataConfig
     pad_token_id: int
@@ -112,7 +112,7 @@ class TrainData:
 
         return LazyBatches(math.ceil(len(numbers) / rows), make)
 
-    def collate(self, examples: Rows, rows: np.ndarray) -> MicroBatch:
+    def collate(self, examples: ExampleSet, rows: np.ndarray) -> MicroBatch:
         """The micro-batch of these examples, by their numbers."""
         kind = self.order.training.data_kind
         return collated(kind, examples, rows, self.pad_token_id, self.settings)
@@ -153,7 +153,7 @@ def load_data(
         train, order = found, SampleOrder(len(found), config.training, found.lengths)
         if isinstance(found, AnswerRows) and found.kind in ("ratings", "mismatched"):
             report += balance(found, config.training)
-    eval_sets: dict[str, Rows] = {}
+    eval_sets: dict[str, ExampleSet] = {}
     for name, spec in data.eval_sets.items():
         held_out = reader.read(f"eval.{name}" if name else "eval", spec, data.eval_split)
         if isinstance(held_out, Corpus):

@@ -22,8 +22,7 @@ from hetero_framework.core.messages import Message
 from hetero_framework.core.tensors import TORCH_DTYPES
 from hetero_framework.engine import stage_api as api
 from hetero_framework.errors import PeerLostError, ProtocolError
-from hetero_framework.models.cut.side import returning, shown_form
-from hetero_framework.models.sizing.footprint import Form
+from hetero_framework.models.cut.side import Form, returning, shown_form
 
 _OF_ITS_SHAPE = ("attention_mask", "position_ids", "positions", "labels")
 """Inputs whose first axes are rows and tokens."""

@@ -27,10 +27,12 @@ from transformers import PretrainedConfig
 
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device
+from hetero_framework.data import padded_count
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.models.adapters.trainable import export_parts
+from hetero_framework.models.cut.chain import ChainConfig
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import ShardRange, load_shard
@@ -116,20 +118,21 @@ def measure(
 
 
 def _entering(config: Config, model: PretrainedConfig, layer: int, hidden_BSD: Tensor) -> Bundle:
-    """The inputs of a layer: this hidden state, and random side tensors of the model's shapes."""
-    if not introspect(model).sides_at(layer):
+    """The inputs of a layer: this hidden state, and random side tensors of the model's shapes; all
+    of them random where hidden states differ in shape."""
+    training, is_chain = config.training, isinstance(model, ChainConfig)
+    if not introspect(model).sides_at(layer) and not is_chain:
         return (hidden_BSD,)
-    training = config.training
     tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
     setting = Setting(
         *(model, None, objective_of(training), hidden_BSD.dtype, None),
         *(training.train_rows, tokens),
     )
-    sides = []
-    for shape, dtype, _ in bundle_at(setting, layer)[1:]:
-        side = torch.zeros(shape, dtype=dtype, device=hidden_BSD.device)
-        sides.append(side.normal_() if dtype.is_floating_point else side)
-    return (hidden_BSD, *sides)
+    made = []
+    for shape, dtype, _ in bundle_at(setting, layer):
+        tensor = torch.zeros(shape, dtype=dtype, device=hidden_BSD.device)
+        made.append(tensor.normal_() if dtype.is_floating_point else tensor)
+    return tuple(made) if is_chain else (hidden_BSD, *made[1:])
 
 
 class _MeasuredPart:
@@ -212,7 +215,7 @@ class _MeasuredPart:
         return sum(storages.values())
 
     def _begin(self, *, train: bool) -> None:
-        items = self._batch["labels"].numel()
+        items = padded_count(self._batch)
         self._stage.begin(StepInfo(0, next(self._attempts), train, 1, items))
 
     def _timed(self, job: Callable[[], object]) -> float:
@@ -239,7 +242,7 @@ def _batch(config: Config, model: PretrainedConfig, device: Device) -> dict[str,
     vocabulary = int(model.get_text_config().vocab_size)
     ids_BS = torch.randint(vocabulary, (rows, tokens), generator=dice)
     batch = {"input_ids": ids_BS, "attention_mask": torch.ones_like(ids_BS), "labels": ids_BS}
-    batch = objective_of(config.training).probe_inputs(batch)
+    batch = objective_of(config.training).probe_inputs(model, batch)
     return {name: tensor.to(device.torch_device) for name, tensor in batch.items()}
 
 
@@ -258,6 +261,9 @@ def _random_weights(
     """The configuration with a model of random weights. Those that are to be quantised are read
     from files as the library wants it; the files go when the block ends."""
     assert config.model is not None
+    if config.model.chain is not None:  # of which no files are read
+        yield config
+        return
     fields = json.loads(model.to_json_string())
     stored = "nf4" if stored_quantization(model) == "fp4" else stored_quantization(model)
     fields.pop("quantization_config", None)

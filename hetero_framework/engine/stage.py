@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise, starmap
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from hetero_framework.models.adapters.trainable import (
     tied_parameters,
     trainable_parameters,
 )
+from hetero_framework.models.cut.chain import put_back
 from hetero_framework.models.cut.decoding import ShardCache, next_token
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
@@ -101,6 +102,9 @@ class Stage:
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._saved: dict[int, tuple[Bundle, Bundle]] = {}
         self._finite: dict[int, Tensor] = {}
+        # What training changes beside the weights, and as it was before the step.
+        self._statistics = shard.statistics
+        self._kept: Tensors | None = None
         self._caches: dict[int, ShardCache] = {}  # by slot, of texts that are continued
         self._loading: dict[str, dict[str, Any]] = {}
         self._loaded_keys: set[str] = set()
@@ -128,6 +132,8 @@ class Stage:
         backward still runs, in its thread; `gradients` has the rest."""
         self.abort()
         self._info = info
+        if info.train and self._statistics:
+            self._kept = {name: value.clone() for name, value in self._statistics.items()}
         self._early.begin(take if info.summed else None)
         self._shard.train(info.train)
         self._shard.switch_adapter(on=not info.reference)
@@ -149,7 +155,7 @@ class Stage:
         """Last stage: this micro-batch's token losses / num_items (0-d, on the device), and the
         gradients of its input."""
         received = self._leaves(self._fitting(micro_batch, inputs, received))
-        chunks = self._objective.num_chunks(self._shard.config, inputs["labels"].shape)
+        chunks = self._objective.num_chunks(self._shard.config, inputs)
         with self._last_backward(micro_batch, is_one=chunks == 1):
             outcome = self._outcome(micro_batch, inputs, received, float(self._info.num_items))
         assert isinstance(outcome.loss, Tensor)
@@ -295,6 +301,7 @@ class Stage:
             if failpoints.is_due("optimizer-half"):
                 self._step_half(self._optimizer)
             self._optimizer.step()
+        self._kept = None
         self.abort()
 
     def _step_half(self, optimizer: torch.optim.Optimizer) -> None:
@@ -312,7 +319,10 @@ class Stage:
             parameter.grad = gradient
 
     def abort(self) -> None:
-        """Forget the step: gradients and stored activations, not the weights."""
+        """Forget the step: gradients, stored activations and statistics, not the weights."""
+        if self._kept is not None:
+            put_back(self._statistics, self._kept)
+            self._kept = None
         for _, parameter in self._parameters:
             parameter.grad = None
         for target in self._targets.values():
@@ -359,6 +369,8 @@ class Stage:
             yield f"{WEIGHTS}/{name}", parameter.detach(), values
             for key, tensor in tensors.items():
                 yield f"{OPTIMIZER}/{key}/{name}", tensor, {}
+        for name, value in self._statistics.items():
+            yield f"{WEIGHTS}/{name}", value, {}
 
     def load_state(self, kind: str, part: StatePart) -> None:
         """Take over parts of a "checkpoint" (of `snapshot`), an "adapter" file, "tied weights" by
@@ -410,7 +422,7 @@ class Stage:
 
     def _load_checkpoint(self, part: StatePart) -> None:
         """Weights at once; the optimizer's state is put in place with the last part."""
-        parameters = dict(self._parameters)
+        parameters: dict[str, Tensor] = {**dict(self._parameters), **self._statistics}
         for full_name, value in [*part.tensors.items(), *part.values.items()]:
             kind, _, rest = full_name.partition("/")
             key, _, name = rest.partition("/") if kind == OPTIMIZER else ("weight", "", rest)
@@ -424,8 +436,8 @@ class Stage:
                     hint="it was written by a run with another model or adapter",
                 )
             if kind == WEIGHTS:
-                with torch.no_grad():
-                    parameter.copy_(value)
+                assert isinstance(value, Tensor)
+                put_back(parameters, {name: value})
                 self._loading.setdefault(name, {})
             else:
                 # A private copy: the tensor may lie in a receive buffer that is used again.
@@ -463,14 +475,14 @@ class Stage:
         of this micro-batch: of its rows and tokens, whatever other axes the model has. Another one
         could pass for it unnoticed where torch repeats axes of size 1."""
         size = rows_and_tokens({name: tensor.shape for name, tensor in inputs.items()})
-        if self.is_first or size is None:
+        if self.is_first:
             return received
         forms = [(tuple(t.shape), t.dtype, t.requires_grad) for t in received]
-        problem = self.arrival_problem(forms, *size)
+        problem = self._shard.arrival_problem(forms, size)
         train, decoding = self._info.train, self._info.decoding
         # What is kept of earlier tokens may be among the side tensors.
         exact = decoding is None or not decoding.cached
-        if problem is None:
+        if problem is None and size is not None:
             problem = self._side_checks.problem(received[1:], *size, train=train, exact=exact)
         if problem:
             text = f"FORWARD of micro-batch {micro_batch} for stage {self.index}: {problem}"
@@ -479,18 +491,7 @@ class Stage:
 
     def arrival_problem(self, forms: Sequence[Form], rows: int, tokens: int) -> str | None:
         """Checks the number of side tensors, not their forms."""
-        expected = 1 + len(self._shard.entering)
-        if len(forms) != expected:
-            return f"{len(forms)} tensors came, expected {expected}"
-        sizes, dtype, _ = forms[0]
-        there, width = self._shard.hidden_tokens(tokens), self._shard.width
-        # XLNet has tokens before rows.
-        fits = any({rows, there} == {*pair} for pair in pairwise(sizes[:-1]))
-        if fits and sizes[-1] == width and dtype.is_floating_point:
-            return None
-        return (
-            f"the hidden state is {shown_form(sizes, dtype)}, expected {rows} x {there} x {width}"
-        )
+        return self._shard.arrival_problem(forms, (rows, tokens))
 
     def _leaves(self, received: Bundle) -> Bundle:
         needed = self._info.train and self.input_requires_grad

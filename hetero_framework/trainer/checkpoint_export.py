@@ -24,6 +24,7 @@ from hetero_framework.models.adapters.trainable import (
     export_parts,
     trainable_parameters,
 )
+from hetero_framework.models.cut.chain_objective import with_forms
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import load_model_config, load_shard
@@ -93,7 +94,8 @@ def export_checkpoint(
         plan = plan_adapter(model_config, config.adapter, config.base_dir)
 
     generation = base_generation(config.model, config.base_dir, model_config)
-    about = (model_config, generation, load_tokenizer(config))
+    tokenizer = None if config.model.chain is not None else load_tokenizer(config)
+    about = (model_config, generation, tokenizer)
     write_result(output, config, plan, *about, _tensors(reader, config, plan), reader.step)
     return reader
 
@@ -124,8 +126,9 @@ def _configuration(reader: CheckpointReader, file: Path | None) -> Config:
                 f"checkpoint {reader.step} is of a version that kept no configuration in it",
                 hint="name the run's: --config FILE",
             )
-        return Config.from_dict(saved["settings"], saved["base_dir"], name=str(reader.directory))
-    config = load_config(file)
+        name = str(reader.directory)
+        return with_forms(Config.from_dict(saved["settings"], saved["base_dir"], name=name))
+    config = with_forms(load_config(file))
     config.require("model")
     if adapter_settings(config) != reader.manifest["identity"]["adapter"]:
         raise CheckpointError(

@@ -62,14 +62,16 @@ def adapter_settings(config: Config) -> dict[str, Any] | None:
     return config.adapter.model_dump(mode="json") if config.adapter is not None else None
 
 
-def contents(tokenizer: PreTrainedTokenizerBase, data: TrainData) -> dict[str, str | None]:
+def contents(tokenizer: PreTrainedTokenizerBase | None, data: TrainData) -> dict[str, str | None]:
     """Inputs of the result that are no settings, as hashes; None for those that do not exist."""
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-    template = tokenizer.chat_template
+    known = template = None
+    if tokenizer is not None:
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+        known, template = _hash([vocabulary, special]), tokenizer.chat_template
     sets = {name: rows.fingerprint for name, rows in data.eval_sets.items()}
     return {
-        "tokenizer": _hash([vocabulary, special]),
+        "tokenizer": known,
         "chat template": _hash(template) if template else None,
         "evaluation data": sets.get("", _hash(sets) if sets else None),
     }

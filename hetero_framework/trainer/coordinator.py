@@ -27,7 +27,7 @@ from hetero_framework.cluster.membership import WorkerState
 from hetero_framework.config import Config, interval
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core import failpoints, timeouts
-from hetero_framework.data import LazyBatches, MicroBatch, TrainData, token_count
+from hetero_framework.data import LazyBatches, MicroBatch, TrainData, padded_count, token_count
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
 from hetero_framework.engine.hosts import (
     ReplicasChanged,
@@ -193,6 +193,7 @@ def train(
                 should_stop=lambda: stop.requested is not None,
                 absence_s=absence_s(config) if replan else None,
                 id_layers=introspect(prepared.model_config).id_readers,
+                statistics=introspect(prepared.model_config).statistics,
                 show_away=show.away,
             ) as cluster:
                 facts = cluster.start(prepared.config.plan.owners)
@@ -493,7 +494,8 @@ class Coordinator:
             self._reference.prepare(self._cluster, self._data, self._state.step)
         if not self._has_begun:  # else the run went back to its beginning
             self._try_predictions()
-            probe_longest_batch(self._cluster, self._data, training, self._state)
+            model = self._prepared.model_config
+            probe_longest_batch(self._cluster, self._data, training, model, self._state)
             if self._data.eval_sets and training.eval_on_start and self._state.step == 0:
                 self.evaluate()
             self._has_begun = True
@@ -627,7 +629,7 @@ class Coordinator:
             try:
                 computed = self._cluster.retrying(lambda: self._gradients(part))
             except errors.OutOfMemory as error:
-                largest = max(batches, key=lambda batch: batch["input_ids"].numel())
+                largest = max(batches, key=padded_count)
                 what = f"step {state.step + 1}, whose largest micro-batch has"
                 raise advised(error, largest, self._config.training, what) from error
         losses, reports, stages = computed
@@ -668,7 +670,7 @@ class Coordinator:
             "grad_norm": float(norm),
             "learning_rate": rate,
             "tokens": tokens,
-            "padded_tokens": sum(batch["input_ids"].numel() for batch in batches),
+            "padded_tokens": sum(map(padded_count, batches)),
             "tokens_per_second": tokens / seconds,
             "step_seconds": seconds,
             "micro_batches": len(batches),

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import logging
 
+from transformers import PretrainedConfig
+
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import TrainingConfig
-from hetero_framework.data import MicroBatch, TrainData
+from hetero_framework.data import MicroBatch, TrainData, padded_count
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import OutOfMemory
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.trainer.train_state import TrainState
+from hetero_framework.units import plural
 
 _log = logging.getLogger(__name__)
 
 
 def probe_longest_batch(
-    cluster: Cluster, data: TrainData, training: TrainingConfig, state: TrainState
+    cluster: Cluster,
+    data: TrainData,
+    training: TrainingConfig,
+    model: PretrainedConfig,
+    state: TrainState,
 ) -> None:
     """Run it forward and backward on every stage, unless the next step has one as large. Raises
     OutOfMemory with advice."""
@@ -30,11 +37,11 @@ def probe_longest_batch(
         return
     step, batch = largest
     # The reference may not have been asked yet.
-    batch = {**objective_of(training).probe_inputs(batch), **batch}
+    batch = {**objective_of(training).probe_inputs(model, batch), **batch}
 
     def run() -> None:
         scale = state.loss_scale.value
-        tokens = batch["input_ids"].numel()
+        tokens = padded_count(batch)
         cluster.begin(StepInfo(state.step, 0, True, 1, tokens, scale))
         cluster.pipeline.run([batch])
 
@@ -48,6 +55,8 @@ def probe_longest_batch(
 
 def shape(batch: MicroBatch) -> str:
     """Rows and tokens of a micro-batch: "4 x 2,048 tokens"."""
+    if "input_ids" not in batch:
+        return plural(padded_count(batch), "example")
     rows, tokens = batch["input_ids"].shape
     return f"{rows} x {tokens:,} tokens"
 

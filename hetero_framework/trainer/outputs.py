@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
@@ -33,9 +34,11 @@ from hetero_framework.errors import ConfigError, HeteroError
 from hetero_framework.file_trust import other_writers, refuse_link
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+from hetero_framework.models.cut.chain import ChainConfig, made
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import stock_class
 from hetero_framework.models.files.export import (
+    MODEL_WEIGHTS,
     OutputDirectory,
     align_tokens,
     write_adapter,
@@ -359,7 +362,7 @@ def write_result(
     plan: AdapterPlan | None,
     model_config: PretrainedConfig,
     generation: GenerationConfig | None,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     tensors: Iterable[Mapping[str, torch.Tensor]],
     step: int | None = None,
 ) -> None:
@@ -369,7 +372,8 @@ def write_result(
     card = run_card(config, model_config, step)
     model_config, generation = copy.deepcopy((model_config, generation))
     told = config.data is not None and config.data.eos_token is not None
-    align_tokens(model_config, generation, tokenizer, ends_as_told=told)
+    if tokenizer is not None:
+        align_tokens(model_config, generation, tokenizer, ends_as_told=told)
     if plan is None:
         towers = non_text_weights(config.model, config.base_dir, model_config)
         write_checkpoint(
@@ -403,7 +407,9 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
     result, output = shown(config.result_dir), shown(config.output_dir)
     load = f"{stock_class(prepared.model_config).__name__}.from_pretrained"
     steps = {}
-    if prepared.adapter_plan is None:
+    if config.model.chain is not None:
+        steps["to load it"] = f"chain.load_state_dict(load_file({str(result / MODEL_WEIGHTS)!r}))"
+    elif prepared.adapter_plan is None:
         steps["to load it"] = f"{load}({str(result)!r})"
     elif (base := config.model.name_or_path) is not None:
         place = config.path(base)
@@ -422,7 +428,8 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def load_result(files: Mapping[str, Path], **settings: Any) -> Any:
-    """The model of a finished run, as `from_pretrained` of its class gives it."""
+    """The model of a finished run, as `from_pretrained` of its class gives it; a chain as the
+    imported file makes it, with the trained weights."""
     if (adapter := files.get("adapter")) is not None:
         from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 
@@ -435,6 +442,12 @@ def load_result(files: Mapping[str, Path], **settings: Any) -> Any:
         settings = {"revision": about.revision or "main", "config": config, **settings}
         base = stock_class(config).from_pretrained(about.base_model_name_or_path, **settings)
         return PeftModel.from_pretrained(base, adapter)
+    raw = json.loads((files["model"] / CONFIG).read_text("utf-8"))
+    if raw["model_type"] == ChainConfig.model_type:
+        chain = made(raw["chain"])
+        parts = map(load_file, sorted(files["model"].glob("*.safetensors")))
+        chain.load_state_dict({name: t for part in parts for name, t in part.items()})
+        return chain
     config = AutoConfig.from_pretrained(files["model"])
     return stock_class(config).from_pretrained(files["model"], **settings)
 

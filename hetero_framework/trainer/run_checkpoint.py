@@ -270,8 +270,8 @@ class RunCheckpoints:
         state = TrainState.load_state_dict(reader.manifest["position"])
         values: dict[str, Any] = reader.manifest["values"]
         with_state = by_parameter(reader.names()).keys() | by_parameter(values).keys()
-        trained = {name for parameters in loaded.trainable for name, _ in parameters}
-        _check_content(reader, trained, with_state, state)
+        known = {name for stage in loaded.state_names for name in stage}
+        _check_content(reader, known, with_state, state)
         load_by_name(loaded, reader, values)
         names = [name for name in reader.names() if name.startswith(BESIDE)]
         self.restored = {name.removeprefix(BESIDE): t.clone() for name, t in reader.read(names)}

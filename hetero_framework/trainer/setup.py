@@ -20,11 +20,14 @@ from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.devices import open_device
 from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.data.labels import Stated, stated_names
+from hetero_framework.data.own import load_own_data
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanError
 from hetero_framework.models.adapters.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.cut.attention import check_attention
+from hetero_framework.models.cut.chain import ChainConfig, example_bytes
+from hetero_framework.models.cut.chain_objective import with_forms
 from hetero_framework.models.cut.chunked_loss import chunk_tokens
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, tower_lines
@@ -77,7 +80,7 @@ class Prepared:
 
     resolved: Resolved
     model_config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None  # None for a model that reads no text
     data: TrainData
     adapter_plan: AdapterPlan | None
     memory: list[StageMemory]
@@ -116,7 +119,7 @@ def prepare(
 
     `say` gets each line for the user; `most` limits the number of examples that are read.
     """
-    resolved, adapter_plan = Resolved.start(config), None
+    resolved, adapter_plan = Resolved.start(with_forms(config)), None
     if plan is not None:
         resolved = resolved.decide("shard_plan", list(plan), "the plan that the run had taken")
     config = resolved.config
@@ -133,6 +136,7 @@ def prepare(
         resolved = resolved.decide("model.tie_word_embeddings", tied, reason)
         config = resolved.config
     assert config.model is not None
+    own = load_own_data(config) if config.training.data_kind == "own" else None
     model_config = load_model_config(config.model, config.base_dir)
     for line in codec_lines(config, model_config):
         say(line)
@@ -148,7 +152,7 @@ def prepare(
         non_text_weights(config.model, config.base_dir, model_config)  # or raises
     generation = base_generation(config.model, config.base_dir, model_config)
     check_compiled(config, model_config)
-    tokenizer, data = read_data(config, model_config, most=most)
+    tokenizer, data = (None, own) if own else read_data(config, model_config, most=most)
     for line in data.report:
         say(line)
     resolved, model_config = with_labels(resolved, model_config, data)
@@ -170,7 +174,8 @@ def prepare(
     _admit_cut(config, model_config, say)
     if data.settings.padding_free:
         resolved = without_padding(resolved, model_config)
-    resolved = resolve_loss_chunk(resolved, model_config, data.row_tokens)
+    if own is None:
+        resolved = resolve_loss_chunk(resolved, model_config, data.row_tokens)
     for decision in resolved.decisions:
         say(decision.reason)
     config = resolved.config
@@ -180,6 +185,8 @@ def prepare(
         say(line)
     boundary, sampler = largest_boundary(config, model_config, data.row_tokens), None
     if config.training.sample_prompts is not None:
+        if tokenizer is None:
+            raise ConfigError("training.sample_prompts: a chain answers no prompts")
         sampler = Sampler(config, model_config, tokenizer, generation)
         say(sampler.line)
         boundary = max(boundary, largest_boundary(config, model_config, sampler.longest, rows=1))
@@ -264,7 +271,8 @@ def _admit_cut(
 ) -> None:
     if config.training.verify_architecture and len(config.shard_plan) > 1:
         result = admit(model_config, shard_ranges(config))
-        say(f"a tiny {result.model_type} cut this way equals the whole: {result.verdict}")
+        what = result.subject.replace("a tiny copy", f"a tiny {result.model_type}")
+        say(f"{what} cut this way equals the whole: {result.verdict}")
 
 
 def _stage_memory(
@@ -416,6 +424,8 @@ def largest_boundary(
     that of training's micro-batches by default."""
     training, structure = config.training, introspect(model_config)
     rows = rows or max(training.train_rows, training.eval_rows)
+    if isinstance(model_config, ChainConfig):
+        return rows * example_bytes(model_config)
     # A tiny copy may have fewer residual streams than the model.
     streams = max(structure.streams, _MAX_STREAMS) if structure.streams > 1 else 1
     width = int(model_config.get_text_config().hidden_size) * streams

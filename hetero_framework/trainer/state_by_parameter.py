@@ -42,9 +42,9 @@ def load_by_name(loaded: LoadedPipeline, tensors: NamedTensors, values: Mapping[
     """Have every stage take over its trained parameters. Raises LinkLost and StagesLost, and
     CheckpointError for a weight without a tensor."""
     states, value_names = by_parameter(tensors.names()), by_parameter(values)
-    for stage, parameters in enumerate(loaded.trainable):
+    for stage, parameters in enumerate(loaded.state_names):
         wanted: dict[str, dict[str, Any]] = {}
-        for name, _ in parameters:
+        for name in parameters:
             wanted[f"{WEIGHTS}/{name}"] = {n: values[n] for n in value_names.get(name, ())}
             wanted.update({n: {} for n in states.get(name, ())})
         entries = ((name, tensor, wanted[name]) for name, tensor in tensors.read(wanted))

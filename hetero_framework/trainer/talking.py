@@ -115,6 +115,8 @@ def with_result(config: Config, result: Path | None, *, base: bool, local: bool)
     where there is none."""
     raw = config.to_dict()
     assert config.model is not None
+    if config.model.chain is not None:
+        raise UserError(f"{config.model.chain} is a chain of modules: it answers no prompts")
     folder = (result or config.result_dir).absolute()
     is_adapter = (folder / "adapter_config.json").is_file()
     if base:

@@ -104,7 +104,7 @@ class Classification(_Classifies):
     def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
         return self.item_counter(config)
 
-    def probe_inputs(self, inputs: Inputs) -> Inputs:
+    def probe_inputs(self, config: PretrainedConfig, inputs: Inputs) -> Inputs:
         labels = torch.zeros_like(inputs["labels"])
         return {**inputs, "labels": labels if self._of_tokens else labels[:, 0]}
 

@@ -24,12 +24,14 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.cut.chain import ChainConfig, ChainModel, bundles, statistics
 from hetero_framework.models.cut.codebooks import for_model, ids_per_token
 from hetero_framework.models.cut.language import (
     WeightUses,
     meta_model,
     model_class,
     no_tiny_copy,
+    on_meta,
     run_on_text,
 )
 from hetero_framework.models.cut.provenance import IDS, Provenance
@@ -96,7 +98,8 @@ class ModelStructure:
     tells whether blocks receive all but the hidden state alike where the model gets embeddings in
     place of token ids, `reaches_into_blocks` whether the model uses weights of its blocks (to
     rescale them) before it runs them, `loss_counts_items` whether its own loss is the sum over
-    tokens divided by `num_items_in_batch`, plus other terms.
+    tokens divided by `num_items_in_batch`, plus other terms. `statistics` are the buffers of blocks
+    that training changes.
     """
 
     model_class: type[PreTrainedModel]
@@ -117,6 +120,7 @@ class ModelStructure:
     takes_embeddings: bool
     reaches_into_blocks: bool
     loss_counts_items: bool
+    statistics: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -158,12 +162,53 @@ def introspect(config: PretrainedConfig) -> ModelStructure:
             tiny = shrink(config)
             key = json.dumps(tiny.to_dict(), sort_keys=True, default=str)
             if key not in _learned:
+                if isinstance(config, ChainConfig):
+                    _learned[key] = _chain_structure(config)
+                    return _learned[key]
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(0)
                     _learned[key] = _learn(model_class(tiny), tiny)
             return _learned[key]
     except LIBRARY_ERRORS as error:
         raise no_tiny_copy(config, error) from error
+
+
+def _chain_structure(config: ChainConfig) -> ModelStructure:
+    """Every child is a block, and nothing is outside. Of a bundle, the tensors behind the first one
+    are side tensors of one boundary each."""
+    forms = bundles(config)
+    count, model = len(forms) - 1, on_meta(ChainModel, config)
+    sides = []
+    for boundary, bundle in enumerate(forms):
+        before = tuple(f"blocks.{k}." for k in range(boundary))
+        weights = frozenset(n for n, _ in model.named_parameters() if n.startswith(before))
+        for place, (name, (shape, dtype)) in enumerate(bundle.items()):
+            where = (boundary, ((tuple, place),))
+            depends = weights if dtype.is_floating_point else frozenset[str]()
+            side = Side(name, boundary - 1, (where,), False, (1, *shape), dtype, depends)
+            sides += [side] if place else []
+    first = next(iter(forms[0].values()))
+    return ModelStructure(
+        model_class=ChainModel,
+        blocks="blocks",
+        forms=(BlockForm(0, None, 1),) * count,
+        running=tuple(range(count)),
+        owner={},
+        shared={},
+        sides=tuple(sides),
+        id_readers=frozenset(),
+        holders=frozenset(),
+        reports=(),
+        hidden_shape=(PROBE_ROWS, *first[0]),
+        tiny_width=1,
+        token_factor=1,
+        more_tokens=0,
+        ids_per_token=1,
+        takes_embeddings=False,
+        reaches_into_blocks=False,
+        loss_counts_items=False,
+        statistics=tuple(statistics(model)),
+    )
 
 
 def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructure:
@@ -565,12 +610,14 @@ def _loss_counts_items(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) 
 
 def layer_kinds(config: PretrainedConfig) -> list[int]:
     """For each layer the first one of its kind: of the same modules, with weights of the same
-    shapes and types, and of the same type where the configuration lists one for every layer. Raises
-    ArchitectureError. Nothing is loaded."""
+    shapes and types, and of the same type where the configuration lists one for every layer; in a
+    chain, with the same input. Raises ArchitectureError. Nothing is loaded."""
     structure = introspect(config)
     blocks = meta_model(config).get_submodule(structure.blocks)
     assert isinstance(blocks, nn.ModuleList)
     listed = list(_listed(config, len(blocks)))
+    if isinstance(config, ChainConfig):
+        listed.append([list(forms.values()) for forms in bundles(config)])
     first: dict[tuple[object, ...], int] = {}
     kinds = []
     for index, block in enumerate(blocks):

@@ -103,15 +103,15 @@ class Objective(ABC):
     def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
         """Counts what an evaluation's loss is divided by."""
 
-    def num_chunks(self, config: PretrainedConfig, shape: Sequence[int]) -> int:
-        """How many pieces the loss of a micro-batch with labels of `shape` is computed in."""
+    def num_chunks(self, config: PretrainedConfig, inputs: Inputs) -> int:
+        """How many pieces the loss of a micro-batch is computed in."""
         return 1
 
     # -- before the run -------------------------------------------------------------------------
 
-    def probe_inputs(self, inputs: Inputs) -> Inputs:
-        """The last stage's inputs for a micro-batch of the largest size without data: `inputs` has
-        input_ids, attention_mask and labels, all [B, S]."""
+    def probe_inputs(self, config: PretrainedConfig, inputs: Inputs) -> Inputs:
+        """A micro-batch of the largest size without data: `inputs` has input_ids, attention_mask
+        and labels, all [B, S]."""
         return inputs
 
     @abstractmethod
@@ -137,9 +137,9 @@ class ChunkedObjective(Objective):
         # The float32 upcast of a logit, its log-softmax and the gradients of both.
         self._logit_bytes = 16
 
-    def num_chunks(self, config: PretrainedConfig, shape: Sequence[int]) -> int:
-        rows, tokens = shape
-        return max(1, len(spans((rows, tokens), chunk_tokens(self._loss_chunk_tokens, config))))
+    def num_chunks(self, config: PretrainedConfig, inputs: Inputs) -> int:
+        limit = chunk_tokens(self._loss_chunk_tokens, config)
+        return max(1, len(spans(inputs["labels"].shape, limit)))
 
     def loss_bytes(
         self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int

@@ -8,6 +8,7 @@ from hetero_framework.config import TrainingConfig
 from hetero_framework.config.objectives import NEEDS, DataKind, Needs, Task
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.cut.causal_lm import CausalLM
+from hetero_framework.models.cut.chain_objective import ChainLoss
 from hetero_framework.models.cut.classification import Classification, Rewards
 from hetero_framework.models.cut.objective import Objective
 from hetero_framework.models.cut.preferences import Preferences, Ratings
@@ -25,6 +26,7 @@ _OBJECTIVES: dict[str, Make] = {
     **{"sft": _sft, "dpo": Preferences, "orpo": OddsRatio, "cpo": Contrastive, "kto": Ratings},
     "reward": Rewards,
     **dict.fromkeys(("classification", "token-classification"), Classification),
+    "sequential": ChainLoss,
 }
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from transformers import PretrainedConfig
 
 from hetero_framework.config import TOKEN_METRICS, StageSpec, TrainingConfig
 from hetero_framework.data.examples import IGNORE_INDEX
@@ -53,7 +54,7 @@ class Referenced(PairObjective):
         needed = super().stage_inputs(spec, names)
         return [name for name in needed if spec.is_last or name not in self.beside]
 
-    def probe_inputs(self, inputs: Inputs) -> Inputs:
+    def probe_inputs(self, config: PretrainedConfig, inputs: Inputs) -> Inputs:
         labels = inputs["labels"]
         zeros = labels.new_zeros(len(labels) // self._each, dtype=torch.float32)
         return {**inputs, **dict.fromkeys(self.beside, zeros)}

@@ -20,9 +20,10 @@ import copy
 import functools
 import inspect
 import itertools
+import platform
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,6 +40,7 @@ from hetero_framework.core import frames
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.attention import check_installed
+from hetero_framework.models.cut.chain import ChainConfig, modules_of
 from hetero_framework.models.cut.codebooks import for_model
 from hetero_framework.models.cut.decoding import ShardCache
 from hetero_framework.models.cut.introspect import introspect
@@ -46,7 +48,17 @@ from hetero_framework.models.cut.known_masks import knowing, register_known_mask
 from hetero_framework.models.cut.language import lies_in
 from hetero_framework.models.cut.partition import Captured, ShardRange, Skeleton
 from hetero_framework.models.cut.reuse import ReusableModules
-from hetero_framework.models.cut.side import Bundle, Call, Report, Way, as_inner, put_at, tensor_at
+from hetero_framework.models.cut.side import (
+    Bundle,
+    Call,
+    Form,
+    Report,
+    Way,
+    as_inner,
+    put_at,
+    shown_form,
+    tensor_at,
+)
 from hetero_framework.models.cut.tiny import config_for, task_of
 from hetero_framework.models.cut.varlen_attention import register_per_sample
 from hetero_framework.models.files.fingerprint import Fingerprint, fingerprint
@@ -86,6 +98,20 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     """The transformers configuration that the `model` section names: the one gate for all models.
     Raises ModelError, also for settings that would load code, and DeviceError where the attention
     is not installed."""
+    if model.chain is not None:
+        if model.chain_forms is None:
+            raise ModelError(
+                f"the forms of what the chain {model.chain!r} takes are not known: no imported file"
+                " has the data set that data.train names",
+                hint="add --import FILE.py, with the chain and its data, to the command",
+            )
+        if model.chain_modules not in (None, found := modules_of(model.chain)):
+            raise ModelError(
+                f"the file of --import on {platform.node()} makes another chain {model.chain!r}"
+                " than that of the run",
+                hint="start all machines with the same file",
+            )
+        return ChainConfig(model.chain, model.chain_forms, found)
     config, place = _stated(model, base_dir)
     if model.attn_implementation is not None:
         register_per_sample()  # quantising looks at a model before one is built
@@ -191,7 +217,7 @@ def load_shard(
     build = functools.partial(
         build_shard, config, rng=rng, dtype=dtype, device=device.torch_device, kept=kept
     )
-    if model.from_config is not None:
+    if model.name_or_path is None:
         return build(checkpoint=None, seed=seed)
     compute_dtype = dtype or config_dtype(config)
     quantization = quantization_config(model.quantization, config, compute_dtype, device)
@@ -223,6 +249,10 @@ def build_shard(
     register_per_sample()
     register_known_masks()
     device, dtype = torch.device(device), dtype or config_dtype(config)
+    if isinstance(config, ChainConfig):
+        from hetero_framework.models.cut.chain_shard import build_chain  # it is made of a Shard
+
+        return build_chain(config, rng, dtype=dtype, device=device, seed=seed)
     with _ONE_AT_A_TIME:
         whole = Skeleton(config, introspect(config))
         partition.check_cut(config, whole, rng)
@@ -443,6 +473,32 @@ class Shard:
         """The weights of this shard that others have targets of."""
         sources = {s for t, s in self._whole.ties.items() if t not in self.ties}
         return {name for name in sources if self._whole.holds(name, self.range)}
+
+    def arrival_problem(self, forms: Sequence[Form], size: tuple[int, int] | None) -> str | None:
+        """The problem with a bundle of these forms as the input of this shard; None if there is
+        none, or where the rows and tokens of the micro-batch, its `size`, are not known. Of side
+        tensors only the number is checked."""
+        if size is None:
+            return None
+        rows, tokens = size
+        expected = 1 + len(self.entering)
+        if len(forms) != expected:
+            return f"{len(forms)} tensors came, expected {expected}"
+        sizes, dtype, _ = forms[0]
+        there, width = self.hidden_tokens(tokens), self.width
+        # XLNet has tokens before rows.
+        fits = any({rows, there} == {*pair} for pair in itertools.pairwise(sizes[:-1]))
+        if fits and sizes[-1] == width and dtype.is_floating_point:
+            return None
+        return (
+            f"the hidden state is {shown_form(sizes, dtype)}, expected {rows} x {there} x {width}"
+        )
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """Tensors that training changes beside the weights, by name; the layers of language models
+        have none."""
+        return {}
 
     def parameters_outside_blocks(self) -> Iterator[nn.Parameter]:
         """The parameters before and after the blocks of this shard, an adapter's included."""

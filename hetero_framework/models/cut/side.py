@@ -17,6 +17,8 @@ Step = tuple[type, Any]  # a container's type, and the key or position in it
 Way = tuple[Step, ...]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
+Form = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape and type of a tensor that crosses a boundary, and whether a gradient comes back for it."""
 Bundle = tuple[torch.Tensor, ...]
 """The bundle of a boundary: the hidden state, then side tensors in the order of `sides`. Backward:
 their gradients, of those side tensors that want one. Empty where nothing crosses."""

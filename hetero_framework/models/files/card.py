@@ -14,6 +14,7 @@ from huggingface_hub import EvalResult, ModelCardData, metadata_load, try_to_loa
 from transformers import PretrainedConfig
 
 from hetero_framework._version import __version__
+from hetero_framework.models.cut.chain import ChainConfig
 from hetero_framework.models.cut.language import stock_class
 from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.export import CARD
@@ -52,6 +53,10 @@ _LOAD_MODEL = """from transformers import AutoTokenizer, {loader}
 
 model = {loader}.from_pretrained("PATH-OR-NAME-OF-THIS")
 tokenizer = AutoTokenizer.from_pretrained("PATH-OR-NAME-OF-THIS")"""
+_LOAD_CHAIN = """from safetensors.torch import load_file
+
+chain = ...  # {chain} of the file that it was trained with
+chain.load_state_dict(load_file("model.safetensors"))"""
 _VERSIONS = {"PEFT": "peft", "Transformers": "transformers", "Pytorch": "torch"}
 
 
@@ -70,19 +75,23 @@ def model_card(
     shown, loader = name or "a model that is not on the hub", stock_class(config).__name__
     classifies = (task := task_of(config)) != "causal-lm"
     title = f"LoRA adapter for {shown}" if adapter else f"Fine-tuned from {shown}"
+    library = "peft" if adapter else "transformers"
     kind = "adapter" if adapter else "finetune"
+    load = _LOAD_ADAPTER if adapter else _LOAD_MODEL
+    chain = config.chain if isinstance(config, ChainConfig) else None
+    if chain is not None:
+        title, load, library = f"{chain}, a chain of modules", _LOAD_CHAIN, "pytorch"
     metadata = ModelCardData(
         base_model=name,
         datasets=list(datasets) or None,
         eval_results=list(results) or None,
-        library_name="peft" if adapter else "transformers",
+        library_name=library,
         model_name=title if results else None,
         pipeline_tag=_TAGS[task] if classifies or loader.endswith("ForCausalLM") else None,
         tags=["hetero_framework", *["lora", "transformers"] * adapter]
         + [f"base_model:{kind}:{name}"] * (name is not None),
         **terms,  # type: ignore[arg-type]
     )
-    load = _LOAD_ADAPTER if adapter else _LOAD_MODEL
     versions = [f"{name} {installed(package)}" for name, package in _VERSIONS.items()]
     lists = {**lists, "### Framework versions": [f"hetero_framework {__version__}", *versions]}
     return _TEXT.format(
@@ -90,6 +99,7 @@ def model_card(
         title=title,
         load=load.format(
             loader=loader,
+            chain=chain,
             base=name or "PATH-OF-THE-BASE-MODEL",
             labels=_OF_LABELS * classifies,
         ),

@@ -29,6 +29,7 @@ from transformers import PretrainedConfig
 
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import attach_adapter
+from hetero_framework.models.cut.chain import ChainConfig, bundle_forms_of
 from hetero_framework.models.cut.introspect import (
     LIBRARY_ERRORS,
     PROBE_ROWS,
@@ -41,6 +42,7 @@ from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import Shard, build_shard
 from hetero_framework.models.cut.side import (
     Bundle,
+    Form,
     Side,
     as_leaves,
     crossing,
@@ -103,8 +105,6 @@ class Setting:
 
 _counted: dict[tuple[object, ...], Footprint | None] = {}
 
-Form = tuple[tuple[int, ...], torch.dtype, bool]
-"""Shape and type of a tensor that crosses a boundary, and whether a gradient comes back for it."""
 _forms: dict[tuple[object, ...], tuple[Form, ...]] = {}
 _parts: dict[tuple[object, ...], tuple[Shard, FakeTensorMode]] = {}
 
@@ -113,6 +113,8 @@ def bundle_at(setting: Setting, block: int) -> tuple[Form, ...]:
     """The bundle at the boundary in front of a block: the hidden state, then side tensors. Raises
     one of LIBRARY_ERRORS where a part that makes one cannot run without numbers."""
     structure = introspect(setting.model)
+    if isinstance(setting.model, ChainConfig):
+        return bundle_forms_of(setting.model, block, setting.rows)
     crossing_sides = structure.sides_at(block)
     made: dict[Side, Form] = {}
     for maker in {side.maker for side in crossing_sides}:
@@ -192,7 +194,7 @@ def _inputs(setting: Setting) -> dict[str, Tensor]:
     ids_BS = torch.zeros(setting.rows, setting.tokens, dtype=torch.int64)
     mask_BS = torch.ones_like(ids_BS)
     inputs = {"input_ids": ids_BS, "attention_mask": mask_BS, "labels": ids_BS.clone()}
-    return setting.objective.probe_inputs(inputs)
+    return setting.objective.probe_inputs(setting.model, inputs)
 
 
 def layer_footprint(
@@ -212,7 +214,7 @@ def embedding_footprint(setting: Setting) -> Footprint | None:
 def head_footprint(setting: Setting) -> Footprint | None:
     """The part behind the layers, and the loss: forward and backward in one, nothing is kept. None
     also for a loss of many chunks, which would take as many runs."""
-    if setting.objective.num_chunks(setting.model, (setting.rows, setting.tokens)) > _MOST_CHUNKS:
+    if setting.objective.num_chunks(setting.model, _inputs(setting)) > _MOST_CHUNKS:
         return None
     last = introspect(setting.model).num_layers
     return _remembered(setting, ShardRange(last, last, False, True), False, True)

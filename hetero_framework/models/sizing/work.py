@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from hetero_framework.config import Config
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+from hetero_framework.models.cut.chain import ChainConfig, child_flops
 from hetero_framework.models.cut.shard import ShardRange
 from hetero_framework.models.sizing.footprint import Setting, bundle_bytes
 from hetero_framework.models.sizing.memory import (
@@ -125,6 +126,11 @@ class _PartShapes:
         batch_tokens, memory = rows * tokens, self._memory
         is_layer = self._rng.end > self._rng.start
         products = 2.0 * batch_tokens * sum(self._numbers.values())
+        trained = 2.0 * batch_tokens * self._trained
+        if isinstance(self._shapes.text, ChainConfig):
+            chain = self._shapes.text
+            here = range(self._rng.start, self._rng.end)
+            products = trained = float(sum(child_flops(chain, k, rows) for k in here))
         added = 2.0 * batch_tokens * self._added
         attention = 4.0 * batch_tokens * tokens * _attention_numbers(self._shapes.text) * is_layer
         kept = memory.per_micro_batch if is_layer else memory.logits
@@ -132,7 +138,6 @@ class _PartShapes:
         forward_bytes = weights + 2.0 * kept
         if not differentiates:
             return PartWork(products + added + attention, 0.0, forward_bytes, 0.0)
-        trained = 2.0 * batch_tokens * self._trained
         return PartWork(
             products + added + attention,
             products + trained + 2 * (added + attention),

@@ -34,6 +34,7 @@ from hetero_framework.data.batches import collate, num_items, pack
 from hetero_framework.data.examples import ExamplesBuilder
 from hetero_framework.errors import ArchitectureError, ConfigError
 from hetero_framework.models.adapters.trainable import attach_adapter
+from hetero_framework.models.cut.chain import ChainConfig
 from hetero_framework.models.cut.chunked_loss import chunked_loss, spans
 from hetero_framework.models.cut.codebooks import for_model
 from hetero_framework.models.cut.introspect import introspect
@@ -67,6 +68,7 @@ from hetero_framework.models.files.stated import as_held
 from hetero_framework.models.files.weights import Checkpoint
 from hetero_framework.models.library import LIBRARY_ERRORS, one_line, quiet_library
 from hetero_framework.models.verify.boundary_contents import tiny_crossing
+from hetero_framework.models.verify.chain_equivalence import chain_problem
 from hetero_framework.repository import resolve_model_path
 
 if TYPE_CHECKING:
@@ -157,7 +159,7 @@ def verify_model(
     if config is not None and config.model is not None:
         held, _ = as_held(config.model, config.base_dir)
         model_config = load_model_config(held, config.base_dir)
-        if _fits(model_config) and config.model.from_config is None:
+        if config.model.name_or_path is not None and _fits(model_config):
             source = resolve_model_path(str(config.model.name_or_path), config.base_dir)
             checkpoint = Checkpoint(source, config.model.revision)
         else:
@@ -197,17 +199,23 @@ def _fits(config: PretrainedConfig) -> bool:
 
 def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Comparison:
     """Compare before training, or remember that it passed. Raises ArchitectureError if not."""
+    if isinstance(config, ChainConfig):  # the user's code, which is not known by its name
+        return _admitted(compare(config, ranges))
     asked = question("cut", config, ranges)
     if verdict := recall("verdicts", asked):
         return Comparison(config.model_type, verdict, stages=tuple(ranges))
-    result = compare(shrink(config), ranges)
+    result = _admitted(compare(shrink(config), ranges))
+    remember("verdicts", asked, result.verdict)
+    return result
+
+
+def _admitted(result: Comparison) -> Comparison:
     if not result.passed:
         raise ArchitectureError(
             f"a {result.model_type} model cannot be cut this way: {result.reason}",
             hint="hold the layers named here on one stage, or choose another architecture"
             " (docs/architectures.md lists those that pass)",
         )
-    remember("verdicts", asked, result.verdict)
     return result
 
 
@@ -319,6 +327,8 @@ def compare(
 ) -> Comparison:
     """Train the whole model and the chain of its shards, in float32, on the CPU. Without
     `checkpoint` the weights are random, and `config` must be tiny."""
+    if isinstance(config, ChainConfig):
+        return _compare_chain(config, ranges)
     config = deterministic(config)
     subject = "a tiny copy" if checkpoint is None else "the model itself"
     result = Comparison(config.model_type, "refused", subject=subject, stages=tuple(ranges))
@@ -328,6 +338,17 @@ def compare(
         return replace(result, reason=error.message)
     with quiet_library():
         return _train_both(whole, _Chain(shards), config, result)
+
+
+def _compare_chain(config: ChainConfig, ranges: Sequence[ShardRange]) -> Comparison:
+    result = Comparison(config.chain, "refused", subject="the chain", stages=tuple(ranges))
+    try:
+        problem = chain_problem(config, ranges)
+    except ArchitectureError as error:
+        problem = error.message
+    except LIBRARY_ERRORS as error:
+        problem = one_line(error)
+    return replace(result, reason=problem) if problem else replace(result, verdict="bit-equal")
 
 
 def deterministic(config: PretrainedConfig) -> PretrainedConfig:

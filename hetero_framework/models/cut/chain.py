@@ -1,0 +1,254 @@
+"""Chains: a user's nn.Sequential as a model that is cut at its children.
+
+A child takes what the one before returns: a tensor, or a bundle of tensors by name. The forms of
+all bundles follow from one run on tensors without data, of the form of the first example.
+
+Shapes: B examples of a micro-batch, first in every tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hetero_framework import control
+from hetero_framework.core.tensors import TORCH_DTYPES
+from hetero_framework.errors import ArchitectureError, ModelError
+from hetero_framework.models.cut.side import Form
+from hetero_framework.models.library import LIBRARY_ERRORS, one_line
+
+INPUT, TARGET = "input", "target"
+"""Tensors of a micro-batch have these names, or begin with them and a point: "target.boxes"."""
+Value = Tensor | dict[str, Tensor]
+"""What goes from child to child."""
+BundleForms = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Of each tensor of a bundle, by name: shape without B, and type. The name of a tensor that is no
+member of a bundle is empty."""
+_PROBE_ROWS = 3
+_known: dict[str, tuple[BundleForms, ...]] = {}
+
+
+class ChainConfig(PretrainedConfig):
+    """The configuration of a chain: `chain` is its name in a file of --import, `forms` are those of
+    a micro-batch's tensors, by name: [shape without B, type], and `modules` is `modules_of`."""
+
+    model_type = "chain"
+
+    def __init__(
+        self,
+        chain: str = "",
+        forms: Mapping[str, Any] | None = None,
+        modules: str = "",
+        **kwargs: Any,
+    ) -> None:
+        self.chain, self.forms, self.modules = chain, dict(forms or {}), modules
+        # What all configurations have.
+        self.hidden_size = self.vocab_size = 1
+        super().__init__(**kwargs)
+
+
+class ChainModel(PreTrainedModel):
+    """The children of a chain, as `blocks`. Only its names, shapes and types count: it is made on
+    the meta device, and a shard takes its children from the user's chain."""
+
+    config_class = ChainConfig
+
+    def __init__(self, config: ChainConfig) -> None:
+        super().__init__(config)
+        chain = made(config.chain)
+        self.names = list(chain._modules)
+        self.blocks = nn.ModuleList(chain)  # `children` would leave out those that come again
+        self.post_init()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights here; some children have none."""
+        floats = (p.dtype for p in self.parameters() if p.is_floating_point())
+        return next(floats, torch.float32)
+
+    def users_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors by their names in the user's chain."""
+        renamed = {}
+        for key, tensor in state.items():
+            _, index, rest = key.split(".", 2)
+            renamed[f"{self.names[int(index)]}.{rest}"] = tensor
+        return renamed
+
+
+def made(name: str) -> nn.Sequential:
+    """The chain of the user's file, with its weights as that makes them. Raises ModelError."""
+    chain = control.named(name)
+    where = f"model.chain {name!r}"
+    if chain is None:
+        raise ModelError(
+            f"{where}: no imported file has that name",
+            hint="add --import FILE.py, with the nn.Sequential or a function that returns one, to"
+            " the command on every machine",
+        )
+    try:
+        chain = chain if isinstance(chain, nn.Module) else chain()
+    except LIBRARY_ERRORS as error:
+        raise ModelError(f"{where} fails: {one_line(error)}") from error
+    if not isinstance(chain, nn.Sequential) or not len(chain):
+        found = "an empty one" if isinstance(chain, nn.Sequential) else type(chain).__name__
+        raise ModelError(
+            f"{where} has to be an nn.Sequential, or a function that returns one; it is {found}",
+            hint="it is cut at its children, so each takes what the one before returns",
+        )
+    return chain
+
+
+def modules_of(name: str) -> str:
+    """A digest of the modules and of the shapes of a chain: files that differ there make another
+    one. Raises ModelError."""
+    with torch.device("meta"):
+        chain = made(name)
+    shapes = [(key, tuple(t.shape), str(t.dtype)) for key, t in chain.state_dict().items()]
+    return hashlib.sha256(repr((chain, shapes)).encode()).hexdigest()[:16]
+
+
+def bundles(config: ChainConfig) -> tuple[BundleForms, ...]:
+    """What enters each child, and behind them what the last one returns. Raises ArchitectureError
+    for a child that does not run, or that returns what cannot go to another machine."""
+    key = config.to_json_string()
+    if key not in _known:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _known[key] = tuple(_learned(config))
+    return _known[key]
+
+
+def _learned(config: ChainConfig) -> Iterator[BundleForms]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+        chain = made(config.chain)
+        value = part_of(examples(config, _PROBE_ROWS), INPUT)
+        yield _forms(value)
+        for name, child in zip(chain._modules, chain, strict=True):
+            where = f"child {name} ({type(child).__name__}) of the chain {config.chain!r}"
+            try:
+                value = child(value)
+            except LIBRARY_ERRORS as error:
+                raise ArchitectureError(
+                    f"{where} does not take what the one before returns: {one_line(error)}"
+                ) from error
+            check_value(value, where)
+            yield _forms(value)
+
+
+def examples(config: ChainConfig, rows: int) -> dict[str, Tensor]:
+    """A micro-batch of zeros."""
+    return {
+        name: torch.zeros(rows, *shape, dtype=TORCH_DTYPES[dtype])
+        for name, (shape, dtype) in config.forms.items()
+    }
+
+
+def _forms(value: Value) -> BundleForms:
+    return {name: (tuple(t.shape[1:]), t.dtype) for name, t in members(value).items()}
+
+
+def check_value(value: Any, where: str) -> None:
+    """Raise ArchitectureError for a value that cannot go from one machine to the next."""
+    problem = None
+    tensors = list(value.values()) if isinstance(value, Mapping) else [value]
+    if not all(isinstance(tensor, Tensor) for tensor in tensors) or not tensors:
+        kinds = sorted({type(part).__name__ for part in tensors if not isinstance(part, Tensor)})
+        problem = f"holds {', '.join(kinds) or 'nothing'}"
+        if not isinstance(value, Mapping):
+            problem = f"is a {kinds[0]}"
+    elif isinstance(value, Mapping) and not all(name and isinstance(name, str) for name in value):
+        problem = "has a member whose name is no text"
+    elif not tensors[0].is_floating_point():
+        problem = f"begins with a tensor of {tensors[0].dtype}, which has no gradient"
+    elif any(not tensor.dim() or tensor.shape[0] != tensors[0].shape[0] for tensor in tensors):
+        problem = "has tensors whose first axis is not that of the examples"
+    if problem is not None:
+        raise ArchitectureError(
+            f"what {where} returns cannot go to the next one on another machine: it {problem}",
+            hint="return a tensor, or a dictionary of tensors by name, a floating-point one first;"
+            " the first axis of each is that of the examples",
+        )
+
+
+def members(value: Value) -> dict[str, Tensor]:
+    """The tensors of a value, by name."""
+    return {"": value} if isinstance(value, Tensor) else dict(value)
+
+
+def joined(tensors: dict[str, Tensor]) -> Value:
+    """The value of which these are the `members`."""
+    return tensors[""] if tensors.keys() == {""} else tensors
+
+
+class _Contiguous(torch.autograd.Function):
+    """Puts a tensor and its gradient in the order of their axes, as they come over a wire."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+def in_order(value: Value) -> Value:
+    """What a child hands on, whether or not the next one is on another machine: products round by
+    the order of numbers in memory."""
+    return joined({name: _Contiguous.apply(t) for name, t in members(value).items()})
+
+
+def part_of(batch: Mapping[str, Tensor], role: str) -> Value:
+    """What a micro-batch has for the first child (INPUT), or for the loss (TARGET)."""
+    names = [name.partition(".") for name in batch]
+    return joined({rest: batch[f"{of}{dot}{rest}"] for of, dot, rest in names if of == role})
+
+
+def example_bytes(config: ChainConfig) -> int:
+    """The most bytes that one example has at a boundary."""
+    return max(
+        sum(math.prod(shape) * max(4, dtype.itemsize) for shape, dtype in forms.values())
+        for forms in bundles(config)
+    )
+
+
+def bundle_forms_of(config: ChainConfig, block: int, rows: int) -> tuple[Form, ...]:
+    """What enters a child of a micro-batch of `rows` examples."""
+    forms = bundles(config)[block].values()
+    return tuple(((rows, *shape), dtype, dtype.is_floating_point) for shape, dtype in forms)
+
+
+def child_flops(config: ChainConfig, index: int, rows: int) -> int:
+    """Floating-point operations of a child's forward for `rows` examples, those of its matrix
+    products and convolutions."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    forms = bundles(config)[index].items()
+    with torch.device("meta"):
+        child = made(config.chain)[index].to("meta")
+        value = joined({n: torch.zeros(rows, *shape, dtype=t) for n, (shape, t) in forms})
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            child(value)
+    return int(counter.get_total_flops())
+
+
+def statistics(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a state has, by name: training changes some (running means of BatchNorm)."""
+    saved = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
+
+
+def put_back(buffers: dict[str, Tensor], kept: dict[str, Tensor]) -> None:
+    """Give buffers the values that were `kept`."""
+    for name, value in kept.items():
+        # Unseen by autograd, which stores running means for a backward that does not read them.
+        buffers[name].data.copy_(value)

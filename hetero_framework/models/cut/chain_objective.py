@@ -1,0 +1,128 @@
+"""The objective of a chain: a user's loss of what the last child returns.
+
+Shapes: B examples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from hetero_framework import control
+from hetero_framework.config import Config, StageSpec, TrainingConfig
+from hetero_framework.data.batches import MicroBatch
+from hetero_framework.data.own import OwnExamples
+from hetero_framework.errors import ModelError, ProtocolError
+from hetero_framework.models.cut.chain import (
+    INPUT,
+    TARGET,
+    ChainConfig,
+    examples,
+    members,
+    modules_of,
+    part_of,
+)
+from hetero_framework.models.cut.chain_shard import ChainShard
+from hetero_framework.models.cut.objective import Objective
+from hetero_framework.models.cut.shard import Inputs, Shard
+from hetero_framework.models.cut.side import Bundle
+
+LOSS, METRICS = "loss", "loss_metrics"
+"""Names in the user's file: the function, and the names of what it returns beside the number."""
+
+
+def with_forms(config: Config) -> Config:
+    """The configuration with what a run decides of its chain, where this process has its data. An
+    example counts as a row of one token."""
+    model, data = config.model, config.data
+    if model is None or model.chain is None or data is None or model.chain_forms is not None:
+        return config
+    if control.named(str(data.train)) is None:
+        return config
+    forms = OwnExamples("train", data.train, config.training.seed).forms
+    modules = modules_of(model.chain)
+    decided = {"chain_forms": forms, "chain_modules": modules}
+    return config.with_changes(model=decided, data={"max_length": 1})
+
+
+class ChainLoss(Objective):
+    """`loss(output, target)` of the file of --import: the mean over the examples of a micro-batch,
+    or a pair of it and a dictionary of further means."""
+
+    def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
+        super().__init__(id_layers)
+        self.metric_names = tuple(control.named(METRICS) or ())
+
+    def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
+        needed = {INPUT: spec.is_first, TARGET: spec.is_last}
+        return [name for name in names if needed[name.partition(".")[0]]]
+
+    def loss(
+        self,
+        shard: Shard,
+        inputs: Inputs,
+        received: Bundle,
+        num_items: Tensor,
+        *,
+        running: Callable[[], AbstractContextManager[None]],
+        backward: Callable[[Tensor], None] | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        target = part_of(inputs, TARGET)
+        rows = len(next(iter(members(target).values())))
+        with running():
+            output = cast(ChainShard, shard).output(inputs, received)
+            mean, means = self._called(output, target)
+        loss = (mean if backward is not None else mean * rows) / num_items
+        if backward is not None:
+            backward(loss)
+        return loss.detach(), {METRICS: torch.stack(means).detach()} if means else {}
+
+    def _called(self, output: Any, target: Any) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and the means by `metric_names`."""
+        function = control.named(LOSS)
+        if function is None:
+            raise ModelError(
+                f"no imported file has a function {LOSS}(output, target)",
+                hint="add it to the file of --import on every machine",
+            )
+        found = function(output, target)
+        loss, means = found if isinstance(found, tuple) else (found, {})
+        if not isinstance(loss, Tensor) or loss.dim() or means.keys() != set(self.metric_names):
+            raise ModelError(
+                f"{LOSS}(output, target) has to return a mean over the examples, a tensor of no"
+                f" axes, or a pair of it and of a dictionary with the means that {METRICS} names",
+            )
+        return loss, [torch.as_tensor(means[name]).float() for name in self.metric_names]
+
+    def metrics(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        if not self.metric_names:
+            return {}
+        found = [tensors.get(METRICS) for tensors in named]
+        if any(means is None or means.shape != (len(self.metric_names),) for means in found):
+            raise ProtocolError("the last stage gave no means of a micro-batch")
+        if not found:
+            return {}
+        means = torch.stack([t.double().cpu() for t in found if t is not None]).mean(0)
+        return dict(zip(self.metric_names, means.tolist(), strict=True))
+
+    def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
+        """Micro-batches, each the mean of its examples."""
+        return len
+
+    def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
+        """Examples."""
+        return lambda batches: sum(len(next(iter(batch.values()))) for batch in batches)
+
+    def probe_inputs(self, config: PretrainedConfig, inputs: Inputs) -> Inputs:
+        return examples(cast(ChainConfig, config), len(next(iter(inputs.values()))))
+
+    def loss_bytes(
+        self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
+    ) -> int:
+        """Small, where it cannot be counted."""
+        return 0

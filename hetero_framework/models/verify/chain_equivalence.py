@@ -1,0 +1,115 @@
+"""Whether a chain computes the same cut as whole, in one step with made-up examples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hetero_framework.models.cut.chain import (
+    INPUT,
+    ChainConfig,
+    Value,
+    bundles,
+    examples,
+    in_order,
+    made,
+    members,
+    part_of,
+    statistics,
+)
+from hetero_framework.models.cut.chain_shard import ChainShard, build_chain
+from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.side import (
+    Bundle,
+    as_leaves,
+    crossing,
+    differentiate,
+    gradients_of,
+    returning,
+)
+
+_ROWS = 2
+
+
+def chain_problem(config: ChainConfig, ranges: Sequence[ShardRange]) -> str | None:
+    """The first thing that is not the same to the bit; None where all is. Raises as `build_chain`,
+    and what the user's code raises."""
+    batch = examples(config, _ROWS)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        for tensor in batch.values():
+            if tensor.is_floating_point():
+                tensor.normal_()
+        torch.manual_seed(0)
+        expected = _of_whole(made(config.chain), batch)
+        cpu = torch.device("cpu")
+        shards = [build_chain(config, r, dtype=torch.float32, device=cpu, seed=0) for r in ranges]
+        actual = _of_shards(shards, batch, bundles(config)[-1])
+    different = [name for name, value in expected.items() if not _same(actual.get(name), value)]
+    return f"{different[0]} differs from that of the whole" if different else None
+
+
+def _same(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and torch.equal(one, other)
+
+
+def _of_whole(chain: nn.Sequential, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Outputs, gradients and statistics, by name."""
+    for index, child in enumerate(chain):
+        child.register_forward_pre_hook(partial(_seed, index))
+        child.register_forward_hook(_hand_on)
+    left = members(chain.float().train()(part_of(batch, INPUT)))
+    differentiate(tuple(left.values()), _ones(tuple(left.values())))
+    gradients = {name: p.grad for name, p in chain.named_parameters() if p.grad is not None}
+    return _named(left, gradients) | statistics(chain)
+
+
+def _seed(index: int, module: nn.Module, args: object) -> None:
+    torch.manual_seed(index)
+
+
+def _hand_on(module: nn.Module, args: object, value: Value) -> Value:
+    return in_order(value)
+
+
+def _enter(place: int | str) -> None:
+    if isinstance(place, int):
+        torch.manual_seed(place)
+
+
+def _of_shards(
+    shards: Sequence[ChainShard], batch: dict[str, Tensor], names: Iterable[str]
+) -> dict[str, Tensor]:
+    crossed: list[tuple[Bundle, Bundle]] = []
+    left: Bundle = ()
+    for shard in shards:
+        shard.train()
+        shard.on_enter = _enter
+        received = as_leaves(crossing(left)) if left else left
+        left = shard.forward(batch, received)
+        crossed.append((received, left))
+    outputs, gradients = dict(zip(names, left, strict=True)), _ones(left)
+    for received, left in reversed(crossed):
+        differentiate(left, gradients)
+        gradients = gradients_of(received)
+    found = _named(outputs, {})
+    for shard in shards:
+        trained = shard.model.named_parameters()
+        own = {name: p.grad for name, p in trained if p.grad is not None}
+        found |= _named({}, shard.model.users_names(own))
+        found |= shard.model.users_names(shard.statistics)
+    return found
+
+
+def _named(outputs: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {f"the output {name}".strip(): tensor.detach() for name, tensor in outputs.items()}
+    return found | {f"the gradient of {name}": tensor for name, tensor in gradients.items()}
+
+
+def _ones(left: Bundle) -> Bundle:
+    return tuple(torch.ones_like(tensor) for tensor in returning(left))
