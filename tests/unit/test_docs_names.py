@@ -45,7 +45,8 @@ OTHERS = {
     "Python": "assert except recv_into socket ssl MemoryBIO SSLSocket",
     "the system and its tools": "/etc/hosts chmod chown gso_max_size mypy ruff tbf"
     " MALLOC_MMAP_THRESHOLD_=131072",
-    "torch": "GradScaler _multi_tensor_adam abs amax aminmax aot_eager cuda:1 dynamic=True"
+    "torch": "nn.Sequential Dataset chain.load_state_dict(load_file(...))"
+    " GradScaler _multi_tensor_adam abs amax aminmax aot_eager cuda:1 dynamic=True"
     " padding_mask.all() record_stream requires_grad vector_norm",
     "transformers": "AutoModelForCausalLM.from_pretrained MtpModel label_ids"
     " on_substep_end on_prediction_step on_predict"

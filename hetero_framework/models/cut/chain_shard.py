@@ -32,7 +32,7 @@ from hetero_framework.models.cut.chain import (
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import on_meta
 from hetero_framework.models.cut.partition import ShardRange, Skeleton
-from hetero_framework.models.cut.shard import Inputs, Shard
+from hetero_framework.models.cut.shard import BUILDERS, Inputs, Shard
 from hetero_framework.models.cut.side import Bundle, as_inner, shown_form
 
 
@@ -157,3 +157,6 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         put_back(statistics(module), kept)
+
+
+BUILDERS[ChainConfig] = build_chain

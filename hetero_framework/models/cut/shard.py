@@ -87,6 +87,8 @@ Look = Callable[[Tensor, Tensor], None]
 _COMPILED_VERSIONS = 64
 NOTHING = ReusableModules()
 _GIVEN = ("attention_mask", "position_ids", "token_type_ids")
+BUILDERS: dict[type[PretrainedConfig], Callable[..., Shard]] = {}
+"""Builders of the shards of models that are not of transformers' classes (`build_chain`)."""
 _Part = Literal["whole", "blocks", "head"]
 
 # transformers replaces methods of its classes while it loads (`no_tie_weights`) and restores them:
@@ -249,10 +251,8 @@ def build_shard(
     register_per_sample()
     register_known_masks()
     device, dtype = torch.device(device), dtype or config_dtype(config)
-    if isinstance(config, ChainConfig):
-        from hetero_framework.models.cut.chain_shard import build_chain  # it is made of a Shard
-
-        return build_chain(config, rng, dtype=dtype, device=device, seed=seed)
+    if (build := BUILDERS.get(type(config))) is not None:
+        return build(config, rng, dtype=dtype, device=device, seed=seed)
     with _ONE_AT_A_TIME:
         whole = Skeleton(config, introspect(config))
         partition.check_cut(config, whole, rng)

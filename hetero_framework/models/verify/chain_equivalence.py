@@ -1,4 +1,4 @@
-"""Whether a chain computes the same cut as whole, in one step with made-up examples."""
+"""Comparison of a chain that is cut with the whole one, in one step of made-up examples."""
 
 from __future__ import annotations
 
