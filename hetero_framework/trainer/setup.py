@@ -39,7 +39,7 @@ from hetero_framework.models.cut.varlen_attention import VARLEN
 from hetero_framework.models.files.export import base_generation
 from hetero_framework.models.files.non_text_modules import non_text_weights
 from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
-from hetero_framework.models.files.stated import as_held, new_weights
+from hetero_framework.models.files.stated import as_held, few, new_weights
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import (
     StageMemory,
@@ -130,6 +130,9 @@ def prepare(
     held, lines = as_held(config.model, config.base_dir)
     for line in lines:
         say(f"warning: {line}")
+    if new := new_weights(held, config.base_dir):
+        begin = "they begin at random, from training.seed"
+        say(f"warning: the model {held.name_or_path!r} has no weights for {few(new)}: {begin}")
     if held != config.model:
         reason = "the checkpoint holds both ends of its tied weights"
         tied = held.tie_word_embeddings
@@ -161,7 +164,7 @@ def prepare(
         from hetero_framework.models.adapters.lora import explicit_settings, plan_adapter
 
         adapter_plan = plan_adapter(model_config, config.adapter, config.base_dir)
-        _check_head(config, adapter_plan)
+        _check_head(new, adapter_plan)
         for remark in adapter_plan.remarks:
             _log.warning("%s", remark)
         explicit = explicit_settings(config.adapter, adapter_plan)
@@ -373,10 +376,9 @@ def check_objective(
         )
 
 
-def _check_head(config: Config, plan: AdapterPlan) -> None:
-    """Raise ConfigError for weights that begin at random and that no adapter would hold."""
-    assert config.model is not None
-    new = new_weights(config.model, config.base_dir)
+def _check_head(new: Sequence[str], plan: AdapterPlan) -> None:
+    """Raise ConfigError for `new` weights, which begin at random, that the adapter would not
+    hold."""
     lost = [n for n in new if not any(n.startswith(f"{name}.") for name in plan.saved_modules)]
     if lost:
         raise ConfigError(

@@ -11,6 +11,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hetero_framework.config import Config
 from hetero_framework.errors import CallbackError
+from hetero_framework.models.adapters.merge import merge_adapter
+from hetero_framework.models.files.export import OutputDirectory
 from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import read_metrics
 from tests.integration.test_best_model import Ending
@@ -106,7 +108,7 @@ def test_a_run_that_was_ended_goes_on_under_another_plan(
 
 
 @pytest.mark.long
-def test_the_result_is_loaded_by_its_class(configured: Any, tmp_path: Path) -> None:
+def test_the_result_is_loaded_by_its_class(configured: Any, llama: Path, tmp_path: Path) -> None:
     """The adapter over the base, which has no head, gives what the whole result gives."""
     summary = train(configured("lora", [3], adapter=LORA))
     adapted = summary.load().train(False)
@@ -129,3 +131,9 @@ def test_the_result_is_loaded_by_its_class(configured: Any, tmp_path: Path) -> N
         saved[head],
         adapted.state_dict()[head.replace("score.weight", "score.modules_to_save.default.weight")],
     )
+    merged = OutputDirectory(tmp_path / "merged")
+    merge_adapter(tmp_path / "lora" / "adapter", str(llama), merged)
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").train(False)
+    with torch.no_grad():
+        torch.testing.assert_close(whole(**inputs).logits, adapted(**inputs).logits)
+    assert whole.config.id2label == adapted.config.id2label

@@ -24,6 +24,7 @@ from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import load_model_config, load_shard
+from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.card import base_facts, model_card
 from hetero_framework.models.files.export import (
     OutputDirectory,
@@ -36,6 +37,7 @@ from hetero_framework.models.files.export import (
 from hetero_framework.models.files.non_text_modules import non_text_weights
 from hetero_framework.models.files.quantization import stored_quantization
 from hetero_framework.models.files.stated import as_held
+from hetero_framework.models.files.weights import read_config
 from hetero_framework.repository import resolve_model_path
 
 _log = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ def merge_adapter(
     source = resolve_model_path(model, base_dir)
     output.check(source, adapter_dir)
     settings = ModelConfig(name_or_path=model, revision=revision, dtype=dtype)
+    if (Path(adapter_dir).expanduser() / repository.CONFIG).exists():
+        settings = _of_classifier(settings, Path(adapter_dir).expanduser())
     settings, warned = as_held(settings, base_dir)
     for line in warned:
         _log.warning("%s", line)
@@ -87,6 +91,20 @@ def merge_adapter(
     facts = base_facts(model, revision, base_dir)
     card = model_card(facts, out_config, adapter=False, lists={"## Made from": _MERGED})
     write_checkpoint(output, parts, out_config, generation, tokenizer, towers=towers, card=card)
+
+
+def _of_classifier(settings: ModelConfig, adapter_dir: Path) -> ModelConfig:
+    """The `model` section with the labels that stand beside an adapter."""
+    config = read_config(str(adapter_dir), None)
+    names = config.id2label or {}
+    settings = settings.changed(
+        label_names=tuple(name for _, name in sorted(names.items())),
+        problem_type=config.problem_type,
+        pad_token_id=config.get_text_config().pad_token_id,
+    )
+    is_of_tokens = task_of(config) == "token-classification"
+    settings._objective = "token-classification" if is_of_tokens else "classification"
+    return settings
 
 
 def _adapts_a_tied_end(config: PretrainedConfig, plan: AdapterPlan) -> bool:

@@ -44,11 +44,6 @@ def as_held(model: ModelConfig, base_dir: Path) -> tuple[ModelConfig, list[str]]
     refuse_wrapped(checkpoint, whole.state_dict())
     gone = [name for name in keys if not lies_in(name, towers(config))]
     lines = list(_left_out(checkpoint, whole, config, gone))
-    if new := new_weights(model, base_dir):
-        lines.append(
-            f"the model {checkpoint.source!r} has no weights for {_few(new)}: they begin at random,"
-            " from training.seed"
-        )
     twice = {t: s for t, s in tied_names(whole).items() if t in keys and s in keys}
     if model.tie_word_embeddings is not None or not twice:
         return model, lines
@@ -102,7 +97,7 @@ def _left_out(checkpoint: Checkpoint, whole: Any, config: Any, names: list[str])
     extra = sorted(name for name in extra if not any(re.search(how, name) for how in silent))
     if not extra:
         return
-    shown = _few(extra)
+    shown = few(extra)
     blocks, count = introspect(config).blocks, introspect(config).num_layers
     matches = (re.match(rf"{re.escape(blocks)}\.(\d+)\.", name) for name in extra)
     layers = {int(match[1]) for match in matches if match}
@@ -113,7 +108,8 @@ def _left_out(checkpoint: Checkpoint, whole: Any, config: Any, names: list[str])
     )
 
 
-def _few(names: list[str]) -> str:
+def few(names: list[str]) -> str:
+    """The first of these names."""
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
