@@ -15,6 +15,7 @@ from hetero_framework.commands.options import (
     load,
     option,
 )
+from hetero_framework.config.objectives import needs_of
 from hetero_framework.errors import UserError
 from hetero_framework.log import printable
 
@@ -30,6 +31,7 @@ def _cuts(text: str) -> tuple[int, ...]:
 EXAMPLES = """
     hetero verify --config hetero_config.json
     hetero verify --model-type qwen3 --cuts 1,2
+    hetero verify --model-type deberta-v2 --objective classification
     hetero verify --all
     """
 OPTIONS = (
@@ -38,7 +40,12 @@ OPTIONS = (
     ),
     IMPORT,
     option("--model-type", metavar="NAME", help="verify a tiny random model of this type or class"),
-    flag("--all", "verify every causal LM architecture and multimodal class"),
+    option(
+        "--objective",
+        metavar="NAME",
+        help="with --model-type: of the class that this objective trains (default: sft)",
+    ),
+    flag("--all", "verify every causal LM architecture, multimodal class and classifier"),
     option("--cuts", type=_cuts, metavar="2,5", help="cut before these layers"),
     option(
         "--output",
@@ -53,6 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("give only one of --config, --model-type and --all")
     if arguments.all and arguments.cuts:
         raise UserError("--cuts goes with --config or --model-type; --all chooses its own")
+    if arguments.objective and not arguments.model_type:
+        raise UserError("--objective goes with --model-type; a configuration has its own")
+    needs = needs_of(arguments.objective or "sft")
+    if needs.data == "own":
+        raise UserError("a chain is verified with the --config that names it")
     if arguments.output and not arguments.all:
         raise UserError("--output goes with --all")
     config = None
@@ -70,7 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         equivalence.write_architectures(equivalence.verify_all(_print_result), output)
         print(f"wrote {output}")
         return 0
-    result = equivalence.verify_model(config, model_type=arguments.model_type, cuts=arguments.cuts)
+    result = equivalence.verify_model(
+        config, model_type=arguments.model_type, task=needs.task, cuts=arguments.cuts
+    )
     _print_result(result)
     return 0 if result.passed else UserError.exit_code
 
@@ -83,7 +97,8 @@ def _print_result(result: Any) -> None:
         f"differences: loss {result.loss_difference:.1e}, gradients"
         f" {result.gradient_difference:.1e}, weights {result.weight_difference:.1e}"
     )
-    subject = f"{result.model_type} ({result.subject}): {result.verdict}"
+    task = "" if result.task == "causal-lm" else f", {result.task}"
+    subject = f"{result.model_type} ({result.subject}{task}): {result.verdict}"
     half = f"in bfloat16 autocast {result.half}" if result.half and result.passed else ""
     beside = f"crosses: {result.crossing}" if result.crossing else ""
     unused = f"left out: {', '.join(result.towers)}" if result.towers else ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hetero_framework.errors import ConfigError
+
 DataKind = Literal[
     "text", "pairs", "ratings", "mismatched", "compared", "labelled", "tagged", "own"
 ]
@@ -38,6 +40,17 @@ NEEDS: dict[str, Needs] = {
     "sequential": Needs("own"),
 }
 """Of each objective; models/cut/objectives.py registers further ones."""
+
+
+def needs_of(objective: str) -> Needs:
+    """The entry of an objective. Raises ConfigError for an unknown one."""
+    if objective in NEEDS:
+        return NEEDS[objective]
+    raise ConfigError(
+        f"there is no objective {objective!r}; there are {', '.join(NEEDS)}",
+        hint="register it in a file for --import, on every machine",
+    )
+
 
 DPO_LOSSES = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"),

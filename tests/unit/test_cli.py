@@ -414,6 +414,7 @@ def test_wrong_option_values_are_refused(arguments: list[str]) -> None:
         ["--all", "--model-type", "llama"],
         ["--all", "--cuts", "1"],
         ["--model-type", "llama", "--output", "a.md"],
+        ["--all", "--objective", "reward"],
     ],
 )
 def test_verify_takes_one_model_or_all(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hetero_framework.config import TrainingConfig
-from hetero_framework.config.objectives import NEEDS, DataKind, Needs, Task
-from hetero_framework.errors import ConfigError
+from hetero_framework.config.objectives import NEEDS, DataKind, Needs, Task, needs_of
 from hetero_framework.models.cut.causal_lm import CausalLM
 from hetero_framework.models.cut.chain_objective import ChainLoss
 from hetero_framework.models.cut.classification import Classification, Rewards
@@ -42,10 +41,5 @@ def register_objective(
 def objective_of(training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> Objective:
     """The objective of a run; `id_layers` as for `Objective`. Raises ConfigError for an unknown
     one."""
-    make = _OBJECTIVES.get(training.objective)
-    if make is None:
-        raise ConfigError(
-            f"there is no objective {training.objective!r}; there are {', '.join(_OBJECTIVES)}",
-            hint="register it in a file for --import, on every machine",
-        )
-    return make(training, id_layers)
+    needs_of(training.objective)
+    return _OBJECTIVES[training.objective](training, id_layers)

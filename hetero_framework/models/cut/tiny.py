@@ -289,8 +289,11 @@ def multimodal_classes() -> dict[str, str]:
     return types
 
 
-def architecture_names() -> list[str]:
-    """All model types of causal language models, and the other multimodal classes by name."""
+def architecture_names(task: Task = "causal-lm") -> list[str]:
+    """All model types of causal language models, and the other multimodal classes by name; or the
+    model types with a class for another task."""
+    if task != "causal-lm":
+        return sorted(_CLASSIFIERS[task]._model_mapping._model_mapping)
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     return [*causal_lm_types(), *sorted(multimodal_classes().keys() - causal)]
 

@@ -22,12 +22,13 @@ from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import transformers
 from transformers import PretrainedConfig
 
+from hetero_framework.config.objectives import NEEDS, Task
 from hetero_framework.core.cache import recall, remember
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.batches import collate, num_items, pack
@@ -39,12 +40,13 @@ from hetero_framework.models.cut.chunked_loss import chunked_loss, spans
 from hetero_framework.models.cut.codebooks import for_model
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, towers
-from hetero_framework.models.cut.partition import ShardRange, ranges_between
+from hetero_framework.models.cut.partition import ShardRange, Skeleton, ranges_between
 from hetero_framework.models.cut.shard import (
     Inputs,
     Shard,
     build_shard,
     load_model_config,
+    new_names,
     token_loss,
 )
 from hetero_framework.models.cut.side import (
@@ -108,7 +110,8 @@ class Comparison:
     """The outcome of one comparison, with the largest differences: of losses (absolute), of
     gradients and of trained weights (relative to each tensor's largest entry), of all steps. `half`
     says how a step in bfloat16 autocast differs, empty where no bit does. `crossing` is what
-    crosses beside the hidden state, if anything does, and `towers` are what text does not use."""
+    crosses beside the hidden state, if anything does, and `towers` are what text does not use.
+    `task` is what the compared class does."""
 
     model_type: str
     verdict: Verdict
@@ -122,6 +125,7 @@ class Comparison:
     packing: Packing | None = None
     crossing: str = ""
     towers: tuple[str, ...] = ()
+    task: Task = "causal-lm"
 
     @property
     def passed(self) -> bool:
@@ -147,10 +151,12 @@ def verify_model(
     config: Config | None = None,
     *,
     model_type: str | None = None,
+    task: Task = "causal-lm",
     cuts: Sequence[int] | None = None,
 ) -> Comparison:
     """Compare the configured model (a tiny copy of it where its weights do not fit this machine
-    several times), or a tiny one of an architecture, with its cut self.
+    several times), of the class that its objective trains, or a tiny one of an architecture and of
+    its class for a task, with its cut self.
 
     It is refused also where `data.padding_free` is asked for and not possible. The cut is `cuts`,
     else the configuration's plan, else two cuts over the layers.
@@ -158,6 +164,8 @@ def verify_model(
     checkpoint = None
     if config is not None and config.model is not None:
         held, _ = as_held(config.model, config.base_dir)
+        if config.training.data_kind == "compared":
+            held = held.changed(num_labels=1)  # a reward
         model_config = load_model_config(held, config.base_dir)
         if config.model.name_or_path is not None and _fits(model_config):
             source = resolve_model_path(str(config.model.name_or_path), config.base_dir)
@@ -166,7 +174,7 @@ def verify_model(
             model_config = shrink(model_config)
     elif model_type is not None:
         with quiet_library():
-            model_config = tiny_config(model_type)
+            model_config = tiny_config(model_type, task)
     else:
         raise ArchitectureError("there is no model to verify: name a configuration or a type")
     if cuts is not None or config is None:
@@ -180,7 +188,7 @@ def verify_model(
     result = replace(result, crossing=tiny_crossing(introspect(model_config), starts))
     result = replace(result, towers=towers(model_config))
     wanted = config is not None and config.data is not None and config.data.padding_free
-    if not result.passed or not (wanted or config is None):
+    if not result.passed or not (wanted or (config is None and task == "causal-lm")):
         return result
     packing = try_packing(model_config, ranges)
     if wanted and packing.reason:
@@ -299,23 +307,25 @@ def _own_code() -> str:
 def verify_all(
     progress: Callable[[Comparison], None] | None = None, model_types: Iterable[str] | None = None
 ) -> list[Comparison]:
-    """Compare every causal-LM architecture of the installed transformers, and its multimodal
-    classes by name; one without a working tiny configuration counts as refused. `progress` is
-    called after each."""
-    results = []
-    for model_type in model_types if model_types is not None else architecture_names():
+    """Compare every causal-LM architecture of the installed transformers, its multimodal classes
+    by name, and its classifiers; one without a working tiny configuration counts as refused.
+    `model_types` limits the architectures. `progress` is called after each."""
+    results, wanted = [], None if model_types is None else list(model_types)
+    classes = [(name, task) for task in get_args(Task) for name in architecture_names(task)]
+    for name, task in classes:
+        if wanted is not None and name not in wanted:
+            continue
         try:
             # A composite type is tried as the text model in it; the row keeps the name asked for.
-            result = replace(verify_model(model_type=model_type), model_type=model_type)
+            result = replace(verify_model(model_type=name, task=task), model_type=name)
         except ArchitectureError as error:
-            result = Comparison(model_type, "refused", error.message)
+            result = Comparison(name, "refused", error.message, task=task)
         except LIBRARY_ERRORS as error:
-            result = Comparison(
-                model_type,
-                "refused",
+            reason = (
                 f"no tiny copy of its default configuration runs: {one_line(error)}; `hetero verify"
-                " --config` tries one of the model that a configuration names",
+                " --config` tries one of the model that a configuration names"
             )
+            result = Comparison(name, "refused", reason, task=task)
         results.append(result)
         if progress is not None:
             progress(result)
@@ -332,6 +342,7 @@ def compare(
     config = deterministic(config)
     subject = "a tiny copy" if checkpoint is None else "the model itself"
     result = Comparison(config.model_type, "refused", subject=subject, stages=tuple(ranges))
+    result = replace(result, task=task_of(config))
     try:
         whole, shards = build_both(config, ranges, checkpoint)
     except ArchitectureError as error:
@@ -377,6 +388,7 @@ def build_both(
                 _perturb(model)
             model.save_pretrained(directory)
             checkpoint = Checkpoint(directory)
+        shards = [build_shard(config, checkpoint, rng, dtype=torch.float32) for rng in ranges]
         whole = stock.from_pretrained(
             checkpoint.source,
             config=config,
@@ -384,7 +396,11 @@ def build_both(
             dtype=torch.float32,
             use_safetensors=True,
         )
-        shards = [build_shard(config, checkpoint, rng, dtype=torch.float32) for rng in ranges]
+        drawn = new_names(Skeleton(config, introspect(config)), whole, checkpoint)
+    for shard in shards:  # a head that the checkpoint lacks: the library draws other numbers
+        for name, parameter in shard.model.named_parameters():
+            if name in drawn:
+                whole.get_parameter(name).data.copy_(parameter.data)
     whole.train(True)
     for shard in shards:
         shard.train(True)
@@ -703,42 +719,85 @@ class _Chain:
 
 def write_architectures(results: Sequence[Comparison], path: Path) -> None:
     """Write the table of all architectures as Markdown."""
+    results = sorted(results, key=lambda r: r.model_type)
+    texts = [r for r in results if r.task == "causal-lm"]
     groups: dict[str, list[Comparison]] = {"bit-equal": [], "within tolerance": [], "refused": []}
-    for result in sorted(results, key=lambda r: r.model_type):
+    for result in texts:
         groups[result.verdict].append(result)
-    packed = [(r.model_type, r.packing) for r in results]
+    packed = [(r.model_type, r.packing) for r in texts]
     packing = {name: p.attention for name, p in packed if p and not p.reason}
     alone = sorted(name for name, attention in packing.items() if attention == VARLEN)
     masked = sorted(packing.keys() - set(alone))
-    passed = len(results) - len(groups["refused"])
+    passed = len(texts) - len(groups["refused"])
     close = [
-        f"| `{r.model_type}` | {r.loss_difference:.1e} | {r.gradient_difference:.1e} |"
+        f"| {_subject(r)} | {r.loss_difference:.1e} | {r.gradient_difference:.1e} |"
         f" {r.weight_difference:.1e} | {r.reason} |"
-        for r in groups["within tolerance"]
+        for r in results
+        if r.verdict == "within tolerance"
     ]
-    rounded = [f"| `{r.model_type}` | {r.half} |" for r in results if r.passed and r.half]
-    crossing = [f"| `{r.model_type}` | {r.crossing} |" for r in results if r.passed and r.crossing]
-    refused = [f"| `{r.model_type}` | {r.reason.replace('|', '/')} |" for r in groups["refused"]]
+    rounded = [r for r in results if r.passed and r.half]
+    crossing = {r.model_type: r.crossing for r in results if r.passed and r.crossing}
+    refused = [f"| {_subject(r)} | {r.reason.replace('|', '/')} |" for r in results if not r.passed]
     text = _TABLE.format(
         made=f"Made by `hetero verify --all` on {date.today().isoformat()} with transformers"
         f" {transformers.__version__}, torch {torch.__version__}, Python"
         f" {platform.python_version()} on {platform.system()} {platform.machine()},"
         f" threads: {torch.get_num_threads()}.",
         steps=STEPS,
-        counts=f"{passed} of {len(results)} pass: {len(groups['bit-equal'])} to the bit,"
-        f" {len(close)} within tolerance; {len(refused)} are refused. {len(packing)} can be trained"
-        " without padding (`data.padding_free`).",
+        counts=f"{passed} of {len(texts)} pass: {len(groups['bit-equal'])} to the bit,"
+        f" {len(groups['within tolerance'])} within tolerance; {len(texts) - passed} are refused."
+        f" {len(packing)} can be trained without padding (`data.padding_free`).",
+        texts=_objectives("causal-lm"),
+        objectives="\n".join(_by_objective(results)),
         equal=_names(r.model_type for r in groups["bit-equal"]),
         close="\n".join([_CLOSE, *close]) if close else "none",
-        exact=passed - len(rounded),
-        rounded="\n".join([_ROUNDED, *sorted(rounded)]) if rounded else "none",
-        crossing="\n".join([_CROSSING, *sorted(crossing)]) if crossing else "none",
+        exact=passed - sum(r.task == "causal-lm" for r in rounded),
+        rounded=_rows(_ROUNDED, {_subject(r): r.half for r in rounded}),
+        crossing=_rows(_CROSSING, {f"`{name}`": text for name, text in crossing.items()}),
         alone=_names(alone),
         masked=_names(masked),
         refused="\n".join(refused),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
+
+
+def _rows(head: str, rows: Mapping[str, str]) -> str:
+    lines = (f"| {name} | {text} |" for name, text in rows.items())
+    return "\n".join([head, *lines]) if rows else "none"
+
+
+def _objectives(task: Task) -> str:
+    """The objectives that train a class for a task."""
+    needs = NEEDS.items()
+    return _names(name for name, its in needs if its.task == task and its.data != "own")
+
+
+def _subject(result: Comparison) -> str:
+    generates = result.task == "causal-lm"
+    return f"`{result.model_type}`" + ("" if generates else f" ({_objectives(result.task)})")
+
+
+def _by_objective(results: Sequence[Comparison]) -> list[str]:
+    """A table of the architectures that have a classifier, those with the same outcomes in one row;
+    before it how many pass as each."""
+    tasks, lines = get_args(Task), list[str]()
+    verdicts: dict[str, dict[Task, Verdict]] = {}
+    for result in results:
+        verdicts.setdefault(result.model_type, {})[result.task] = result.verdict
+    for task in tasks[1:]:
+        own = [r for r in results if r.task == task]
+        equal = sum(r.verdict == "bit-equal" for r in own)
+        lines.append(f"{equal} of {len(own)} architectures are bit-equal with {_objectives(task)}.")
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, found in verdicts.items():
+        if found.keys() != {"causal-lm"}:
+            rows.setdefault(tuple(found.get(task, "no class") for task in tasks), []).append(name)
+    lines += ["", f"| {' | '.join(map(_objectives, tasks))} | architectures |"]
+    lines.append("|---" * (len(tasks) + 1) + "|")
+    return lines + [
+        f"| {' | '.join(row)} | {_names(names)} |" for row, names in sorted(rows.items())
+    ]
 
 
 def _names(names: Iterable[str]) -> str:
@@ -771,6 +830,13 @@ A name of a class (`...ForConditionalGeneration`) is a multimodal model trained 
 ## Passed, within tolerance
 
 {close}
+
+## By objective
+
+All of these pass with {texts}.
+Many architectures also have a class that classifies, and some encoders no other. Their tiny \
+copies were trained in the same way, with the loss of that class.
+{objectives}
 
 ## In bfloat16 autocast
 

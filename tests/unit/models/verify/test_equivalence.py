@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig
 
 from hetero_framework.config import AdapterConfig, Config
+from hetero_framework.config.objectives import NEEDS
 from hetero_framework.core.cache import cache_directory
 from hetero_framework.errors import ArchitectureError, ConfigError
 from hetero_framework.models.adapters.lora import plan_adapter
@@ -16,7 +17,7 @@ from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import Shard, ShardRange
 from hetero_framework.models.cut.side import Bundle
-from hetero_framework.models.cut.tiny import tiny_config
+from hetero_framework.models.cut.tiny import stock_class, tiny_config
 from hetero_framework.models.verify import equivalence
 from hetero_framework.models.verify.equivalence import (
     Comparison,
@@ -390,6 +391,10 @@ def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
         Comparison("eta", "bit-equal", half="differs by 1"),
         Comparison("beta", "within tolerance", "most in x", weight_difference=2e-6),
         Comparison("alpha", "refused", "Layer 1 receives a | b"),
+        Comparison("zeta", "bit-equal", half="differs by 2", task="sequence-classification"),
+        Comparison("iota", "bit-equal", task="sequence-classification"),
+        Comparison("kappa", "refused", "no blocks", task="sequence-classification"),
+        Comparison("kappa", "bit-equal", task="token-classification"),
     ]
     path = tmp_path / "docs" / "architectures.md"
     write_architectures(results, path)
@@ -402,13 +407,23 @@ def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
     assert "one long sample:\n\n`iota`\n" in text
     assert "| `beta` | 0.0e+00 | 0.0e+00 | 2.0e-06 | most in x |" in text
     assert "| `alpha` | Layer 1 receives a / b |" in text
+    assert "2 of 3 architectures are bit-equal with `reward`, `classification`." in text
+    assert "| bit-equal | bit-equal | no class | `iota`, `zeta` |" in text
+    assert "| no class | refused | bit-equal | `kappa` |" in text
+    assert "| `zeta` (`reward`, `classification`) | differs by 2 |" in text
+    assert "| `kappa` (`reward`, `classification`) | no blocks |" in text
 
 
 def test_progress_is_called_for_each_architecture() -> None:
     seen: list[Comparison] = []
-    results = verify_all(seen.append, ["llama", "hrm_text"])
+    results = verify_all(seen.append, ["biogpt", "hrm_text"])
     assert seen == results
-    assert [r.model_type for r in results] == ["llama", "hrm_text"]
+    assert [(r.model_type, r.task, r.verdict) for r in results] == [
+        ("biogpt", "causal-lm", "bit-equal"),
+        ("hrm_text", "causal-lm", "refused"),
+        ("biogpt", "sequence-classification", "bit-equal"),
+        ("biogpt", "token-classification", "bit-equal"),
+    ]
 
 
 def test_verify_takes_the_configured_weights_where_they_fit(tmp_path: Path) -> None:
@@ -425,6 +440,49 @@ def test_verify_takes_the_configured_weights_where_they_fit(tmp_path: Path) -> N
     )
     result = verify_model(config)
     assert (result.subject, result.verdict) == ("the model itself", "bit-equal")
+
+
+@pytest.mark.parametrize("objective", ["classification", "reward", "token-classification"])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_verify_takes_the_class_that_the_objective_trains(
+    objective: str, has_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that the weights lack is the same in the whole and in a shard."""
+    task = NEEDS[objective].task if has_head else "causal-lm"
+    stored = tiny_config("llama", task)
+    stored.num_labels = 1 if objective == "reward" else 3
+    stock_class(stored)._from_config(stored).save_pretrained(tmp_path / "model")
+    machine = {"hostname": "a", "ip": "127.0.0.1"}
+    raw = {
+        "coordinator": machine,
+        "workers": [{"id": 1, **machine, "port": 9871}],
+        "shard_plan": [{"id": "local", "start": 0, "end": 2}, {"id": 1, "start": 2, "end": 6}],
+        "model": {"name_or_path": "model"},
+        "training": {"objective": objective},
+    }
+    steps: list[str] = []
+    real = equivalence._whole_step
+
+    def step(whole: Any, inputs: Any, items: Any, config: Any, *half: Any) -> float:
+        steps.append(type(whole).__name__)
+        loss = real(whole, inputs, items, config, *half)
+        if not half:
+            target = inputs["labels"]
+            logits = whole(**{**inputs, "labels": None}).logits
+            if objective == "reward":
+                expected = torch.nn.functional.mse_loss(logits, target)
+            else:
+                flat = logits.view(-1, logits.shape[-1])
+                expected = torch.nn.functional.cross_entropy(flat, target.view(-1))
+            assert loss == float(expected.detach())
+        return loss
+
+    monkeypatch.setattr(equivalence, "_whole_step", step)
+    result = verify_model(Config.from_dict(raw, tmp_path))
+    assert (result.verdict, result.reason, result.half) == ("bit-equal", "", "")
+    assert (result.subject, result.task) == ("the model itself", NEEDS[objective].task)
+    name = NEEDS[objective].task.title().replace("-", "")
+    assert steps == [f"LlamaFor{name}"] * 4
 
 
 # -- what is remembered ---------------------------------------------------------------------------
