@@ -20,6 +20,7 @@ from hetero_framework.data.shown import shown_examples
 from hetero_framework.data.sources import find_sources
 from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.islands.forecast import island_lines
+from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import tower_lines
@@ -39,6 +40,7 @@ from hetero_framework.security.access import key_directory
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import (
     check_compiled,
+    check_objective,
     prepare,
     read_data,
     resolve_loss_chunk,
@@ -98,11 +100,10 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
         resolved = resolve_loss_chunk(resolved, model_config, tokens)
         config = resolved.config
-        if config.adapter is not None:
-            from hetero_framework.models.adapters.lora import plan_adapter
-
-            plan = plan_adapter(model_config, config.adapter, config.base_dir)
+        plan = _adapter_plan(config, model_config)
+        if plan is not None:
             notes += [f"warning: {remark}" for remark in plan.remarks]
+        check_objective(config, model_config, plan)
         check_codec(config, model_config, plan, tokens)
         notes += crossing_lines(config, model_config, tokens)
         notes += tower_lines(model_config)
@@ -129,6 +130,7 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
     return {
         "layers": config.shard_plan[-1].end,
         "model_type": model_config.model_type if model_config is not None else None,
+        "objective": config.training.objective,
         "processes": processes,
         "schedule": schedule,
         "this_machine": _this_machine(config, role, processes, notes),
@@ -152,6 +154,7 @@ def _unplanned(config: Config, role: Role | None, show: int) -> dict[str, Any]:
         model_config = load_model_config(config.model, config.base_dir)
         layers, model_type = introspect(model_config).num_layers, model_config.model_type
         check_devices(config, model_config, devices_known(config, _ids(role)))
+        check_objective(config, model_config, _adapter_plan(config, model_config))
         examples = _look_at_data(config, model_config, role, notes, show)
     else:
         _find_data(config, role, notes)
@@ -160,6 +163,7 @@ def _unplanned(config: Config, role: Role | None, show: int) -> dict[str, Any]:
     return {
         "layers": layers,
         "model_type": model_type,
+        "objective": config.training.objective,
         "processes": processes,
         "schedule": None,
         "this_machine": _this_machine(config, role, processes, notes),
@@ -167,6 +171,14 @@ def _unplanned(config: Config, role: Role | None, show: int) -> dict[str, Any]:
         "notes": notes,
         "examples": examples,
     }
+
+
+def _adapter_plan(config: Config, model_config: PretrainedConfig) -> AdapterPlan | None:
+    if config.adapter is None:
+        return None
+    from hetero_framework.models.adapters.lora import plan_adapter
+
+    return plan_adapter(model_config, config.adapter, config.base_dir)
 
 
 def _is_coordinator(role: Role | None) -> bool:
@@ -251,7 +263,8 @@ def text(facts: dict[str, Any]) -> str:
     model = f"{facts['model_type'] or 'a model'}{layers}"
     count = len(facts["processes"])
     processes = f"{count} processes" if count > 1 else "one process"
-    lines = [f"The configuration is valid: {model} on {processes}.", ""]
+    objective = "" if facts["objective"] == "sft" else f", to learn with {facts['objective']}"
+    lines = [f"The configuration is valid: {model} on {processes}{objective}.", ""]
     rows = []
     shows_weights = any(process["weights"] != "none" for process in facts["processes"])
     for process in facts["processes"]:

@@ -241,6 +241,12 @@ class ModelConfig(Section):
         changed._objective = self._objective
         return changed
 
+    def for_objective(self, objective: str) -> ModelConfig:
+        """This section in a configuration with this training.objective."""
+        changed = self.changed()
+        changed._objective = objective
+        return changed
+
     @property
     def task(self) -> Task:
         """What its head does: what the objective of the run trains."""
@@ -1267,6 +1273,13 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
             f"{shown(training.objective)} and model.chain do not go together: a chain is trained"
             ' with "sequential", and nothing else is',
         )
+    generates = training is not None and NEEDS.get(training.objective, Needs()).task == "causal-lm"
+    for setting in ("num_labels", "problem_type", "label_names"):
+        if generates and model is not None and getattr(model, setting) is not None:
+            yield Problem(
+                f"model.{setting}",
+                "is for classifiers; take it out, or set training.objective to one of theirs",
+            )
     if of_chain and parts.get("adapter") is not None:
         yield Problem("adapter", "is for transformers' models, and a chain is none; take it out")
     adapter = parts.get("adapter")

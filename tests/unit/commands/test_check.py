@@ -76,6 +76,44 @@ def test_report_is_a_table_with_layers(raw: dict[str, Any], tmp_path: Path) -> N
     assert "This machine: coordinator and worker 1." in shown
 
 
+def test_report_names_an_objective_that_is_not_the_usual_one(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    assert check(Config.from_dict(raw, tmp_path))["objective"] == "sft"
+    rows = '{"text": "ab", "label": "good"}\n{"text": "b", "label": "bad"}\n'
+    (tmp_path / "train.jsonl").write_text(rows, encoding="utf-8")
+    raw["training"]["objective"] = "classification"
+    shown = text(check(Config.from_dict(raw, tmp_path)))
+    assert "llama with 4 layers on 2 processes, to learn with classification." in shown
+    assert "labels: 2 (bad, good), single_label_classification" in shown
+
+
+@pytest.mark.parametrize("plan", ["given", "auto"])
+def test_an_objective_that_does_not_fit_is_refused_on_any_machine(
+    plan: str, raw: dict[str, Any], tmp_path: Path
+) -> None:
+    pair = '{"prompt": "a", "chosen": "b", "rejected": "ab"}\n'
+    (tmp_path / "train.jsonl").write_text(pair, encoding="utf-8")
+    raw["coordinator"] = {"hostname": "elsewhere", "ip": "10.255.0.1"}
+    raw["training"] |= {"objective": "dpo", "precompute_ref_log_probs": False}
+    if plan == "auto":
+        raw["shard_plan"] = "auto"
+    with pytest.raises(ConfigError, match="without a new adapter no step can ask"):
+        check(Config.from_dict(raw, tmp_path))
+    check(Config.from_dict({**raw, "adapter": {}}, tmp_path))
+    raw["training"] = {"objective": "classification", "sample_prompts": ["a"]}
+    with pytest.raises(ConfigError, match=r"training\.sample_prompts is for models that generate"):
+        check(Config.from_dict(raw, tmp_path))
+
+
+def test_labels_of_a_model_that_has_none_are_refused(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["model"]["num_labels"] = 3
+    with pytest.raises(ConfigError, match=r"model\.num_labels: is for classifiers"):
+        Config.from_dict(raw, tmp_path)
+    raw["training"]["objective"] = "token-classification"
+    Config.from_dict(raw, tmp_path)
+
+
 def test_plan_that_does_not_fit_the_model_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
     raw["shard_plan"][2]["end"] = 5
     with pytest.raises(PlanError, match="covers 5 layers, but the model has 4"):
