@@ -8,7 +8,7 @@ import ipaddress
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -34,9 +34,10 @@ from hetero_framework.config import (
     process_name,
     split_address,
 )
+from hetero_framework.config.objectives import NEEDS, DataKind, needs_of
 from hetero_framework.core import addresses
 from hetero_framework.core.files import write_file
-from hetero_framework.errors import ConfigError, HeteroError, UserError
+from hetero_framework.errors import ConfigError, DataError, HeteroError, UserError
 
 EXAMPLES = """
     hetero init
@@ -44,6 +45,8 @@ EXAMPLES = """
         --worker 192.168.1.20:9999:cuda:0 --worker [fd00::2]:9999 --adapter qlora \\
         --data train.jsonl
     hetero init --non-interactive --model ./model --worker localhost:29501 --adapter none
+    hetero init --non-interactive --model ./bert --worker box --data rows.jsonl \\
+        --objective classification
     hetero init --island garage --lighthouse 192.168.1.10:29510
     """
 _HOST_PORT_DEVICE = "HOST[:PORT[:DEVICE]]"
@@ -64,6 +67,11 @@ OPTIONS = (
     flag("--measure", "let the run measure the machines and plan for them; no even split"),
     option("--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"),
     option("--data", metavar="FILE", help="training data: file or dataset name"),
+    option(
+        "--objective",
+        metavar="NAME",
+        help="what to learn: sft, dpo, classification, ... (default: what the data's fields tell)",
+    ),
     option("--island", metavar="NAME", help="train together with other coordinators, as this one"),
     option(
         "--lighthouse",
@@ -82,15 +90,19 @@ _T = TypeVar("_T")
 
 def run(arguments: argparse.Namespace) -> int:
     given = vars(arguments)
-    names = ("model", "workers", "coordinator", "layers", "adapter", "data", "island", "lighthouse")
+    names = ("model", "workers", "coordinator", "layers", "adapter", "data", "objective", "island")
     # The wizard asks where it is not given.
-    answers = Answers(**{name: given[name] for name in names}, measure=arguments.measure or None)
+    asked = {name: given[name] for name in (*names, "lighthouse")}
+    answers = Answers(**asked, measure=arguments.measure or None)
     output = Path(arguments.output)
     if not arguments.non_interactive:
         code = run_wizard(answers, output, force=arguments.force)
         prepare_machines(load(argparse.Namespace(config=output)), output)
         return code
     config = write_config(answers, output, force=arguments.force)
+    objective = config.training.objective
+    if arguments.objective is None and objective != "sft":
+        print(f"training.objective is {objective}, as the fields of the data tell")
     for line in precision_lines(config):
         print(line)
     print(f"wrote {output}; next: hetero check --config {output}")
@@ -140,6 +152,7 @@ class Answers:
     layers: int | None = None
     adapter: str | None = None
     data: str | None = None
+    objective: str | None = None
     island: str | None = None
     lighthouse: str | None = None
     measure: bool | None = None  # leave the plan to the run, which measures the machines for it
@@ -229,21 +242,35 @@ def propose(
         raise UserError("--lighthouse HOST:PORT goes with --island NAME")
     if answers.data:
         raw["data"] = {"train": answers.data, "max_length": 1024}
+    objective = answers.objective or "sft"
+    kind = needs_of(objective).data
+    full, of_adapter = _RATES.get(kind, (5e-5, 2e-4))
     raw["training"] = {
         "output_dir": "runs/default",
+        **({"objective": objective} if objective != "sft" else {}),
         "num_train_epochs": 1,
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": max(8, 2 * (len(workers) + 1)),
-        "learning_rate": 5e-5 if adapter == "none" else 2e-4,
+        "learning_rate": full if adapter == "none" else of_adapter,
         "warmup_ratio": 0.03,
         "lr_scheduler_type": "cosine",
         "save_steps": 100,
         "save_total_limit": 3,
         "gradient_checkpointing": "auto",
     }
+    if kind == "mismatched":  # each answer is put behind its neighbour's prompt
+        raw["training"] |= {
+            "per_device_train_batch_size": 2,
+            "train_sampling_strategy": "sequential",
+        }
     return raw
 
 
+# All weights and an adapter. Of answers those of TRL, where an adapter learns ten times as fast.
+_RATES: Mapping[DataKind, tuple[float, float]] = {
+    **dict.fromkeys(("pairs", "ratings", "mismatched"), (1e-6, 1e-5)),
+    "compared": (1e-5, 1e-4),
+}
 # No dropout: PEFT takes none on experts whose weights are one parameter.
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 QLORA = {"dtype": "bfloat16", "quantization": "nf4"}
@@ -255,6 +282,11 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
         raise UserError(f"{output} exists already", hint="replace it with --force, or use --output")
     if answers.model is not None:
         _model(answers.model)
+    told = told_objectives(answers.data)
+    if answers.objective is not None:
+        _check_objective(answers.objective, *told)
+    elif told[0]:
+        answers = replace(answers, objective=told[0][0])
     answers = replace(
         answers, model=beside(answers.model, output), data=beside(answers.data, output)
     )
@@ -274,6 +306,37 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror or error}") from error
     return config
+
+
+def told_objectives(data: str | None) -> tuple[list[str], str]:
+    """The objectives that suit the first example of files on this machine, the likeliest first, and
+    the names of its fields; none for other data."""
+    if data is None:
+        return [], ""
+    from hetero_framework.data.kinds import objectives_of  # imports torch
+    from hetero_framework.data.sources import find_sources, read_file
+
+    with suppress(DataError):  # `hetero check` reports it
+        for source in find_sources(data, Path.cwd()):
+            if source.is_file:
+                first = next(read_file(source))
+                return objectives_of(first), ", ".join(first.fields)
+    return [], ""
+
+
+def _check_objective(name: str, told: Sequence[str], fields: str) -> str:
+    """The same. Raises UserError for one that there is not, or that other data are for."""
+    if needs_of(name).data == "own":
+        raise UserError(
+            f"the objective {name} is for a chain of modules of your own, not for a stored model",
+            hint='begin with examples/resnet.json; docs/objectives.md, "Any chain of modules"',
+        )
+    if told and name not in told:
+        raise UserError(
+            f"the objective {name} is not for data with the fields {fields}",
+            hint=f"these are for {', '.join(told)}; docs/objectives.md has the data of each",
+        )
+    return name
 
 
 def _own_device(name: str) -> str:
@@ -382,6 +445,20 @@ class _Questions:
                 raise
 
     def ask_all(self) -> None:
+        if self.answers.data is None:
+            default = _USUAL_DATA if Path(_USUAL_DATA).is_file() else None
+            self._take(data=self.ask("Training data: a file or a dataset name", default, _data))
+        told, fields = told_objectives(self.answers.data)
+        if fields:
+            self.say(f"The data have the fields {fields}.")
+        if self.answers.objective is None:
+            known = ", ".join(told or (name for name in NEEDS if NEEDS[name].data != "own"))
+            chosen = self.ask(
+                f"Objective ({known})",
+                told[0] if told else "sft",
+                lambda name: _check_objective(name, told, fields),
+            )
+            self._take(objective=chosen)
         while self.answers.model is None or self.answers.layers is None:
             if self.answers.model is None:
                 self._take(model=self.ask("Model: a directory or a name on the hub", None, _model))
@@ -400,9 +477,6 @@ class _Questions:
         if self.answers.adapter is None:
             question = "Train lora, qlora (4-bit base) or none (all weights)"
             self._take(adapter=self.ask(question, "lora", _one_of(*ADAPTERS)))
-        if self.answers.data is None:
-            default = _USUAL_DATA if Path(_USUAL_DATA).is_file() else None
-            self._take(data=self.ask("Training data: a file or a dataset name", default, _data))
 
     def _take(self, **given: Any) -> None:
         self.answers = replace(self.answers, **given)
@@ -501,7 +575,7 @@ def _layers(answers: Answers, output: Path) -> int:
     from hetero_framework.models.cut.introspect import introspect
     from hetero_framework.models.cut.shard import load_model_config
 
-    model = ModelConfig(name_or_path=answers.model)
+    model = ModelConfig(name_or_path=answers.model).for_objective(answers.objective or "sft")
     return introspect(load_model_config(model, output.absolute().parent)).num_layers
 
 

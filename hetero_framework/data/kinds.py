@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hetero_framework.config import DataConfig, TrainingConfig
-from hetero_framework.config.objectives import DataKind
+from hetero_framework.config.objectives import NEEDS, DataKind
 from hetero_framework.data.batches import MicroBatch, collate, pack
 from hetero_framework.data.examples import Examples, Rows
 from hetero_framework.data.formats import Formatter, detect_format
 from hetero_framework.data.labelled import (
+    WORDS,
     LabelledTexts,
     LabelledWords,
     TextFormatter,
@@ -45,7 +47,8 @@ class ExampleKind:
     """`formats` are the values of data.format beside "auto", `formatter` reads records, `kept`
     makes examples of tokenised rows, and `collate` a micro-batch of those with some numbers, padded
     with a token to a multiple. `records` makes those of this kind of the records of a file.
-    `label_fields` hold labels, which `formatter` and `kept` are also told of."""
+    `label_fields` hold labels, which `formatter` and `kept` are also told of. A record has one
+    field of each group of `needs`."""
 
     noun: str
     formats: tuple[str, ...]
@@ -54,6 +57,7 @@ class ExampleKind:
     collate: Collate
     records: Callable[[Iterator[Record]], Iterator[Record]] = iter
     label_fields: tuple[str, ...] = ()
+    needs: tuple[tuple[str, ...], ...] = ()
 
 
 def _text_formatter(
@@ -88,7 +92,10 @@ def _rated(kind: DataKind, kept: Any) -> ExampleKind:
     def formatter(first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Formatter:
         return RatingFormatter(kind, tokenizer, data)
 
-    return ExampleKind("rated answers", ("preference",), formatter, kept, collate_answers, unpaired)
+    return ExampleKind(
+        *("rated answers", ("preference",), formatter, kept, collate_answers, unpaired),
+        needs=(("prompt", "chosen"), ("completion", "chosen"), ("label", "rejected")),
+    )
 
 
 def _labelled_formatter(
@@ -118,23 +125,45 @@ def _tagged(
     return LabelledWords(examples, "tagged")
 
 
+_PAIR = (("chosen",), ("rejected",))
 _SFT_FORMATS = ("text", "prompt_completion", "messages", "alpaca")
 KINDS: dict[DataKind, ExampleKind] = {
     "text": ExampleKind("examples", _SFT_FORMATS, _text_formatter, _unchanged, collate),
-    "pairs": ExampleKind("pairs", ("preference",), _pair_formatter, _answers, collate_answers),
+    "pairs": ExampleKind(
+        *("pairs", ("preference",), _pair_formatter, _answers, collate_answers), needs=_PAIR
+    ),
     "ratings": _rated("ratings", _answers),
     "mismatched": _rated("mismatched", _mismatched),
     "compared": ExampleKind(
-        "pairs", ("preference",), ComparisonFormatter, _answers, collate_answers
+        *("pairs", ("preference",), ComparisonFormatter, _answers, collate_answers), needs=_PAIR
     ),
     "labelled": ExampleKind(
         *("labelled texts", ("text", "messages"), _labelled_formatter, _labelled, collate_texts),
         label_fields=OF_TEXTS,
+        needs=(("text", "messages"), OF_TEXTS),
     ),
     "tagged": ExampleKind(
-        *("texts of labelled words", (), _word_formatter, _tagged, collate), label_fields=OF_TOKENS
+        *("texts of labelled words", (), _word_formatter, _tagged, collate),
+        label_fields=OF_TOKENS,
+        needs=((WORDS,), OF_TOKENS),
     ),
 }
+
+
+def objectives_of(first: Record) -> list[str]:
+    """The objectives that may be trained on examples with the fields of this one, the likeliest
+    first."""
+    there = {name for name, value in first.fields.items() if value is not None}
+
+    def suits(kind: DataKind) -> bool:
+        if kind in KINDS and (needs := KINDS[kind].needs):
+            return all(there.intersection(group) for group in needs)
+        with suppress(DataError):
+            return kind == "text" and bool(detect_format(first.fields, first.where, "text"))
+        return False
+
+    found = [name for name, needs in NEEDS.items() if suits(needs.data)]
+    return sorted(found, key=lambda name: NEEDS[name].data == "text")  # it may have other fields
 
 
 def formatter_for(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from trl import DPOConfig, KTOConfig, RewardConfig
 
 from hetero_framework.commands.init import (
     Address,
@@ -22,6 +23,7 @@ from hetero_framework.commands.init import (
 )
 from hetero_framework.config import Config, load_config
 from hetero_framework.errors import ConfigError, UserError
+from hetero_framework.models.cut.tiny import tiny_config
 
 
 @pytest.mark.parametrize(
@@ -218,8 +220,9 @@ def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
     output = tmp_path / "c.json"
     said: list[str] = []
     ask = replies(
-        "", "./absent-model", "absent/model", "0", "absent/other", "many", "6", "gpu", "cpu", "2",
-        "box:port", "10.0.0.2", "10.0.0.3:9000:mps", "lara", "none", "", "train.jsonl", "some/data",
+        "", "train.jsonl", "some/data", "ppo", "sequential", "reward",
+        "./absent-model", "absent/model", "0", "absent/other", "many", "6", "gpu", "cpu", "2",
+        "box:port", "10.0.0.2", "10.0.0.3:9000:mps", "lara", "none",
     )  # fmt: skip
     assert run_wizard(Answers(), output, ask=ask, say=said.append) == 0
     config = load_config(output)
@@ -237,6 +240,8 @@ def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
         '"gpu" is not a device',
         '"lara" is not one of',
         "there is no file train.jsonl",
+        "there is no objective 'ppo'; there are sft, dpo,",
+        "the objective sequential is for a chain of modules of your own",
     ):
         assert complaint in text
 
@@ -249,7 +254,7 @@ def test_wizard_takes_defaults_and_skips_what_is_known(
     (tmp_path / "data" / "train.jsonl").write_text("")
     output = tmp_path / "c.json"
     answers = Answers(model="m", layers=4)
-    assert run_wizard(answers, output, ask=replies(*[""] * 5), say=lambda text: None) == 0
+    assert run_wizard(answers, output, ask=replies(*[""] * 6), say=lambda text: None) == 0
     config = load_config(output)
     assert (config.workers[0].ip, config.workers[0].port) == ("127.0.0.1", 9999)
     assert config.adapter is not None
@@ -260,7 +265,9 @@ def test_wizard_does_not_replace_a_file_unasked(tmp_path: Path) -> None:
     output.write_text("precious", encoding="utf-8")
     assert run_wizard(Answers(), output, ask=replies("no"), say=lambda text: None) == 0
     assert output.read_text(encoding="utf-8") == "precious"
-    answers = Answers(model="m", layers=4, workers=["localhost"], adapter="lora", data="d")
+    answers = Answers(
+        model="m", layers=4, workers=["localhost"], adapter="lora", data="d", objective="sft"
+    )
     assert run_wizard(answers, output, ask=replies("yes", ""), say=lambda text: None) == 0
     assert load_config(output).model is not None
 
@@ -283,9 +290,90 @@ def test_wizard_asks_on_a_terminal_whether_to_measure(
     reply: str, planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
-    answers = Answers(model="m", layers=4, workers=["localhost"], adapter="lora", data="d")
+    answers = Answers(
+        model="m", layers=4, workers=["localhost"], adapter="lora", data="d", objective="sft"
+    )
     said: list[str] = []
     code = run_wizard(answers, tmp_path / "c.json", ask=replies("cpu", reply), say=said.append)
     assert code == 0
     assert load_config(tmp_path / "c.json").is_planned is planned
     assert ("The plan is made when the run begins" in "".join(said)) is not planned
+
+
+RECORDS: dict[str, dict[str, Any]] = {
+    "dpo": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "kto": {"prompt": "a", "completion": "b", "label": True},
+    "classification": {"text": "a", "label": "good", "id": 3},
+    "token-classification": {"tokens": ["a"], "ner_tags": [1]},
+    "sft": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+}
+
+
+def saved_record(folder: Path, fields: dict[str, Any]) -> str:
+    (folder / "rows.jsonl").write_text(json.dumps(fields) + "\n", encoding="utf-8")
+    return "rows.jsonl"
+
+
+@pytest.mark.parametrize("objective", RECORDS)
+def test_the_fields_of_the_data_tell_the_objective(
+    objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = saved_record(tmp_path, RECORDS[objective])
+    answers = Answers(model="org/m", layers=2, data=data)
+    assert write_config(answers, tmp_path / "c.json").training.objective == objective
+    said: list[str] = []
+    ask = replies(*[""] * 5)
+    assert run_wizard(answers, tmp_path / "d.json", ask=ask, say=said.append) == 0
+    assert load_config(tmp_path / "d.json").training.objective == objective
+    assert f"The data have the fields {', '.join(RECORDS[objective])}." in said
+
+
+def test_an_objective_that_the_data_do_not_fit_is_refused_with_their_fields(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    output = tmp_path / "c.json"
+    data = saved_record(tmp_path, RECORDS["dpo"])
+    answers = Answers(model="org/m", layers=2, data=data, objective="classification")
+    with pytest.raises(UserError) as error:
+        write_config(answers, output)
+    assert "with the fields prompt, chosen, rejected" in error.value.message
+    assert error.value.hint is not None
+    assert "dpo, orpo, cpo, kto, reward" in error.value.hint
+    for fitting in ("orpo", "kto", "reward"):
+        config = write_config(replace(answers, objective=fitting), output, force=True)
+        assert config.training.objective == fitting
+    saved_record(tmp_path, {"body": "a"})  # data.dataset_text_field may name it
+    assert write_config(answers, output, force=True).training.objective == "classification"
+    saved_record(tmp_path, RECORDS["classification"])  # plain text may have other fields
+    config = write_config(replace(answers, objective="sft"), output, force=True)
+    assert config.training.objective == "sft"
+
+
+@pytest.mark.parametrize(
+    ("objective", "adapter", "rate"),
+    [
+        ("sft", "lora", 2e-4),
+        ("classification", "none", 5e-5),
+        ("dpo", "none", DPOConfig.learning_rate),
+        ("kto", "none", KTOConfig.learning_rate),
+        ("orpo", "qlora", 1e-5),
+        ("reward", "lora", RewardConfig.learning_rate),
+    ],
+)
+def test_the_learning_rate_follows_the_objective(objective: str, adapter: str, rate: float) -> None:
+    config = Config.from_dict(proposed(model="m", objective=objective, adapter=adapter))
+    assert config.training.learning_rate == rate
+    assert config.training.objective == objective
+
+
+def test_layers_are_those_of_the_class_that_is_trained(tmp_path: Path) -> None:
+    """Of DeBERTa there is none that generates text."""
+    config = tiny_config("deberta-v2", "token-classification")
+    config.save_pretrained(tmp_path / "model")
+    answers = Answers(model=str(tmp_path / "model"), objective="token-classification")
+    written = write_config(answers, tmp_path / "c.json")
+    assert written.plan.stages[-1].end == 6
+    assert written.model is not None
+    assert written.model.task == "token-classification"
