@@ -232,6 +232,14 @@ def test_readme_counts_the_architectures_that_the_table_counts() -> None:
     assert f"{counted[1]} of the {counted[2]} in transformers" in readme
 
 
+def test_the_page_of_objectives_counts_the_classifiers_that_the_table_counts() -> None:
+    table = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+    counted = re.findall(r"(\d+) of (\d+) architectures are bit-equal with", table)
+    page = (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8")
+    assert re.findall(r"(\d+) of (\d+) that have", page) == counted
+    assert len(counted) == 2
+
+
 def test_the_performance_page_shows_figures_of_check() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (\d+)% \| (\d+)% \| (\d+)% \|$", page, re.MULTILINE)

@@ -834,8 +834,8 @@ A name of a class (`...ForConditionalGeneration`) is a multimodal model trained 
 ## By objective
 
 All of these pass with {texts}.
-Many architectures also have a class that classifies, and some encoders no other. Their tiny \
-copies were trained in the same way, with the loss of that class.
+Many architectures also have a class that classifies; some, mostly encoders, have no other. \
+Their tiny copies were trained in the same way, with the loss of that class.
 {objectives}
 
 ## In bfloat16 autocast
