@@ -52,7 +52,7 @@ def _optimizer(config: Config) -> Iterator[UserError]:
 
 def _model(config: Config) -> Iterator[UserError]:
     model = config.model
-    if model is None:
+    if model is None or config.training.data_kind == "own":  # which is cut in other parts
         return
     name, fields = model.name_or_path, model.from_config
     if name is not None:

@@ -18,7 +18,9 @@ ROWS = {
 }
 """Rows of a micro-batch that one example makes."""
 
-Task = Literal["causal-lm", "sequence-classification", "token-classification"]
+Task = Literal[
+    "causal-lm", "sequence-classification", "token-classification", "image-classification"
+]
 """What the head of a model does, and so the class that is loaded: transformers' AutoModelFor..."""
 
 
@@ -38,6 +40,7 @@ NEEDS: dict[str, Needs] = {
     "classification": Needs("labelled", "sequence-classification"),
     "token-classification": Needs("tagged", "token-classification"),
     "sequential": Needs("own"),
+    "image-classification": Needs("own", "image-classification"),
 }
 """Of each objective; models/cut/objectives.py registers further ones."""
 

@@ -1266,8 +1266,9 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
                 "training.fp16",
                 'needs float32 weights when all are trained; set model.dtype to "float32"',
             )
-    of_chain = training is not None and training.data_kind == "own"
-    if model is not None and training is not None and of_chain != (model.chain is not None):
+    of_own = training is not None and training.data_kind == "own"
+    is_chain = training is not None and training.objective == "sequential"
+    if model is not None and training is not None and is_chain != (model.chain is not None):
         yield Problem(
             "training.objective",
             f"{shown(training.objective)} and model.chain do not go together: a chain is trained"
@@ -1280,8 +1281,8 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
                 f"model.{setting}",
                 "is for classifiers; take it out, or set training.objective to one of theirs",
             )
-    if of_chain and parts.get("adapter") is not None:
-        yield Problem("adapter", "is for transformers' models, and a chain is none; take it out")
+    if of_own and parts.get("adapter") is not None:
+        yield Problem("adapter", "is for models of texts; take it out")
     adapter = parts.get("adapter")
     rewrites = adapter is not None and adapter.init_lora_weights in REWRITING_INITS
     smooths = training is not None and training.label_smoothing_factor
@@ -1295,7 +1296,8 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("adapter.init_lora_weights", REWRITES_QUANTISED)
     if model is not None and model.from_config is not None:
         yield from (Problem(path, _NEEDS_STORED) for path in quantised)
-    if data is not None and model is not None and model.from_config and not model.tokenizer:
+    of_text = data is not None and not of_own
+    if of_text and model is not None and model.from_config and not model.tokenizer:
         yield Problem("model.tokenizer", "is needed: from_config brings no tokenizer")
     island = parts.get("island")
     if island is not None and plan and island.fragments > plan[-1].end:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
+
 from hetero_framework.config import Config, load_config
 from hetero_framework.core.devices import open_device
 from hetero_framework.data import load_tokenizer
@@ -94,7 +96,7 @@ def export_checkpoint(
         plan = plan_adapter(model_config, config.adapter, config.base_dir)
 
     generation = base_generation(config.model, config.base_dir, model_config)
-    tokenizer = None if config.model.chain is not None else load_tokenizer(config)
+    tokenizer = None if config.training.data_kind == "own" else load_tokenizer(config)
     about = (model_config, generation, tokenizer)
     write_result(output, config, plan, *about, _tensors(reader, config, plan), reader.step)
     return reader
@@ -156,8 +158,9 @@ def _tensors(
         shard = load_shard(settings, config.base_dir, span, open_device("cpu"), seed=0)
         attach_adapter(shard, plan, seed=0)
         trained = dict(trainable_parameters(shard))
-        for name, tensor in _weights(reader, trained).items():
-            trained[name].data = tensor
+        places: dict[str, torch.Tensor] = {**trained, **shard.statistics}
+        for name, tensor in _weights(reader, places).items():
+            places[name].data = tensor
         yield dict(export_parts(shard))
 
 

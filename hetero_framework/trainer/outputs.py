@@ -35,6 +35,7 @@ from hetero_framework.file_trust import other_writers, refuse_link
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.chain import ChainConfig, made
+from hetero_framework.models.cut.image_chain import as_saved
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import stock_class
 from hetero_framework.models.files.export import (
@@ -405,7 +406,7 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
     config = prepared.config
     assert config.model is not None
     result, output = shown(config.result_dir), shown(config.output_dir)
-    load = f"{stock_class(prepared.model_config).__name__}.from_pretrained"
+    load = f"{stock_class(as_saved(prepared.model_config)).__name__}.from_pretrained"
     steps = {}
     if config.model.chain is not None:
         steps["to load it"] = f"chain.load_state_dict(load_file({str(result / MODEL_WEIGHTS)!r}))"

@@ -232,7 +232,8 @@ def with_labels(
     """The settings and the model with the head that the data ask for. Raises ConfigError for one
     that a reward cannot have."""
     model = resolved.config.model
-    if model is None or model.task == "causal-lm":
+    own = resolved.config.training.data_kind == "own"
+    if model is None or own or model.task == "causal-lm":
         return resolved, model_config
     settings: dict[str, Any] = {"pad_token_id": data.pad_token_id}
     reason = "rewards: one number for each answer"

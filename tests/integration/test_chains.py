@@ -11,6 +11,8 @@ import torch
 from hetero_framework import control
 from hetero_framework.config import Config
 from hetero_framework.errors import CallbackError
+from hetero_framework.models.files.export import OutputDirectory
+from hetero_framework.trainer.checkpoint_export import export_checkpoint
 from hetero_framework.trainer.coordinator import train
 from tests.integration.conftest import read_metrics
 from tests.integration.test_best_model import Ending
@@ -128,6 +130,14 @@ def test_a_killed_worker_costs_no_statistics(tmp_path: Path) -> None:
     train(configuration("resnet", tmp_path / "run", [2, 4]), progress=notes)
     assert [line for line in notes.lines if "training goes on after step" in line]
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+def test_a_checkpoint_holds_the_statistics(tmp_path: Path) -> None:
+    saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_steps": 2}
+    train(configuration("resnet", tmp_path / "run", [], **saving))
+    output = OutputDirectory(tmp_path / "exported" / "model")
+    export_checkpoint(tmp_path / "run" / "checkpoints" / "step_2", output)
+    assert_same(weights(tmp_path / "exported"), weights(tmp_path / "run"))
 
 
 @LONG

@@ -53,6 +53,19 @@ class ChainConfig(PretrainedConfig):
         self.hidden_size = self.vocab_size = 1
         super().__init__(**kwargs)
 
+    def make(self) -> nn.Sequential:
+        """The chain with its weights; on the meta device, if that is torch's default, without.
+        Raises ModelError."""
+        return made(self.chain)
+
+    def learn(self) -> Iterator[BundleForms]:
+        """See `bundles`."""
+        return _learned(self)
+
+    def users_name(self, child: str, rest: str) -> str:
+        """The name in the result of a tensor of a child."""
+        return f"{child}.{rest}"
+
 
 class ChainModel(PreTrainedModel):
     """The children of a chain, as `blocks`. Only its names, shapes and types count: it is made on
@@ -62,7 +75,7 @@ class ChainModel(PreTrainedModel):
 
     def __init__(self, config: ChainConfig) -> None:
         super().__init__(config)
-        chain = made(config.chain)
+        chain = config.make()
         self.names = list(chain._modules)
         self.blocks = nn.ModuleList(chain)  # `children` would leave out those that come again
         self.post_init()
@@ -78,7 +91,7 @@ class ChainModel(PreTrainedModel):
         renamed = {}
         for key, tensor in state.items():
             _, index, rest = key.split(".", 2)
-            renamed[f"{self.names[int(index)]}.{rest}"] = tensor
+            renamed[self.config.users_name(self.names[int(index)], rest)] = tensor
         return renamed
 
 
@@ -121,7 +134,7 @@ def bundles(config: ChainConfig) -> tuple[BundleForms, ...]:
     if key not in _known:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _known[key] = tuple(_learned(config))
+            _known[key] = tuple(config.learn())
     return _known[key]
 
 
@@ -234,7 +247,7 @@ def child_flops(config: ChainConfig, index: int, rows: int) -> int:
 
     forms = bundles(config)[index].items()
     with torch.device("meta"):
-        child = made(config.chain)[index].to("meta")
+        child = config.make()[index].to("meta")
         value = joined({n: torch.zeros(rows, *shape, dtype=t) for n, (shape, t) in forms})
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             child(value)

@@ -12,12 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 from hetero_framework import control
 from hetero_framework.config import Config, StageSpec, TrainingConfig
 from hetero_framework.data.batches import MicroBatch
 from hetero_framework.data.own import OwnExamples
-from hetero_framework.errors import ModelError, ProtocolError
+from hetero_framework.errors import DataError, ModelError, ProtocolError
 from hetero_framework.models.cut.chain import (
     INPUT,
     TARGET,
@@ -28,6 +29,7 @@ from hetero_framework.models.cut.chain import (
     part_of,
 )
 from hetero_framework.models.cut.chain_shard import ChainShard
+from hetero_framework.models.cut.image_chain import ImageConfig
 from hetero_framework.models.cut.objective import Objective
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
@@ -40,12 +42,13 @@ def with_forms(config: Config) -> Config:
     """The configuration with what a run decides of its chain, where this process has its data. An
     example counts as a row of one token."""
     model, data = config.model, config.data
-    if model is None or model.chain is None or data is None or model.chain_forms is not None:
+    of_own = config.training.data_kind == "own"
+    if model is None or data is None or not of_own or model.chain_forms is not None:
         return config
     if control.named(str(data.train)) is None:
         return config
     forms = OwnExamples("train", data.train, config.training.seed).forms
-    modules = modules_of(model.chain)
+    modules = modules_of(model.chain) if model.chain is not None else None
     decided = {"chain_forms": forms, "chain_modules": modules}
     return config.with_changes(model=decided, data={"max_length": 1})
 
@@ -53,6 +56,9 @@ def with_forms(config: Config) -> Config:
 class ChainLoss(Objective):
     """`loss(output, target)` of the file of --import: the mean over the examples of a micro-batch,
     or a pair of it and a dictionary of further means."""
+
+    averages_means = True
+    """Whether a step averages the means of its micro-batches, and not its examples."""
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(id_layers)
@@ -76,13 +82,15 @@ class ChainLoss(Objective):
         rows = len(next(iter(members(target).values())))
         with running():
             output = cast(ChainShard, shard).output(inputs, received)
-            mean, means = self._called(output, target)
-        loss = (mean if backward is not None else mean * rows) / num_items
+            mean, means = self.called(shard.config, output, target)
+        loss = mean * (1 if self.averages_means and backward is not None else rows) / num_items
         if backward is not None:
             backward(loss)
         return loss.detach(), {METRICS: torch.stack(means).detach()} if means else {}
 
-    def _called(self, output: Any, target: Any) -> tuple[Tensor, list[Tensor]]:
+    def called(
+        self, config: PretrainedConfig, output: Any, target: Any
+    ) -> tuple[Tensor, list[Tensor]]:
         """The loss, and the means by `metric_names`."""
         function = control.named(LOSS)
         if function is None:
@@ -111,8 +119,7 @@ class ChainLoss(Objective):
         return dict(zip(self.metric_names, means.tolist(), strict=True))
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Micro-batches, each the mean of its examples."""
-        return len
+        return len if self.averages_means else self.prediction_counter(config)
 
     def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
         """Examples."""
@@ -126,3 +133,29 @@ class ChainLoss(Objective):
     ) -> int:
         """Small, where it cannot be counted."""
         return 0
+
+
+class ImageLoss(ChainLoss):
+    """The loss of transformers' image classifiers: of a class for each picture, of several labels,
+    or of measures."""
+
+    averages_means = False
+
+    def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
+        super().__init__(training, id_layers)
+        self.metric_names = ("accuracy",)
+
+    def called(
+        self, config: PretrainedConfig, output: Any, target: Any
+    ) -> tuple[Tensor, list[Tensor]]:
+        classifier = cast(ImageConfig, config).of_classifier
+        try:
+            loss = ForSequenceClassificationLoss(target, output, classifier)
+        except (IndexError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"the targets do not fit the model's {classifier.num_labels} labels: {error}",
+                hint="set model.num_labels, or correct the data set",
+            ) from error
+        is_class = not target.is_floating_point()
+        right = (output.argmax(-1) == target).float().mean() if is_class else loss.new_zeros(())
+        return loss, [right]

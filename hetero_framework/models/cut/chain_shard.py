@@ -23,12 +23,12 @@ from hetero_framework.models.cut.chain import (
     check_value,
     in_order,
     joined,
-    made,
     members,
     part_of,
     put_back,
     statistics,
 )
+from hetero_framework.models.cut.image_chain import ImageConfig
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import on_meta
 from hetero_framework.models.cut.partition import ShardRange, Skeleton
@@ -48,7 +48,7 @@ def build_chain(
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            children = list(made(config.chain))
+            children = list(config.make())
         _refuse_shared(children, here)
         for index in here:
             blocks[index] = children[index].to(device, dtype)
@@ -159,4 +159,4 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
         put_back(statistics(module), kept)
 
 
-BUILDERS[ChainConfig] = build_chain
+BUILDERS.update(dict.fromkeys((ChainConfig, ImageConfig), build_chain))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hetero_framework.config import TrainingConfig
 from hetero_framework.config.objectives import NEEDS, DataKind, Needs, Task, needs_of
 from hetero_framework.models.cut.causal_lm import CausalLM
-from hetero_framework.models.cut.chain_objective import ChainLoss
+from hetero_framework.models.cut.chain_objective import ChainLoss, ImageLoss
 from hetero_framework.models.cut.classification import Classification, Rewards
 from hetero_framework.models.cut.objective import Objective
 from hetero_framework.models.cut.preferences import Preferences, Ratings
@@ -26,6 +26,7 @@ _OBJECTIVES: dict[str, Make] = {
     "reward": Rewards,
     **dict.fromkeys(("classification", "token-classification"), Classification),
     "sequential": ChainLoss,
+    "image-classification": ImageLoss,
 }
 
 

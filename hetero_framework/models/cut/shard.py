@@ -32,7 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -43,6 +48,7 @@ from hetero_framework.models.cut.attention import check_installed
 from hetero_framework.models.cut.chain import ChainConfig, modules_of
 from hetero_framework.models.cut.codebooks import for_model
 from hetero_framework.models.cut.decoding import ShardCache
+from hetero_framework.models.cut.image_chain import ImageConfig
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.known_masks import knowing, register_known_masks
 from hetero_framework.models.cut.language import lies_in
@@ -100,20 +106,16 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     """The transformers configuration that the `model` section names: the one gate for all models.
     Raises ModelError, also for settings that would load code, and DeviceError where the attention
     is not installed."""
+    if model.task == "image-classification":
+        return _image_config(model, base_dir)
     if model.chain is not None:
-        if model.chain_forms is None:
-            raise ModelError(
-                f"the forms of what the chain {model.chain!r} takes are not known: no imported file"
-                " has the data set that data.train names",
-                hint="add --import FILE.py, with the chain and its data, to the command",
-            )
         if model.chain_modules not in (None, found := modules_of(model.chain)):
             raise ModelError(
                 f"the file of --import on {platform.node()} makes another chain {model.chain!r}"
                 " than that of the run",
                 hint="start all machines with the same file",
             )
-        return ChainConfig(model.chain, model.chain_forms, found)
+        return ChainConfig(model.chain, _forms(model), found)
     config, place = _stated(model, base_dir)
     if model.attn_implementation is not None:
         register_per_sample()  # quantising looks at a model before one is built
@@ -127,6 +129,30 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     if model.router_aux_loss_coef is not None:
         _set_router_loss(config, model.router_aux_loss_coef)
     return config
+
+
+def _forms(model: ModelConfig) -> dict[str, Any]:
+    if model.chain_forms is None:
+        raise ModelError(
+            "the forms of what the model takes are not known: no imported file has the data set"
+            " that data.train names",
+            hint="add --import FILE.py, with the data set, to the command",
+        )
+    return dict(model.chain_forms)
+
+
+def _image_config(model: ModelConfig, base_dir: Path) -> ImageConfig:
+    """Raises as `load_model_config`, and ArchitectureError for a model that has no such class."""
+    config, place = _stated(model, base_dir)
+    if type(config) not in AutoModelForImageClassification._model_mapping:
+        raise ArchitectureError(
+            f"transformers has no class for image-classification of model type"
+            f" {config.model_type!r}",
+            hint="choose another model, or another training.objective",
+        )
+    _set_labels(config, model)
+    source = place if model.name_or_path is not None else None
+    return ImageConfig(config.to_dict(), source, model.revision, forms=_forms(model))
 
 
 def _stated(model: ModelConfig, base_dir: Path) -> tuple[PretrainedConfig, str]:
@@ -156,6 +182,8 @@ def _set_labels(config: PretrainedConfig, model: ModelConfig) -> None:
     if model.problem_type is not None:
         config.problem_type = model.problem_type
     text: Any = config.get_text_config()
+    if model.task == "image-classification":
+        return
     if model.pad_token_id is not None:
         text.pad_token_id = model.pad_token_id
     elif getattr(text, "pad_token_id", None) is None:
@@ -219,7 +247,7 @@ def load_shard(
     build = functools.partial(
         build_shard, config, rng=rng, dtype=dtype, device=device.torch_device, kept=kept
     )
-    if model.name_or_path is None:
+    if model.name_or_path is None or type(config) in BUILDERS:
         return build(checkpoint=None, seed=seed)
     compute_dtype = dtype or config_dtype(config)
     quantization = quantization_config(model.quantization, config, compute_dtype, device)

@@ -13,6 +13,7 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -196,6 +197,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _CLASSIFIERS: dict[Task, Any] = {
     "sequence-classification": AutoModelForSequenceClassification,
     "token-classification": AutoModelForTokenClassification,
+    "image-classification": AutoModelForImageClassification,
 }
 
 

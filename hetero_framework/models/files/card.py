@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from hetero_framework._version import __version__
 from hetero_framework.models.cut.chain import ChainConfig
+from hetero_framework.models.cut.image_chain import as_saved
 from hetero_framework.models.cut.language import stock_class
 from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.export import CARD
@@ -48,6 +49,7 @@ _TAGS = {
     "causal-lm": "text-generation",
     "sequence-classification": "text-classification",
     "token-classification": "token-classification",
+    "image-classification": "image-classification",
 }
 _LOAD_MODEL = """from transformers import AutoTokenizer, {loader}
 
@@ -72,12 +74,15 @@ def model_card(
     """The text of a card. `base` is `base_facts`; `lists` are headings and what stands below each;
     `datasets` are names on the hub."""
     name, terms = base
+    config = as_saved(config)
     shown, loader = name or "a model that is not on the hub", stock_class(config).__name__
     classifies = (task := task_of(config)) != "causal-lm"
     title = f"LoRA adapter for {shown}" if adapter else f"Fine-tuned from {shown}"
     library = "peft" if adapter else "transformers"
     kind = "adapter" if adapter else "finetune"
     load = _LOAD_ADAPTER if adapter else _LOAD_MODEL
+    if task == "image-classification":
+        load = load.replace("AutoTokenizer", "AutoImageProcessor").replace("tokenizer", "processor")
     chain = config.chain if isinstance(config, ChainConfig) else None
     if chain is not None:
         title, load, library = f"{chain}, a chain of modules", _LOAD_CHAIN, "pytorch"

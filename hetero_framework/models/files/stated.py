@@ -34,7 +34,7 @@ _SHOWN = 4
 def as_held(model: ModelConfig, base_dir: Path) -> tuple[ModelConfig, list[str]]:
     """The `model` section with `tie_word_embeddings` as the checkpoint has it, where it holds both
     ends of tied weights, and warnings. Raises ModelError, also for names that a wrapper made."""
-    if model.name_or_path is None:
+    if model.name_or_path is None or model.task == "image-classification":
         return model, []
     config = load_model_config(model, base_dir)
     whole = meta_model(config)

@@ -16,7 +16,6 @@ from hetero_framework.models.cut.chain import (
     bundles,
     examples,
     in_order,
-    made,
     members,
     part_of,
     statistics,
@@ -46,7 +45,7 @@ def chain_problem(config: ChainConfig, ranges: Sequence[ShardRange]) -> str | No
             if tensor.is_floating_point():
                 tensor.normal_()
         torch.manual_seed(0)
-        expected = _of_whole(made(config.chain), batch)
+        expected = _of_whole(config, batch)
         cpu = torch.device("cpu")
         shards = [build_chain(config, r, dtype=torch.float32, device=cpu, seed=0) for r in ranges]
         actual = _of_shards(shards, batch, bundles(config)[-1])
@@ -58,15 +57,22 @@ def _same(one: Tensor | None, other: Tensor) -> bool:
     return one is not None and torch.equal(one, other)
 
 
-def _of_whole(chain: nn.Sequential, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _of_whole(config: ChainConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Outputs, gradients and statistics, by name."""
+    chain = config.make()
     for index, child in enumerate(chain):
         child.register_forward_pre_hook(partial(_seed, index))
         child.register_forward_hook(_hand_on)
     left = members(chain.float().train()(part_of(batch, INPUT)))
     differentiate(tuple(left.values()), _ones(tuple(left.values())))
     gradients = {name: p.grad for name, p in chain.named_parameters() if p.grad is not None}
-    return _named(left, gradients) | statistics(chain)
+    renamed = partial(_renamed, config)
+    return _named(left, renamed(gradients)) | renamed(statistics(chain))
+
+
+def _renamed(config: ChainConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    parts = ((name.partition("."), tensor) for name, tensor in tensors.items())
+    return {config.users_name(child, rest): tensor for (child, _, rest), tensor in parts}
 
 
 def _seed(index: int, module: nn.Module, args: object) -> None:
