@@ -109,5 +109,5 @@ def test_steps_take_the_epochs_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(data.step_batches(5)[0]["input"], data.step_batches(5)[0]["input"])
     with pytest.raises(ConfigError, match='a chain is trained with "sequential", and nothing else'):
         Config.from_dict(raw)
-    with pytest.raises(ConfigError, match="a chain is none; take it out"):
+    with pytest.raises(ConfigError, match="is for models of texts; take it out"):
         Config.from_dict({**raw, "training": training, "adapter": {}})
