@@ -450,7 +450,8 @@ def test_verify_takes_the_class_that_the_objective_trains(
     """A head that the weights lack is the same in the whole and in a shard."""
     task = NEEDS[objective].task if has_head else "causal-lm"
     stored = tiny_config("llama", task)
-    stored.num_labels = 1 if objective == "reward" else 3
+    if has_head:
+        stored.num_labels = 1 if objective == "reward" else 3
     stock_class(stored)._from_config(stored).save_pretrained(tmp_path / "model")
     machine = {"hostname": "a", "ip": "127.0.0.1"}
     raw = {
