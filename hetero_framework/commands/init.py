@@ -328,8 +328,8 @@ def _check_objective(name: str, told: Sequence[str], fields: str) -> str:
     """The same. Raises UserError for one that there is not, or that other data are for."""
     if needs_of(name).data == "own":
         raise UserError(
-            f"the objective {name} is for a chain of modules of your own, not for a stored model",
-            hint='begin with examples/resnet.json; docs/objectives.md, "Any chain of modules"',
+            f"the objective {name} is for a data set of your own, in a file for --import",
+            hint="begin with the example of it in docs/objectives.md",
         )
     if told and name not in told:
         raise UserError(

@@ -64,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--objective goes with --model-type; a configuration has its own")
     needs = needs_of(arguments.objective or "sft")
     if needs.data == "own":
-        raise UserError("a chain is verified with the --config that names it")
+        raise UserError(
+            f"a model for {arguments.objective} is verified with the --config that names it"
+        )
     if arguments.output and not arguments.all:
         raise UserError("--output goes with --all")
     config = None

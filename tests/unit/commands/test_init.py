@@ -241,7 +241,7 @@ def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
         '"lara" is not one of',
         "there is no file train.jsonl",
         "there is no objective 'ppo'; there are sft, dpo,",
-        "the objective sequential is for a chain of modules of your own",
+        "the objective sequential is for a data set of your own",
     ):
         assert complaint in text
 
