@@ -32,7 +32,11 @@ class Ending(TrainerCallback):
             raise RuntimeError("the end")
 
 
-@pytest.mark.parametrize(("adapter", "rate"), [(None, 0.3), (LORA, 5.0)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("adapter", "rate"),
+    [pytest.param(None, 0.3, marks=pytest.mark.long), (LORA, 5.0)],
+    ids=["full", "lora"],
+)
 def test_the_best_model_does_not_depend_on_the_cut(
     adapter, rate, pool, llama, texts, tmp_path
 ) -> None:

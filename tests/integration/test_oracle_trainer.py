@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.cases import seldom
 from tests.integration.oracles import (
     assert_agree,
     assert_close,
@@ -38,7 +39,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", seldom(CASES, "checkpointing"))
 def test_full_training_agrees_with_trainer(case, losses, llama, texts, tmp_path) -> None:
     training = CASES[case]
     ours = losses([2, 4], training=training)
@@ -47,7 +48,9 @@ def test_full_training_agrees_with_trainer(case, losses, llama, texts, tmp_path)
     assert_close(weights(tmp_path / "run"), trained)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "saved_embedding"])
+@pytest.mark.parametrize(
+    "lora", [pytest.param(False, marks=pytest.mark.long), True], ids=["full", "saved_embedding"]
+)
 def test_noise_of_the_same_seeds_agrees_with_trainer(
     lora, losses, llama, texts, tmp_path, monkeypatch
 ) -> None:
@@ -70,7 +73,11 @@ def test_noise_of_the_same_seeds_agrees_with_trainer(
     assert_close(weights(tmp_path / "run"), trained)
 
 
-@pytest.mark.parametrize("training", [{"weight_decay": 0.1}, {"bf16": True}], ids=["decay", "bf16"])
+@pytest.mark.parametrize(
+    "training",
+    [{"weight_decay": 0.1}, pytest.param({"bf16": True}, marks=pytest.mark.long)],
+    ids=["decay", "bf16"],
+)
 def test_lora_agrees_with_trainer(training, losses, llama, texts, tmp_path) -> None:
     adapter = save_adapter(llama, tmp_path / "adapter")
     ours = losses([2, 4], training=training, adapter={"init_from": str(adapter)})

@@ -15,6 +15,7 @@ from hetero_framework import control
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
 from hetero_framework.trainer.coordinator import train
+from tests.cases import seldom
 from tests.integration.conftest import read_metrics
 from tests.samples import save_llama
 
@@ -59,7 +60,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SELDOM = ("full_fp16", "lora_smoothing_noise", "lora_pure_bf16")
+
+
+@pytest.mark.parametrize("case", seldom(CASES, *SELDOM))
 def test_training_cut_into_stages_equals_one_process(case, losses, tmp_path, llama) -> None:
     sections = dict(CASES[case])
     if sections.pop("bfloat16", False):
@@ -72,7 +76,9 @@ def test_training_cut_into_stages_equals_one_process(case, losses, tmp_path, lla
         assert_same(weights(tmp_path / name), weights(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("chunk", [None, 16], ids=["whole", "in_chunks"])
+@pytest.mark.parametrize(
+    "chunk", [None, pytest.param(16, marks=pytest.mark.long)], ids=["whole", "in_chunks"]
+)
 def test_metrics_of_tokens_are_those_of_one_process(chunk, losses, tmp_path, texts) -> None:
     def measured(cuts: list[int], name: str, **training) -> list[dict[str, float]]:
         training |= {"eval_strategy": "epoch", "loss_chunk_tokens": chunk}
@@ -175,7 +181,9 @@ def test_worker_listed_twice_and_local_at_the_end_equal_one_process(losses) -> N
     assert losses([], "cut", shard_plan=plan, adapter=LORA) == losses([], "whole", adapter=LORA)
 
 
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "adapter", [None, pytest.param(LORA, marks=pytest.mark.long)], ids=["full", "lora"]
+)
 def test_a_loss_in_pieces_and_stages_that_recompute_equal_one_process(
     adapter, losses, tmp_path
 ) -> None:

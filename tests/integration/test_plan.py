@@ -41,6 +41,7 @@ def raw(pool: Pool, tmp_path: Path, llama: Path, texts: Path) -> dict[str, Any]:
     )
 
 
+@pytest.mark.long
 def test_measured_plan_is_written_and_trains_to_the_same_bits(
     raw: dict[str, Any],
     tmp_path: Path,
@@ -71,6 +72,7 @@ def test_measured_plan_is_written_and_trains_to_the_same_bits(
     assert read_metrics(tmp_path / "run") == losses([], "whole")
 
 
+@pytest.mark.long
 def test_bench_predicts_the_configured_plan_and_leaves_no_trace(
     raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

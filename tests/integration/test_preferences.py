@@ -15,6 +15,7 @@ import pytest
 from hetero_framework.config import Config
 from hetero_framework.errors import CallbackError, ConfigError
 from hetero_framework.trainer.coordinator import train
+from tests.cases import seldom
 from tests.integration.conftest import read_metrics
 from tests.integration.test_best_model import Ending
 from tests.integration.test_parity import LORA, assert_same, weights
@@ -60,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
 }
-SELDOM = ("routers", "kto_dropout_bf16", "apo_zero_unpaired")
+SELDOM = ("full", "lora_dropout", "cpo", "routers", "kto_dropout_bf16", "apo_zero_unpaired")
 
 
 @pytest.fixture
@@ -83,9 +84,7 @@ def configured(pool: Any, llama: Path, tmp_path: Path) -> Any:
     return config
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.long) if c in SELDOM else c for c in CASES]
-)
+@pytest.mark.parametrize("case", seldom(CASES, *SELDOM))
 def test_preferences_do_not_depend_on_the_cut(case: str, configured: Any, tmp_path: Path) -> None:
     sections = CASES[case]
     whole = train(configured("whole", [], **sections))
@@ -108,7 +107,7 @@ def test_preferences_do_not_depend_on_the_cut(case: str, configured: Any, tmp_pa
 @pytest.mark.parametrize(
     "sections",
     [
-        pytest.param({}, id="full"),
+        pytest.param({}, id="full", marks=pytest.mark.long),
         pytest.param({"adapter": LORA}, id="lora"),
         pytest.param({"training": KTO}, id="kto", marks=pytest.mark.long),
     ],

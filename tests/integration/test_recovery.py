@@ -191,10 +191,8 @@ def test_steps_that_are_repeated_after_a_loss_are_recorded_once(
     assert_same(weights(tmp_path / "run"), weights(with_callbacks / "run"))
 
 
-KILLS = [{5: (1, 2)}, pytest.param({1: (1,)}, marks=LONG)]
-
-
-@pytest.mark.parametrize("at", KILLS, ids=str)
+@LONG
+@pytest.mark.parametrize("at", [{5: (1, 2)}, {1: (1,)}], ids=str)
 def test_a_worker_that_is_killed_comes_back_and_the_result_is_the_same(
     at: dict[int, tuple[int, ...]], llama: Path, texts: Path, tmp_path: Path, whole: Path
 ) -> None:
@@ -246,6 +244,7 @@ def test_a_step_that_keeps_killing_its_worker_ends_the_run(
     assert raised.value.exit_code == 4
 
 
+@LONG
 def test_f30_out_of_memory_in_any_process_repeats_the_step_exactly(
     llama: Path, texts: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from hetero_framework.config import Config
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.trainer.coordinator import train
+from tests.cases import seldom
 from tests.integration.test_parity import assert_same, weights
 from tests.samples import save_tiny
 
@@ -26,9 +27,11 @@ TRAINING = {"max_steps": 2, "learning_rate": 1e-2, "gradient_accumulation_steps"
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
 # Sliding windows, a state-space model, keys that layers share, experts, linear attention, learned
 # positions, and two without a cache of ours.
-FULL = ["gemma4_text", "mamba"]
-LONG = ["llama", "mistral", "qwen3_moe", "qwen3_next", "gpt2", "gemma2", "minimax", "openai-gpt"]
-ARCHITECTURES = [*FULL, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
+SELDOM = (
+    *("gemma4_text", "mistral", "qwen3_moe", "qwen3_next", "gpt2", "gemma2", "minimax"),
+    "openai-gpt",
+)
+ARCHITECTURES = seldom(("llama", "mamba", *SELDOM), *SELDOM)
 
 
 def samples(output: Path) -> list[dict[str, Any]]:

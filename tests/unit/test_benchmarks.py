@@ -152,6 +152,7 @@ def test_torch_slowed_on_purpose_is_slower(network: Network) -> None:
     assert 4 * 0.004 <= slow[0].forward_s[0] < 4 * 0.054
 
 
+@pytest.mark.long
 def test_micro_batches_of_several_lengths(network: Network) -> None:
     load = replace(LOAD, lengths=(1.0, 0.25))
     results = run_case(load, network, [Engine()], ["torch-1f1b"], 1, lambda figures: None)
@@ -192,6 +193,7 @@ def test_bare_sockets_measure_a_shaped_network() -> None:
     assert 0.5 < share < 1.1
 
 
+@pytest.mark.long
 @needs_linux
 def test_a_paced_network_takes_the_expected_time() -> None:
     with open_network("100mbit", 2, namespaces=False) as paced:

@@ -49,7 +49,12 @@ def make(folder: Path, name: str, steps: int, **changes: Any) -> Config:
 
 @pytest.mark.parametrize(
     ("tied", "adapter"),
-    [(False, None), (True, None), (False, {"r": 4, "target_modules": "all-linear"}), (False, ENDS)],
+    [
+        pytest.param(False, None, marks=pytest.mark.long),
+        (True, None),
+        (False, {"r": 4, "target_modules": "all-linear"}),
+        (False, ENDS),
+    ],
     ids=["full", "tied", "adapter", "adapted ends"],
 )
 def test_result_of_a_checkpoint_is_that_of_a_run_that_ends_there(

@@ -855,7 +855,9 @@ def test_gradients_of_side_tensors_are_checked(change: Any, tmp_path: Path) -> N
 
 
 @quiet_compiler
-@pytest.mark.parametrize("way", ["pieces", "pieces, tied", "compiled"])
+@pytest.mark.parametrize(
+    "way", ["pieces", "pieces, tied", pytest.param("compiled", marks=pytest.mark.long)]
+)
 def test_other_ways_of_computing_change_nothing_but_rounding(
     way: str, request: pytest.FixtureRequest
 ) -> None:

@@ -39,6 +39,7 @@ from hetero_framework.config import Config
 from hetero_framework.errors import CallbackError, ConfigError
 from hetero_framework.trainer import coordinator
 from hetero_framework.trainer.coordinator import train
+from tests.cases import seldom
 from tests.integration.oracles import tokenized
 from tests.samples import save_llama, save_texts
 from tests.unit.trainer.conftest import Alone
@@ -135,7 +136,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", seldom(CASES, "steps", "logged_in_twos", "evaluated_in_twos"))
 def test_callbacks_are_told_what_the_trainer_tells_them(
     case: str, alone: Alone, tmp_path: Path
 ) -> None:
@@ -193,7 +194,7 @@ COUNTED: dict[
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("case", COUNTED)
+@pytest.mark.parametrize("case", seldom(COUNTED, "adapted_embedding", "saved_embedding"))
 def test_operations_are_counted_as_by_the_trainer(case: str, alone: Alone, tmp_path: Path) -> None:
     adapter, tied = COUNTED[case]
     model = save_llama(tmp_path / "model", layers=1, tie_word_embeddings=tied)
@@ -236,7 +237,7 @@ FLAGS: dict[str, tuple[str, int, dict[str, bool]]] = {
 }
 
 
-@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("flag", seldom(FLAGS, "no_log", "stop_after_a_log"))
 def test_flags_of_the_control_are_obeyed_as_by_the_trainer(
     flag: str, alone: Alone, tmp_path: Path
 ) -> None:
@@ -268,7 +269,7 @@ BEST: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", BEST)
+@pytest.mark.parametrize("case", seldom(BEST, "steps", "two_are_kept"))
 def test_the_best_model_is_that_of_the_trainer(case: str, alone: Alone, tmp_path: Path) -> None:
     steps = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
     # So large a rate that the loss goes up and down.
@@ -295,6 +296,7 @@ def number(path: str | Path | None) -> int:
     return int(str(path).replace("_", "-").rpartition("-")[2])
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_again_and_again_has_the_same_best_model(
     alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,6 +436,7 @@ def test_reporters_are_a_name_or_a_list(written: Any, read: tuple[str, ...], alo
     assert alone(training={"report_to": written}).training.report_to == read
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_offline_gets_the_history_and_a_resumed_run_goes_on_with_its_run(
     alone: Alone, tmp_path: Path
@@ -455,6 +458,7 @@ def test_wandb_offline_gets_the_history_and_a_resumed_run_goes_on_with_its_run(
     assert rows == [[line["step"], line["prompt"], line["text"]] for line in sampled_by(config)]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
 def test_trackio_gets_every_value_of_the_history(alone: Alone, tmp_path: Path) -> None:
     sampled = {"sample_prompts": ["red green"], "sample_steps": 1, "sample_max_new_tokens": 5}

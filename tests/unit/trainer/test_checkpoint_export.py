@@ -31,7 +31,9 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "export", lost)
 
 
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["model", "adapter"])
+@pytest.mark.parametrize(
+    "adapter", [pytest.param(None, marks=pytest.mark.long), LORA], ids=["model", "adapter"]
+)
 def test_the_result_of_the_last_step_is_that_of_the_undisturbed_run(
     alone: Alone, request: pytest.FixtureRequest, adapter: Any
 ) -> None:

@@ -23,6 +23,7 @@ from hetero_framework import control
 from hetero_framework.config import Config
 from hetero_framework.errors import CallbackError, ConfigError
 from hetero_framework.trainer.coordinator import train
+from tests.cases import seldom
 from tests.integration.oracles import tokenized
 from tests.samples import save_texts
 from tests.unit.trainer.conftest import Alone
@@ -100,7 +101,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", seldom(CASES, "in_chunks", "smoothed"))
 def test_metrics_and_what_they_are_computed_of_are_the_trainers(
     case: str, alone: Alone, tmp_path: Path
 ) -> None:

@@ -69,8 +69,18 @@ class Failing:
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.ESTALE])
-@pytest.mark.parametrize("operation", ["mkdir", "rename"])
+CODES = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.ESTALE)
+OFTEN = [("mkdir", errno.EROFS), ("rename", errno.ENOSPC)]
+
+
+@pytest.mark.parametrize(
+    ("operation", "code"),
+    [
+        pytest.param(operation, code, marks=() if (operation, code) in OFTEN else pytest.mark.long)
+        for operation in ("mkdir", "rename")
+        for code in CODES
+    ],
+)
 def test_a_save_that_fails_twice_does_not_end_the_run(
     alone: Alone, monkeypatch: pytest.MonkeyPatch, operation: str, code: int
 ) -> None:

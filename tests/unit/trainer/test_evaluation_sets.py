@@ -46,8 +46,15 @@ def test_each_set_is_logged_and_told_as_by_the_trainer(alone: Alone, tmp_path: P
     assert {f"eval_{name}_token_loss" for name in SETS} <= summary.metrics.keys()
 
 
-@pytest.mark.parametrize("metric", ["math_loss", "eval_math_hard_loss"])
-@pytest.mark.parametrize("strategy", ["steps", "best"])
+@pytest.mark.parametrize(
+    ("strategy", "metric"),
+    [
+        ("best", "eval_math_hard_loss"),
+        pytest.param("steps", "eval_math_hard_loss", marks=pytest.mark.long),
+        pytest.param("best", "math_loss", marks=pytest.mark.long),
+        pytest.param("steps", "math_loss", marks=pytest.mark.long),
+    ],
+)
 def test_the_best_model_by_one_set_is_that_of_the_trainer(
     metric: str, strategy: str, alone: Alone, tmp_path: Path
 ) -> None:
@@ -79,6 +86,7 @@ class FailingInASet(TrainerCallback):
             raise RuntimeError("once")
 
 
+@pytest.mark.long
 def test_a_run_that_ends_between_two_sets_goes_on_as_if_it_had_not(
     alone: Alone, tmp_path: Path
 ) -> None:

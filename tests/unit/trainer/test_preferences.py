@@ -131,17 +131,21 @@ def trl(config: Config, output: Path, adapter: Path | None = None) -> Any:
 
 
 KTO = {"objective": "kto", "train_sampling_strategy": "sequential"}
+PLAIN = (
+    *("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down"),
+    *("discopop", "sigmoid_norm"),
+)
 CASES: dict[str, dict[str, Any]] = {
-    **{
-        name: {"loss_type": name}
-        for name in (
-            *("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_zero"),
-            *("apo_down", "discopop", "sigmoid_norm"),
-        )
-    },
+    **{name: {"loss_type": name} for name in PLAIN},
     "exo_pair": {"loss_type": "exo_pair", "label_smoothing": 0.1},
     "robust": {"loss_type": "robust", "label_smoothing": 0.1, "beta": 0.3},
     "several": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+    "all": {
+        "loss_type": [*PLAIN, "exo_pair", "robust", "sft"],
+        "loss_weights": [0.3 + 0.1 * number for number in range(len(PLAIN) + 3)],
+        "label_smoothing": 0.1,
+        "beta": 0.5,
+    },
     "rpo": {"rpo_alpha": 0.5, "token_metrics": True},
     "weighted": {"use_weighting": True, "loss_chunk_tokens": 9},
     "shared_length": {"ld_alpha": 0.3},
@@ -169,19 +173,22 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-SELDOM = ("kto_weighted", "kto_whole_rows", "kto_of_pairs")
-WITH_LORA = ("sigmoid", "weighted", "in_chunks")
+# Each has code of its own.
+OFTEN = (
+    *("sigmoid", "all", "weighted", "shared_length", "in_chunks", "orpo", "cpo", "cpo_simpo_1.0"),
+    *("kto", "apo_zero_unpaired"),
+)
 
 
 @pytest.mark.parametrize(
     ("case", "lora"),
     [
         *(
-            pytest.param(case, False, marks=pytest.mark.long if case in SELDOM else ())
+            pytest.param(case, False, marks=() if case in OFTEN else pytest.mark.long)
             for case in CASES
         ),
         *(
-            pytest.param(case, True, marks=() if case in WITH_LORA else pytest.mark.long)
+            pytest.param(case, True, marks=() if case == "in_chunks" else pytest.mark.long)
             for case in CASES
         ),
     ],
