@@ -214,7 +214,9 @@ def embedding_footprint(setting: Setting) -> Footprint | None:
 def head_footprint(setting: Setting) -> Footprint | None:
     """The part behind the layers, and the loss: forward and backward in one, nothing is kept. None
     also for a loss of many chunks, which would take as many runs."""
-    if setting.objective.num_chunks(setting.model, _inputs(setting)) > _MOST_CHUNKS:
+    with torch.device("meta"):  # the micro-batch may be larger than this machine's memory
+        inputs = _inputs(setting)
+    if setting.objective.num_chunks(setting.model, inputs) > _MOST_CHUNKS:
         return None
     last = introspect(setting.model).num_layers
     return _remembered(setting, ShardRange(last, last, False, True), False, True)
