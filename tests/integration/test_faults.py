@@ -239,6 +239,7 @@ def test_a_link_cut_in_an_evaluation_changes_nothing(make, proxies, whole, tmp_p
     assert_equal_runs(tmp_path / "cut", whole("lora"))
 
 
+@pytest.mark.long
 def test_a_link_cut_while_resuming_changes_nothing(make, proxies, whole, tmp_path) -> None:
     with pytest.raises(StoppedEarly):
         train(make("cut", [3]), progress=SignalAt(5, signal.SIGTERM))
@@ -308,6 +309,7 @@ def test_f15_segments_of_one_byte_and_latency_change_nothing(
     assert_equal_runs(tmp_path / "run", whole("lora"))
 
 
+@pytest.mark.long
 def test_a_silent_link_is_given_up_and_opened_again(make, proxies, whole, tmp_path) -> None:
     """A black hole: no byte and no end. It heals when the coordinator dials again."""
 
@@ -326,6 +328,7 @@ def test_a_silent_link_is_given_up_and_opened_again(make, proxies, whole, tmp_pa
     assert_equal_runs(tmp_path / "cut", whole("lora"))
 
 
+@pytest.mark.long
 def test_a_link_that_stays_silent_ends_the_run(make, proxies) -> None:
     class Hole(SignalAt):
         def act(self) -> None:
@@ -478,6 +481,7 @@ def slow_worker(pool: Pool) -> Iterator[Callable[[Callable[[], object]], int]]:
     serving[0].join()
 
 
+@pytest.mark.long
 def test_a_stage_may_compute_for_longer_than_a_link_may_be_silent(
     make, slow_worker, whole, tmp_path
 ) -> None:
@@ -642,6 +646,7 @@ def test_workers_that_the_command_line_starts_are_not_used_by_another_run(make, 
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, log)
 
 
+@pytest.mark.long
 def test_a_short_loss_of_a_link_during_loading_is_recovered(make, proxies, whole, tmp_path) -> None:
     proxies[1].cuts.append(FrameCut("up", m.Setup, "after"))
     proxies[2].cuts.append(FrameCut("down", m.Ready, "middle"))
@@ -667,6 +672,7 @@ def test_a_worker_that_is_frozen_is_killed_and_started_again(
     assert_equal_runs(tmp_path / "run", whole("lora"))
 
 
+@pytest.mark.long
 def test_killing_the_coordinator_ends_its_workers_and_frees_the_others(
     make, proxies, whole, tmp_path
 ) -> None:

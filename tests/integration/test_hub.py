@@ -56,6 +56,7 @@ def train(file: Path, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fail", [None, pytest.param(500, marks=pytest.mark.long)])
 def test_a_run_ends_with_its_result_whatever_the_hub_does(
     configuration: Path, fail: int | None

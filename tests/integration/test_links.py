@@ -188,6 +188,7 @@ def test_a_direct_link_that_dies_costs_a_repeated_step(
     assert_equal(tmp_path / "cut", tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_a_direct_link_that_falls_silent_is_given_up(run, proxy, tmp_path) -> None:
     """No byte and no end: the other link through the same proxy is opened again."""
 
@@ -257,6 +258,7 @@ def worker_here(pool: Pool) -> Iterator[int]:
     thread.join()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
     run, pool, worker_here, tmp_path, monkeypatch, direction

@@ -181,6 +181,7 @@ def test_a_converted_configuration_agrees_with_sft_trainer(losses, chat_model, t
     assert_close(weights(tmp_path / "run"), trained)
 
 
+@pytest.mark.long
 def test_quantisation_by_machine_agrees_with_sft_trainer(pool, losses, tmp_path) -> None:
     model = save_llama(tmp_path / "model", hidden_size=64, intermediate_size=128)
     adapter = save_adapter(model, tmp_path / "adapter")

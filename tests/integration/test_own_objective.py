@@ -25,7 +25,9 @@ def test_the_pages_objective_trains(
     monkeypatch.setattr(control, "_imported", [])  # workers of later tests follow it
     monkeypatch.setattr(objectives, "_OBJECTIVES", dict(objectives._OBJECTIVES))
     monkeypatch.setitem(NEEDS, "half", NEEDS["sft"])
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    del NEEDS["half"]  # once it is registered, the end of the test takes it out
+    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (program,) = [text for text in programs if "register_objective" in text]
 
     def losses(objective: str) -> tuple[float, ...]:
         training = {"objective": objective, "max_steps": 2, "optim": "sgd"}

@@ -60,7 +60,7 @@ CASES = {
 }
 
 
-SELDOM = ("full_fp16", "lora_smoothing_noise", "lora_pure_bf16")
+SELDOM = ("full_fp16", "full_bf16", "lora_checkpointing", "lora_smoothing_noise", "lora_pure_bf16")
 
 
 @pytest.mark.parametrize("case", seldom(CASES, *SELDOM))
@@ -151,6 +151,7 @@ def test_probing_the_longest_micro_batch_changes_no_bit(losses, tmp_path) -> Non
     assert "the longest micro-batch of the run, 2 x " in log
 
 
+@pytest.mark.long
 def test_tied_embeddings_under_full_training_stay_one_weight(losses, tmp_path) -> None:
     model = save_llama(tmp_path / "tied", tie_word_embeddings=True)
     sections = {"model": {"name_or_path": str(model)}}

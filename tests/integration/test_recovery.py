@@ -161,9 +161,10 @@ def command(
 
 
 LONG = pytest.mark.long
-POINTS = ["commit-done@5", *(pytest.param(p, marks=LONG) for p in ("evaluation@4", "gather"))]
+POINTS = ["commit-done@5", "evaluation@4", "gather"]
 
 
+@LONG
 @pytest.mark.parametrize("point", POINTS)
 def test_a_run_with_callbacks_that_is_killed_records_what_an_undisturbed_one_does(
     point: str, llama: Path, texts: Path, tmp_path: Path, with_callbacks: Path

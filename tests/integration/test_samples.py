@@ -31,7 +31,7 @@ SELDOM = (
     *("gemma4_text", "mistral", "qwen3_moe", "qwen3_next", "gpt2", "gemma2", "minimax"),
     "openai-gpt",
 )
-ARCHITECTURES = seldom(("llama", "mamba", *SELDOM), *SELDOM)
+ARCHITECTURES = seldom(("llama", "mamba", *SELDOM), "mamba", *SELDOM)
 
 
 def samples(output: Path) -> list[dict[str, Any]]:

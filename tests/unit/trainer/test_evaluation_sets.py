@@ -33,6 +33,7 @@ def with_sets(alone: Alone, tmp_path: Path, **training: Any) -> Config:
     return alone(training={"eval_strategy": "steps", "eval_steps": 2, **training}, data=data)
 
 
+@pytest.mark.long
 def test_each_set_is_logged_and_told_as_by_the_trainer(alone: Alone, tmp_path: Path) -> None:
     config = with_sets(alone, tmp_path, eval_on_start=True, per_device_eval_batch_size=2)
     ours, other = Recorder(), Recorder()
@@ -103,6 +104,7 @@ def test_a_run_that_ends_between_two_sets_goes_on_as_if_it_had_not(
     assert sum("eval_math_hard_entropy" in entry for entry in one) == 2
 
 
+@pytest.mark.long
 def test_the_sets_are_in_the_records_of_the_run(alone: Alone, tmp_path: Path) -> None:
     config = with_sets(alone, tmp_path)
     train(config)

@@ -51,6 +51,7 @@ def configuration(model: Path, output: Path) -> Config:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["resnet", *(pytest.param(n, marks=pytest.mark.long) for n in ("vit", "swin"))]
 )
