@@ -106,7 +106,8 @@ class Classification(_Classifies):
 
     def probe_inputs(self, config: PretrainedConfig, inputs: Inputs) -> Inputs:
         labels = torch.zeros_like(inputs["labels"])
-        return {**inputs, "labels": labels if self._of_tokens else labels[:, 0]}
+        of_tokens = labels.shape == inputs["input_ids"].shape
+        return {**inputs, "labels": labels[:, 0] if of_tokens and not self._of_tokens else labels}
 
 
 class Rewards(_Classifies):
