@@ -128,7 +128,7 @@ def function(name: str) -> Callable[..., Any] | None:
 
 
 def named(name: str) -> Any:
-    """What the last imported file that has something of this name has there; None without one."""
+    """The object of this name in the last imported file that has one; None without one."""
     return next((getattr(m, name) for m in reversed(_modules) if hasattr(m, name)), None)
 
 

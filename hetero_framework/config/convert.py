@@ -58,7 +58,7 @@ _METHODS = {
     "cpo": {"cpo_alpha", "simpo_gamma"},
     "dpo": {"beta", "precompute_ref_log_probs", "rpo_alpha", "loss_weights", "ld_alpha"},
 }
-"""What tells the method of a file of TRL that does not name it."""
+"""Keys by which a file of TRL that names no method is recognised."""
 _SPLIT = re.compile(r"([\w.-]+)(?:\[:(\d+)%\])?")
 _LOADERS = ("json", "jsonl", "parquet", "text", "csv", "arrow")  # of `datasets`, beside data_files
 _INFO = "dataset_info.json"
@@ -250,7 +250,7 @@ class Conversion:
         return found | ({"label_smoothing": float(smoothing)} if smoothing else {})
 
     def _settle_objective(self) -> None:
-        """What the trainers of preferences do of themselves."""
+        """Add the settings that trainers of preferences apply without being told."""
         if self._objective == "sft":
             return
         for name in ("data.completion_only_loss", "data.assistant_only_loss"):
@@ -430,7 +430,7 @@ def program_of(keys: Mapping[str, Any], name: str) -> str:
 
 
 def _method(keys: Mapping[str, Any]) -> str | None:
-    """What a file of TRL that does not say so trains."""
+    """The method of a file of TRL that names none."""
     return next((method for method, names in _METHODS.items() if names & keys.keys()), None)
 
 

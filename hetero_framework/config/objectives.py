@@ -21,12 +21,12 @@ ROWS = {
 Task = Literal[
     "causal-lm", "sequence-classification", "token-classification", "image-classification"
 ]
-"""What the head of a model does, and so the class that is loaded: transformers' AutoModelFor..."""
+"""The task of a model's head, which decides the class: transformers' AutoModelFor..."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What an objective is trained with."""
+    """The data and the task of the model that an objective is trained with."""
 
     data: DataKind = "text"
     task: Task = "causal-lm"

@@ -249,7 +249,7 @@ class ModelConfig(Section):
 
     @property
     def task(self) -> Task:
-        """What its head does: what the objective of the run trains."""
+        """The task of its head, which the objective of the run decides."""
         return NEEDS.get(self._objective, Needs()).task
 
     @model_validator(mode="after")

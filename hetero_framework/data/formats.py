@@ -149,7 +149,7 @@ class Formatter:
         return [[tokens] for tokens in self(records)]
 
     def targets(self, records: list[Record]) -> list[Sequence[float]]:
-        """What each record has to be learned beside its tokens; of each as many numbers."""
+        """Numbers that are learned from each record beside its tokens, equally many of each."""
         return [()] * len(records)
 
     def teaches(self, rows: list[Tokens]) -> bool:

@@ -25,7 +25,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class Stated:
-    """What is said of the labels before the data are read; None: nothing."""
+    """Facts about the labels that are known before the data are read; None where one is not."""
 
     count: int | None = None
     problem: ProblemType | None = None
@@ -57,7 +57,7 @@ class Labels:
         )
 
     def target(self, value: Any, where: str) -> list[float]:
-        """What is learned of a text: the number of its class, 0 or 1 for each label, or measures.
+        """The targets of a text: the number of its class, 0 or 1 for each label, or measures.
         Raises DataError."""
         if self.problem == "single_label_classification":
             return [float(self.number(value, where))]

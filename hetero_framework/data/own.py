@@ -60,8 +60,10 @@ class OwnExamples:
         with torch.random.fork_rng(devices=[]):
             states = random.getstate(), np.random.get_state()
             number = int(np.random.SeedSequence((self._seed, epoch, index)).generate_state(1)[0])
-            for seed in (torch.manual_seed, random.seed, np.random.seed):
-                seed(number)
+            # Not `torch.manual_seed`, which would seed this machine's GPUs, too.
+            torch.default_generator.manual_seed(number)
+            random.seed(number)
+            np.random.seed(number)
             try:
                 pair = self._examples[index]
             finally:

@@ -107,7 +107,7 @@ def with_neighbours(examples: Examples, most: int | None, size: int) -> AnswerRo
 
 
 def balance(answers: AnswerRows, training: TrainingConfig) -> Iterator[str]:
-    """What to say of how many of the answers are desirable, as TRL recommends weights."""
+    """Lines on the share of desirable answers, with the weights that TRL recommends for it."""
     assert answers.rows.targets is not None
     good = int(answers.rows.targets.sum())
     bad, line = len(answers) - good, f"train: {good:,} of {len(answers):,} answers are desirable"

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from hetero_framework.config import Config
 from hetero_framework.data.sources import find_sources
 from hetero_framework.errors import DataError, UserError
-from hetero_framework.models.files.card import base_facts, model_card
+from hetero_framework.models.files.card import TAGS, base_facts, model_card
 from hetero_framework.visualizer.curves import loss_of, read_run
 
 # What shapes the result, without what may hold a path or a name of a machine.
@@ -39,7 +39,7 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
         f"{name.replace('_', ' ')} {value:.4g} (step {at})" for name, (at, value) in last.items()
     ]
     results = [
-        EvalResult("text-generation", names[0], names[0], "loss", last[key][1])
+        EvalResult(TAGS[model.task], names[0], names[0], "loss", last[key][1])
         for name, names in tested.items()
         if names and (key := loss_of(name)) in last
     ]
@@ -79,9 +79,9 @@ def _last_figures(config: Config, step: int | None) -> dict[str, tuple[int, floa
 
 
 def _hub_names(config: Config, spec: str | tuple[str, ...]) -> list[str]:
-    """The data sets among these sources that are the hub's. Where the configuration's folder is on
-    another machine, nothing tells a file from a name on the hub."""
-    if not config.base_dir.is_dir():
+    """The data sets among these sources that are the hub's; those of an imported file are not. Where
+    the configuration's folder is on another machine, nothing tells a file from such a name."""
+    if config.training.data_kind == "own" or not config.base_dir.is_dir():
         return []
     try:
         sources = find_sources(spec, config.base_dir)

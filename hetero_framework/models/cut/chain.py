@@ -27,7 +27,7 @@ from hetero_framework.models.library import LIBRARY_ERRORS, one_line
 INPUT, TARGET = "input", "target"
 """Tensors of a micro-batch have these names, or begin with them and a point: "target.boxes"."""
 Value = Tensor | dict[str, Tensor]
-"""What goes from child to child."""
+"""The input and the output of a child."""
 BundleForms = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Of each tensor of a bundle, by name: shape without B, and type. The name of a tensor that is no
 member of a bundle is empty."""
@@ -128,8 +128,8 @@ def modules_of(name: str) -> str:
 
 
 def bundles(config: ChainConfig) -> tuple[BundleForms, ...]:
-    """What enters each child, and behind them what the last one returns. Raises ArchitectureError
-    for a child that does not run, or that returns what cannot go to another machine."""
+    """The inputs of all children in order, and the output of the last. Raises ArchitectureError for
+    a child that does not run, or that returns what cannot go to another machine."""
     key = config.to_json_string()
     if key not in _known:
         with warnings.catch_warnings():
@@ -215,13 +215,13 @@ class _Contiguous(torch.autograd.Function):
 
 
 def in_order(value: Value) -> Value:
-    """What a child hands on, whether or not the next one is on another machine: products round by
-    the order of numbers in memory."""
+    """The value with its numbers in the order of the axes, as they arrive from a wire: matrix
+    products round by the order in memory, so the next child gets the same one under every cut."""
     return joined({name: _Contiguous.apply(t) for name, t in members(value).items()})
 
 
 def part_of(batch: Mapping[str, Tensor], role: str) -> Value:
-    """What a micro-batch has for the first child (INPUT), or for the loss (TARGET)."""
+    """The part of a micro-batch for the first child (INPUT), or for the loss (TARGET)."""
     names = [name.partition(".") for name in batch]
     return joined({rest: batch[f"{of}{dot}{rest}"] for of, dot, rest in names if of == role})
 
@@ -235,7 +235,7 @@ def example_bytes(config: ChainConfig) -> int:
 
 
 def bundle_forms_of(config: ChainConfig, block: int, rows: int) -> tuple[Form, ...]:
-    """What enters a child of a micro-batch of `rows` examples."""
+    """The forms of the input of a child, for a micro-batch of `rows` examples."""
     forms = bundles(config)[block].values()
     return tuple(((rows, *shape), dtype, dtype.is_floating_point) for shape, dtype in forms)
 

@@ -86,7 +86,10 @@ class ChainLoss(Objective):
         loss = mean * (1 if self.averages_means and backward is not None else rows) / num_items
         if backward is not None:
             backward(loss)
-        return loss.detach(), {METRICS: torch.stack(means).detach()} if means else {}
+        if not means:
+            return loss.detach(), {}
+        count = mean.new_full((1,), rows, dtype=torch.float32)
+        return loss.detach(), {METRICS: torch.cat([torch.stack(means), count]).detach()}
 
     def called(
         self, config: PretrainedConfig, output: Any, target: Any
@@ -108,14 +111,15 @@ class ChainLoss(Objective):
         return loss, [torch.as_tensor(means[name]).float() for name in self.metric_names]
 
     def metrics(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        if not self.metric_names:
-            return {}
-        found = [tensors.get(METRICS) for tensors in named]
-        if any(means is None or means.shape != (len(self.metric_names),) for means in found):
-            raise ProtocolError("the last stage gave no means of a micro-batch")
+        """Each the mean over the examples of all micro-batches."""
+        found = [tensors[METRICS] for tensors in named if METRICS in tensors]
         if not found:
             return {}
-        means = torch.stack([t.double().cpu() for t in found if t is not None]).mean(0)
+        shape = (len(self.metric_names) + 1,)
+        if len(found) != len(named) or any(part.shape != shape for part in found):
+            raise ProtocolError("the last stage gave no means of a micro-batch")
+        table = torch.stack([part.double().cpu() for part in found])
+        means = (table[:, :-1] * table[:, -1:]).sum(0) / table[:, -1].sum()
         return dict(zip(self.metric_names, means.tolist(), strict=True))
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
@@ -156,6 +160,6 @@ class ImageLoss(ChainLoss):
                 f"the targets do not fit the model's {classifier.num_labels} labels: {error}",
                 hint="set model.num_labels, or correct the data set",
             ) from error
-        is_class = not target.is_floating_point()
-        right = (output.argmax(-1) == target).float().mean() if is_class else loss.new_zeros(())
-        return loss, [right]
+        if target.is_floating_point():  # several labels, or measures
+            return loss, []
+        return loss, [(output.argmax(-1) == target).float().mean()]

@@ -39,7 +39,7 @@ class Objective(ABC):
     """Whether what the model's routers report is a part of the loss."""
 
     metric_names: tuple[str, ...] = ()
-    """What `metrics` gives."""
+    """The names of the metrics."""
 
     def __init__(self, id_layers: frozenset[int] = frozenset()) -> None:
         """`id_layers`: the model's layers that read token ids (`ModelStructure.id_readers`)."""

@@ -48,7 +48,7 @@ class Referenced(PairObjective):
         self._measures = training.token_metrics
         self._reference = REFERENCE[training.data_kind]
         self.beside = self._reference
-        """What the last stage needs of each example beside its rows."""
+        """Names of the inputs of the last stage that have one number for each example."""
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
         needed = super().stage_inputs(spec, names)

@@ -45,7 +45,7 @@ model = {loader}.from_pretrained("{base}"{labels})
 model = PeftModel.from_pretrained(model, "PATH-OR-NAME-OF-THIS")
 tokenizer = AutoTokenizer.from_pretrained("PATH-OR-NAME-OF-THIS")"""
 _OF_LABELS = ', config="PATH-OR-NAME-OF-THIS"'
-_TAGS = {
+TAGS = {
     "causal-lm": "text-generation",
     "sequence-classification": "text-classification",
     "token-classification": "token-classification",
@@ -92,7 +92,7 @@ def model_card(
         eval_results=list(results) or None,
         library_name=library,
         model_name=title if results else None,
-        pipeline_tag=_TAGS[task] if classifies or loader.endswith("ForCausalLM") else None,
+        pipeline_tag=TAGS[task] if classifies or loader.endswith("ForCausalLM") else None,
         tags=["hetero_framework", *["lora", "transformers"] * adapter]
         + [f"base_model:{kind}:{name}"] * (name is not None),
         **terms,  # type: ignore[arg-type]
