@@ -79,8 +79,8 @@ def _last_figures(config: Config, step: int | None) -> dict[str, tuple[int, floa
 
 
 def _hub_names(config: Config, spec: str | tuple[str, ...]) -> list[str]:
-    """The data sets among these sources that are the hub's; those of an imported file are not. Where
-    the configuration's folder is on another machine, nothing tells a file from such a name."""
+    """The data sets among these sources that are the hub's, not an imported file's. Where the
+    configuration's folder is on another machine, nothing tells a file from a name on the hub."""
     if config.training.data_kind == "own" or not config.base_dir.is_dir():
         return []
     try:
