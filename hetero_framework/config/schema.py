@@ -1300,6 +1300,12 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
     if of_text and model is not None and model.from_config and not model.tokenizer:
         yield Problem("model.tokenizer", "is needed: from_config brings no tokenizer")
     island = parts.get("island")
+    if island is not None and of_own:
+        yield Problem(
+            "island",
+            "is for models of texts: islands share weights, and neither running means nor the data"
+            " set of an imported file; take it out",
+        )
     if island is not None and plan and island.fragments > plan[-1].end:
         yield Problem(
             "island.fragments",

@@ -13,6 +13,7 @@ from hetero_framework.config import Config
 from hetero_framework.data.own import OwnExamples, load_own_data, shown_forms
 from hetero_framework.errors import ConfigError, DataError
 
+ISLAND = {"name": "a", "lighthouse": "127.0.0.1:29510"}
 PAIR = (torch.ones(2, 3), 1)
 
 
@@ -109,5 +110,7 @@ def test_steps_take_the_epochs_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(data.step_batches(5)[0]["input"], data.step_batches(5)[0]["input"])
     with pytest.raises(ConfigError, match='a chain is trained with "sequential", and nothing else'):
         Config.from_dict(raw)
+    with pytest.raises(ConfigError, match="islands share weights, and neither running means"):
+        Config.from_dict({**raw, "training": training, "island": ISLAND})
     with pytest.raises(ConfigError, match="is for models of texts; take it out"):
         Config.from_dict({**raw, "training": training, "adapter": {}})
