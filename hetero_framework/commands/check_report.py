@@ -312,7 +312,7 @@ def _process(
     """`lessened` is the memory with gradient checkpointing where "auto" may choose it."""
     stages = []
     for stage in config.plan.of(owner):
-        entry = {**asdict(stage), "contents": stage.contents, "memory": None}
+        entry = {**asdict(stage), "contents": config.contents(stage), "memory": None}
         if memory:
             entry["memory"] = {name: getattr(memory[stage.index], name) for name in _MEMORY}
         stages.append(entry)

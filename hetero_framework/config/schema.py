@@ -1148,6 +1148,11 @@ class Config(WholeFile):
             for kind in dict(spans)
         }
 
+    def contents(self, stage: StageSpec) -> str:
+        """All that a stage holds, in words; a chain has neither an embedding nor a head."""
+        is_chain = self.training is not None and self.training.data_kind == "own"
+        return stage.layers if is_chain else stage.contents
+
     @property
     def quantizes(self) -> bool:
         """Whether any process that takes part quantises weights."""

@@ -322,9 +322,10 @@ def draw_diagram(prepared: Prepared, facts: Facts, direct: frozenset[int]) -> No
     config = prepared.config
     if not config.training.visualize:
         return
-    assert config.model is not None
+    model = config.model
+    assert model is not None
     details = DiagramDetails(
-        model=config.model.name_or_path or prepared.model_config.model_type,
+        model=model.name_or_path or model.chain or prepared.model_config.model_type,
         num_layers=introspect(prepared.model_config).num_layers,
         parameters={m.index: m.parameters for m in prepared.memory},
         memory_bytes={m.index: m.total for m in prepared.memory},

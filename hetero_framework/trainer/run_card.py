@@ -56,7 +56,9 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
         lists={
             "## Training data": trained or ["files that are not on the hub"],
             "## Training procedure": settings,
-            "### Plan": [f"stage {stage.index}: {stage.contents}" for stage in config.plan.stages],
+            "### Plan": [
+                f"stage {stage.index}: {config.contents(stage)}" for stage in config.plan.stages
+            ],
             "### Last figures": figures or ["not kept with this result"],
         },
         datasets=list(dict.fromkeys([*trained, *chain(*tested.values())])),

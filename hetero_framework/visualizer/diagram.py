@@ -137,18 +137,20 @@ def _place(config: Config, owner: int | str, details: DiagramDetails) -> Process
     return ProcessBox(
         names=_wrap(process_name(owner)),
         lines=tuple(part for line in lines for part in _wrap(line)),
-        stages=tuple((spec.index, _stage_lines(spec, details)) for spec in config.plan.of(owner)),
+        stages=tuple(
+            (spec.index, _stage_lines(config, spec, details)) for spec in config.plan.of(owner)
+        ),
         colors=_COORDINATOR if is_local else _WORKER,
     )
 
 
-def _stage_lines(stage: StageSpec, details: DiagramDetails) -> tuple[str, ...]:
+def _stage_lines(config: Config, stage: StageSpec, details: DiagramDetails) -> tuple[str, ...]:
     facts = []
     if stage.index in details.parameters:
         facts.append(f"{count(details.parameters[stage.index])} parameters")
     if stage.index in details.memory_bytes:
         facts.append(size(details.memory_bytes[stage.index]))
-    lines = (f"stage {stage.index}", stage.contents, ", ".join(facts))
+    lines = (f"stage {stage.index}", config.contents(stage), ", ".join(facts))
     return tuple(line for line in lines if line)
 
 
@@ -156,7 +158,7 @@ def _title(config: Config, details: DiagramDetails) -> tuple[str, ...]:
     model = config.model
     kind = str((model.from_config or {}).get("model_type", "")) if model else ""
     island = (f"island {config.island.name}",) if config.island is not None else ()
-    name = details.model or (model and model.name_or_path) or kind or "plan"
+    name = details.model or (model and (model.name_or_path or model.chain)) or kind or "plan"
     return (*_wrap(name, 60), *island)
 
 

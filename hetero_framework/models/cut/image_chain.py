@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, PretrainedConfig
 
-from hetero_framework.errors import ArchitectureError
+from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut.chain import BundleForms, ChainConfig
 from hetero_framework.models.cut.language import WeightUses
 from hetero_framework.models.cut.side import Way, put_at, tensors_at
 from hetero_framework.models.library import LIBRARY_ERRORS, one_line, quiet_library
+from hetero_framework.units import plural
 
 _META = torch.device("meta")
 _PROBE_ROWS = 3
@@ -56,10 +57,15 @@ class ImageConfig(ChainConfig):
     def make(self) -> nn.Sequential:
         """The parts, with weights unless the meta device is torch's default."""
         empty, weights = self._empty(), None
-        if torch.get_default_device() != _META:
-            weights = self._loaded()
         blocks, calls = _blocks_of(empty, self._pixels)
         owners = _owners(empty, blocks, calls)
+        if torch.get_default_device() != _META:
+            weights, new = self._loaded()
+            if lost := sorted(name for name in new if owners[name] != calls.count + 1):
+                raise ModelError(
+                    f"the checkpoint {self.source!r} lacks {plural(len(lost), 'weight')} that its"
+                    f" config.json asks for: {', '.join(lost[:4])}{', ...' * (len(lost) > 4)}"
+                )
         parts = range(calls.count + 2)
         held = [{name for name, owner in owners.items() if owner == k} for k in parts]
         made = (ImagePart(empty, blocks, k, held[k], weights, self._pixels) for k in parts)
@@ -83,21 +89,30 @@ class ImageConfig(ChainConfig):
         with quiet_library(), _META:
             return AutoModelForImageClassification.from_config(self.of_classifier)
 
-    def _loaded(self) -> dict[str, Tensor]:
-        """All parameters and buffers, by name."""
+    def new_weights(self) -> list[str]:
+        """The weights that the checkpoint lacks, so that they begin at random."""
+        return self._loaded()[1]
+
+    def _loaded(self) -> tuple[dict[str, Tensor], list[str]]:
+        """All parameters and buffers, by name, and the names that the checkpoint lacks or has for
+        other labels."""
         model: Any
+        new: list[str] = []
         with quiet_library():
             if self.source is None:
                 model = AutoModelForImageClassification.from_config(self.of_classifier)
             else:
-                model = AutoModelForImageClassification.from_pretrained(
+                model, report = AutoModelForImageClassification.from_pretrained(
                     self.source,
                     revision=self.revision or "main",
                     config=self.of_classifier,
                     use_safetensors=True,
                     ignore_mismatched_sizes=True,  # a head for other labels is a new one
+                    output_loading_info=True,
                 )
-        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+                unlike = (name for name, *_ in report["mismatched_keys"])
+                new = sorted({*report["missing_keys"], *unlike})
+        return {**dict(model.named_parameters()), **dict(model.named_buffers())}, new
 
 
 def as_saved(config: PretrainedConfig) -> PretrainedConfig:

@@ -16,6 +16,7 @@ import torch
 
 from hetero_framework.config import ModelConfig
 from hetero_framework.errors import ModelError
+from hetero_framework.models.cut.image_chain import ImageConfig
 from hetero_framework.models.cut.introspect import introspect, tied_names
 from hetero_framework.models.cut.language import lies_in, meta_model, towers
 from hetero_framework.models.cut.partition import Skeleton
@@ -74,6 +75,8 @@ def new_weights(model: ModelConfig, base_dir: Path) -> list[str]:
     if model.name_or_path is None or model.task == "causal-lm":
         return []
     config = load_model_config(model, base_dir)
+    if isinstance(config, ImageConfig):
+        return config.new_weights()
     checkpoint = Checkpoint(resolve_model_path(model.name_or_path, base_dir), model.revision)
     return new_names(Skeleton(config, introspect(config)), meta_model(config), checkpoint)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from transformers import (
 )
 
 from hetero_framework.config import Config, ModelConfig
-from hetero_framework.errors import ArchitectureError
+from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut.chain import bundles
 from hetero_framework.models.cut.image_chain import ImageConfig
 from hetero_framework.models.cut.partition import ranges_between
@@ -80,6 +82,24 @@ def test_pictures_of_another_size_are_refused() -> None:
     )
     with pytest.raises(ArchitectureError, match="does not run on pictures of 1 x 32 x 32"):
         bundles(config)
+
+
+def test_a_new_head_begins_at_random_and_a_lost_body_is_refused(tmp_path: Path) -> None:
+    whole: Any = AutoModelForImageClassification.from_config(CLASSIFIERS["vit"])
+    whole.vit.save_pretrained(tmp_path / "body")
+    body = ImageConfig(CLASSIFIERS["vit"].to_dict(), source=str(tmp_path / "body"), forms=FORMS)
+    assert body.new_weights() == ["classifier.bias", "classifier.weight"]
+    held = dict(body.make().state_dict())
+    assert any(torch.equal(t, whole.vit.embeddings.cls_token) for t in held.values())
+
+    tensors = whole.state_dict()
+    lost = next(name for name in tensors if ".layer.1." in name or ".layers.1." in name)
+    whole.save_pretrained(
+        tmp_path / "lost", state_dict={n: t for n, t in tensors.items() if n != lost}
+    )
+    source = str(tmp_path / "lost")
+    with pytest.raises(ModelError, match=f"lacks 1 weight that .*: {re.escape(lost)}"):
+        ImageConfig(CLASSIFIERS["vit"].to_dict(), source=source, forms=FORMS).make()
 
 
 def test_other_models_have_no_class_for_pictures(tmp_path: Any) -> None:
