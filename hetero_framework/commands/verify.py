@@ -45,7 +45,7 @@ OPTIONS = (
         metavar="NAME",
         help="with --model-type: of the class that this objective trains (default: sft)",
     ),
-    flag("--all", "verify every causal LM architecture, multimodal class and classifier"),
+    flag("--all", "verify all language models, multimodal classes and classifiers"),
     option("--cuts", type=_cuts, metavar="2,5", help="cut before these layers"),
     option(
         "--output",
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.objective and not arguments.model_type:
         raise UserError("--objective goes with --model-type; a configuration has its own")
     needs = needs_of(arguments.objective or "sft")
-    if needs.data == "own":
+    if needs.data == "own" and needs.task == "causal-lm":
         raise UserError(
             f"a model for {arguments.objective} is verified with the --config that names it"
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,6 +57,15 @@ class ChainConfig(PretrainedConfig):
         """The chain with its weights; on the meta device, if that is torch's default, without.
         Raises ModelError."""
         return made(self.chain)
+
+    def whole(self, enter: Callable[[int], None]) -> nn.Module:
+        """The model in one piece, with its weights, that calls `enter` with i before child i and
+        hands on numbers as stages do (`in_order`)."""
+        chain = self.make()
+        for index, child in enumerate(chain):
+            child.register_forward_pre_hook(lambda module, args, index=index: enter(index))
+            child.register_forward_hook(lambda module, args, value: in_order(value))
+        return chain
 
     def learn(self) -> Iterator[BundleForms]:
         """See `bundles`."""
@@ -217,7 +226,13 @@ class _Contiguous(torch.autograd.Function):
 def in_order(value: Value) -> Value:
     """The value with its numbers in the order of the axes, as they arrive from a wire: matrix
     products round by the order in memory, so the next child gets the same one under every cut."""
-    return joined({name: _Contiguous.apply(t) for name, t in members(value).items()})
+    return joined({name: tensor_in_order(t) for name, t in members(value).items()})
+
+
+def tensor_in_order(tensor: Tensor) -> Tensor:
+    """`in_order` of one tensor."""
+    ordered: Tensor = _Contiguous.apply(tensor)
+    return ordered
 
 
 def part_of(batch: Mapping[str, Tensor], role: str) -> Value:

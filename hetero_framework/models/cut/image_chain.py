@@ -1,32 +1,41 @@
 """Image classifiers of transformers as chains: the part in front of their blocks, each block, and
 the part behind them.
 
-Each part is the model's own class and runs its own forward. Weights of other parts are on the meta
-device, where they cost nothing: sizes and switches that a block is given, and all that the code
-around blocks makes of their outputs' shapes, are those of that forward. A tensor that goes around
-the blocks would meet one without data, and such a model is refused.
+Each part is the model's own class and runs its own forward. Blocks of other parts give outputs
+without data (on the meta device): sizes and switches that a block is given, and all that the code
+around blocks makes of their outputs' shapes, are those of that forward. A part behind the first
+block gets the hidden state as the output of the block before, so code between blocks runs, too. A
+tensor that goes around the blocks would meet one without data, and such a model is refused.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageClassification, PretrainedConfig
+from torch.utils._pytree import tree_map_only
+from transformers import AutoConfig, PretrainedConfig
 
 from hetero_framework.errors import ArchitectureError, ModelError
-from hetero_framework.models.cut.chain import BundleForms, ChainConfig
+from hetero_framework.models.cut.chain import (
+    INPUT,
+    TARGET,
+    BundleForms,
+    ChainConfig,
+    tensor_in_order,
+)
 from hetero_framework.models.cut.language import WeightUses
 from hetero_framework.models.cut.side import Way, put_at, tensors_at
+from hetero_framework.models.cut.tiny import config_for, stock_class
 from hetero_framework.models.library import LIBRARY_ERRORS, one_line, quiet_library
 from hetero_framework.units import plural
 
 _META = torch.device("meta")
-_PROBE_ROWS = 3
+_PROBE_ROWS = 7  # no axis of another meaning is divisible by it
 
 
 class ImageConfig(ChainConfig):
@@ -45,14 +54,21 @@ class ImageConfig(ChainConfig):
         self.classifier, self.source, self.revision = classifier or {}, source, revision
         super().__init__(**kwargs)
 
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> ImageConfig:
+        """With random weights, for pictures of the size that a configuration names."""
+        size = getattr(config, "image_size", None) or 224
+        sides = [size, size] if isinstance(size, int) else size
+        shape = (getattr(config, "num_channels", 3), *sides)
+        return cls(config.to_dict(), forms={INPUT: (shape, "float32"), TARGET: ((), "int64")})
+
     @property
     def of_classifier(self) -> PretrainedConfig:
         """transformers' own, which names its class."""
         fields = dict(self.classifier)
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        cls: Any = AutoModelForImageClassification._model_mapping[type(config)]
-        config.architectures = [cls.__name__]
-        return config
+        return config_for(
+            AutoConfig.for_model(fields.pop("model_type"), **fields), "image-classification"
+        )
 
     def make(self) -> nn.Sequential:
         """The parts, with weights unless the meta device is torch's default."""
@@ -60,7 +76,8 @@ class ImageConfig(ChainConfig):
         blocks, calls = _blocks_of(empty, self._pixels)
         owners = _owners(empty, blocks, calls)
         if torch.get_default_device() != _META:
-            weights, new = self._loaded()
+            model, new = self._loaded()
+            weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             if lost := sorted(name for name in new if owners[name] != calls.count + 1):
                 raise ModelError(
                     f"the checkpoint {self.source!r} lacks {plural(len(lost), 'weight')} that its"
@@ -68,17 +85,30 @@ class ImageConfig(ChainConfig):
                 )
         parts = range(calls.count + 2)
         held = [{name for name, owner in owners.items() if owner == k} for k in parts]
-        made = (ImagePart(empty, blocks, k, held[k], weights, self._pixels) for k in parts)
+        made = (ImagePart(empty, blocks, k, held[k], weights, calls) for k in parts)
         return nn.Sequential(*made)
 
+    def whole(self, enter: Callable[[int], None]) -> nn.Module:
+        blocks, _ = _blocks_of(self._empty(), self._pixels)
+        return _Whole(self._loaded()[0], blocks, enter)
+
     def learn(self) -> Iterator[BundleForms]:
-        empty = self._empty()
-        _, calls = _blocks_of(empty, self._pixels)
-        for tensor in (calls.pixels, *calls.received, calls.left, calls.logits):
+        model = self._empty()
+        _, calls = _blocks_of(model, self._pixels)
+        for tensor in (calls.pixels, calls.received, *calls.left, calls.logits):
+            if len(tensor) != _PROBE_ROWS or not tensor.is_floating_point():
+                raise ArchitectureError(
+                    f"blocks of {type(model).__name__} return a tensor whose first axis is not that"
+                    " of the pictures"
+                )
             yield {"": (tuple(tensor.shape[1:]), torch.float32)}
 
     def users_name(self, child: str, rest: str) -> str:
         return rest.removeprefix("model.")
+
+    def new_weights(self) -> list[str]:
+        """The weights that the checkpoint lacks, so that they begin at random."""
+        return self._loaded()[1]
 
     @property
     def _pixels(self) -> tuple[int, ...]:
@@ -86,33 +116,31 @@ class ImageConfig(ChainConfig):
         return tuple(shape)
 
     def _empty(self) -> Any:
-        with quiet_library(), _META:
-            return AutoModelForImageClassification.from_config(self.of_classifier)
+        cls: Any = stock_class(self.of_classifier)
+        try:
+            with quiet_library(), _META:
+                return cls._from_config(self.of_classifier)
+        except LIBRARY_ERRORS as error:
+            raise ArchitectureError(f"{cls.__name__} cannot be made: {one_line(error)}") from error
 
-    def new_weights(self) -> list[str]:
-        """The weights that the checkpoint lacks, so that they begin at random."""
-        return self._loaded()[1]
-
-    def _loaded(self) -> tuple[dict[str, Tensor], list[str]]:
-        """All parameters and buffers, by name, and the names that the checkpoint lacks or has for
-        other labels."""
-        model: Any
-        new: list[str] = []
+    def _loaded(self) -> tuple[Any, list[str]]:
+        """The model, and the names of its weights that the checkpoint lacks or has for other
+        labels."""
+        config, model = self.of_classifier, None
+        cls: Any = stock_class(config)
         with quiet_library():
             if self.source is None:
-                model = AutoModelForImageClassification.from_config(self.of_classifier)
-            else:
-                model, report = AutoModelForImageClassification.from_pretrained(
-                    self.source,
-                    revision=self.revision or "main",
-                    config=self.of_classifier,
-                    use_safetensors=True,
-                    ignore_mismatched_sizes=True,  # a head for other labels is a new one
-                    output_loading_info=True,
-                )
-                unlike = (name for name, *_ in report["mismatched_keys"])
-                new = sorted({*report["missing_keys"], *unlike})
-        return {**dict(model.named_parameters()), **dict(model.named_buffers())}, new
+                return cls._from_config(config), []
+            model, report = cls.from_pretrained(
+                self.source,
+                revision=self.revision or "main",
+                config=config,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # a head for other labels is a new one
+                output_loading_info=True,
+            )
+        unlike = (name for name, *_ in report["mismatched_keys"])
+        return model, sorted({*report["missing_keys"], *unlike})
 
 
 def as_saved(config: PretrainedConfig) -> PretrainedConfig:
@@ -121,13 +149,15 @@ def as_saved(config: PretrainedConfig) -> PretrainedConfig:
 
 
 class _Calls:
-    """The calls of the blocks in one forward on the meta device."""
+    """The calls of the blocks in one forward on the meta device: the first one's hidden state, and
+    the output of each and the hidden state in it."""
 
     def __init__(self, model: Any, blocks: list[nn.Module], pixels: tuple[int, ...]) -> None:
         self.pixels = torch.empty(_PROBE_ROWS, *pixels, device=_META)
         self.order: list[int] = []
-        self.received: list[Tensor] = []
-        self.left = self.pixels
+        self.received = self.pixels
+        self.outputs: list[Any] = []
+        self.left: list[Tensor] = []
         self.phases: dict[str, set[int]] = {}
         self._phase = -1
         handles = []
@@ -151,16 +181,18 @@ class _Calls:
 
     def _before(self, index: int) -> Any:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self.order:
+                self.received = _first((args, kwargs))[1]
             self._phase = 2 * index
             self.order.append(index)
-            self.received.append(_first((args, kwargs))[1])
 
         return before
 
     def _after(self, index: int) -> Any:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._phase = 2 * index + 1
-            self.left = _first(output)[1]
+            self.outputs.append(output)
+            self.left.append(_first(output)[1])
 
         return after
 
@@ -210,22 +242,66 @@ def _blocks_of(model: Any, pixels: tuple[int, ...]) -> tuple[str, _Calls]:
 
 def _owners(model: Any, blocks: str, calls: _Calls) -> dict[str, int]:
     """The part of each parameter and buffer. Raises ArchitectureError for one of two parts."""
-    last, owners = 2 * calls.count - 1, {}
-    named = [*model.named_parameters(), *model.named_buffers()]
-    for name, _ in named:
+    owners = {}
+    for name, _ in [*model.named_parameters(), *model.named_buffers()]:
         prefix, _, rest = name.partition(f"{blocks}.")
-        if not prefix:
-            owners[name] = 1 + int(rest.partition(".")[0])
-            continue
-        phases = calls.phases.get(name, {-1})
-        if min(phases) >= last or max(phases) < 0:
-            owners[name] = 0 if max(phases) < 0 else calls.count + 1
-            continue
-        raise ArchitectureError(
-            f"{type(model).__name__} uses {name} between or beside its blocks ({blocks}), and each"
-            " part of a chain has its own weights"
-        )
+        inside = {1 + int(rest.partition(".")[0])} if not prefix else set[int]()
+        # What runs between two blocks belongs to the later one's part.
+        parts = inside | {0 if p < 0 else (p + 1) // 2 + 1 for p in calls.phases.get(name, ())}
+        if len(parts) > 1:
+            raise ArchitectureError(
+                f"{type(model).__name__} uses {name} in several places among its blocks ({blocks}),"
+                " and each part of a chain has its own weights"
+            )
+        owners[name] = parts.pop() if parts else 0
     return owners
+
+
+class _Whole(nn.Module):
+    """A classifier in one piece; see `ChainConfig.whole`."""
+
+    def __init__(self, model: Any, blocks: str, enter: Callable[[int], None]) -> None:
+        super().__init__()
+        self.model, self._enter = model, enter
+        for index, block in enumerate(model.get_submodule(blocks)):
+            if index == 0:
+                block.register_forward_pre_hook(self._first_entered, with_kwargs=True)
+            block.register_forward_hook(self._left(index + 2))
+
+    def forward(self, pixels: Tensor) -> Any:
+        self._enter(0)
+        return tensor_in_order(self.model(pixel_values=pixels).logits)
+
+    def _first_entered(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        way, hidden = _first((args, kwargs))
+        self._enter(1)
+        return put_at((args, dict(kwargs)), way, tensor_in_order(hidden))
+
+    def _left(self, part: int) -> Any:
+        def left(module: nn.Module, args: Any, output: Any) -> Any:
+            way, hidden = _first(output)
+            self._enter(part)
+            return put_at(output, way, tensor_in_order(hidden))
+
+        return left
+
+
+class _Absent(nn.Module):
+    """Stands in for a block of another part: `output` gives what the block would return, and the
+    model's code finds the block's attributes."""
+
+    def __init__(self, block: nn.Module, output: Any) -> None:
+        super().__init__()
+        self._block = (block,)  # beside the modules
+        self.forward = output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_block":
+                raise
+            return getattr(self._block[0], name)
 
 
 class _Left(Exception):
@@ -238,79 +314,72 @@ class ImagePart(nn.Module):
 
     def __init__(
         self,
-        empty: nn.Module,
+        empty: Any,
         blocks: str,
         number: int,
         held: set[str],
         weights: dict[str, Tensor] | None,
-        pixels: tuple[int, ...],
+        calls: _Calls,
     ) -> None:
         super().__init__()
-        self.model: Any = copy.deepcopy(empty)
-        self._number, self._pixels = number, pixels
-        self._absent: list[tuple[nn.Module, str]] = []
+        self._number, self._calls, self._hidden = number, calls, torch.empty(0)
+        # The device of absent weights: "meta", or a pretended one where sizes are counted.
+        self._nowhere = torch.empty(0, device=_META)
+        stand_ins = {
+            id(block): _Absent(block, partial(self._output_of, index))
+            for index, block in enumerate(empty.get_submodule(blocks))
+            if index != number - 1
+        }
+        self.model: Any = copy.deepcopy(empty, stand_ins)
         for path, module in self.model.named_modules():
             for tensors in (module._parameters, module._buffers):
                 for name in [n for n, tensor in tensors.items() if tensor is not None]:
                     full = f"{path}.{name}".lstrip(".")
                     if full not in held:
                         setattr(module, name, tensors.pop(name).detach())
-                        self._absent.append((module, name))
                     elif weights is not None:
                         tensors[name] = weights[full]
-        # Beside the modules: theirs are in the model already.
-        self._blocks: tuple[Any, ...] = tuple(self.model.get_submodule(blocks).children())
-        self._hidden: Any = None
-        self._outputs: dict[tuple[int, int], Any] = {}
-        for index, block in enumerate(self._blocks):
-            if index != number - 1:
-                block.forward = partial(self._absent_block, index, block.forward)
-            enters, leaves = self._entering(index), self._leaving(index)
-            block.register_forward_pre_hook(enters, with_kwargs=True)
-            block.register_forward_hook(leaves)
+        places = list(self.model.get_submodule(blocks))
+        if number <= 1:
+            places[0].register_forward_pre_hook(self._entered, with_kwargs=True)
+        if 0 < number <= len(places):
+            places[number - 1].register_forward_hook(self._left)
 
     def forward(self, value: Tensor) -> Tensor:
         """Pictures or hidden states to hidden states, or to logits."""
-        self._hidden, pixels = value, value
+        self._hidden = pixels = value
         if self._number:
-            module, name = self._absent[0]
-            device = getattr(module, name).device  # a pretended one where sizes are counted
-            pixels = torch.empty(len(value), *self._pixels, device=device)
+            pixels = self._without_data(self._calls.pixels)
         try:
             logits: Tensor = self.model(pixel_values=pixels).logits
         except _Left:
             logits = self._hidden
         finally:
-            self._hidden = None
+            del self._hidden
         return logits
 
-    def _absent_block(self, index: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """The output of a block without data, made once for each size of a micro-batch."""
-        key = index, len(_first((args, kwargs))[1])
-        if key not in self._outputs:
-            self._outputs[key] = forward(*args, **kwargs)
-        return copy.copy(self._outputs[key])
+    def _without_data(self, probe: Tensor) -> Tensor:
+        """A tensor like the one of the probe, for the pictures of this micro-batch."""
+        first, *rest = probe.shape if probe.dim() else (1,)
+        rows, left = divmod(first, _PROBE_ROWS)
+        shape = (rows * len(self._hidden) if not left else first, *rest)
+        return torch.empty(shape, dtype=probe.dtype, device=self._nowhere.device)
 
-    def _entering(self, index: int) -> Any:
-        def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self._number == 0:
-                self._hidden = _first((args, kwargs))[1]
-                raise _Left
-            if index == self._number - 1:
-                way, _ = _first((args, kwargs))
-                return put_at((args, dict(kwargs)), way, self._hidden)
-            return None
+    def _output_of(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """What an absent block returns; of the one before this part, with the hidden state."""
+        output = tree_map_only(Tensor, self._without_data, self._calls.outputs[index])
+        if index == self._number - 2:
+            output = put_at(output, _first(output)[0], self._hidden)
+        return output
 
-        return entering
+    def _entered(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The first block is reached: by the part in front of it, which ends, or by its own."""
+        way, hidden = _first((args, kwargs))
+        if self._number == 0:
+            self._hidden = hidden
+            raise _Left
+        return put_at((args, dict(kwargs)), way, self._hidden)
 
-    def _leaving(self, index: int) -> Any:
-        def leaving(module: nn.Module, args: Any, output: Any) -> Any:
-            if index == self._number - 1:
-                self._hidden = _first(output)[1]
-                raise _Left
-            if index == len(self._blocks) - 1:
-                way, _ = _first(output)
-                return put_at(output, way, self._hidden)
-            return None
-
-        return leaving
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._hidden = _first(output)[1]
+        raise _Left

@@ -207,8 +207,8 @@ def causal_lm_types() -> list[str]:
 
 
 def _classifier(config: PretrainedConfig, task: Task) -> type[PreTrainedModel] | None:
-    mapping = _CLASSIFIERS[task]._model_mapping
-    return mapping.get(type(config), None)
+    found = _CLASSIFIERS[task]._model_mapping.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def task_of(config: PretrainedConfig) -> Task:
@@ -349,6 +349,8 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     task = task_of(config)
     if task != "causal-lm" and "is_decoder" in fields:
         fields["is_decoder"] = config.is_decoder
+    if task == "image-classification" and "window_size" in fields:
+        fields["window_size"] = config.window_size  # pictures are as large as by default
     tiny = type(config).from_dict(fields)
     tiny.dtype = torch.float32
     text: Any = tiny.get_text_config()

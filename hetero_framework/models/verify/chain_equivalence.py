@@ -7,15 +7,13 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hetero_framework.models.cut.chain import (
     INPUT,
     ChainConfig,
-    Value,
     bundles,
     examples,
-    in_order,
     members,
     part_of,
     statistics,
@@ -59,28 +57,17 @@ def _same(one: Tensor | None, other: Tensor) -> bool:
 
 def _of_whole(config: ChainConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Outputs, gradients and statistics, by name."""
-    chain = config.make()
-    for index, child in enumerate(chain):
-        child.register_forward_pre_hook(partial(_seed, index))
-        child.register_forward_hook(_hand_on)
-    left = members(chain.float().train()(part_of(batch, INPUT)))
+    whole = config.whole(_enter)
+    left = members(whole.float().train()(part_of(batch, INPUT)))
     differentiate(tuple(left.values()), _ones(tuple(left.values())))
-    gradients = {name: p.grad for name, p in chain.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     renamed = partial(_renamed, config)
-    return _named(left, renamed(gradients)) | renamed(statistics(chain))
+    return _named(left, renamed(gradients)) | renamed(statistics(whole))
 
 
 def _renamed(config: ChainConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     parts = ((name.partition("."), tensor) for name, tensor in tensors.items())
     return {config.users_name(child, rest): tensor for (child, _, rest), tensor in parts}
-
-
-def _seed(index: int, module: nn.Module, args: object) -> None:
-    torch.manual_seed(index)
-
-
-def _hand_on(module: nn.Module, args: object, value: Value) -> Value:
-    return in_order(value)
 
 
 def _enter(place: int | str) -> None:

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import transformers
@@ -38,6 +38,7 @@ from hetero_framework.models.adapters.trainable import attach_adapter
 from hetero_framework.models.cut.chain import ChainConfig
 from hetero_framework.models.cut.chunked_loss import chunked_loss, spans
 from hetero_framework.models.cut.codebooks import for_model
+from hetero_framework.models.cut.image_chain import ImageConfig
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, towers
 from hetero_framework.models.cut.partition import ShardRange, Skeleton, ranges_between
@@ -176,6 +177,8 @@ def verify_model(
     elif model_type is not None:
         with quiet_library():
             model_config = tiny_config(model_type, task)
+            if task == "image-classification":
+                model_config = ImageConfig.of(model_config)
     else:
         raise ArchitectureError("there is no model to verify: name a configuration or a type")
     if cuts is not None or config is None:
@@ -312,7 +315,7 @@ def verify_all(
     by name, and its classifiers; one without a working tiny configuration counts as refused.
     `model_types` limits the architectures. `progress` is called after each."""
     results, wanted = [], None if model_types is None else list(model_types)
-    classes = [(name, task) for task in _OF_TEXT for name in architecture_names(task)]
+    classes = [(name, task) for task in get_args(Task) for name in architecture_names(task)]
     for name, task in classes:
         if wanted is not None and name not in wanted:
             continue
@@ -354,6 +357,11 @@ def compare(
 
 def _compare_chain(config: ChainConfig, ranges: Sequence[ShardRange]) -> Comparison:
     result = Comparison(config.chain, "refused", subject="the chain", stages=tuple(ranges))
+    if isinstance(config, ImageConfig):
+        name, subject = config.classifier["model_type"], "a classifier with random weights"
+        if config.source is not None:
+            subject = "the model itself"
+        result = replace(result, model_type=name, subject=subject, task="image-classification")
     try:
         problem = chain_problem(config, ranges)
     except ArchitectureError as error:
@@ -730,6 +738,8 @@ def write_architectures(results: Sequence[Comparison], path: Path) -> None:
     alone = sorted(name for name, attention in packing.items() if attention == VARLEN)
     masked = sorted(packing.keys() - set(alone))
     passed = len(texts) - len(groups["refused"])
+    images = [r for r in results if r.task == "image-classification"]
+    equal_images = [r.model_type for r in images if r.passed]
     close = [
         f"| {_subject(r)} | {r.loss_difference:.1e} | {r.gradient_difference:.1e} |"
         f" {r.weight_difference:.1e} | {r.reason} |"
@@ -750,6 +760,9 @@ def write_architectures(results: Sequence[Comparison], path: Path) -> None:
         f" {len(packing)} can be trained without padding (`data.padding_free`).",
         texts=_objectives("causal-lm"),
         objectives="\n".join(_by_objective(results)),
+        images=_objectives("image-classification"),
+        equal_images=f"{len(equal_images)} of {len(images)}",
+        passed_images=_names(equal_images),
         equal=_names(r.model_type for r in groups["bit-equal"]),
         close="\n".join([_CLOSE, *close]) if close else "none",
         exact=passed - sum(r.task == "causal-lm" for r in rounded),
@@ -770,8 +783,7 @@ def _rows(head: str, rows: Mapping[str, str]) -> str:
 
 def _objectives(task: Task) -> str:
     """The objectives that train a class for a task."""
-    needs = NEEDS.items()
-    return _names(name for name, its in needs if its.task == task and its.data != "own")
+    return _names(name for name, its in NEEDS.items() if its.task == task and name != "sequential")
 
 
 def _subject(result: Comparison) -> str:
@@ -785,7 +797,8 @@ def _by_objective(results: Sequence[Comparison]) -> list[str]:
     tasks, lines = _OF_TEXT, list[str]()
     verdicts: dict[str, dict[Task, Verdict]] = {}
     for result in results:
-        verdicts.setdefault(result.model_type, {})[result.task] = result.verdict
+        if result.task in tasks:
+            verdicts.setdefault(result.model_type, {})[result.task] = result.verdict
     for task in tasks[1:]:
         own = [r for r in results if r.task == task]
         equal = sum(r.verdict == "bit-equal" for r in own)
@@ -836,8 +849,15 @@ A name of a class (`...ForConditionalGeneration`) is a multimodal model trained 
 
 All of these pass with {texts}.
 Many architectures also have a class that classifies; some, mostly encoders, have no other. \
-Their tiny copies were trained in the same way, with the loss of that class.
+Their tiny copies were trained in the same way, with the loss of that class. \
 {objectives}
+
+## Classifiers of pictures
+
+With {images} {equal_images} pass. Logits, gradients and running means of one step were compared \
+with those of the class, dropout included.
+
+{passed_images}
 
 ## In bfloat16 autocast
 

@@ -10,8 +10,12 @@ from transformers import (
     AutoModelForImageClassification,
     BeitConfig,
     ConvNextConfig,
+    CvtConfig,
+    EfficientNetConfig,
     PretrainedConfig,
+    PvtV2Config,
     ResNetConfig,
+    SegformerConfig,
     SwinConfig,
     ViTConfig,
 )
@@ -19,7 +23,7 @@ from transformers import (
 from hetero_framework.config import Config, ModelConfig
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut.chain import bundles
-from hetero_framework.models.cut.image_chain import ImageConfig
+from hetero_framework.models.cut.image_chain import ImageConfig, ImagePart
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.verify.equivalence import compare
@@ -39,6 +43,21 @@ CLASSIFIERS: dict[str, Any] = {
     ),
     "convnext": ConvNextConfig(**_STAGES),
     "beit": BeitConfig(drop_path_rate=0.0, **_TEXTLIKE),
+    # Blocks that repeat, and a head with dropout.
+    "efficientnet": EfficientNetConfig(
+        **{"width_coefficient": 0.2, "depth_coefficient": 0.3, "hidden_dim": 256},
+        **{"dropout_rate": 0.0, "drop_connect_rate": 0.0, "num_labels": 5},
+    ),
+    # Code between two blocks that changes the hidden state's axes.
+    "segformer": SegformerConfig(
+        **{"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 24, 32], "num_labels": 5},
+        **{"num_attention_heads": [1, 2, 2, 4], "drop_path_rate": 0.0},
+        **{"hidden_dropout_prob": 0.0, "classifier_dropout_prob": 0.0},
+    ),
+    "pvt_v2": PvtV2Config(
+        **{"image_size": 32, "depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 24, 32]},
+        **{"num_attention_heads": [1, 2, 2, 4], "drop_path_rate": 0.0, "num_labels": 5},
+    ),
 }
 
 
@@ -74,6 +93,37 @@ def test_a_classifier_in_parts_computes_what_its_class_does(name: str) -> None:
     assert all(torch.equal(state[key], tensor) for key, tensor in whole.state_dict().items())
     count = len(bundles(config)) - 1
     assert compare(config, ranges_between([0, 2, count - 1, count])).verdict == "bit-equal"
+
+
+@pytest.mark.parametrize("name", ["beit", "efficientnet", "segformer"])
+def test_parts_are_compared_with_the_class_also_with_dropout(name: str) -> None:
+    fields = CLASSIFIERS[name].to_dict()
+    rates = {key: 0.3 for key, value in fields.items() if "drop" in key and value == 0.0}
+    assert rates
+    config = ImageConfig(fields | rates, forms=FORMS)
+    count = len(bundles(config)) - 1
+    assert compare(config, ranges_between([0, 2, count - 1, count])).verdict == "bit-equal"
+
+
+def test_parts_that_compute_otherwise_than_the_class_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All cuts of a wrong chain are equal to each other; the class is what tells."""
+    config, forward = chain_of(CLASSIFIERS["vit"]), ImagePart.forward
+    monkeypatch.setattr(ImagePart, "forward", lambda part, value: 2 * forward(part, value))
+    result = compare(config, ranges_between([0, 2, len(bundles(config)) - 1]))
+    assert result.verdict == "refused"
+    assert result.reason == "the output differs from that of the whole"
+
+
+def test_a_tensor_that_goes_around_the_blocks_is_refused() -> None:
+    config = CvtConfig(
+        **{"embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 4]},
+        num_labels=5,
+    )
+    result = compare(chain_of(config), ranges_between([0, 2, len(bundles(chain_of(config))) - 1]))
+    assert result.verdict == "refused"
+    assert "meta" in result.reason
 
 
 def test_pictures_of_another_size_are_refused() -> None:

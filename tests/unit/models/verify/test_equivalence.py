@@ -395,6 +395,8 @@ def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
         Comparison("iota", "bit-equal", task="sequence-classification"),
         Comparison("kappa", "refused", "no blocks", task="sequence-classification"),
         Comparison("kappa", "bit-equal", task="token-classification"),
+        Comparison("lambda", "bit-equal", task="image-classification"),
+        Comparison("mu", "refused", "no chain", task="image-classification"),
     ]
     path = tmp_path / "docs" / "architectures.md"
     write_architectures(results, path)
@@ -409,6 +411,9 @@ def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
     assert "| `alpha` | Layer 1 receives a / b |" in text
     assert "2 of 3 architectures are bit-equal with `reward`, `classification`." in text
     assert "| bit-equal | bit-equal | no class | `iota`, `zeta` |" in text
+    assert "With `image-classification` 1 of 2 pass." in text
+    assert "dropout included.\n\n`lambda`\n" in text
+    assert "| `mu` (`image-classification`) | no chain |" in text
     assert "| no class | refused | bit-equal | `kappa` |" in text
     assert "| `zeta` (`reward`, `classification`) | differs by 2 |" in text
     assert "| `kappa` (`reward`, `classification`) | no blocks |" in text
