@@ -230,6 +230,18 @@ def collate(
     return {"input_ids": input_ids_BS, "attention_mask": attention_mask_BS, "labels": labels_BS}
 
 
+def moved_right(batch: MicroBatch) -> MicroBatch:
+    """A micro-batch of `collate` padded on the left: all integers of tokens, [B, S], are moved."""
+    mask_BS = batch["attention_mask"]
+    pads = mask_BS.eq(0).sum(1).tolist()
+    return {
+        name: torch.stack([row.roll(count) for row, count in zip(tensor, pads, strict=True)])
+        if tensor.shape == mask_BS.shape and not tensor.is_floating_point()
+        else tensor
+        for name, tensor in batch.items()
+    }
+
+
 def pack(examples: Rows, indices: Sequence[int] | np.ndarray) -> MicroBatch:
     """One example after another in one row: input_ids_1T, position_ids_1T, labels_1T, int64.
 

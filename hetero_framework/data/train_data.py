@@ -19,6 +19,7 @@ from hetero_framework.data.batches import (
     MicroBatch,
     SampleOrder,
     StreamOrder,
+    moved_right,
 )
 from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder, ExampleSet, Rows
@@ -51,6 +52,7 @@ class TrainData:
     pad_token_id: int
     report: list[str]
     labels: Labels | None = None
+    pads_left: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -115,7 +117,8 @@ class TrainData:
     def collate(self, examples: ExampleSet, rows: np.ndarray) -> MicroBatch:
         """The micro-batch of these examples, by their numbers."""
         kind = self.order.training.data_kind
-        return collated(kind, examples, rows, self.pad_token_id, self.settings)
+        batch = collated(kind, examples, rows, self.pad_token_id, self.settings)
+        return moved_right(batch) if self.pads_left else batch
 
 
 def load_data(
@@ -168,8 +171,10 @@ def load_data(
         pad_token_id, sentence = 0, "no padding: the samples of a micro-batch make one row"
     else:
         pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
-    said = [*report, sentence]
-    return TrainData(train, eval_sets, order, data, pad_token_id, said, reader.labels)
+    # As the Trainer pads rows for classifiers; GPT-2's positions depend on the side.
+    pads_left = reader.labels is not None and tokenizer.padding_side == "left"
+    said = [*report, sentence + ", on the left" * pads_left]
+    return TrainData(train, eval_sets, order, data, pad_token_id, said, reader.labels, pads_left)
 
 
 def _refuse_sequential(config: Config) -> None:

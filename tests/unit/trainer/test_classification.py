@@ -49,8 +49,11 @@ CLASSES = {
 def save_classifier(
     folder: Path, model_type: str = "llama", task: str = "SEQ_CLS", **settings: Any
 ) -> Path:
-    """A tiny random classifier without dropout, and its tokenizer."""
+    """A tiny random classifier without dropout, and its tokenizer, which pads for GPT-2, whose
+    positions depend on it, on the left."""
     save_tokenizer(folder)
+    if model_type == "gpt2":
+        AutoTokenizer.from_pretrained(folder, padding_side="left").save_pretrained(folder)
     sizes: dict[str, Any] = {**SIZES[model_type], "vocab_size": 320, "num_attention_heads": 4}
     if model_type == "llama":
         sizes |= {"num_key_value_heads": 2}
