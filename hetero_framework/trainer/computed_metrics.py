@@ -90,7 +90,7 @@ def of_run(given: Given, prepared: Prepared) -> ComputedMetrics | None:
     if not objective_of(training).predicts:
         raise ConfigError(
             f'there is no {COMPUTE} for training.objective "{training.objective}", which makes no'
-            " predictions of tokens",
+            " predictions",
             hint="leave it out",
         )
     if introspect(prepared.model_config).ids_per_token > 1:

@@ -741,7 +741,7 @@ class Coordinator:
             made = batches[index]
             items[index] = self._count_predictions([made])
             if computed is not None:
-                labels[index] = made["labels"]
+                labels[index] = made[self._objective.label_name]
             return made
 
         def losses() -> list[float]:

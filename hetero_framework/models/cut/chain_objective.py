@@ -31,6 +31,7 @@ from hetero_framework.models.cut.chain import (
 from hetero_framework.models.cut.chain_shard import ChainShard
 from hetero_framework.models.cut.image_chain import ImageConfig
 from hetero_framework.models.cut.objective import Objective
+from hetero_framework.models.cut.predictions import Predictions
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
 
@@ -57,6 +58,8 @@ class ChainLoss(Objective):
     """`loss(output, target)` of the file of --import: the mean over the examples of a micro-batch,
     or a pair of it and a dictionary of further means."""
 
+    label_name = TARGET
+    predicts = False  # a chain may return several tensors
     averages_means = True
     """Whether a step averages the means of its micro-batches, and not its examples."""
 
@@ -77,6 +80,7 @@ class ChainLoss(Objective):
         *,
         running: Callable[[], AbstractContextManager[None]],
         backward: Callable[[Tensor], None] | None,
+        predictions: Predictions | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         target = part_of(inputs, TARGET)
         rows = len(next(iter(members(target).values())))
@@ -86,10 +90,15 @@ class ChainLoss(Objective):
         loss = mean * (1 if self.averages_means and backward is not None else rows) / num_items
         if backward is not None:
             backward(loss)
-        if not means:
-            return loss.detach(), {}
-        count = mean.new_full((1,), rows, dtype=torch.float32)
-        return loss.detach(), {METRICS: torch.cat([torch.stack(means), count]).detach()}
+        named: dict[str, Tensor] = {}
+        if means:
+            count = mean.new_full((1,), rows, dtype=torch.float32)
+            named[METRICS] = torch.cat([torch.stack(means), count]).detach()
+        if predictions is not None:
+            assert isinstance(output, Tensor)
+            assert isinstance(target, Tensor)
+            named |= predictions.of_labels(output, target)
+        return loss.detach(), named
 
     def called(
         self, config: PretrainedConfig, output: Any, target: Any
@@ -143,7 +152,7 @@ class ImageLoss(ChainLoss):
     """The loss of transformers' image classifiers: of a class for each picture, of several labels,
     or of measures."""
 
-    averages_means = False
+    averages_means, predicts = False, True
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(training, id_layers)

@@ -41,6 +41,9 @@ class Objective(ABC):
     metric_names: tuple[str, ...] = ()
     """The names of the metrics."""
 
+    label_name = "labels"
+    """The tensor of a micro-batch that users' compute_metrics gets as label_ids."""
+
     def __init__(self, id_layers: frozenset[int] = frozenset()) -> None:
         """`id_layers`: the model's layers that read token ids (`ModelStructure.id_readers`)."""
         self._id_layers = id_layers

@@ -17,10 +17,13 @@ from hetero_framework.errors import HeteroError
 from hetero_framework.trainer.coordinator import train
 from tests.samples import free_ports
 from tests.unit.models.cut.test_image_chain import CLASSIFIERS
+from tests.unit.trainer.test_callbacks import Recorder
+from tests.unit.trainer.test_classification import accuracy
 
 SETTINGS = {
     **{"per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": 4},
     **{"lr_scheduler_type": "linear", "report_to": "none"},
+    **{"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 4},
     "adam_epsilon": 1e-4,  # the gradients of a ViT's key biases are rounding alone
 }
 
@@ -45,7 +48,7 @@ def configuration(model: Path, output: Path) -> Config:
                 {"id": "local", "start": 2, "end": layers},
             ],
             "model": {"name_or_path": str(model)},
-            "data": {"train": "train_set"},
+            "data": {"train": "train_set", "eval": "eval_set"},
             "training": {"visualize": False, "save_strategy": "no", **training},
         }
     )
@@ -58,11 +61,16 @@ def configuration(model: Path, output: Path) -> Config:
 def test_losses_and_weights_are_those_of_the_trainer(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "_modules", [SimpleNamespace(train_set=pictures())])
+    held_out = TensorDataset(*pictures()[:7])
+    module = SimpleNamespace(train_set=pictures(), eval_set=held_out)
+    monkeypatch.setattr(control, "_modules", [module])
     torch.manual_seed(1)
     model: Any = AutoModelForImageClassification.from_config(CLASSIFIERS[name])
     model.save_pretrained(tmp_path / name)
-    rows = [{"pixel_values": picture, "labels": label} for picture, label in pictures()]
+    rows, tested = (
+        [{"pixel_values": picture, "labels": label} for picture, label in examples]
+        for examples in (pictures(), held_out)
+    )
     arguments = TrainingArguments(
         output_dir=str(tmp_path / "theirs"),
         save_strategy="no",
@@ -70,9 +78,23 @@ def test_losses_and_weights_are_those_of_the_trainer(
         use_cpu=True,
         **SETTINGS,
     )
-    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer = Trainer(
+        *(model, arguments), train_dataset=rows, eval_dataset=tested, compute_metrics=accuracy
+    )
     trainer.train()
-    summary = train(configuration(tmp_path / name, tmp_path / "ours"))
+    ours = Recorder()
+    summary = train(
+        configuration(tmp_path / name, tmp_path / "ours"),
+        callbacks=[ours],
+        compute_metrics=accuracy,
+    )
+    assert ours.state is not None
+    lines = [
+        next(line for line in history if "eval_share" in line)
+        for history in (ours.state.log_history, trainer.state.log_history)
+    ]
+    for metric in ("eval_loss", "eval_share", "eval_spread"):
+        assert lines[0][metric] == pytest.approx(lines[1][metric], rel=1e-5)
     expected = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert summary.losses == pytest.approx(expected, rel=1e-5, abs=1e-5)
     loaded = summary.load()
@@ -85,7 +107,7 @@ def test_labels_that_are_no_classes_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = [(picture, 7) for picture, _ in pictures()]
-    monkeypatch.setattr(control, "_modules", [SimpleNamespace(train_set=wrong)])
+    monkeypatch.setattr(control, "_modules", [SimpleNamespace(train_set=wrong, eval_set=wrong)])
     AutoModelForImageClassification.from_config(CLASSIFIERS["resnet"]).save_pretrained(
         tmp_path / "resnet"
     )
