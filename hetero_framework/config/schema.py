@@ -1206,17 +1206,24 @@ class Config(WholeFile):
                 " logging_dir, or move the model",
             )
 
-    def check_metric(self, *, computes: bool = False) -> None:
+    def check_metric(
+        self, of_objective: Sequence[str] | None = None, *, computes: bool = False
+    ) -> None:
         """Raise ConfigError if no evaluation gives the metric that decides on the best model. Where
-        the user `computes` some, or another objective has its own, the first one shows it."""
+        the user `computes` some, the first one shows it. `of_objective` are those that the
+        objective gives; without them only "sft" is checked."""
         training = self.training
-        known = ["loss", "token_loss", "perplexity"]
-        known += [*TOKEN_METRICS, "num_tokens"] * training.token_metrics
+        known = ["loss", *(of_objective or ())]
+        if of_objective is None:
+            known += ["token_loss", "perplexity"]
+            known += [*TOKEN_METRICS, "num_tokens"] * training.token_metrics
         if self.data is not None and "" not in self.data.eval_sets:
             known = [f"{name}_{metric}" for name in self.data.eval_sets for metric in known]
-        metric = None if computes or training.objective != "sft" else training.metric
+        is_known = of_objective is not None or training.objective == "sft"
+        metric = training.metric if is_known and not computes else None
         if metric is not None and metric.removeprefix("eval_") not in known:
-            more = "" if training.token_metrics else "; training.token_metrics gives more"
+            of_tokens = NEEDS.get(training.objective, Needs()).task == "causal-lm"
+            more = "; training.token_metrics gives more" * (of_tokens > training.token_metrics)
             more += ", and compute_metrics any, of train() or of a file named with --import"
             raise ConfigError(
                 f"training.metric_for_best_model is {shown(metric)}, which no evaluation gives",

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import EvalPrediction
-from transformers.trainer_utils import denumpify_detensorize
 
 from hetero_framework import control
 from hetero_framework.engine.stage_api import Outcome
@@ -53,6 +51,9 @@ class ComputedMetrics:
 
         Raises CallbackError where the user's function fails or gives something else.
         """
+        from transformers import EvalPrediction  # brings PEFT
+        from transformers.trainer_utils import denumpify_detensorize
+
         parts = self.predictions(outcomes)
         try:
             made: Any = _joined(parts) if isinstance(parts[0], Tensor) else None

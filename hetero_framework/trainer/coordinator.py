@@ -154,7 +154,8 @@ def train(
     """
     config = with_objects(config, given)
     config.require("model", "data")
-    config.check_metric(computes=bool(given.get(COMPUTE) or control.function(COMPUTE)))
+    computes = bool(given.get(COMPUTE) or control.function(COMPUTE))
+    config.check_metric(objective_of(config.training).evaluated, computes=computes)
     preprocess = control.having(PREPROCESS, given.get(PREPROCESS))
     access = access or access_of(config, "local")
     if config.island is not None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from torch import Tensor
-from transformers import EvalPrediction
 
 from hetero_framework.config import Config
 from hetero_framework.core.files import replace_directory
 from hetero_framework.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import EvalPrediction
 
 COMPUTE: Final = "compute_metrics"
 GIVEN = "given"

@@ -123,18 +123,19 @@ class Terminal:
         )
         os.close(there)
         self._file = here
-        self.text = ""
+        self.text, self._taken = "", 0
 
     def until(self, text: str, timeout_s: float = 120.0) -> str:
-        """Read on to `text`; what came before it since the last call."""
+        """Read on to the next `text`; all since that of the last call."""
         import select
 
-        deadline, start = time.monotonic() + timeout_s, len(self.text)
+        deadline, start = time.monotonic() + timeout_s, self._taken
         while text not in self.text[start:]:
             assert time.monotonic() < deadline, self.text
             if select.select([self._file], [], [], 1.0)[0]:
                 self.text += os.read(self._file, 4096).decode(errors="replace")
-        return self.text[start:]
+        self._taken = self.text.index(text, start) + len(text)
+        return self.text[start : self._taken]
 
     def type(self, text: str) -> None:
         os.write(self._file, text.encode())

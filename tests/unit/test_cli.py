@@ -107,7 +107,6 @@ def test_supervised_worker_reads_its_life_line_after_the_imports(config_file: Pa
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.long
 def test_a_run_imports_peft_for_adapters_only_and_no_datasets() -> None:
     """They bring bitsandbytes, torch's compiler and pandas: half of what torch itself takes."""
     program = (

@@ -92,6 +92,12 @@ class Objective(ABC):
         return {}
 
     @property
+    def evaluated(self) -> tuple[str, ...]:
+        """The metrics of an evaluation, beside its loss."""
+        of_tokens = ("token_loss", "perplexity") if self.counts_tokens else ()
+        return (*of_tokens, *self.metric_names, *["num_tokens"] * bool(self.metric_names))
+
+    @property
     def predicts(self) -> bool:
         """Whether `loss` takes predictions along."""
         return "predictions" in inspect.signature(self.loss).parameters

@@ -38,7 +38,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hetero_framework.core import frames
@@ -936,6 +935,8 @@ class Shard:
 
     def _noisy(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """After the embedding. What is drawn after the noise is what shards without it draw."""
+        from transformers.integrations.neftune import neftune_post_forward_hook  # brings PEFT
+
         if not module.training or self._part == "head":
             return output
         if self.on_enter is not None:

@@ -849,7 +849,7 @@ A name of a class (`...ForConditionalGeneration`) is a multimodal model trained 
 
 All of these pass with {texts}.
 Many architectures also have a class that classifies; some, mostly encoders, have no other. \
-Their tiny copies were trained in the same way, with the loss of that class. \
+Their tiny copies were trained in the same way, with the loss of that class.
 {objectives}
 
 ## Classifiers of pictures

@@ -233,7 +233,7 @@ def test_a_function_for_another_process_is_refused_before_it_starts(
 def test_an_objective_without_predictions_is_refused(alone: Alone, tmp_path: Path) -> None:
     rows = [{"prompt": "a model", "chosen": " of words", "rejected": " of layers"}] * 4
     config = alone(training={"objective": "dpo", "eval_strategy": "epoch"}, data=None)
-    with pytest.raises(ConfigError, match='"dpo", which makes no predictions of tokens'):
+    with pytest.raises(ConfigError, match='"dpo", which makes no predictions'):
         train(config, train_dataset=rows, eval_dataset=rows, compute_metrics=Accuracy())
 
 

@@ -83,7 +83,7 @@ def padded(side: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-LONG = ("distilbert", "roberta", "qwen3", "gemma3", "mistral", "gpt_neox", "modernbert")
+LONG = ("distilbert", "roberta", "qwen3", "mistral", "gpt_neox", "modernbert")
 
 
 @pytest.mark.parametrize("task", [TEXTS, TOKENS])
