@@ -238,6 +238,9 @@ def test_the_page_of_objectives_counts_the_classifiers_that_the_table_counts() -
     page = (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8")
     assert re.findall(r"(\d+) of (\d+) that have", page) == counted
     assert len(counted) == 2
+    pictures = re.search(r"With `image-classification` (\d+) of (\d+) pass", table)
+    assert pictures is not None
+    assert f"{pictures[1]} of the {pictures[2]} model types" in page
 
 
 def test_the_performance_page_shows_figures_of_check() -> None:
