@@ -80,8 +80,7 @@ def train_islands(raws: Mapping[str, dict[str, Any]]) -> dict[str, RunSummary]:
 
 def outcomes(raws: Mapping[str, dict[str, Any]]) -> dict[str, RunSummary | BaseException]:
     """Train by these configurations, one for each island, at the same time; what each returned or
-    raised. Threads share torch's random
-    numbers: an adapter would begin with other ones each time."""
+    raised. Threads share torch's random numbers: dropout would draw other ones each time."""
     running: dict[str, Future[RunSummary]] = {}
     for name, raw in raws.items():
         config = Config.from_dict(raw)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,11 @@ LIBRARY_ERRORS = (
     TypeError,
     ValueError,
 )
+
+# transformers replaces methods of its classes while it loads (`no_tie_weights`) and restores them:
+# of two loads at once one restores the other's replacement, and no model is tied from then on.
+# Threads also share the generator from which new weights are drawn.
+ONE_AT_A_TIME = threading.Lock()
 
 OWN_CLASS_HINT = "a class of your own is registered by the file that --import names, everywhere"
 

@@ -21,7 +21,6 @@ import functools
 import inspect
 import itertools
 import platform
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -76,7 +75,7 @@ from hetero_framework.models.files.weights import (
     refuse_wrapped,
     renaming,
 )
-from hetero_framework.models.library import LIBRARY_ERRORS, quiet_library
+from hetero_framework.models.library import LIBRARY_ERRORS, ONE_AT_A_TIME, quiet_library
 from hetero_framework.models.rng import derive_seed
 from hetero_framework.repository import resolve_model_path
 
@@ -95,10 +94,6 @@ _GIVEN = ("attention_mask", "position_ids", "token_type_ids")
 BUILDERS: dict[type[PretrainedConfig], Callable[..., Shard]] = {}
 """Builders of the shards of models that are not of transformers' classes (`build_chain`)."""
 _Part = Literal["whole", "blocks", "head"]
-
-# transformers replaces methods of its classes while it loads (`no_tie_weights`) and restores them:
-# of two loads at once one restores the other's replacement, and no model is tied from then on.
-_ONE_AT_A_TIME = threading.Lock()
 
 
 def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
@@ -280,7 +275,7 @@ def build_shard(
     device, dtype = torch.device(device), dtype or config_dtype(config)
     if (build := BUILDERS.get(type(config))) is not None:
         return build(config, rng, dtype=dtype, device=device, seed=seed)
-    with _ONE_AT_A_TIME:
+    with ONE_AT_A_TIME:
         whole = Skeleton(config, introspect(config))
         partition.check_cut(config, whole, rng)
         targets = [name for name in whole.targets(rng) if not kept.has(name, whole)]
