@@ -22,6 +22,7 @@ from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.islands.forecast import island_lines
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.attention import check_attention
+from hetero_framework.models.cut.image_chain import as_saved
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import tower_lines
 from hetero_framework.models.cut.shard import load_model_config
@@ -129,7 +130,7 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
     processes = [_process(config, owner, memory, lessened) for owner in config.plan.owners]
     return {
         "layers": config.shard_plan[-1].end,
-        "model_type": model_config.model_type if model_config is not None else None,
+        "model_type": as_saved(model_config).model_type if model_config is not None else None,
         "objective": config.training.objective,
         "processes": processes,
         "schedule": schedule,
@@ -152,7 +153,7 @@ def _unplanned(config: Config, role: Role | None, show: int) -> dict[str, Any]:
     examples: list[dict[str, Any]] = []
     if config.model is not None:
         model_config = load_model_config(config.model, config.base_dir)
-        layers, model_type = introspect(model_config).num_layers, model_config.model_type
+        layers, model_type = introspect(model_config).num_layers, as_saved(model_config).model_type
         check_devices(config, model_config, devices_known(config, _ids(role)))
         check_objective(config, model_config, _adapter_plan(config, model_config))
         examples = _look_at_data(config, model_config, role, notes, show)

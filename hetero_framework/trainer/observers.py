@@ -53,14 +53,15 @@ class Due:
 
 @dataclass(frozen=True)
 class RunStart:
-    """A run as it begins or goes on: its number, all its steps, and how often it logs.
-    `is_continued`: it was cut short, and the same command goes on."""
+    """A run as it begins or goes on: its number, all its steps, how often it logs, and in what its
+    speed is counted. `is_continued`: it was cut short, and the same command goes on."""
 
     run_id: str
     total_steps: int
     logging_steps: int
     is_resumed: bool
     is_continued: bool = False
+    unit: str = "tokens"
 
 
 class Observer:
@@ -137,7 +138,7 @@ class Screen(Observer):
         self._progress = progress
 
     def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
-        self._progress.start(run.total_steps, rows, state.step, run.logging_steps)
+        self._progress.start(run.total_steps, rows, state.step, run.logging_steps, run.unit)
 
     def replanned(self, rows: Sequence[StageRow], stages: Sequence[StageSpec]) -> None:
         self._progress.replanned(rows)

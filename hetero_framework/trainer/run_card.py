@@ -47,7 +47,9 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
         f"{section}.{name}: `{json.dumps(raw[section][name])}`"
         for section, names in _SETTINGS.items()
         for name in names.split()
-        if raw[section] and raw[section][name] is not None
+        if raw[section]
+        and raw[section][name] is not None
+        and not (section == "data" and config.training.data_kind == "own")
     ]
     return model_card(
         base_facts(model.name_or_path, model.revision, config.base_dir),

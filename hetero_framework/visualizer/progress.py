@@ -69,7 +69,7 @@ class Progress:
         self._silent = False
         self._redrawn_at = float("-inf")
         self._stages: list[StageRow] = []
-        self._logging_steps = 1
+        self._logging_steps, self._unit = 1, "tokens"
         self._total_steps = 0
         self._step = 0
         self._first: Mapping[str, Any] = {}
@@ -88,10 +88,12 @@ class Progress:
         stages: Sequence[StageRow] = (),
         resumed_step: int = 0,
         logging_steps: int = 1,
+        unit: str = "tokens",
     ) -> None:
         """Begin; `resumed_step` is the last step that an earlier run completed. Without a terminal
-        a line is printed every `logging_steps` steps, and at the end."""
+        a line is printed every `logging_steps` steps, and at the end. Speed is shown in `unit`s."""
         with self._lock:
+            self._unit = unit
             self._logging_steps = max(1, logging_steps)
             self._total_steps = total_steps
             self._step = resumed_step
@@ -208,7 +210,7 @@ class Progress:
         if self._recent:
             seconds, tokens = map(sum, zip(*self._recent, strict=True))
             if seconds and tokens:
-                facts.append(f"{tokens / seconds:,.0f} tokens/s")
+                facts.append(f"{tokens / seconds:,.0f} {self._unit}/s")
             left = max(0, self._total_steps - self._step)
             done = max(1, self._step - self._begun[0])
             facts.append(f"ETA {clock(left * seconds / done)}")
@@ -302,7 +304,7 @@ class Progress:
         if self._seconds:
             lines.append(("time in steps", clock(self._seconds)))
             if self._tokens:
-                lines.append(("speed", f"{self._tokens / self._seconds:,.0f} tokens/s"))
+                lines.append(("speed", f"{self._tokens / self._seconds:,.0f} {self._unit}/s"))
         if self._between:
             per_step = self._between / self._num_steps
             lines.append(("between islands", f"{size(per_step)} per step"))

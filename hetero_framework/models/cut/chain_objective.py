@@ -58,7 +58,7 @@ class ChainLoss(Objective):
     """`loss(output, target)` of the file of --import: the mean over the examples of a micro-batch,
     or a pair of it and a dictionary of further means."""
 
-    label_name = TARGET
+    label_name, unit = TARGET, "examples"
     predicts = False  # a chain may return several tensors
     averages_means = True
     """Whether a step averages the means of its micro-batches, and not its examples."""

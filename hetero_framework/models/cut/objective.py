@@ -41,6 +41,9 @@ class Objective(ABC):
     metric_names: tuple[str, ...] = ()
     """The names of the metrics."""
 
+    unit = "tokens"
+    """What speed is counted in; "examples" where those have no tokens."""
+
     label_name = "labels"
     """The tensor of a micro-batch that users' compute_metrics gets as label_ids."""
 
@@ -95,7 +98,12 @@ class Objective(ABC):
     def evaluated(self) -> tuple[str, ...]:
         """The metrics of an evaluation, beside its loss."""
         of_tokens = ("token_loss", "perplexity") if self.counts_tokens else ()
-        return (*of_tokens, *self.metric_names, *["num_tokens"] * bool(self.metric_names))
+        return (*of_tokens, *self.metric_names, *["num_tokens"] * self.says_tokens)
+
+    @property
+    def says_tokens(self) -> bool:
+        """Whether the tokens trained on so far are among the metrics, as TRL has them there."""
+        return bool(self.metric_names) and self.unit == "tokens"
 
     @property
     def predicts(self) -> bool:

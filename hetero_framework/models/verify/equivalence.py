@@ -358,7 +358,7 @@ def compare(
 def _compare_chain(config: ChainConfig, ranges: Sequence[ShardRange]) -> Comparison:
     result = Comparison(config.chain, "refused", subject="the chain", stages=tuple(ranges))
     if isinstance(config, ImageConfig):
-        name, subject = config.classifier["model_type"], "a classifier with random weights"
+        name, subject = config.classifier["model_type"], "the classifier with random weights"
         if config.source is not None:
             subject = "the model itself"
         result = replace(result, model_type=name, subject=subject, task="image-classification")

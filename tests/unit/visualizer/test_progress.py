@@ -377,3 +377,14 @@ def test_steps_that_skip_numbers_are_logged_when_they_pass_a_logged_one() -> Non
     assert "islands attic, garage" in text
     assert "ETA 0:00:06" in text  # after 5 of 12 steps, 2.5 in 2 s
     assert re.search(r"between islands +2.00 MiB per step", text)
+
+
+def test_speed_of_pictures_is_in_examples() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream)
+    progress.start(2, ROWS, unit="examples")
+    for step in (1, 2):
+        progress.step(metrics_of(step))
+    progress.close({})
+    assert stream.getvalue().count("200 examples/s") == 3
+    assert "tokens/s" not in stream.getvalue()
