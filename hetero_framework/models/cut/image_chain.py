@@ -126,7 +126,7 @@ class ImageConfig(ChainConfig):
     def _loaded(self) -> tuple[Any, list[str]]:
         """The model, and the names of its weights that the checkpoint lacks or has for other
         labels."""
-        config, model = self.of_classifier, None
+        config = self.of_classifier
         cls: Any = stock_class(config)
         with quiet_library():
             if self.source is None:
