@@ -117,6 +117,11 @@ def with_result(config: Config, result: Path | None, *, base: bool, local: bool)
     assert config.model is not None
     if config.model.chain is not None:
         raise UserError(f"{config.model.chain} is a chain of modules: it answers no prompts")
+    if config.model.task != "causal-lm":
+        raise UserError(
+            f'a model trained with the objective "{config.training.objective}" answers no prompts',
+            hint="load the result with its class; its README.md shows how",
+        )
     folder = (result or config.result_dir).absolute()
     is_adapter = (folder / "adapter_config.json").is_file()
     if base:
