@@ -48,9 +48,9 @@ OPTIONS = (
 # Names that stand around fields of classes.
 _CLASSES = re.compile(
     "((sft|peft|lora|model)_config|(training_|model_|script_)?args|model_init_kwargs"
-    "|SFTConfig|LoraConfig|ModelConfig|ScriptArguments|(DPO|ORPO|CPO|KTO)Config)"
+    "|SFTConfig|LoraConfig|ModelConfig|ScriptArguments|(DPO|ORPO|CPO|KTO|Reward)Config)"
 )
-_METHOD = re.compile("dpo|orpo|cpo|kto", re.IGNORECASE)
+_METHOD = re.compile("dpo|orpo|cpo|kto|reward", re.IGNORECASE)
 _ASSIGNED = re.compile(r"\s*(?:export\s+)?(\w+)=(\S*|\"[^\"]*\"|'[^']*')\s*")
 _COMMAND = re.compile(r"^[^#\n]*(\btrl\s+\w+|\.py)\b.*\s--\w", re.MULTILINE)
 _REDIRECTED = re.compile(r"\s\d>(&\d|\S+)")

@@ -3,9 +3,9 @@
 A table per program, alias_<program>.json, says what becomes of its keys: "keys" maps names
 (expressions) to a setting or to cases [value, status, settings, reason], of which the first that
 fits counts; "idle" are keys that need no setting, "never" those that cannot be had; "defaults" are
-the program's own, under what they need. In settings "$" is the value, "$," its parts between
-commas, "*" the key; in defaults "=name*2" is another setting. Names of transformers, PEFT and TRL
-that no table has are those of the configuration file.
+the program's own, under what they need (name, or name=value). In settings "$" is the value, "$,"
+its parts between commas, "*" the key; in defaults "=name*2" is another setting. Names of
+transformers, PEFT and TRL that no table has are those of the configuration file.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class Conversion:
     def _fill_defaults(self) -> None:
         """State the other program's defaults where they differ from those here."""
         for needs, made in self.table["defaults"]:
-            if not all(self.settings.get(name) or self.given.get(name) for name in needs.split()):
+            if not all(map(self._has, needs.split())):
                 continue
             for path, value in made.items():
                 instead = self.settings.get(_INSTEAD.get(path, ""), False)
@@ -303,6 +303,11 @@ class Conversion:
                     value = self.settings.get(name, _own_default(name)) * int(factor or 1)
                 if value != _own_default(path):
                     self.settings[path] = self.defaults[path] = value
+
+    def _has(self, need: str) -> bool:
+        name, _, value = need.partition("=")
+        found = self.settings.get(name) or self.given.get(name)
+        return found == value if value else bool(found)
 
     def _scale_batch(self) -> None:
         """A step has the micro-batches that each process had."""

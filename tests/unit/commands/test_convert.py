@@ -237,6 +237,27 @@ def test_the_keys_of_trl_tell_the_method(text: str, objective: str, convert) -> 
         assert rows(report)["trl"]["status"] == "changed"
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+def test_recipes_of_reward_models_are_taken(convert, tmp_path) -> None:
+    fields = trl.RewardConfig(
+        str(tmp_path), use_cpu=True, bf16=False, center_rewards_coefficient=0.01
+    ).to_dict()
+    options = ("--model", "org/m", "--data", "rows.jsonl")
+    report, config = convert("c.json", json.dumps({"RewardConfig": fields}), *options)
+    training = config.training
+    assert (training.objective, training.learning_rate) == ("reward", 1e-4)
+    assert (training.center_rewards_coefficient, config.data.max_length) == (0.01, 1024)
+    lost = {row["key"] for row in report["keys"] if row["status"] not in ("taken", "changed")}
+    assert lost <= {"use_cpu", "accelerator_config", "hub_token"}
+    command = "trl reward --model_name_or_path m --dataset_name d --center_rewards_coefficient 0.2"
+    _, config = convert("r.sh", command + "\n")
+    training = config.training
+    assert (training.objective, training.learning_rate) == ("reward", 1e-4)
+    assert training.center_rewards_coefficient == 0.2
+    _, config = convert("l.yaml", "stage: rm\nmodel_name_or_path: m\nfinetuning_type: lora\n")
+    assert config.training.objective == "reward"
+
+
 def test_other_names_of_preference_losses_are_taken(convert) -> None:
     text = "stage: dpo\nmodel_name_or_path: m\n"
     report, config = convert("l.yaml", text + "pref_ftx: 0.3\ndpo_label_smoothing: 0.1\n")
