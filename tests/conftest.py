@@ -47,6 +47,7 @@ _NEED_NEWER = (
     "test_equivalence.py::test_tensors_made_between_blocks_stay",
     "test_missing_parts.py::",
     "test_side_tensor_checks.py::test_a_few_runs_determine_the_shapes",
+    "test_shard.py::test_noise_needs_one_embedding",
     "test_boundary_contents.py::test_bytes_of_side_tensors_are_reported",
 )
 

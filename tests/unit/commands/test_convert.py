@@ -240,7 +240,9 @@ def test_the_keys_of_trl_tell_the_method(text: str, objective: str, convert) -> 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 def test_recipes_of_reward_models_are_taken(convert, tmp_path) -> None:
     fields = trl.RewardConfig(
-        str(tmp_path), use_cpu=True, bf16=False, center_rewards_coefficient=0.01
+        str(tmp_path),
+        **{"use_cpu": True, "bf16": False, "disable_tqdm": False},
+        center_rewards_coefficient=0.01,
     ).to_dict()
     options = ("--model", "org/m", "--data", "rows.jsonl")
     report, config = convert("c.json", json.dumps({"RewardConfig": fields}), *options)

@@ -368,6 +368,7 @@ def test_the_learning_rate_follows_the_objective(objective: str, adapter: str, r
     assert config.training.objective == objective
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of DeBERTa, in 5.17
 def test_layers_are_those_of_the_class_that_is_trained(tmp_path: Path) -> None:
     """Of DeBERTa there is none that generates text."""
     config = tiny_config("deberta-v2", "token-classification")

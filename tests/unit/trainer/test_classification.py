@@ -111,12 +111,6 @@ KINDS: dict[str, tuple[Callable[[int, random.Random], Any], dict[str, Any]]] = {
 NAMES = {"classes": ["glad", "sad", "so-so"], "tags": ["B-LOC", "I-LOC", "O"]}
 
 
-class Mean(Trainer):
-    """The Trainer adds up the means of a step's micro-batches for classes that take `**kwargs`."""
-
-    loss_is_scaled_for_ga = False
-
-
 def accuracy(prediction: Any) -> dict[str, float]:
     logits, labels = prediction.predictions, prediction.label_ids
     if labels.dtype.kind == "f":
@@ -149,7 +143,7 @@ def trainer_of(config: Config, output: Path, kind: str, adapter: Path | None) ->
         found.append(dict(made))
     rows: Any = datasets.Dataset.from_list(found)
     collator = DataCollatorForTokenClassification if kind == "tags" else DataCollatorWithPadding
-    trainer = Mean(
+    trainer = Trainer(
         stock_model(place, adapter),
         args=TrainingArguments(
             str(output),
@@ -167,6 +161,8 @@ def trainer_of(config: Config, output: Path, kind: str, adapter: Path | None) ->
         eval_dataset=rows,
         compute_metrics=accuracy,
     )
+    # Otherwise the means of a step's micro-batches are added up and not divided.
+    trainer.model_accepts_loss_kwargs = False
     trainer.train()
     return trainer
 
