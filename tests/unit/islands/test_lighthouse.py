@@ -174,7 +174,9 @@ def test_absent_islands_are_reported_in_time(islands: Islands) -> None:
         a.next_view(0.3)
     assert time.monotonic() - started < 5
     assert found.value.exit_code == 75
-    assert meet(a, b).names == ("a", "b")  # and it can ask again
+    asked = asks(a)  # it can ask again
+    waits(asked)
+    assert b.next_view(WAIT_S).names == asked.result(WAIT_S).names == ("a", "b")
 
 
 def test_an_island_that_dies_while_it_asks_is_in_no_view(islands: Islands) -> None:
