@@ -48,12 +48,12 @@ CLASSIFIERS: dict[str, Any] = {
         **{"width_coefficient": 0.2, "depth_coefficient": 0.3, "hidden_dim": 256},
         **{"dropout_rate": 0.0, "drop_connect_rate": 0.0, "num_labels": 5},
     ),
-    # Code between two blocks that changes the hidden state's axes.
     "segformer": SegformerConfig(
         **{"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 24, 32], "num_labels": 5},
         **{"num_attention_heads": [1, 2, 2, 4], "drop_path_rate": 0.0},
         **{"hidden_dropout_prob": 0.0, "classifier_dropout_prob": 0.0},
     ),
+    # Code between two blocks changes the hidden state's axes.
     "pvt_v2": PvtV2Config(
         **{"image_size": 32, "depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 24, 32]},
         **{"num_attention_heads": [1, 2, 2, 4], "drop_path_rate": 0.0, "num_labels": 5},
