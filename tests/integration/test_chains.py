@@ -37,8 +37,10 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_modules", [])
 
 
-def configuration(name: str, output: Path, cuts: list[int], **training: Any) -> Config:
-    control.import_file(EXAMPLES / f"{name}.py")
+def configuration(
+    name: str, output: Path, cuts: list[int], folder: Path = EXAMPLES, **training: Any
+) -> Config:
+    control.import_file(folder / f"{name}.py")
     ports = free_ports(3)
     machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": DEVICE, "num_threads": 1}
     bounds, owners = [0, *cuts, 6], ["local", 1, 2, "local"] if len(cuts) == 3 else ["local", 1, 2]
@@ -120,6 +122,19 @@ def test_a_chain_goes_on_under_another_plan(name: str, tmp_path: Path) -> None:
     train(rest.with_changes(resume_step="latest"))
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
     assert whole.steps == 5
+
+
+def test_an_nn_sequential_itself_does_not_depend_on_the_cut(tmp_path: Path) -> None:
+    """One that the file holds, with its weights, in place of a function that returns one."""
+    text = (EXAMPLES / "resnet.py").read_text()
+    made = "torch.manual_seed(3)\nresnet = resnet()\nresnet[5] = nn.Sequential(nn.Dropout(0.3), resnet[5])\n"
+    (tmp_path / "resnet.py").write_text(f"{text}\n{made}")
+    whole = train(configuration("resnet", tmp_path / "whole", [], tmp_path, max_steps=3))
+    chain = control.named("resnet")
+    assert all(p.grad is None for p in chain.parameters())
+    other = train(configuration("resnet", tmp_path / "cut", [2, 4], tmp_path, max_steps=3))
+    assert other.losses == whole.losses
+    assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
 @LONG

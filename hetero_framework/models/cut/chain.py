@@ -8,6 +8,7 @@ Shapes: B examples of a micro-batch, first in every tensor.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import warnings
@@ -105,7 +106,8 @@ class ChainModel(PreTrainedModel):
 
 
 def made(name: str) -> nn.Sequential:
-    """The chain of the user's file, with its weights as that makes them. Raises ModelError."""
+    """The chain of the user's file, with its weights as that makes them, for the caller alone; on
+    the meta device, if that is torch's default. Raises ModelError."""
     chain = control.named(name)
     where = f"model.chain {name!r}"
     if chain is None:
@@ -115,7 +117,7 @@ def made(name: str) -> nn.Sequential:
             " the command on every machine",
         )
     try:
-        chain = chain if isinstance(chain, nn.Module) else chain()
+        chain = _copied(chain) if isinstance(chain, nn.Module) else chain()
     except LIBRARY_ERRORS as error:
         raise ModelError(f"{where} fails: {one_line(error)}") from error
     if not isinstance(chain, nn.Sequential) or not len(chain):
@@ -124,16 +126,28 @@ def made(name: str) -> nn.Sequential:
             f"{where} has to be an nn.Sequential, or a function that returns one; it is {found}",
             hint="it is cut at its children, so each takes what the one before returns",
         )
-    return chain
+    return chain.to("meta") if torch.get_default_device().type == "meta" else chain
+
+
+def _copied(chain: nn.Module) -> nn.Module:
+    """With data also where tensors are pretended: those in the user's file are real."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.device("cpu"):
+        return copy.deepcopy(chain)
 
 
 def modules_of(name: str) -> str:
-    """A digest of the modules and of the shapes of a chain: files that differ there make another
-    one. Raises ModelError."""
+    """A digest of the modules and of the shapes of a chain, and of the weights of one that no
+    function makes: files that differ there make another one. Raises ModelError."""
     with torch.device("meta"):
         chain = made(name)
     shapes = [(key, tuple(t.shape), str(t.dtype)) for key, t in chain.state_dict().items()]
-    return hashlib.sha256(repr((chain, shapes)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((chain, shapes)).encode())
+    if isinstance(given := control.named(name), nn.Module):
+        for tensor in given.state_dict().values():
+            digest.update(tensor.cpu().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
 
 
 def bundles(config: ChainConfig) -> tuple[BundleForms, ...]:

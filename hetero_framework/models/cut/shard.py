@@ -107,7 +107,9 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
             raise ModelError(
                 f"the file of --import on {platform.node()} makes another chain {model.chain!r}"
                 " than that of the run",
-                hint="start all machines with the same file",
+                hint="start all machines with the same file; where that makes random weights as it"
+                " is imported, have a function return the nn.Sequential: it draws from"
+                " training.seed",
             )
         return ChainConfig(model.chain, _forms(model), found)
     config, place = _stated(model, base_dir)

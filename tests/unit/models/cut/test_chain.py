@@ -137,6 +137,25 @@ def test_chains_differ_by_their_modules(having: Any) -> None:
     assert modules_of("mine") != first
 
 
+def test_a_chain_that_no_function_makes_stays_as_it_is_given(having: Any) -> None:
+    """Comparing, sizing and building work on copies: no hook, gradient or mean is left in it."""
+    chain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    before = {name: tensor.clone() for name, tensor in chain.state_dict().items()}
+    having(mine=chain)
+    config = ChainConfig("mine", FORMS, digest := modules_of("mine"))
+    assert introspect(config).num_layers == 4
+    ranges = [ShardRange(0, 2, True, False), ShardRange(2, 4, False, True)]
+    assert compare(config, ranges).verdict == "bit-equal"
+    assert child_flops(config, 0, 5) == 2 * 5 * 12
+    assert all(torch.equal(before[name], t) for name, t in chain.state_dict().items())
+    assert all(p.grad is None for p in chain.parameters())
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in chain)
+    assert modules_of("mine") == digest
+    with torch.no_grad():
+        chain[0].bias[0] += 1
+    assert modules_of("mine") != digest
+
+
 class Peeking(nn.Module):
     """Reads what another child has left."""
 
