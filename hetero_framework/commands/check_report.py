@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from hetero_framework import control
 from hetero_framework.cluster.roles import Role, decide_role
 from hetero_framework.config import Config, process_name
 from hetero_framework.config.optimizers import check_optimizer
@@ -25,6 +26,7 @@ from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.image_chain import as_saved
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import tower_lines
+from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
 from hetero_framework.models.library import quiet_libraries
@@ -38,6 +40,7 @@ from hetero_framework.models.verify.boundary_contents import check_codec, crossi
 from hetero_framework.planner.schedule.tuner import assumed_profile
 from hetero_framework.planner.schedule.tuning import tune
 from hetero_framework.security.access import key_directory
+from hetero_framework.trainer.given import COMPUTE
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import (
     check_compiled,
@@ -65,6 +68,8 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
         show: Examples of the training data that the report holds.
     """
     check_optimizer(config.training)
+    computes = control.function(COMPUTE) is not None
+    config.check_metric(objective_of(config.training).evaluated, computes=computes)
     quiet_libraries(config.training.log_level)
     role = _role(config)
     if not config.is_planned:

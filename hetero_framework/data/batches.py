@@ -230,8 +230,9 @@ def collate(
     return {"input_ids": input_ids_BS, "attention_mask": attention_mask_BS, "labels": labels_BS}
 
 
-def moved_right(batch: MicroBatch) -> MicroBatch:
-    """A micro-batch of `collate` padded on the left: all integers of tokens, [B, S], are moved."""
+def padded_left(batch: MicroBatch) -> MicroBatch:
+    """A micro-batch of `collate` with its padding moved to the left, in each integer tensor [B, S].
+    Labels of whole texts, [B] or floating-point, stay."""
     mask_BS = batch["attention_mask"]
     pads = mask_BS.eq(0).sum(1).tolist()
     return {

@@ -19,7 +19,7 @@ from hetero_framework.data.batches import (
     MicroBatch,
     SampleOrder,
     StreamOrder,
-    moved_right,
+    padded_left,
 )
 from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder, ExampleSet, Rows
@@ -118,7 +118,7 @@ class TrainData:
         """The micro-batch of these examples, by their numbers."""
         kind = self.order.training.data_kind
         batch = collated(kind, examples, rows, self.pad_token_id, self.settings)
-        return moved_right(batch) if self.pads_left else batch
+        return padded_left(batch) if self.pads_left else batch
 
 
 def load_data(

@@ -352,8 +352,10 @@ class Coordinator:
         }[training.logging_strategy]
         is_resumed = checkpoint is not None
         goes_on = is_resumed and self._is_continued
-        about = total, logging_steps, is_resumed, goes_on, self._objective.unit
-        run = RunStart(self._cluster.run_id, *about)
+        run = RunStart(
+            *(self._cluster.run_id, total, logging_steps, is_resumed, goes_on),
+            unit=self._objective.unit,
+        )
         self._epoch = self._epoch_before(self._state)
         if goes_on and self._state.step > 0:
             self._note_what_is_left()
@@ -814,7 +816,7 @@ class Coordinator:
 
     def _tokens(self) -> dict[str, int]:
         """The tokens that were trained on so far, where they are wanted."""
-        return {"num_tokens": self._state.tokens} if self._objective.says_tokens else {}
+        return {"num_tokens": self._state.tokens} if self._objective.logs_num_tokens else {}
 
     def save(self) -> None:
         """Write a checkpoint of this step. The run ends after _MAX_FAILED_SAVES failures."""

@@ -127,7 +127,8 @@ def test_a_chain_goes_on_under_another_plan(name: str, tmp_path: Path) -> None:
 def test_an_nn_sequential_itself_does_not_depend_on_the_cut(tmp_path: Path) -> None:
     """One that the file holds, with its weights, in place of a function that returns one."""
     text = (EXAMPLES / "resnet.py").read_text()
-    made = "torch.manual_seed(3)\nresnet = resnet()\nresnet[5] = nn.Sequential(nn.Dropout(0.3), resnet[5])\n"
+    made = "torch.manual_seed(3)\nresnet = resnet()\n"
+    made += "resnet[5] = nn.Sequential(nn.Dropout(0.3), resnet[5])\n"
     (tmp_path / "resnet.py").write_text(f"{text}\n{made}")
     whole = train(configuration("resnet", tmp_path / "whole", [], tmp_path, max_steps=3))
     chain = control.named("resnet")

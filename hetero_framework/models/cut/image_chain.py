@@ -35,7 +35,7 @@ from hetero_framework.models.library import LIBRARY_ERRORS, one_line, quiet_libr
 from hetero_framework.units import plural
 
 _META = torch.device("meta")
-_PROBE_ROWS = 7  # no axis of another meaning is divisible by it
+_PROBE_ROWS = 31  # a first axis that is a multiple of this prime is taken for that of pictures
 
 
 class ImageConfig(ChainConfig):
@@ -360,9 +360,9 @@ class ImagePart(nn.Module):
 
     def _without_data(self, probe: Tensor) -> Tensor:
         """A tensor like the one of the probe, for the pictures of this micro-batch."""
-        first, *rest = probe.shape if probe.dim() else (1,)
-        rows, left = divmod(first, _PROBE_ROWS)
-        shape = (rows * len(self._hidden) if not left else first, *rest)
+        shape = list(probe.shape)
+        if shape and shape[0] % _PROBE_ROWS == 0:
+            shape[0] = shape[0] // _PROBE_ROWS * len(self._hidden)
         return torch.empty(shape, dtype=probe.dtype, device=self._nowhere.device)
 
     def _output_of(self, index: int, *args: Any, **kwargs: Any) -> Any:

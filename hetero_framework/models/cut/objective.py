@@ -98,10 +98,10 @@ class Objective(ABC):
     def evaluated(self) -> tuple[str, ...]:
         """The metrics of an evaluation, beside its loss."""
         of_tokens = ("token_loss", "perplexity") if self.counts_tokens else ()
-        return (*of_tokens, *self.metric_names, *["num_tokens"] * self.says_tokens)
+        return (*of_tokens, *self.metric_names, *["num_tokens"] * self.logs_num_tokens)
 
     @property
-    def says_tokens(self) -> bool:
+    def logs_num_tokens(self) -> bool:
         """Whether the tokens trained on so far are among the metrics, as TRL has them there."""
         return bool(self.metric_names) and self.unit == "tokens"
 
