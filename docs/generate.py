@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from hetero_framework import config as schema
-from hetero_framework.config import Config, aliases, resuming
+from hetero_framework.config import Config, aliases, effects
 
 TARGET = Path(__file__).with_name("configuration.md")
 
@@ -83,7 +83,7 @@ def _table(section: type[schema.Section], place: str) -> str:
         meaning = " ".join(str(field.description).split())
         unit = _unit(field) or _unit(field.annotation)
         setting = place + name
-        refused, reported = setting in resuming.REFUSED, setting in resuming.REPORTED
+        refused, reported = setting in effects.REFUSED, setting in effects.REPORTED
         resumed = "refused" if refused else "reported" if reported else ""
         cells = [f"`{name}`", _type(field.annotation), _default(field), unit, resumed, meaning]
         rows.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")

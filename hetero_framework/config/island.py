@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from hetero_framework.config.host_names import split_address
-from hetero_framework.config.section import Seconds, Section, checked_id, with_unit
+from hetero_framework.config.section import (
+    FREE,
+    PER_ISLAND,
+    Seconds,
+    Section,
+    checked_id,
+    with_unit,
+)
 
 LIGHTHOUSE_PORT = 29510
 """Where `hetero lighthouse` listens unless it is told otherwise."""
@@ -24,14 +31,14 @@ class IslandConfig(Section):
     """One of several coordinators, each with workers of its own, that train one model together.
     Everything else in their files describes the same model, adapter and data."""
 
-    name: str
+    name: Annotated[str, FREE]
     """Name of this island, unique among them: 1 to 64 letters, digits, '.', '_' or '-'."""
-    lighthouse: str
+    lighthouse: Annotated[str, FREE]
     """Address and port of `hetero lighthouse`, where islands find each other, as
     "10.0.0.1:29510"."""
-    min_islands: Annotated[int, with_unit("islands", ge=1)] = 1
+    min_islands: Annotated[int, with_unit("islands", ge=1), FREE] = 1
     """Minimum number of islands that train; fewer wait for others."""
-    wait_s: Seconds = 86400.0
+    wait_s: Annotated[Seconds, FREE] = 86400.0
     """How long islands wait for `min_islands` (default: a day); then the run saves its state and
     ends."""
     sync_steps: Annotated[int, with_unit("steps", ge=1)] = 1
@@ -60,7 +67,9 @@ class IslandConfig(Section):
     """Momentum of the outer optimizer."""
     outer_nesterov: bool = True
     """Nesterov's form of the momentum."""
-    share: Literal["auto"] | Annotated[float, with_unit("share", gt=0)] = "auto"
+    share: Annotated[Literal["auto"] | Annotated[float, with_unit("share", gt=0)], PER_ISLAND] = (
+        "auto"
+    )
     """This island's share of the samples, relative to the numbers of the others. "auto", of all
     islands or none: by their measured speed."""
 

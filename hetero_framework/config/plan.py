@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hetero_framework.config.problems import Problem, shown
-from hetero_framework.config.section import Layer, Section, WorkerId
+from hetero_framework.config.section import FREE, Layer, Section, WorkerId
 from hetero_framework.errors import PlanError
 
 
 class PlanEntry(Section):
     """One stage: the layers [start, end) on one machine."""
+
+    effect = FREE
 
     id: WorkerId
     """Owner of the layers: "local" (the coordinator) or the id of a worker. The first entry is

@@ -47,6 +47,12 @@ from hetero_framework.config.objectives import (
 from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown, without_harmless
 from hetero_framework.config.section import (
+    ALL_ISLANDS,
+    FREE,
+    IDENTITY,
+    PER_ISLAND,
+    RESULT,
+    ROUNDING,
     STEPS_OR_SHARE,
     MicroBatches,
     Name,
@@ -94,6 +100,8 @@ def _by_name(before: dict[str, Any]) -> str:
 
 class Machine(Section):
     """Fields that a coordinator and a worker share."""
+
+    effect = FREE
 
     hostname: str | None = None
     """Host name, as `hostname` prints it; used to find out which role a machine has."""
@@ -184,9 +192,11 @@ class ModelConfig(Section):
     """The model: a directory, a hub name, or a configuration for random weights. Paths in this file
     start at its folder; ~ is the home folder of each machine, environment variables are refused."""
 
-    name_or_path: Name | None = None
+    effect = IDENTITY
+
+    name_or_path: Annotated[Name | None, PER_ISLAND] = None
     """Directory of a Hugging Face checkpoint (relative to this file), or a name on the hub."""
-    revision: str | None = None
+    revision: Annotated[str | None, PER_ISLAND] = None
     """Branch, tag or commit on the hub. null: the default branch."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights: "auto" takes what the checkpoint says, as in transformers."""
@@ -194,7 +204,7 @@ class ModelConfig(Section):
     """Quantise the frozen weights while loading, with bitsandbytes: "nf4" (4 bits) or "int8". Needs
     an adapter. Not needed for checkpoints that are quantised already. A machine may differ: see
     coordinator.quantization."""
-    attn_implementation: _Attention | None = None
+    attn_implementation: Annotated[_Attention | None, ROUNDING] = None
     """Attention of transformers. null: its own choice. "per_sample" is ours, for data.padding_free:
     it takes each sample of a row by itself. No kernels from the hub: they are native code."""
     router_aux_loss_coef: float | None = Field(default=None, ge=0)
@@ -211,11 +221,11 @@ class ModelConfig(Section):
     chain: Name | None = None
     """Instead of name_or_path: the name of an nn.Sequential, or of a function that returns one, in
     a file of --import. For training.objective "sequential"."""
-    chain_forms: dict[str, tuple[tuple[int, ...], str]] | None = None
+    chain_forms: Annotated[dict[str, tuple[tuple[int, ...], str]] | None, FREE] = None
     """Shapes and types of the first example's tensors; a run decides them."""
-    chain_modules: str | None = None
+    chain_modules: Annotated[str | None, FREE] = None
     """A digest of the chain's modules; a run decides it, and its workers compare theirs."""
-    tokenizer: Name | None = None
+    tokenizer: Annotated[Name | None, RESULT, PER_ISLAND] = None
     """Directory or hub name of the tokenizer when it is not with the model."""
     num_labels: int | None = Field(default=None, ge=1, le=4096)
     """Classification: labels, or numbers that are learned. null: as many as the checkpoint's
@@ -299,6 +309,8 @@ def init_refused(init: object) -> str | None:
 class AdapterConfig(Section):
     """LoRA, with the names and defaults of peft.LoraConfig."""
 
+    effect = IDENTITY
+
     r: int = Field(default=8, ge=1)
     """Rank of the update matrices."""
     lora_alpha: float = Field(default=8, gt=0)
@@ -339,7 +351,7 @@ class AdapterConfig(Section):
     """Type of the update matrices over a base in bfloat16 or float16, or quantised. true: float32.
     false: the base's; bfloat16 over a quantised one. null: as PEFT and TRL's SFTTrainer have it,
     float32, over a quantised base bfloat16."""
-    init_from: Name | None = None
+    init_from: Annotated[Name | None, PER_ISLAND] = None
     """Directory of an existing PEFT LoRA adapter to continue (relative to this file). Its own
     settings then replace those of this section."""
 
@@ -360,6 +372,8 @@ class AdapterConfig(Section):
 
 class DataConfig(Section):
     """Training and evaluation data; names follow TRL's SFTConfig where it has them."""
+
+    scope = PER_ISLAND
 
     train: str | tuple[str, ...]
     """Training data: file(s) (.json, .jsonl, .parquet, .txt), a folder of them, one saved by
@@ -400,9 +414,9 @@ class DataConfig(Section):
     """End-of-sequence token. null: the tokenizer's."""
     pad_token: str | None = None
     """Padding token. null: the tokenizer's, else its end-of-sequence token."""
-    pad_to_multiple_of: Tokens | None = None
+    pad_to_multiple_of: Annotated[Tokens | None, ROUNDING] = None
     """Pad each micro-batch to a multiple of this. null: to its longest sample."""
-    padding_free: bool = False
+    padding_free: Annotated[bool, ROUNDING] = False
     """Put the samples of a micro-batch one after another into one row instead of padding them;
     checked on a tiny copy of the model before training."""
 
@@ -491,10 +505,10 @@ Reporter = Literal[
 class TrainingConfig(Section):
     """Training settings: those of transformers.TrainingArguments, by its names, then our own."""
 
-    output_dir: Name = "runs/default"
+    output_dir: Annotated[Name, FREE] = "runs/default"
     """Directory of the results (relative to this file): adapter or checkpoint, metrics.jsonl,
     diagram, logs."""
-    objective: Name = "sft"
+    objective: Annotated[Name, IDENTITY] = "sft"
     """"sft" learns the next token of texts; "dpo", "orpo" and "cpo" the chosen answer of a pair
     rather than the rejected one, "kto" answers that are rated one by one; "reward" a number for
     each answer, "classification" and "token-classification" labels; --import may register
@@ -528,22 +542,22 @@ class TrainingConfig(Section):
     """KTO: weight of the answers whose label is true."""
     undesirable_weight: float = Field(default=1.0, ge=0)
     """KTO: weight of the other answers."""
-    precompute_ref_log_probs: bool = True
+    precompute_ref_log_probs: Annotated[bool, ROUNDING] = True
     """DPO, KTO: ask the reference once, before the first step, and keep its numbers for each
     example. false: in every step, with the adapter switched off. (TRL's default is false.)"""
-    seed: Seed = 42
+    seed: Annotated[Seed, IDENTITY] = 42
     """Seed of weights, order, dropout and noise."""
-    data_seed: Seed | None = None
+    data_seed: Annotated[Seed | None, IDENTITY, PER_ISLAND] = None
     """Seed of the sample order. null: seed."""
-    num_train_epochs: Annotated[float, with_unit("epochs", gt=0)] = 3.0
+    num_train_epochs: Annotated[float, with_unit("epochs", gt=0), PER_ISLAND] = 3.0
     """Passes over the training data."""
-    max_steps: Annotated[int, with_unit("steps", ge=-1)] = -1
+    max_steps: Annotated[int, with_unit("steps", ge=-1), PER_ISLAND] = -1
     """Optimizer steps to train; -1: as num_train_epochs says."""
-    per_device_train_batch_size: Samples = 8
+    per_device_train_batch_size: Annotated[Samples, IDENTITY, PER_ISLAND] = 8
     """Samples in a micro-batch."""
-    per_device_eval_batch_size: Samples = 8
+    per_device_eval_batch_size: Annotated[Samples, FREE] = 8
     """Samples in an evaluation micro-batch."""
-    gradient_accumulation_steps: MicroBatches = 1
+    gradient_accumulation_steps: Annotated[MicroBatches, IDENTITY, PER_ISLAND] = 1
     """Micro-batches in a step. At least twice the number of stages keep the pipeline full."""
     learning_rate: float = Field(default=5e-5, ge=0)
     """Peak learning rate."""
@@ -574,159 +588,169 @@ class TrainingConfig(Section):
     """NEFTune: uniform noise on the embeddings in training, within this / sqrt(tokens of a row x
     hidden size). It is drawn anew in each step from seed, step and micro-batch, as dropout is: the
     same whatever the cut, but other numbers than transformers draws. null or 0: none."""
-    optim: Name = "adamw_torch"
+    optim: Annotated[Name, IDENTITY] = "adamw_torch"
     """Optimizer, by its name in transformers. (Its own default is adamw_torch_fused.)"""
-    optim_args: str | None = None
+    optim_args: Annotated[str | None, IDENTITY] = None
     """Further arguments of the optimizer, as "name=value,name=value"."""
-    logging_strategy: Literal["no", "steps", "epoch"] = "steps"
+    logging_strategy: Annotated[Literal["no", "steps", "epoch"], FREE] = "steps"
     """When to print a line and to tell callbacks. metrics.jsonl has every step."""
-    logging_steps: Steps = 1
+    logging_steps: Annotated[Steps, FREE] = 1
     """Steps from one line on the screen to the next, with logging_strategy "steps"."""
-    logging_first_step: bool = False
+    logging_first_step: Annotated[bool, FREE] = False
     """Tell callbacks of the first step too; the screen shows it anyway."""
-    logging_nan_inf_filter: bool = True
+    logging_nan_inf_filter: Annotated[bool, FREE] = True
     """Count a loss that is not finite as the mean of those before it, in what is logged."""
-    include_num_input_tokens_seen: StrictBool | Literal["all", "non_padding", "no"] = "no"
+    include_num_input_tokens_seen: Annotated[
+        StrictBool | Literal["all", "non_padding", "no"], FREE
+    ] = "no"
     """Tell callbacks how many tokens were trained on: "all" (or true) with padding."""
-    token_metrics: bool = False
+    token_metrics: Annotated[bool, FREE] = False
     """Measure also, as TRL's SFTTrainer does, mean_token_accuracy (the share of label tokens that
     the model finds likeliest), entropy (of its predictions, in nats), both as means over
     micro-batches, and num_tokens (trained on so far): in training, and in evaluations as
     eval_mean_token_accuracy and so on. It costs one more pass over the logits."""
-    save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
+    save_strategy: Annotated[Literal["no", "steps", "epoch", "best"], FREE] = "steps"
     """When to save checkpoints. "best": after an evaluation that is better than all before."""
-    save_steps: Steps = 500
+    save_steps: Annotated[Steps, FREE] = 500
     """Checkpoint interval for save_strategy "steps"."""
-    save_total_limit: int | None = Field(default=None, ge=1)
+    save_total_limit: Annotated[int | None, FREE] = Field(default=None, ge=1)
     """Checkpoints to keep; older ones are deleted, the best one never. null: all."""
-    eval_strategy: Literal["no", "steps", "epoch"] | None = None
+    eval_strategy: Annotated[Literal["no", "steps", "epoch"] | None, FREE] = None
     """When to evaluate. null: "steps" when eval_steps is given, else "no"."""
-    eval_steps: Steps | None = None
+    eval_steps: Annotated[Steps | None, FREE] = None
     """Evaluation interval for "steps". null: logging_steps."""
-    eval_on_start: bool = False
+    eval_on_start: Annotated[bool, FREE] = False
     """Evaluate once before the first step."""
-    eval_delay: float = Field(default=0, ge=0)
+    eval_delay: Annotated[float, FREE] = Field(default=0, ge=0)
     """Steps, or epochs with eval_strategy "epoch", before the first evaluation."""
-    load_best_model_at_end: bool = False
+    load_best_model_at_end: Annotated[bool, FREE] = False
     """Make the result of the best checkpoint, not of the last step. Evaluation and saving then
     have the same strategy, and save_steps is a multiple of eval_steps."""
-    metric_for_best_model: Name | None = None
+    metric_for_best_model: Annotated[Name | None, FREE] = None
     """The metric of an evaluation that decides, with or without "eval_" in front: "loss",
     "token_loss", "perplexity", one of token_metrics or of compute_metrics; of several sets
     "math_loss" and so on. null: "loss", where one is needed."""
-    greater_is_better: bool | None = None
+    greater_is_better: Annotated[bool | None, FREE] = None
     """Whether a larger value is better. null: unless the metric's name ends in "loss" or is
     "perplexity"."""
-    early_stopping_patience: int | None = Field(default=None, ge=1)
+    early_stopping_patience: Annotated[int | None, FREE] = Field(default=None, ge=1)
     """Stop after this many evaluations in a row that are not better than the best one."""
-    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    early_stopping_threshold: Annotated[float, FREE] = Field(default=0.0, ge=0)
     """How much better one has to be, to count for early_stopping_patience."""
-    sample_prompts: str | tuple[str | tuple[dict[str, Any], ...], ...] | None = None
+    sample_prompts: Annotated[str | tuple[str | tuple[dict[str, Any], ...], ...] | None, FREE] = (
+        None
+    )
     """Prompts that the model continues while it trains: a file of them (.txt, .json, .jsonl,
     .parquet), or a list of texts and of lists of messages. Where the data are conversations, a text
     is what a user says."""
-    sample_steps: Steps = 100
+    sample_steps: Annotated[Steps, FREE] = 100
     """Steps from one sampling to the next; the last step is sampled too."""
-    sample_max_new_tokens: Tokens = 64
+    sample_max_new_tokens: Annotated[Tokens, FREE] = 64
     """Tokens of a sample, at most."""
-    sample_temperature: float = Field(default=0.0, ge=0)
+    sample_temperature: Annotated[float, FREE] = Field(default=0.0, ge=0)
     """0: always the likeliest token. Else tokens are drawn, the freer the higher it is."""
-    sample_top_p: float = Field(default=1.0, gt=0, le=1)
+    sample_top_p: Annotated[float, FREE] = Field(default=1.0, gt=0, le=1)
     """Draw from the likeliest tokens that have this probability together."""
-    bf16: bool = False
+    bf16: Annotated[bool, IDENTITY] = False
     """Compute in bfloat16 autocast; weights keep their type."""
-    fp16: bool = False
+    fp16: Annotated[bool, IDENTITY] = False
     """Compute in float16 autocast with one loss scale for all stages."""
-    gradient_checkpointing: StrictBool | Literal["auto"] = False
+    gradient_checkpointing: Annotated[StrictBool | Literal["auto"], FREE] = False
     """Store only the input of each layer and compute it again backward. "auto": on as few stages as
     it takes for every process to fit its device's free memory."""
-    loss_chunk_tokens: Annotated[int, with_unit("tokens", ge=2)] | Literal["auto"] | None = "auto"
+    loss_chunk_tokens: Annotated[
+        Annotated[int, with_unit("tokens", ge=2)] | Literal["auto"] | None, ROUNDING
+    ] = "auto"
     """Tokens whose logits exist at once: the loss of a longer micro-batch is computed and
     differentiated in chunks. "auto": chunks of 2**26 logits, so that small micro-batches stay
     whole. null: never in chunks."""
-    torch_compile: bool = False
+    torch_compile: Annotated[bool, ROUNDING] = False
     """Compile every layer with torch.compile. Results differ from uncompiled ones in rounding. A
     backend or a mode switches it on too, as in transformers."""
-    torch_compile_backend: Name | None = None
+    torch_compile_backend: Annotated[Name | None, ROUNDING] = None
     """Backend of torch.compile. null: inductor."""
-    torch_compile_mode: Name | None = None
+    torch_compile_mode: Annotated[Name | None, ROUNDING] = None
     """Mode of torch.compile, such as "max-autotune-no-cudagraphs". null: its own default. Modes
     with CUDA graphs are refused."""
-    dataloader_drop_last: bool = False
+    dataloader_drop_last: Annotated[bool, IDENTITY] = False
     """Drop the last incomplete micro-batch."""
-    train_sampling_strategy: Literal["random", "sequential", "group_by_length"] = "random"
+    train_sampling_strategy: Annotated[
+        Literal["random", "sequential", "group_by_length"], IDENTITY
+    ] = "random"
     """Order of the samples. "group_by_length": those of about as many tokens together, the longest
     first, as transformers has it. It is a function of the seed and the epoch; under transformers'
     Trainer, dropout and evaluations change the order of later epochs, too."""
-    report_to: tuple[Reporter, ...] = ("tensorboard",)
+    report_to: Annotated[tuple[Reporter, ...], FREE] = ("tensorboard",)
     """Further records beside metrics.jsonl: a name or a list of those that transformers knows,
     "all" (that are installed), or "none"."""
-    run_name: Name | None = None
+    run_name: Annotated[Name | None, FREE] = None
     """The run's name for reporters. null: that of output_dir, with a number of its own."""
-    project: Name = "huggingface"
+    project: Annotated[Name, FREE] = "huggingface"
     """The project that reporters put the run into."""
-    push_to_hub: bool = False
+    push_to_hub: Annotated[bool, FREE] = False
     """Upload the result to the Hugging Face hub. The token is that of `hf auth login` or HF_TOKEN
     on the coordinator's machine. An upload that fails is told, and the run goes on."""
-    hub_model_id: Name | None = None
+    hub_model_id: Annotated[Name | None, FREE] = None
     """The repository, as "OWNER/NAME" or "NAME". null: the name of output_dir. It is made where
     there is none."""
-    hub_strategy: Literal["end", "checkpoint", "all_checkpoints"] = "end"
+    hub_strategy: Annotated[Literal["end", "checkpoint", "all_checkpoints"], FREE] = "end"
     """"end": the result is uploaded, when the run is done. "checkpoint": so is the newest
     checkpoint while it trains, as last-checkpoint. "all_checkpoints": as step_N, without those
     saved while another one is uploaded. Checkpoints name machines and folders, and go into private
     repositories alone. (The default in transformers is every_save, which is refused.)"""
-    hub_private_repo: bool | None = None
+    hub_private_repo: Annotated[bool | None, FREE] = None
     """Whether a repository that is made is private. null: as its owner's default says."""
-    hub_revision: Name | None = None
+    hub_revision: Annotated[Name | None, FREE] = None
     """The branch to upload to; it is made where there is none. null: the default branch."""
-    logging_dir: Name | None = None
+    logging_dir: Annotated[Name | None, FREE] = None
     """TensorBoard directory. null: output_dir/tensorboard."""
-    visualize: bool = True
+    visualize: Annotated[bool, FREE] = True
     """Draw the diagram of the machines into output_dir, and at the end the run's curves
     (curves.png), for which matplotlib is needed."""
-    visualization_format: Literal["png", "svg", "pdf", "mmd"] = "png"
+    visualization_format: Annotated[Literal["png", "svg", "pdf", "mmd"], FREE] = "png"
     """Format of the diagram; mmd is Mermaid text. Graphviz draws it, else matplotlib."""
-    timeline_steps: Annotated[int, with_unit("steps", ge=-1)] = 3
+    timeline_steps: Annotated[int, with_unit("steps", ge=-1), FREE] = 3
     """Steps after the first whose compute, transfers and waits are written into
     output_dir/timeline.json, which `hetero timeline` explains. 0: none, -1: all that are done under
     the plan that the run begins with."""
-    log_level: str = "INFO"
+    log_level: Annotated[str, FREE] = "INFO"
     """Lines of this level and above are shown: DEBUG, INFO, WARNING or ERROR."""
-    connect_timeout_s: Seconds = 300.0
+    connect_timeout_s: Annotated[Seconds, FREE] = 300.0
     """How long the coordinator tries to reach all workers."""
-    load_timeout_s: Seconds = 3600.0
+    load_timeout_s: Annotated[Seconds, FREE] = 3600.0
     """Longest time in which the workers may load their stages, downloads included."""
-    rejoin_wait_s: Seconds = 600.0
+    rejoin_wait_s: Annotated[Seconds, FREE] = 600.0
     """Longest outage of a worker that a run survives: how long the coordinator waits for its link
     or its process to come back, and how long a worker keeps its stages for the coordinator."""
-    replan: Literal["never", "ask", "auto"] = "ask"
+    replan: Annotated[Literal["never", "ask", "auto"], FREE] = "ask"
     """Whether a running training changes its plan. "auto": it takes another one where the
     measured times promise a step at least a tenth shorter, and goes on without a worker that stays
     away for a minute, until that is back. "ask": it says what another plan would gain. "never": it
     does not. The result is the same to the last bit."""
-    replicate_steps: Literal["auto"] | Annotated[int, with_unit("steps", ge=0)] = "auto"
+    replicate_steps: Annotated[Literal["auto"] | Annotated[int, with_unit("steps", ge=0)], FREE] = (
+        "auto"
+    )
     """Steps from one copy of the adapters and their optimizer on the coordinator to the next; a
     worker that dies costs at most that many steps. "auto": as often as takes at most 5 % of the
     time. 0: never (a lost worker costs the steps since the last checkpoint). With full training
     nothing is copied."""
-    step_timeout_s: Seconds = 600.0
+    step_timeout_s: Annotated[Seconds, FREE] = 600.0
     """Longest wait for a stage in a step before the run is given up."""
-    liveness_timeout_s: Annotated[float, with_unit("seconds", ge=3)] = 15.0
+    liveness_timeout_s: Annotated[float, with_unit("seconds", ge=3), FREE] = 15.0
     """A peer that is silent for this long is lost (heartbeats come every 2 s)."""
-    max_skipped_steps: Annotated[int, with_unit("steps", ge=0)] = 5
+    max_skipped_steps: Annotated[int, with_unit("steps", ge=0), FREE, ALL_ISLANDS] = 5
     """Stop after more than this many steps in a row with a non-finite loss or gradient."""
-    max_skipped_share: Annotated[float, with_unit("share", ge=0, le=1)] = 0.01
+    max_skipped_share: Annotated[float, with_unit("share", ge=0, le=1), FREE, ALL_ISLANDS] = 0.01
     """Stop also when more than this share of the run's steps, and more than max_skipped_steps, were
     skipped so. Steps that only made the loss scale of fp16 smaller count for neither."""
-    probe_longest_batch: bool = True
+    probe_longest_batch: Annotated[bool, FREE] = True
     """Before the first step, run the longest micro-batch of the run once, forward and backward, so
     that a lack of memory shows at once. It changes nothing else, and is left out where the first
     step has a micro-batch of that size."""
-    max_in_flight: MicroBatches | None = None
+    max_in_flight: Annotated[MicroBatches | None, FREE] = None
     """Micro-batches in the pipeline at once. null: sized from the measured times of stages and
     links, within each device's memory."""
-    verify_architecture: bool = True
+    verify_architecture: Annotated[bool, FREE] = True
     """Before training, cut a tiny random model of the same architecture as the plan does, compare
     it with the whole, and refuse when they differ; and run one with the adapter."""
 
@@ -956,35 +980,35 @@ class Config(WholeFile):
 
     model_config = ConfigDict(validate_default=True)
 
-    version: Literal["1", "1.0", "0.1.0"] = "1"
+    version: Annotated[Literal["1", "1.0", "0.1.0"], FREE] = "1"
     """Version of this file's format."""
-    coordinator: CoordinatorConfig
+    coordinator: Annotated[CoordinatorConfig, FREE]
     """The machine that drives the training."""
-    workers: tuple[WorkerConfig, ...] = ()
+    workers: Annotated[tuple[WorkerConfig, ...], FREE] = ()
     """The worker processes; one per device."""
-    shard_plan: Annotated[tuple[PlanEntry, ...], PlainSerializer(_entries_or_auto)] = Field(
+    shard_plan: Annotated[tuple[PlanEntry, ...], PlainSerializer(_entries_or_auto), FREE] = Field(
         json_schema_extra=_allow_auto
     )
     """Which layers are where, in the order of the model; or "auto": a run measures the machines
     when it begins, and keeps the plan that it makes with its results."""
-    model: ModelConfig | None = None
+    model: Annotated[ModelConfig | None, IDENTITY] = None
     """The model to train."""
-    adapter: AdapterConfig | None = None
+    adapter: Annotated[AdapterConfig | None, IDENTITY] = None
     """LoRA settings. null: all weights are trained."""
     data: DataConfig | None = None
     """Training and evaluation data."""
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     """How to train."""
-    links: Literal["auto", "relay", "direct"] = "auto"
+    links: Annotated[Literal["auto", "relay", "direct"], FREE] = "auto"
     """How tensors travel between two workers: "direct" over a link of their own, "relay" through
     the coordinator, "auto" directly where the workers reach each other."""
     wire: WireConfig = Field(default_factory=WireConfig)
     """How tensors travel between stages."""
     island: IslandConfig | None = None
     """For training together with other coordinators. null: alone."""
-    checkpoint_dir: Name | None = None
+    checkpoint_dir: Annotated[Name | None, FREE] = None
     """Directory of the checkpoints. null: output_dir/checkpoints."""
-    resume_step: Literal["latest"] | StrictInt | None = None
+    resume_step: Annotated[Literal["latest"] | StrictInt | None, FREE] = None
     """Continue from the checkpoint of this step, or from the "latest". null or 0: start from the
     beginning."""
 
@@ -1317,6 +1341,14 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
             "island",
             "is for models of texts: islands share weights, and neither running means nor the data"
             " set of an imported file; take it out",
+        )
+    in_batches = training is not None and training.data_kind == "mismatched"
+    if island is not None and in_batches and (island.sync_steps == 1 or island.warmup_steps):
+        yield Problem(
+            "island",
+            "is for losses of single examples where islands share a step (sync_steps 1,"
+            " warmup_steps); kto's estimate of the KL is of a micro-batch: set"
+            f" training.loss_type {WITHOUT_KL!r}, or more sync_steps without warmup_steps",
         )
     if island is not None and plan and island.fragments > plan[-1].end:
         yield Problem(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from enum import Enum
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, field_validator
 from pydantic_core.core_schema import ValidationInfo
@@ -13,6 +14,26 @@ def with_unit(unit: str, **limits: Any) -> Any:
     """A number's unit, for the documentation and the JSON Schema, and its limits."""
     return Field(json_schema_extra={"unit": unit}, **limits)
 
+
+class Effect(Enum):
+    """What another value of a setting does to the trained result. A mark in the annotation of its
+    field; without one, that of its section counts."""
+
+    IDENTITY = "it is another run"
+    RESULT = "the result is another"
+    ROUNDING = "the result is the same but for rounding"
+    FREE = "the result is the same"
+
+
+class Scope(Enum):
+    """Whether all islands need the same value: without a mark, that of IDENTITY and RESULT."""
+
+    ALL_ISLANDS = "they do"
+    PER_ISLAND = "each has its own; what follows from it is compared, such as tokens and weights"
+
+
+IDENTITY, RESULT, ROUNDING, FREE = Effect
+ALL_ISLANDS, PER_ISLAND = Scope
 
 WorkerId = StrictInt | StrictStr
 Name = Annotated[str, Field(min_length=1)]
@@ -49,6 +70,8 @@ class Section(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )
+    effect: ClassVar[Effect] = RESULT
+    scope: ClassVar[Scope | None] = None
 
 
 class WholeFile(Section):

@@ -1,6 +1,6 @@
 """Checks that a checkpoint belongs to this run: refuses some differences and reports others.
 
-Compared are the settings as they were given (config/resuming.py says which may change), and inputs
+Compared are the settings as they were given (config/effects.py says which may change), and inputs
 that no setting describes: the training data as tokens, the evaluation data, tokenizer, chat
 template and the versions of libraries. The model's weights are compared once they are loaded, the
 members of a group of islands once they meet. Facts that an older checkpoint does not record are not
@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from hetero_framework._version import __version__
-from hetero_framework.config import Config, TrainingConfig, resuming
+from hetero_framework.config import Config, TrainingConfig, effects
 from hetero_framework.data import TrainData
 from hetero_framework.data.batches import StreamOrder
 from hetero_framework.engine.optimizer import LearningRate
@@ -51,7 +51,7 @@ def identity(given: Config, data_fingerprint: str) -> dict[str, Any]:
     assert given.model is not None
     model = {**given.model.model_dump(mode="json"), "quantization": given.kinds}
     return {
-        "model": {key: v for key, v in model.items() if f"model.{key}" in resuming.REFUSED},
+        "model": {key: v for key, v in model.items() if f"model.{key}" in effects.REFUSED},
         "adapter": adapter_settings(given),
         "data": data_fingerprint,
     }
@@ -90,8 +90,8 @@ def check_identity(
     do; warn of permitted differences. `now` is the `contents` of this run."""
     changed = list(_changed(reader.manifest, resolved))
     step, manifest = reader.step, reader.manifest
-    refused = [line for name, line in changed if name in resuming.REFUSED]
-    reported = [(name, line) for name, line in changed if name in resuming.REPORTED]
+    refused = [line for name, line in changed if name in effects.REFUSED]
+    reported = [(name, line) for name, line in changed if name in effects.REPORTED]
     if manifest["identity"]["data"] != data.fingerprint:
         was = manifest.get("contents", {})
         deciding: tuple[str, ...] = ("data.", "model.")
@@ -128,7 +128,7 @@ def _changed(manifest: Mapping[str, Any], resolved: Resolved) -> Iterator[tuple[
     else:  # an older version kept the decided settings, and of the given ones only the identity
         was = {**manifest["config"]["settings"], "adapter": manifest["identity"]["adapter"]}
         now = {**resolved.config.to_dict(), "adapter": adapter_settings(resolved.given)}
-    theirs, ours = resuming.flat(was), resuming.flat(now)
+    theirs, ours = effects.flat(was), effects.flat(now)
     theirs["model.quantization"] = manifest["identity"]["model"]["quantization"]
     ours["model.quantization"] = resolved.given.kinds
     base = manifest["config"].get("base_dir", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import secrets
 import statistics
 import time
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hetero_framework.cluster.cluster import Cluster
-from hetero_framework.config import IslandConfig
+from hetero_framework.config import IslandConfig, effects
 from hetero_framework.core import failpoints, timeouts
 from hetero_framework.data import TrainData, token_count
 from hetero_framework.engine.hosts import ReplicasChanged, StopWanted
@@ -31,7 +30,6 @@ from hetero_framework.islands.ledger import order_facts, split_step
 from hetero_framework.islands.links import IslandSession, MemberLost, Received
 from hetero_framework.islands.wait_times import for_others
 from hetero_framework.log import event
-from hetero_framework.trainer.continuation import identity
 from hetero_framework.trainer.replica_group import CountItems, ReplicaGroup, StepPart
 from hetero_framework.trainer.run_checkpoint import RunCheckpoints
 from hetero_framework.trainer.setup import Prepared
@@ -45,16 +43,6 @@ _PATIENCE = 10.0
 """Usual steps without any progress after which an island stalls."""
 _KNOWN_STEPS = 3
 """Steps after which the usual step is known; before that step_timeout_s counts."""
-_SAME = re.compile(
-    "learning_rate|lr_.*|warmup_.*|weight_decay|adam_.*|max_grad_norm|optim.*|fp16|bf16|seed"
-    "|max_skipped_steps|label_smoothing_factor|neftune_noise_alpha"
-)
-_PATHS = {"name_or_path", "revision", "init_from"}
-"""Its place may differ by machine; its content is compared by its bytes."""
-_AGREED = (
-    *("sync_steps", "warmup_steps", "method", "fragments", "delay_steps", "mixing", "compression"),
-    *("outer_learning_rate", "outer_momentum", "outer_nesterov"),
-)
 
 
 class SummedSteps(ReplicaGroup):
@@ -377,18 +365,19 @@ class SummedSteps(ReplicaGroup):
     def _facts(self) -> dict[str, Any]:
         """The settings that must be the same on all islands."""
         prepared, data = self._prepared, self._prepared.data
-        same = identity(prepared.resolved.given, data.fingerprint)
-        training = prepared.config.training.model_dump(mode="json")
-        island = self._island.model_dump(mode="json")
+        given, plan = prepared.resolved.given, prepared.adapter_plan
+        settings = effects.agreed(prepared.config) | {
+            name: value
+            for name, value in effects.agreed(given).items()
+            if name.startswith(("model.", "adapter."))  # of the others the decided ones
+        }
         return {
             **order_facts(data.order, data.fingerprint),
-            **{f"model.{key}": v for key, v in same["model"].items() if key not in _PATHS},
-            "adapter": "none" if same["adapter"] is None else "an adapter",
-            **{f"adapter.{k}": v for k, v in (same["adapter"] or {}).items() if k not in _PATHS},
+            **settings,
+            "adapter": "none" if given.adapter is None else "an adapter",
             "weights of the model": self._cluster.fingerprint,
-            **{f"training.{k}": v for k, v in training.items() if _SAME.fullmatch(k)},
-            **{f"island.{key}": island[key] for key in _AGREED},
-            "kind of island.share": "auto" if island["share"] == "auto" else "a number",
+            "adapter to start from": plan.origin if plan is not None else None,
+            "kind of island.share": "auto" if self._island.share == "auto" else "a number",
         }
 
     def _remembered(self) -> dict[str, Any]:

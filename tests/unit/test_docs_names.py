@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from hetero_framework.cli import build_parser
-from hetero_framework.config import Config
-from hetero_framework.config.resuming import settings
+from hetero_framework.config import effects
 from tests.unit.test_troubleshooting import templates
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,7 +132,7 @@ def names() -> Names:
 
 @cache
 def of_config() -> frozenset[str]:
-    return frozenset(settings(Config))
+    return frozenset(effects.EFFECTS)
 
 
 @cache

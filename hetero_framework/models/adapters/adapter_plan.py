@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_framework.config.objectives import Task
 from hetero_framework.config.schema import REWRITING_INITS
 from hetero_framework.models.cut.language import pattern
+from hetero_framework.repository import ADAPTER
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -52,6 +55,17 @@ class AdapterPlan:
     towers: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     task: Task = "causal-lm"
+
+    @cached_property
+    def origin(self) -> str | None:
+        """sha256, in hex, of the files that it starts from; None where it begins anew."""
+        if self.weights is None:
+            return None
+        digest = hashlib.sha256()
+        for file in (self.weights, self.weights.with_name(ADAPTER)):
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        return digest.hexdigest()
 
     @property
     def excluded(self) -> Any:

@@ -92,3 +92,16 @@ def test_wrong_settings_name_the_place_and_the_fix(settings: dict[str, Any], exp
     with pytest.raises(ConfigError) as caught:
         Config.from_dict(with_island(**settings))
     assert expected in str(caught.value)
+
+
+def test_islands_share_no_step_whose_loss_is_of_micro_batches() -> None:
+    kto = {"objective": "kto", "train_sampling_strategy": "sequential"}
+
+    def config(loss: str, **settings: Any) -> dict[str, Any]:
+        return {**with_island(**settings), "training": {**kto, "loss_type": loss}}
+
+    Config.from_dict(config("apo_zero_unpaired"))
+    Config.from_dict(config("kto", sync_steps=4))
+    for shared in ({}, {"sync_steps": 4, "warmup_steps": 2}):
+        with pytest.raises(ConfigError, match="kto's estimate of the KL is of a micro-batch"):
+            Config.from_dict(config("kto", **shared))
