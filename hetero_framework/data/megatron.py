@@ -110,12 +110,14 @@ class IndexedFile:
             text = f"{total:,} tokens of {item} bytes, which is {total * item:,} bytes"
             raise DataError(f"{self.idx} lists {text}, but {self.bin} has {size:,}", hint=_PAIR)
         for part in _chunks(len(self)):
-            lengths = self.lengths[part].astype(np.int64)
-            starts = self.starts[part] * self.unit
+            # What is beyond the file is that much beyond it at most, for products not to wrap.
+            lengths = np.minimum(self.lengths[part].astype(np.int64), size + 1)
+            starts = np.minimum(self.starts[part], size + 1) * self.unit
             wrong = (lengths < 0) | (starts < 0) | (starts > size - lengths * item)
-            for k in np.flatnonzero(wrong):
-                text = f"{lengths[k]:,} tokens from byte {starts[k]:,} on, is outside {self.bin}"
-                text = f"{self.idx}: sequence {part.start + k}, {text} of {size:,} bytes"
+            for k in part.start + np.flatnonzero(wrong):
+                place = int(self.starts[k]) * self.unit
+                text = f"{self.lengths[k]:,} tokens from byte {place:,} on, is outside {self.bin}"
+                text = f"{self.idx}: sequence {k}, {text} of {size:,} bytes"
                 raise DataError(text, hint=_PAIR)
             for k in part.start + np.flatnonzero(modes[part]):
                 text = f"{self.idx}: sequence {k} has mode {modes[k]}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import io
 import json
 import math
 import os
@@ -245,11 +246,14 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number (from 1) and text of each line, without its end."""
+def _lines(path: Path, *, of_text: bool = False) -> Iterator[tuple[int, str]]:
+    """Number (from 1) and text of each line, without its end. A line `of_text` also ends at a
+    carriage return alone."""
     with _reading(path) as file:
+        # What is not UTF-8 passes through, to be named with its line.
+        text = io.TextIOWrapper(file, "utf-8", "surrogateescape") if of_text else None
         number = 0
-        while line := file.readline(MAX_LINE_BYTES + 1):
+        while line := _line(file if text is None else text):
             number += 1
             where = f"{path}:{number}"
             if len(line) > MAX_LINE_BYTES:
@@ -258,6 +262,11 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                     hint=_ONE_A_LINE,
                 )
             yield number, _decode(line.removeprefix(_BOM) if number == 1 else line, where)
+
+
+def _line(file: BinaryIO | io.TextIOWrapper) -> bytes:
+    line = file.readline(MAX_LINE_BYTES + 1)
+    return line if isinstance(line, bytes) else line.encode("utf-8", "surrogateescape")
 
 
 @contextmanager
@@ -282,7 +291,7 @@ def _decode(line: bytes, where: str) -> str:
 
 
 def _from_text(path: Path) -> Iterator[Record]:
-    for number, line in _lines(path):
+    for number, line in _lines(path, of_text=True):
         yield Record(f"{path}:{number}", {"text": line})
 
 

@@ -170,7 +170,7 @@ def prepare(
         explicit = explicit_settings(config.adapter, adapter_plan)
         if explicit != config.adapter:
             reason = f"adapter: the settings are those of {config.adapter.init_from}"
-            resolved = resolved.decide("adapter", explicit, reason)
+            resolved = resolved.decide("adapter", explicit.model_dump(mode="json"), reason)
         if config.training.verify_architecture:
             admit_adapter(model_config, adapter_plan)
     check_objective(config, model_config, adapter_plan)

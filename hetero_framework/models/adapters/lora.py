@@ -24,14 +24,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework import repository
-from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
-from hetero_framework.config.problems import Problem, report
-from hetero_framework.config.schema import REWRITES_QUANTISED, REWRITING_INITS, init_refused
+from hetero_framework.config import AdapterConfig
+from hetero_framework.config.expressions import expression
+from hetero_framework.config.problems import Problem, problems_of, report
+from hetero_framework.config.schema import REWRITES_QUANTISED, REWRITING_INITS
 from hetero_framework.errors import CheckpointError, ConfigError
 from hetero_framework.models.adapters.adapter_plan import (
     ADAPTER_WEIGHTS,
@@ -48,20 +50,16 @@ from hetero_framework.models.library import ONE_AT_A_TIME, compiled_at_first_cal
 from hetero_framework.models.rng import derive_seed
 
 with compiled_at_first_call():
-    from peft import LoraConfig, PeftConfig, get_peft_model_state_dict
+    from peft import LoraConfig, get_peft_model_state_dict
     from peft.tuners.lora import LoraModel
     from peft.tuners.tuners_utils import cast_adapter_dtype
     from peft.utils import ModulesToSaveWrapper
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
 if TYPE_CHECKING:
-    from hetero_framework.config import AdapterConfig
     from hetero_framework.models.cut.shard import Shard
 
 ADAPTER_NAME = "default"
-
-# Initial values that are a function of one module's own shape, weight and random draws.
-LOCAL_INITS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal", *REWRITING_INITS)
 
 _LORA_FIELDS = frozenset(LoraConfig.__dataclass_fields__)
 
@@ -70,15 +68,6 @@ _NOT_STRUCTURE = frozenset(
     ("task_type", "peft_version", "base_model_name_or_path", "revision")
     + ("inference_mode", "auto_mapping", "init_lora_weights")
 )
-
-# LoraConfig settings that change more than the wrapped module or need data before training.
-_UNSUPPORTED_FIELDS = (
-    *("layer_replication", "trainable_token_indices", "alora_invocation_tokens"),
-    *("megatron_config", "arrow_config", "eva_config", "corda_config", "lora_ga_config"),
-    *("velora_config", "kasa_config", "monteclora_config", "use_bdlora", "use_qalora"),
-    "ensure_weight_tying",
-)
-
 
 _ANY_LAYERS = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 """How PEFT finds the number of a layer where no layers_pattern says its name."""
@@ -107,10 +96,7 @@ def plan_saved_adapter(model_config: PretrainedConfig, folder: Path) -> AdapterP
 
 
 def explicit_settings(adapter: AdapterConfig, plan: AdapterPlan) -> AdapterConfig:
-    """`adapter` with the settings of `init_from` written out, for machines without that file.
-
-    Raises ConfigError when the saved adapter has a setting that the configuration cannot say.
-    """
+    """`adapter` with the settings of `init_from` written out, for machines without that file."""
     if plan.weights is None:
         return adapter
     saved = plan.lora_config
@@ -119,12 +105,7 @@ def explicit_settings(adapter: AdapterConfig, plan: AdapterPlan) -> AdapterConfi
     if not plan.rewrites_base:
         raw["init_lora_weights"] = True  # the saved weights replace these
     raw["autocast_adapter_dtype"] = adapter.autocast_adapter_dtype
-    explicit = type(adapter).model_validate_json(json.dumps(raw))
-    ours, theirs = _lora_config(explicit, None).to_dict(), saved.to_dict()
-    known = sorted(theirs.keys() - _NOT_STRUCTURE)
-    if lost := [k for k in known if _comparable(ours.get(k)) != _comparable(theirs[k])]:
-        raise ConfigError(f"adapter.init_from: its settings {', '.join(lost)} are not supported")
-    return explicit
+    return type(adapter).model_validate_json(json.dumps(raw))
 
 
 def saved_tensors(plan: AdapterPlan, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
@@ -193,7 +174,7 @@ def adapter_tensors(shard: Shard) -> dict[str, torch.Tensor]:
     return _file_tensors(shard.model, shard.adapter.plan.embedding_tensors)
 
 
-def _lora_config(adapter: AdapterConfig, model: PretrainedConfig | None) -> LoraConfig:
+def _lora_config(adapter: AdapterConfig, model: PretrainedConfig) -> LoraConfig:
     """As PEFT has it, a classifier's head is trained and saved whole."""
     settings: dict[str, Any] = {
         name: list(value) if isinstance(value, tuple) else value
@@ -201,8 +182,8 @@ def _lora_config(adapter: AdapterConfig, model: PretrainedConfig | None) -> Lora
     }
     settings["lora_alpha"] = _integer(adapter.lora_alpha)
     settings["alpha_pattern"] = {k: _integer(v) for k, v in adapter.alpha_pattern.items()}
-    task = "causal-lm" if model is None else task_of(model)
-    if model is not None and task != "causal-lm":
+    task = task_of(model)
+    if task != "causal-lm":
         whole = meta_model(model)
         heads = [n for n, m in whole.named_children() if any(True for _ in m.parameters())]
         # PEFT names the heads of all its classes.
@@ -227,16 +208,11 @@ def _integer(value: float) -> float:
 
 def _check_supported(config: LoraConfig) -> None:
     init = config.init_lora_weights
-    if not any(init is known or init == known for known in LOCAL_INITS):
-        reason = init_refused(init) or "PEFT's manual does not know it"
-        raise ConfigError(
-            f"adapter.init_lora_weights={init!r} is not supported: {reason}",
-            hint='use true, false, "gaussian", "orthogonal", "pissa" or "olora"',
-        )
     if init in REWRITING_INITS and config.target_parameters:
         raise _decomposes_no_parameters(init)
-    for name in _UNSUPPORTED_FIELDS:
-        if getattr(config, name, None):
+    plain = LoraConfig()
+    for name in sorted(_LORA_FIELDS - AdapterConfig.model_fields.keys() - _NOT_STRUCTURE):
+        if _comparable(getattr(config, name)) != _comparable(getattr(plain, name)):
             raise ConfigError(f"the adapter uses {name}, which is not supported here")
 
 
@@ -253,7 +229,7 @@ def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConf
     """An adapter directory's settings; explicit ones in `adapter` must agree with them, except
     lora_dropout, which belongs to the training."""
     weights = folder / ADAPTER_WEIGHTS
-    for path in (folder / "adapter_config.json", weights):
+    for path in (folder / repository.ADAPTER, weights):
         if not path.is_file():
             raise ConfigError(
                 f"no adapter in {folder}: {path.name} is missing",
@@ -262,16 +238,17 @@ def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConf
             )
     hint = "take that entry out of the file, or another adapter"
     repository.refuse_code(str(folder), None, (repository.ADAPTER,), ConfigError, hint)
-    saved = PeftConfig.from_pretrained(str(folder))
-    if not isinstance(saved, LoraConfig):
-        raise ConfigError(f"{folder} holds a {saved.peft_type} adapter; only LoRA can be trained")
+    raw = repository.read_json(path := folder / repository.ADAPTER, ConfigError)
+    if raw.get("peft_type") != "LORA":
+        raise ConfigError(f"{folder} holds a {raw.get('peft_type')} adapter; only LoRA is read")
+    known = {k: v for k, v in raw.items() if k in AdapterConfig.model_fields and v is not None}
+    try:
+        AdapterConfig.model_validate_json(json.dumps(known))
+    except ValidationError as error:
+        problems = problems_of(error.errors(include_url=False), AdapterConfig, known)
+        raise ConfigError(report(str(path), problems)) from error
+    saved = LoraConfig.from_pretrained(str(folder))
     saved.inference_mode = False
-    for setting in EXPRESSIONS:
-        for text in expressions(setting, getattr(saved, setting) or ()):
-            try:
-                expression(setting, text)
-            except ValueError as error:
-                raise ConfigError(f"{folder / 'adapter_config.json'}: {setting}: {error}") from None
     _check_supported(saved)
     if adapter is not None:
         explicit = _explicit_settings(adapter)

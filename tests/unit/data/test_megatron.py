@@ -163,19 +163,36 @@ def test_a_multimodal_index_of_text_is_read(tmp_path):
     assert len(IndexedFile(write(tmp_path, present(LENGTHS, modes=bytes(6))))) == 6
 
 
+STARTS = 56 + 8 * 7  # of a cached index, in units of 4 bytes
+LENGTHS_AT = 56 + 8 * 14
+
+
 @pytest.mark.parametrize(
-    ("place", "value", "message"),
+    ("form", "values", "message"),
     [
-        (9, 2, "has version 2"),
-        (34 + 24 + 8, 1 << 40, "sequence 1, 0 tokens from byte 1,099,511,627,776 on, is outside"),
-        (34 + 24 + 24, 80, "sequence 3, 8 tokens from byte 80 on, is outside"),
-        (34 + 24 + 48, 1, "documents do not go from sequence 0 to 6"),
+        (present, {9: 2}, "has version 2"),
+        (present, {34 + 24 + 8: 1 << 40}, "sequence 1, 0 tokens from byte 1,099,511,627,776 on"),
+        (present, {34 + 24 + 8: (1 << 63) - 1}, "sequence 1, 0 tokens from byte 9,223,372,036,854"),
+        (present, {34 + 24 + 24: 80}, "sequence 3, 8 tokens from byte 80 on, is outside"),
+        (present, {34 + 24 + 48: 1}, "documents do not go from sequence 0 to 6"),
+        # Bytes of these are 0 in 64 bits.
+        (
+            cached,
+            {STARTS + 8: 1 << 62},
+            "sequence 1, 0 tokens from byte 18,446,744,073,709,551",
+        ),
+        (cached, {STARTS + 24: (1 << 62) + 5}, "sequence 3, 8 tokens from byte 18,446,744,073,709"),
+        (
+            cached,
+            {LENGTHS_AT: 1 << 62, LENGTHS_AT + 8: -(1 << 62) + 5},
+            "sequence 0, 4,611,686,018,427,387,904 tokens from byte 0 on, is outside",
+        ),
     ],
-    ids=["version", "pointer", "span", "bound"],
 )
-def test_a_number_of_the_index_that_is_wrong_is_refused(tmp_path, place, value, message):
-    index = bytearray(present(LENGTHS))
-    index[place : place + 8] = struct.pack("<q", value)
+def test_a_number_of_the_index_that_is_wrong_is_refused(tmp_path, form, values, message):
+    index = bytearray(form(LENGTHS))
+    for place, value in values.items():
+        index[place : place + 8] = struct.pack("<q", value)
     write(tmp_path, bytes(index))
     with pytest.raises(DataError, match=message):
         load(tmp_path)

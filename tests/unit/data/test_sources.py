@@ -58,7 +58,9 @@ def test_read_records_each_kind_of_text_file_gives_the_same_rows(tmp_path, name,
 
 
 def test_read_records_text_lines_equal_the_datasets_loader(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"one\n\n two \r\nthree\n\n")
+    other = "form\x0cfeed\x0bnext\x85line\u2028sep\u2029\x1c\ufefftext"
+    lines = f"one\n\n two \r\nthree\n\nmac\rold\r\r\nend \r\n\n\rx{other}\r\r\ny\r"
+    (tmp_path / "a.txt").write_bytes(lines.encode())
     loaded = datasets.load_dataset(
         "text", data_files=str(tmp_path / "a.txt"), split="train", cache_dir=str(tmp_path / "c")
     )
@@ -109,6 +111,7 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
         ("a.jsonl", b'{"t": "', r"\(Unterminated string starting at column 7\)"),
         ("a.jsonl", b"null", r"a\.jsonl:1: expected a JSON object, found null"),
         ("a.jsonl", b'{"t": 1}\n{"t": "\xff"}', r"a\.jsonl:2: byte 8 is not valid UTF-8"),
+        ("a.txt", b"one\rtwo \xff\r\n", r"a\.txt:2: byte 5 is not valid UTF-8"),
         ("a.jsonl", b'{"a": ' + b"[" * 100_000, r"a\.jsonl:1: (too deep|not JSON)"),
         ("a.jsonl", b'[\n {"text": "a"}\n]', r"a\.jsonl:1: expected .* goes into a \.json file"),
         ("a.jsonl", b'[{"text": "a"}]', r"a\.jsonl:1: expected .* goes into a \.json file"),

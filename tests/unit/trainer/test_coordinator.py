@@ -17,6 +17,7 @@ import pytest
 import transformers
 
 from hetero_framework.cli import main
+from hetero_framework.commands.check_report import check, text
 from hetero_framework.config import Config
 from hetero_framework.core import files
 from hetero_framework.data import LazyBatches, TrainData
@@ -362,6 +363,7 @@ def test_a_finished_run_started_again_keeps_its_result(alone: Alone, reads: bool
     weights = (result / "adapter_model.safetensors").read_bytes()
     if reads:
         settings = {"init_from": str(result)}
+        assert 'Decided: adapter = {"r": 4' in text(check(alone(adapter=settings)))
     train(alone(adapter=settings, training={"max_steps": 2}))
     kept = result.parent / "previous-1" / "adapter" / "adapter_model.safetensors"
     assert kept.exists() is not reads

@@ -18,6 +18,7 @@ from hetero_framework.models.adapters.lora import (
     adapter_tensors,
     explicit_settings,
     plan_adapter,
+    plan_saved_adapter,
 )
 from hetero_framework.models.adapters.trainable import export_parts, trainable_parameters
 from hetero_framework.models.cut.shard import Shard
@@ -489,24 +490,34 @@ def test_adapter_directory_that_is_absent_or_broken_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("init", "reason"),
+    ("setting", "value", "reason"),
     [
-        ("pissa_niter_4", "its random numbers are in no file"),
-        ("mica", "frozen matrices"),
-        ("new", "PEFT's manual does not know it"),
+        ("init_lora_weights", "pissa_niter_4", "its random numbers are in no file"),
+        ("init_lora_weights", "mica", "frozen matrices"),
+        ("init_lora_weights", "new", 'adapter_config.json: init_lora_weights: .*"new"'),
+        ("lora_bias", True, "the adapter uses lora_bias, which is not supported"),
+        ("use_bdlora", {"nblocks": 2}, "the adapter uses use_bdlora"),
+        ("trainable_token_indices", [1], "the adapter uses trainable_token_indices"),
+        ("peft_type", "LOHA", "holds a LOHA adapter"),
+        ("peft_type", "FOO", "holds a FOO adapter"),
+        ("lora_alpha", "x", "adapter_config.json: lora_alpha: must be a number"),
+        ("target_modules", 5, "adapter_config.json: target_modules"),
+        ("rank_pattern", [1], "adapter_config.json: rank_pattern"),
     ],
 )
-def test_initialisation_of_a_saved_adapter_that_is_refused(
-    init: str, reason: str, llama: Path, saved: Path, tmp_path: Path
+def test_settings_of_a_saved_adapter_that_are_refused_by_every_reader(
+    setting: str, value: object, reason: str, llama: Path, saved: Path, tmp_path: Path
 ) -> None:
     settings = json.loads((saved / "adapter_config.json").read_text())
-    settings["init_lora_weights"] = init
+    settings[setting] = value
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    (tmp_path / "adapter_model.safetensors").write_bytes(
-        (saved / "adapter_model.safetensors").read_bytes()
-    )
+    weights = "adapter_model.safetensors"
+    (tmp_path / weights).write_bytes((saved / weights).read_bytes())
+    config = AutoConfig.from_pretrained(llama)
     with pytest.raises(ConfigError, match=reason):
-        plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(init_from=str(tmp_path)))
+        plan_adapter(config, AdapterConfig(init_from=str(tmp_path)))
+    with pytest.raises(ConfigError, match=reason):
+        plan_saved_adapter(config, tmp_path)
 
 
 # -- initial values that change the base --------------------------------------------------------
