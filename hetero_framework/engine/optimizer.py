@@ -7,6 +7,7 @@ updates each parameter by itself (`config.optimizers`).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,10 @@ def build_optimizer(
     """The Trainer's optimizer over `parameters`, in its two groups (with and without decay), told
     apart by parameter names and layer types of `model`, the stage's module."""
     decayed_names = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
-    decayed = {id(p) for name, p in model.named_parameters() if name in decayed_names}
+    named = {name: p for name, p in model.named_parameters() if name in decayed_names}
+    named = getattr(model, "users_names", dict)(named)  # a chain's children have names of their own
+    rules = "|".join(_NOT_DECAYED)
+    decayed = {id(p) for name, p in named.items() if not re.search(rules, name.lower())}
     with_decay = [p for p in parameters if id(p) in decayed]
     without = [p for p in parameters if id(p) not in decayed]
     groups = [
@@ -39,7 +43,23 @@ def build_optimizer(
         if params
     ]
     cls, kwargs = _class_and_settings(training)
-    return cls(groups, **kwargs)
+    optimizer: torch.optim.Optimizer = cls(groups, **kwargs)
+    if "bitsandbytes" in str(cls):
+        is_narrow = kwargs.get("optim_bits") == 8
+        _keep_exceptions_apart(optimizer, model if is_narrow else nn.Module())
+    return optimizer
+
+
+def _keep_exceptions_apart(optimizer: Any, model: nn.Module) -> None:
+    """Have the embeddings of `model` alone keep their state in 32 bits, as in the Trainer. The list
+    of exceptions of bitsandbytes is one for the process, by positions in an optimizer, and stages
+    of one process would share it."""
+    manager: Any = type(optimizer.mng)
+    optimizer.mng = manager.__new__(manager)
+    optimizer.mng.initialize()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
 
 
 def _class_and_settings(training: TrainingConfig) -> tuple[Any, dict[str, Any]]:

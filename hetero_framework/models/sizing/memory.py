@@ -21,7 +21,7 @@ MALLOC_MMAP_THRESHOLD_=131072 at 1.31 and 2.57.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -310,6 +310,8 @@ class Shapes:
             name: sizes.get(name, p.numel() * self.number_bytes)
             for name, p in whole.named_parameters(remove_duplicate=False)
         }
+        modules = whole.named_modules()
+        self.embeddings = {name for name, m in modules if isinstance(m, nn.Embedding)}
         self.numbers = {n: p.numel() for n, p in whole.named_parameters(remove_duplicate=False)}
         self.buffers = {name: b.nbytes for name, b in whole.named_buffers()}
         self.trains_everything = plan is None
@@ -433,7 +435,7 @@ def _stage_memory(
         weights=sum(held.values()) + added + buffers,
         gradients=gradients,
         trained=sum(count for count, _ in trained.values()),
-        optimizer=_optimizer_bytes(training.optim, trained.values()),
+        optimizer=_optimizer_bytes(training.optim, trained, shapes.embeddings),
         activations=in_flight * per_micro_batch,
         logits=logits,
         in_flight=in_flight,
@@ -444,12 +446,19 @@ def _stage_memory(
     )
 
 
-def _optimizer_bytes(optim: str, trained: Iterable[tuple[int, int]]) -> int:
+def _optimizer_bytes(
+    optim: str, trained: Mapping[str, tuple[int, int]], embeddings: Set[str]
+) -> int:
     """State of an optimizer of transformers, by its name. Adafactor's one number per row and column
-    is left out; a paged state counts like one on the device."""
+    is left out; a paged state counts like one on the device. Of 8 bits, embeddings take 32."""
     states = next((n for part, n in _STATES_PER_WEIGHT if part in optim), _ADAM_STATES)
     bits = 8 if "8bit" in optim else 4 if "4bit" in optim else None
-    return int(sum(count * states * (bits / 8 if bits else size) for count, size in trained))
+    total = 0.0
+    for name, (count, stored) in trained.items():
+        module = name.removesuffix(".weight").partition(".modules_to_save.")[0]
+        is_wide = bits == 8 and "torch" not in optim and module in embeddings
+        total += count * states * (4 if is_wide else bits / 8 if bits else stored)
+    return int(total)
 
 
 def _counted_bytes(

@@ -1,22 +1,26 @@
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import bitsandbytes
 import pytest
 import torch
 from torch import nn
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
 )
+from transformers.training_args import OptimizerNames
 
+from hetero_framework import control
 from hetero_framework.config import TrainingConfig
+from hetero_framework.config.optimizers import optimizer_problems
 from hetero_framework.engine.optimizer import (
     LearningRate,
     build_optimizer,
@@ -24,6 +28,9 @@ from hetero_framework.engine.optimizer import (
     state_tensors,
 )
 from hetero_framework.errors import ConfigError
+from hetero_framework.models.adapters.trainable import trainable_parameters
+from hetero_framework.models.cut.chain import ChainConfig, ChainModel
+from tests.unit.adapter_helpers import save_model, shards, stock
 
 STEPS = 20
 
@@ -39,11 +46,6 @@ def llama() -> PreTrainedModel:
             vocab_size=32,
         )
     )
-
-
-def gpt2() -> PreTrainedModel:
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32))
 
 
 def trainer(model: PreTrainedModel, folder: Path, **arguments: Any) -> Trainer:
@@ -116,27 +118,60 @@ def test_schedule_with_wrong_arguments_is_a_config_error(settings: dict[str, Any
 # ---- the optimizer
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd"])
-def test_build_optimizer_is_the_trainers(make: Any, optim: str, tmp_path: Path) -> None:
-    settings = {
-        "optim": optim,
-        "learning_rate": 3e-4,
-        "weight_decay": 0.1,
-        "adam_beta1": 0.8,
-        "adam_beta2": 0.95,
-        "adam_epsilon": 1e-6,
+OPTIMIZERS: dict[str, str | None] = {
+    **dict.fromkeys(
+        str(name.value)
+        for name in OptimizerNames
+        if not list(optimizer_problems(TrainingConfig(optim=name.value)))
+    ),
+    "sgd": "momentum=0.9,nesterov=True",
+    "rmsprop": "alpha=0.9,momentum=0.5,centered=True",
+    "adagrad": "lr_decay=0.1,eps=1e-6",
+    "ademamix_8bit": "beta3=0.99,alpha=2.0,t_alpha=3,t_beta3=3",
+}
+"""Every name that is not refused, and arguments."""
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied and not; all matrices, embeddings too, are large enough for an 8-bit optimizer."""
+    sizes = {"n_positions": 64} if request.param == "gpt2" else {}
+    return save_model(tmp_path_factory.mktemp("model"), request.param, **sizes)
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_stages_step_as_the_trainers_optimizer_does(
+    optim: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its exceptions, by positions in an optimizer, outlive the Trainer that wrote them.
+    monkeypatch.setattr(bitsandbytes.optim.GlobalOptimManager, "_instance", None)
+    settings: dict[str, Any] = {
+        **{"optim": optim, "optim_args": OPTIMIZERS[optim], "learning_rate": 3e-3},
+        **{"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
     }
-    model = make()
-    reference = trainer(model, tmp_path, **settings).optimizer
+    whole, training = stock(saved), TrainingConfig(**settings)
+    parts = [(part.model, dict(trainable_parameters(part))) for part in shards(saved, 0, 1, 3, 4)]
+    try:
+        reference = trainer(whole, tmp_path, lr_scheduler_type="constant", **settings).optimizer
+    except (ImportError, ValueError):  # not installed
+        with pytest.raises(ConfigError, match=f"training.optim: '{optim}' is not usable here"):
+            build_optimizer(training, *parts[0])
+        return
     assert reference is not None
-    ours = build_optimizer(TrainingConfig(**settings), model, list(model.parameters()))
-    assert type(ours) is type(reference)
-    assert len(ours.param_groups) == len(reference.param_groups) == 2
-    for group, expected in zip(ours.param_groups, reference.param_groups, strict=True):
-        assert [id(p) for p in group.pop("params")] == [id(p) for p in expected.pop("params")]
-        del expected["initial_lr"]  # written there by its schedule
-        assert group == expected
+    stages = [build_optimizer(training, model, list(own.values())) for model, own in parts]
+    assert {type(stage) for stage in stages} == {type(reference)}
+    own = {name: parameter for _, trained in parts for name, parameter in trained.items()}
+    assert own.keys() == dict(whole.named_parameters()).keys()
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for name, parameter in whole.named_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+            own[name].grad = parameter.grad.clone()
+        for optimizer in (reference, *stages):
+            optimizer.step()
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(own[name], parameter), name
 
 
 def test_build_optimizer_of_a_stage_without_decayed_parameters_has_one_group() -> None:
@@ -144,6 +179,27 @@ def test_build_optimizer_of_a_stage_without_decayed_parameters_has_one_group() -
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     optimizer = build_optimizer(TrainingConfig(weight_decay=0.1), model, norms)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
+
+
+class Named(nn.Sequential):
+    """Children whose names, their own or within, tell whether they decay."""
+
+    def __init__(self) -> None:
+        inner = nn.Sequential(OrderedDict(my_norm=nn.Linear(4, 4), bias=nn.Linear(4, 4)))
+        children = {"first": nn.Linear(3, 4), "norm": nn.RMSNorm(4), "layernorm": nn.Linear(4, 4)}
+        super().__init__(OrderedDict(children, ln=nn.LayerNorm(4), norms=nn.RMSNorm(4), sub=inner))
+
+
+def test_names_of_a_chains_children_tell_what_decays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_modules", [SimpleNamespace(mine=Named)])
+    forms = {"input": ((3,), "float32"), "target": ((), "int64")}
+    model = ChainModel(ChainConfig("mine", forms, "named"))
+    optimizer = build_optimizer(TrainingConfig(weight_decay=0.1), model, [*model.parameters()])
+    decayed, _ = (list(map(id, group["params"])) for group in optimizer.param_groups)
+    users = model.users_names(dict(model.named_parameters()))
+    found = [name for name, parameter in users.items() if id(parameter) in decayed]
+    expected = Trainer.get_decay_parameter_names(cast(Any, None), Named())
+    assert sorted(found) == sorted(expected) == ["first.weight", "norms.weight"]
 
 
 def test_build_optimizer_that_is_not_installed_is_a_config_error() -> None:

@@ -284,9 +284,11 @@ def test_optimizer_state_follows_the_optimizer(tmp_path: Path) -> None:
         name: memory_of(config_of(base, (0, 4), training={"optim": name}))[0]
         for name in ("adamw_torch", "adamw_bnb_8bit", "lion_32bit", "sgd")
     }
-    weights = found["sgd"].gradients
-    sizes = {name: m.optimizer / weights for name, m in found.items()}
-    assert sizes == {"adamw_torch": 2, "adamw_bnb_8bit": 0.5, "lion_32bit": 1, "sgd": 0}
+    count, embedding = found["sgd"].trained, 96 * 64  # which keeps 32 bits
+    sizes = {name: m.optimizer for name, m in found.items()}
+    narrow = 2 * (count - embedding) + 8 * embedding
+    wide = {"adamw_torch": 8 * count, "lion_32bit": 4 * count, "sgd": 0}
+    assert sizes == {**wide, "adamw_bnb_8bit": narrow}
 
 
 def test_stages_that_do_not_fit_are_named_with_numbers_and_a_way_out(tmp_path: Path) -> None:
