@@ -266,14 +266,25 @@ def _one_row(parts: list[np.ndarray]) -> torch.Tensor:
 
 def token_count(batch: MicroBatch) -> int:
     """Tokens of the examples in a micro-batch, without padding; one each where they are no text."""
-    mask = batch.get("attention_mask")
+    mask = _own_mask(batch)
     return padded_count(batch) if mask is None else int(mask.sum())
 
 
 def padded_count(batch: MicroBatch) -> int:
     """Tokens of a micro-batch, padding included; examples where they are no text."""
-    ids = batch.get("input_ids")
-    return len(next(iter(batch.values()))) if ids is None else ids.numel()
+    ids, mask = batch.get("input_ids"), _own_mask(batch)
+    if ids is None:
+        return len(next(iter(batch.values())))
+    return (
+        ids.numel() if mask is None or len(mask) == len(ids) else int(mask.any(0).sum()) * len(mask)
+    )
+
+
+def _own_mask(batch: MicroBatch) -> torch.Tensor | None:
+    """The attention mask without rows of another example's answer ("mismatched"), which are not
+    counted, as in TRL."""
+    mask, rated = batch.get("attention_mask"), batch.get("desirable")
+    return mask if mask is None or rated is None else mask[: len(rated)]
 
 
 def num_items(batches: Iterable[MicroBatch], *, first: int = 1) -> int:

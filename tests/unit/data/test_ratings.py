@@ -14,7 +14,7 @@ from trl import KTOTrainer
 from trl.data_utils import unpair_preference_dataset
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-from hetero_framework.data import TrainData, load_data
+from hetero_framework.data import TrainData, load_data, padded_count, token_count
 from hetero_framework.data.ratings import unpaired
 from hetero_framework.data.shown import shown_examples
 from hetero_framework.data.sources import Record
@@ -96,6 +96,8 @@ def test_batches_are_those_of_trl(
             assert not batch["attention_mask"][rows_of, width:].any()
         assert batch["desirable"].tolist() == expected["label"].tolist()
         assert ours.examples.lengths[numbers].max() == batch["input_ids"].shape[1]
+        assert token_count(batch) == expected["attention_mask"].sum()
+        assert padded_count(batch) == expected["input_ids"].numel()
 
 
 def test_pairs_come_apart_in_trls_order() -> None:

@@ -222,7 +222,8 @@ def agreeing(config: Config, folder: Path, adapter: Path | None = None) -> Any:
     assert len(ours.state.log_history) == len(history)
     for one, two in zip(ours.state.log_history, history, strict=True):
         prefix = "eval_" if "eval_loss" in two else ""
-        names = [f"{prefix}loss", *(f"{prefix}{name}" for name in metrics)]
+        counted = ["num_tokens"] * (f"{prefix}num_tokens" in two)  # not in ORPO's and CPO's
+        names = [f"{prefix}{name}" for name in ("loss", *metrics, *counted)]
         for name in names if f"{prefix}loss" in two else ():
             # KTO has no mean of answers that there were none of.
             other_value = two.get(name)
