@@ -26,6 +26,7 @@ class SummedGradients:
         self._session = session
         self._number = number
         self._local: Tensors = {}
+        self._losses: dict[str, list[float]] = {}
         self._ended = False
 
     def give(self, gradients: GradientPart) -> None:
@@ -65,14 +66,25 @@ class SummedGradients:
         """The losses of all islands' micro-batches."""
         values = torch.tensor(list(local), dtype=torch.float64)
         self._session.send(self._number, "losses", {"losses": values})
-        losses = list(local)
+        self._losses = {self._session.me: list(local)}
         for name in self._session.others:
             received = self._session.receive(self._number, "losses", name, check).tensors
             with self._session.judging(name):
                 if received.keys() != {"losses"} or received["losses"].dtype != torch.float64:
                     raise ProtocolError(f"island {name} sends no losses")
-            losses += received["losses"].flatten().tolist()
-        return losses
+            self._losses[name] = received["losses"].flatten().tolist()
+        return [loss for losses in self._losses.values() for loss in losses]
+
+    def nonfinite(self) -> list[str]:
+        """The members whose losses or gradients are not all finite."""
+        return [name for name in self._session.members if not self._is_finite(name)]
+
+    def _is_finite(self, name: str) -> bool:
+        tensors = self._local
+        if name != self._session.me:
+            tensors = self._session.received(self._number, "gradients", name).tensors
+        numbers = [torch.tensor(self._losses.get(name, [])), *tensors.values()]
+        return all(bool(tensor.isfinite().all()) for tensor in numbers)
 
     def _sum(self, name: str, shares: Sequence[tuple[str, Tensor]]) -> Tensor:
         """The sum in the order of the members. The most frequent shape is right, in a tie that of

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -288,6 +288,7 @@ class Coordinator:
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
         self._first_step, self._has_begun = 0, False
         self._epoch = 0.0
+        self._part: StepPart | None = None  # of the step under way
         self._losses: list[tuple[int, float]] = []  # and the steps
         self._metrics: dict[str, float] = {}
         self._due = Due()
@@ -420,13 +421,15 @@ class Coordinator:
         of_step = sum(n for (_, at), n in self._deaths.items() if at == step)
         if self._deaths[lost.worker, step] < _MAX_DEATHS and of_step < _MAX_RESTARTS:
             return
-        batches = self._data.order.step_indices(step) if step < self._data.total_steps else []
-        samples = ", ".join(str(int(k)) for batch in batches for k in batch)
+        hint = "look at that worker's log"
+        if self._part is not None:
+            samples = ", ".join(str(int(k)) for batch in self._part.samples for k in batch)
+            hint += f", and at the samples of the step: {samples[:500]}"
+            hint += " (numbers from 0 in the training data)"
         raise errors.PeerLostError(
             f"step {step + 1} has ended a worker {of_step} times, the last time worker "
             f"{lost.worker}: {lost.reason}",
-            hint=f"look at that worker's log, and at the samples of the step: {samples[:500]} "
-            "(numbers from 0 in the training data)",
+            hint=hint,
         )
 
     def _return_to(self, state: TrainState) -> None:
@@ -625,7 +628,7 @@ class Coordinator:
         state = self._state
         log.set_step(state.step + 1)
         self._tell(Observer.step_begin, state)
-        part = self._replicas.part(state, self._data, self._count_items)
+        part = self._part = self._replicas.part(state, self._data, self._count_items)
         batches = part.batches
         tokens = sum(map(token_count, batches))
 
@@ -639,7 +642,8 @@ class Coordinator:
         losses, reports, stages = computed
         measured = self._measured()
         forecast = self._cluster.loaded.forecast
-        loss = math.fsum(self._replicas.losses(losses))
+        everywhere = self._replicas.losses(losses)
+        loss = _total(everywhere)
         norm = self._order.global_norm(reports)
         rate = self._schedule.rate(state.committed_steps)
 
@@ -653,9 +657,10 @@ class Coordinator:
             self._state = state.after_commit(tokens)
         else:
             self._cluster.retrying(self._cluster.pipeline.abort)
-            overflow = state.loss_scale.explains(losses)
+            overflow = state.loss_scale.explains(everywhere)
             self._state = state.after_skip(tokens, overflow=overflow)
-            self._note_skip(losses, reports, overflow, part.number)
+            self._note_skip(losses, reports, overflow, part)
+        self._part = None
         self._state = self._replicas.after_step(state, self._state)
         self._epoch = self._data.epoch_of(state.position)
         self._tell(Observer.after_commit, self._state)
@@ -756,10 +761,10 @@ class Coordinator:
 
         with self._ending_within(0.0):
             sums = self._cluster.retrying(losses)
-        count, mean = len(self._data.eval_sets[name]), math.fsum(sums) / sum(items)
+        count, mean = len(self._data.eval_sets[name]), _total(sums) / sum(items)
         of_tokens = {
             "token_loss": mean,
-            "perplexity": math.exp(mean) if mean < 700 else math.inf,
+            "perplexity": math.inf if mean >= 700 else math.exp(mean),
             "tokens": sum(items),
         }
         size = self._config.training.per_device_eval_batch_size
@@ -894,19 +899,18 @@ class Coordinator:
             self._tell(Observer.spans, owner, spans, offsets.get(owner, 0.0))
 
     def _note_skip(
-        self, losses: list[float], reports: list[GradientReport], overflow: bool, number: int
+        self, losses: list[float], reports: list[GradientReport], overflow: bool, part: StepPart
     ) -> None:
-        """Report where in step `number` of the data the first non-finite value arose. Raises
-        NumericError if it keeps happening."""
+        """Report where the first non-finite value of a step arose, of which this is the part here.
+        Raises NumericError if it keeps happening."""
         step = self._state.step
         if overflow:
             text = "step %d: gradients overflow; step skipped, loss scale lowered to %g"
             skipped = log.event("step skipped", "loss scale lowered")
             _log.warning(text, step, self._state.loss_scale.value, extra=skipped)
             return
-        order = self._data.order
         where = skipped_step.find(
-            self._config.plan.stages, losses, reports, order.step_indices(number)
+            self._config.plan.stages, losses, reports, part.samples, self._replicas.elsewhere()
         )
         skipped = log.event("step skipped", reason=str(where), **where.fields)
         _log.warning("step %d: %s; step skipped", step, where, extra=skipped)
@@ -1004,7 +1008,15 @@ def sample_mean(sums: Sequence[float], items: Sequence[int], sizes: Sequence[int
     means = [total / n if n else math.nan for total, n in zip(sums, items, strict=True)]
     weighted = list(zip(means, sizes, strict=True))
     finite = [(mean, n) for mean, n in weighted if math.isfinite(mean)] or weighted
-    return math.fsum(mean * n for mean, n in finite) / sum(n for _, n in finite)
+    return _total(mean * n for mean, n in finite) / sum(n for _, n in finite)
+
+
+def _total(numbers: Iterable[float]) -> float:
+    """Their exact sum; NaN where they have none."""
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):  # beyond any float, or infinities of both signs
+        return math.nan
 
 
 class _Interrupted(Exception):

@@ -170,10 +170,13 @@ class OuterRounds(SummedSteps):
         items = count_items(batches)
         self._items, self._tokens = items, sum(map(token_count, batches))
         self._step_began = time.monotonic()
-        return StepPart(number, batches, items)
+        return StepPart(number, batches, data.order.step_indices(number), items)
 
     def losses(self, local: list[float]) -> list[float]:
         return super().losses(local) if self._sums_gradients else local
+
+    def elsewhere(self) -> tuple[str, ...]:
+        return super().elsewhere() if self._sums_gradients else ()
 
     def decide(self, finite: bool, norm: Tensor) -> tuple[bool, Tensor]:
         return super().decide(finite, norm) if self._sums_gradients else (finite, norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,11 +19,13 @@ CountItems = Callable[[Sequence[MicroBatch]], int]
 @dataclass(frozen=True)
 class StepPart:
     """This replica's part of a step. `number` is the step of the data's order that its random
-    numbers follow from, `num_items` the label tokens of the step on all replicas; with `group` the
-    gradients are summed over them, whose micro-batches, `first_micro_batch` of them, come first."""
+    numbers follow from, `samples` are those of each of its `batches`, by their numbers in the data,
+    `num_items` the label tokens of the step on all replicas; with `group` the gradients are summed
+    over them, whose micro-batches, `first_micro_batch` of them, come first."""
 
     number: int
     batches: list[MicroBatch]
+    samples: Sequence[Iterable[int]]
     num_items: int
     group: GradientSum | None = None
     first_micro_batch: int = 0
@@ -44,7 +46,8 @@ class ReplicaGroup(Protocol):
     def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
         """This replica's part of the next step."""
         batches = data.step_batches(state.position)
-        return StepPart(state.position, batches, count_items(batches))
+        samples = data.order.step_indices(state.position)
+        return StepPart(state.position, batches, samples, count_items(batches))
 
     def losses(self, local: list[float]) -> list[float]:
         """The losses of the step's micro-batches on all replicas, given the `local` ones."""
@@ -54,6 +57,11 @@ class ReplicaGroup(Protocol):
         """Whether this step changes the weights, the same answer in every replica, and the norm of
         the gradients, given those of this replica."""
         return finite, norm
+
+    def elsewhere(self) -> tuple[str, ...]:
+        """After a step that did not change the weights: the other replicas whose losses or
+        gradients are not finite; none where this one's are not."""
+        return ()
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:
         """After the step, which led from `before` to `state`: the state to go on with."""

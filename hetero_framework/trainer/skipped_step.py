@@ -18,19 +18,25 @@ _SHOWN = 16
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first non-finite value of a step: its stage, its micro-batch (None for a gradient, the
-    sum of all), and the samples of that, by their number in the data."""
+    """The first non-finite value of a step: its stage (None where each by itself is finite), its
+    micro-batch (None for a gradient, the sum of all), and the samples of that, by their number in
+    the data; or only the other `islands` that it came from."""
 
-    stage: StageSpec
+    stage: StageSpec | None
     micro_batch: int | None
-    samples: tuple[int, ...]
+    samples: tuple[int, ...] = ()
+    islands: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        owner = "the coordinator" if self.stage.owner == "local" else f"worker {self.stage.owner}"
-        place = f"stage {self.stage.index} ({owner}, {self.stage.layers})"
+        if self.islands:
+            return f"non-finite losses or gradients of island {', '.join(self.islands)}"
         shown = ", ".join(map(str, self.samples[:_SHOWN]))
         if len(self.samples) > _SHOWN:
             shown += f" and {len(self.samples) - _SHOWN} more"
+        if self.stage is None:
+            return f"the norm of all gradients together is not finite, samples {shown}"
+        owner = "the coordinator" if self.stage.owner == "local" else f"worker {self.stage.owner}"
+        place = f"stage {self.stage.index} ({owner}, {self.stage.layers})"
         if self.micro_batch is None:
             return f"non-finite gradients first in {place}, samples {shown}"
         what = f"non-finite values in micro-batch {self.micro_batch}"
@@ -40,10 +46,11 @@ class NonFinite:
     def fields(self) -> dict[str, Any]:
         """For events.jsonl."""
         return {
-            "stage": self.stage.index,
-            "owner": self.stage.owner,
+            "stage": self.stage and self.stage.index,
+            "owner": self.stage and self.stage.owner,
             "micro_batch": self.micro_batch,
             "samples": list(self.samples),
+            **({"islands": list(self.islands)} if self.islands else {}),
         }
 
 
@@ -52,17 +59,21 @@ def find(
     losses: Sequence[float],
     reports: Sequence[GradientReport],
     samples: Sequence[Iterable[int]],
+    elsewhere: tuple[str, ...] = (),
 ) -> NonFinite:
-    """The first such value of a step that has one; `samples` are those of each micro-batch."""
+    """The first such value of a step that has one; `samples` are those of each micro-batch here,
+    `elsewhere` other islands that have one and this one not."""
     places = [(k, stage) for stage, report in enumerate(reports) for k in report.nonfinite]
     places += [(k, len(stages) - 1) for k, loss in enumerate(losses) if not math.isfinite(loss)]
     if places:
         micro_batch, stage = min(places)
         return NonFinite(stages[stage], micro_batch, tuple(map(int, samples[micro_batch])))
+    if elsewhere:
+        return NonFinite(None, None, islands=elsewhere)
     everything = tuple(int(sample) for part in samples for sample in part)
     # Backward goes from the last stage to the first.
     bad = [k for k, report in enumerate(reports) if not bool(report.norms.isfinite().all())]
-    return NonFinite(stages[max(bad, default=0)], None, everything)
+    return NonFinite(stages[max(bad)] if bad else None, None, everything)
 
 
 def check_not_too_many(

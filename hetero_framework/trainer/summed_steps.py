@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -170,6 +170,7 @@ class SummedSteps(ReplicaGroup):
         return StepPart(
             state.step,
             [data.micro_batch(indices) for indices in parts[session.me]],
+            parts[session.me],
             count_items(whole),
             self._sums,
             first_micro_batch=-(-before // rows),
@@ -178,6 +179,12 @@ class SummedSteps(ReplicaGroup):
     def losses(self, local: list[float]) -> list[float]:
         assert self._sums is not None
         return self._sums.losses(local, self._heed_in_step)
+
+    def elsewhere(self) -> tuple[str, ...]:
+        bad: list[str] = []
+        with suppress(ReplicasChanged, ProtocolError):  # the step is decided; the next one meets it
+            bad = self._sums.nonfinite() if self._sums is not None else []
+        return () if self._island.name in bad else tuple(bad)
 
     def decide(self, finite: bool, norm: Tensor) -> tuple[bool, Tensor]:
         """The leader counts the votes: all have the sums, or nobody changes a weight."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from hetero_framework.core.messages import Gradients
 from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.engine import early_gradients
 from hetero_framework.engine.remote_host import RemoteHost
+from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import GradientPart, StatePart
 from hetero_framework.errors import ConfigError, PeerAwayError, ProtocolError
 from hetero_framework.islands import lighthouse
@@ -25,9 +28,10 @@ from hetero_framework.islands.allreduce import SummedGradients
 from hetero_framework.islands.group import STATE, Group, SessionStart
 from hetero_framework.islands.lighthouse_client import LighthouseClient
 from hetero_framework.islands.outer import OuterFragment
-from hetero_framework.trainer import islands
-from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer import islands, skipped_step
+from hetero_framework.trainer.coordinator import Coordinator, train
 from hetero_framework.trainer.outer_rounds import OuterRounds
+from hetero_framework.trainer.skipped_step import NonFinite
 from tests.integration.conftest import Notes, Pool
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.islands import StandIn, outcomes, serving, train_islands
@@ -197,6 +201,44 @@ def test_a_single_island_trains_as_without_islands(
     keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
     assert lines(tmp_path / "a", *keys) == lines(tmp_path / "whole", *keys)
     assert_same(weights(tmp_path / "a"), weights(tmp_path / "whole"))
+
+
+def test_a_step_that_is_not_finite_on_one_island_is_told_with_its_own_samples(
+    pool: Pool, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_step, outcome, here = Coordinator.train_step, Stage._outcome, threading.local()
+    told: dict[str, Any] = {}
+
+    def step(run: Coordinator) -> None:
+        here.name = run._config.output_dir.name
+        train_step(run)
+
+    def infinite(stage: Stage, micro_batch: int, *args: Any) -> Any:
+        value, at = outcome(stage, micro_batch, *args), (stage._info.step, micro_batch)
+        is_hit = (here.name, at) == ("b", (1, 1))
+        return replace(value, loss=value.loss * math.inf) if is_hit else value
+
+    def note(state: Any, total: int, training: Any, where: NonFinite) -> None:
+        told[here.name] = where
+
+    monkeypatch.setattr(Coordinator, "train_step", step)
+    monkeypatch.setattr(Stage, "_outcome", infinite)
+    monkeypatch.setattr(skipped_step, "check_not_too_many", note)
+    order = {"train_sampling_strategy": "sequential", "max_steps": 2}
+    made = {
+        name: island(
+            *(pool, tmp_path / name, [], settings),
+            accumulation=4,
+            section={"name": name},
+            training=order,
+        )
+        for name in "ab"
+    }
+    train_islands(made)
+    [step_2] = [line for line in lines(tmp_path / "b", "step", "island") if line["step"] == 2]
+    assert step_2["island"]["sample_ids"] == {"a": [8, 9, 10, 11], "b": [12, 13, 14, 15]}
+    assert told["a"] == NonFinite(None, None, islands=("b",))
+    assert (told["b"].micro_batch, told["b"].samples) == (1, (14, 15))
 
 
 @pytest.mark.islands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -192,3 +193,13 @@ def test_invalid_losses_are_refused(said: Tensors) -> None:
     Side(beach, "b").send(NUMBER, "losses", said)
     with pytest.raises(MemberLost, match="island b sends no losses"):
         islands["a"].losses([1.0], lambda: None)
+
+
+def test_the_islands_with_values_that_are_not_finite_are_known() -> None:
+    _, islands = sums_on("abc")
+    give_all(islands, {"a": {"w": of(1)}, "b": {"w": of(math.nan)}, "c": {"w": of(2)}})
+    for name, loss in {"a": 1.0, "b": 2.0, "c": -math.inf}.items():
+        islands[name]._session.send(NUMBER, "losses", {"losses": of(loss, torch.float64)})
+    for name in "abc":
+        islands[name].losses([-math.inf if name == "c" else 1.0], lambda: None)
+        assert islands[name].nonfinite() == ["b", "c"]

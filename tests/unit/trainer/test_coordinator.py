@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shlex
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from hetero_framework.commands.check_report import check, text
 from hetero_framework.config import Config
 from hetero_framework.core import files
 from hetero_framework.data import LazyBatches, TrainData
-from hetero_framework.errors import CheckpointError, ResourceError, StoppedEarly
+from hetero_framework.engine.hosts import StagesLost
+from hetero_framework.errors import CheckpointError, PeerLostError, ResourceError, StoppedEarly
 from hetero_framework.trainer import (
     checkpoint,
     coordinator,
@@ -30,7 +33,9 @@ from hetero_framework.trainer import (
     run_checkpoint,
     signals,
 )
-from hetero_framework.trainer.coordinator import Coordinator, train
+from hetero_framework.trainer.coordinator import Coordinator, sample_mean, train
+from hetero_framework.trainer.replica_group import StepPart
+from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.visualizer.progress import Progress
 from tests.samples import save_texts
 from tests.unit.trainer.conftest import Alone
@@ -409,3 +414,22 @@ def test_checkpoints_of_a_former_version_are_continued(alone: Alone) -> None:
     train(config, resume=1)
     after = lines_of(config)[1]
     assert (after["loss"], after["grad_norm"]) == (before["loss"], before["grad_norm"])
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+def test_a_step_that_ends_its_worker_is_told_with_the_samples_of_this_part(
+    under_way: bool,
+) -> None:
+    run = object.__new__(Coordinator)
+    run._state, run._deaths = TrainState(step=4, jumped=2), Counter({(1, 4): 2})
+    run._part = StepPart(9, [], [[14, 15], [3]], 1) if under_way else None
+    with pytest.raises(PeerLostError, match="step 5 has ended a worker 3 times") as raised:
+        run._note_death(StagesLost(1, "killed"))
+    assert raised.value.hint is not None
+    assert ("the samples of the step: 14, 15, 3 (" in raised.value.hint) == under_way
+
+
+def test_a_mean_of_infinities_of_both_signs_is_no_number() -> None:
+    inf = math.inf
+    for sums in ([inf, -inf], [1e308, 1e308], [inf, math.nan]):
+        assert not math.isfinite(sample_mean(sums, [1, 1], [1, 1]))

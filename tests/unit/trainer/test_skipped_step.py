@@ -61,6 +61,20 @@ def test_the_first_value_that_is_not_finite_is_found(
     assert str(found).endswith(f"samples {', '.join(map(str, samples))}")
 
 
+def test_no_stage_is_blamed_for_what_none_of_them_has() -> None:
+    """Norms that overflow only together, and values of another island."""
+    found = skipped_step.find(STAGES, [1.0] * 3, [report(), report()], SAMPLES)
+    assert found == skipped_step.NonFinite(None, None, (4, 0, 7, 2, 3))
+    assert str(found) == "the norm of all gradients together is not finite, samples 4, 0, 7, 2, 3"
+    assert (found.fields["stage"], found.fields["owner"]) == (None, None)
+    summed = [report(norm=math.nan), report()]
+    found = skipped_step.find(STAGES, [1.0] * 3, summed, SAMPLES, elsewhere=("attic",))
+    assert str(found) == "non-finite losses or gradients of island attic"
+    assert (found.fields["samples"], found.fields["islands"]) == ([], ["attic"])
+    found = skipped_step.find(STAGES, [math.nan] * 3, summed, SAMPLES, elsewhere=("attic",))
+    assert found == skipped_step.NonFinite(STAGES[1], 0, (4, 0))
+
+
 def test_many_samples_are_counted() -> None:
     many = skipped_step.NonFinite(STAGES[0], None, tuple(range(40)))
     assert str(many).endswith("14, 15 and 24 more")
