@@ -87,7 +87,7 @@ def _question_of(config: Config, model: PretrainedConfig, device: Device) -> str
                 config.model.attn_implementation,
             ],
             "adapter": config.adapter.model_dump(mode="json") if config.adapter else None,
-            "max_length": config.data.max_length if config.data else None,
+            "rows": config.data and [config.data.max_length, config.data.padding_free],
             "training": {name: training[name] for name in sorted(training) if name not in _ASIDE},
         },
         sort_keys=True,

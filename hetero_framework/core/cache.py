@@ -1,4 +1,4 @@
-"""Small results cached between runs, in the user's cache directory.
+"""Small results cached between runs, in the user's cache directory or in a run's own.
 
 Nothing depends on the cache: where the directory cannot be written, or a file is damaged or could
 have been written by another user, results are computed again. Several processes may write at once.
@@ -38,9 +38,9 @@ def cache_directory() -> Path | None:
     return base / "hetero_framework"
 
 
-def recall(kind: str, question: str) -> Any:
+def recall(kind: str, question: str, directory: Path | None = None) -> Any:
     """The answer (JSON data) that `remember` was given; None where there is none."""
-    if (place := _place(kind, question)) is None:
+    if (place := _place(kind, question, directory)) is None:
         return None
     with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
         if (wrong := untrusted_reason(place)) is not None:
@@ -52,14 +52,14 @@ def recall(kind: str, question: str) -> Any:
     return None
 
 
-def remember(kind: str, question: str, answer: Any) -> None:
-    """Keep an answer where that is possible."""
-    if (place := _place(kind, question)) is not None:
+def remember(kind: str, question: str, answer: Any, directory: Path | None = None) -> None:
+    """Keep an answer where that is possible, in `directory` or in the user's cache."""
+    if (place := _place(kind, question, directory)) is not None:
         with suppress(OSError):
             write_file(place, json.dumps({"question": question, "answer": answer}).encode())
 
 
-def _place(kind: str, question: str) -> Path | None:
-    directory = cache_directory()
+def _place(kind: str, question: str, directory: Path | None) -> Path | None:
+    directory = directory or cache_directory()
     digest = hashlib.sha256(question.encode()).hexdigest()
     return None if directory is None else directory / kind / f"{digest}.json"

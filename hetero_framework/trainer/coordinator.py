@@ -284,7 +284,10 @@ class Coordinator:
         self._objective = objective_of(config.training)
         self._count_items = self._objective.item_counter(prepared.model_config)
         self._count_predictions = self._objective.prediction_counter(prepared.model_config)
-        self._reference = Reference(prepared) if self._objective.has_reference else None
+        self._reference = None
+        if self._objective.has_reference:
+            labels = {owner: fact.label for owner, fact in replanning.facts.items()}
+            self._reference = Reference(prepared, labels)
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
         self._first_step, self._has_begun = 0, False
         self._epoch = 0.0

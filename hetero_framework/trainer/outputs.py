@@ -50,6 +50,7 @@ from hetero_framework.profiling.trace_file import TIMELINE_FILE
 from hetero_framework.repository import CONFIG, resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.metrics import HISTORY_FILE, METRICS_FILE, TRAINER_STATE_FILE
+from hetero_framework.trainer.reference import REFERENCES
 from hetero_framework.trainer.run_card import run_card
 from hetero_framework.trainer.setup import Facts, Prepared
 from hetero_framework.visualizer import curves, pictures
@@ -65,7 +66,7 @@ _RECORDS = (
     *(METRICS_FILE, EVENTS_FILE, TIMELINE_FILE, CURVES_FILE),
     *(HISTORY_FILE, TRAINER_STATE_FILE),
 )
-_NO_LINKS = (".durable", ".lock", "logs", *_RECORDS)
+_NO_LINKS = (".durable", ".lock", "logs", REFERENCES, *_RECORDS)
 _HINTS = {
     "training.output_dir": "choose another one: --output-dir DIR",
     "checkpoint_dir": "set checkpoint_dir to a directory that can be written, or to null",

@@ -1,21 +1,26 @@
 """The reference of a preference training: what the model said of each answer before it was
 trained.
 
-It is asked in one pass before the first step, of a number for each answer, which are kept in the
-cache for the run that goes on, and for others with the same model and data.
+It is asked in one pass before the first step for a number for each answer. The numbers are kept
+with the run's results, for when it goes on, under whatever plan, and in the cache for other runs
+that compute the same numbers on the same machines.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 
 from hetero_framework.cluster.cluster import Cluster
+from hetero_framework.config import Config, StageSpec, effects
+from hetero_framework.config.section import Effect, WorkerId
 from hetero_framework.core.cache import recall, remember
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData
 from hetero_framework.data.pairs import REFERENCE, AnswerRows
@@ -27,14 +32,17 @@ from hetero_framework.trainer.setup import Prepared, can_switch
 from hetero_framework.units import plural
 
 _log = logging.getLogger(__name__)
-_KIND = "references"
+REFERENCES = "references"
+"""In the cache, and in output_dir for the run itself."""
 
 
 class Reference:
     """Asks the reference through the stages of a run. `is_precomputed`: all of it is known."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: Prepared, devices: Mapping[WorkerId, str]) -> None:
+        """`devices` are the names of the processes' devices."""
         self._prepared = prepared
+        self._devices = devices
         self._can_switch = can_switch(prepared.adapter_plan)
         training = prepared.config.training
         self.is_precomputed = training.precompute_ref_log_probs
@@ -55,18 +63,22 @@ class Reference:
         assert isinstance(rows, AnswerRows)
         if rows.reference is not None:
             return rows
-        question = self._question(cluster, rows)
-        kept = recall(_KIND, question)
-        if kept is None:
+        identity = self._identity(cluster, rows)
+        question = json.dumps([identity, self._way()], sort_keys=True)
+        of_run = json.dumps(identity, sort_keys=True), self._prepared.config.output_dir
+        kept = recall(REFERENCES, *of_run) if step > 0 else None
+        kept = kept or recall(REFERENCES, question)
+        if not kept:
             if step > 0 and not self._can_switch:
                 raise CheckpointError(
-                    "what the model said of the answers before it was trained is no longer in the"
-                    " cache, and the model of that time is not loaded",
+                    "what the model said of the answers before it was trained is no longer in"
+                    f" output_dir/{REFERENCES}, and the model of that time is not loaded",
                     hint="begin anew with --fresh",
                 )
             _log.info("the reference is asked about %s of %s", plural(len(rows), "example"), name)
             kept = self._asked(cluster, data, rows)
-            remember(_KIND, question, kept)
+            remember(REFERENCES, question, kept)
+        remember(REFERENCES, of_run[0], kept, of_run[1])
         return replace(rows, reference=np.asarray(kept, np.float32).reshape(-1, rows.each))
 
     def _asked(self, cluster: Cluster, data: TrainData, rows: AnswerRows) -> list[list[float]]:
@@ -102,17 +114,34 @@ class Reference:
             for batch, pairs in zip(batches, found, strict=True)
         ]
 
-    def _question(self, cluster: Cluster, rows: AnswerRows) -> str:
-        """Everything on which the numbers depend."""
+    def _identity(self, cluster: Cluster, rows: AnswerRows) -> list[Any]:
+        """What the numbers are of: the model, the adapter that it begins with, and the answers."""
         config, plan = self._prepared.config, self._prepared.adapter_plan
-        training, raw = config.training, config.to_dict()
-        settings = {name: getattr(training, name) for name in ("bf16", "fp16", "ld_alpha")}
-        adapter = None if self._can_switch or plan is None else raw["adapter"]
-        started = None
-        if plan is not None and plan.weights is not None:
-            started = [str(plan.weights), plan.weights.stat().st_mtime_ns]
-        padding = self._prepared.data.settings.pad_to_multiple_of
-        size = training.per_device_train_batch_size, training.loss_chunk_tokens, padding
-        model = [cluster.fingerprint, raw["model"]]
-        asked = [model, adapter, started, rows.fingerprint, settings, size, versions()]
-        return json.dumps(asked, sort_keys=True, default=str)
+        settings = {
+            name: value
+            for name, value in effects.agreed(config).items()
+            if effects.EFFECTS[name] is Effect.IDENTITY
+            and not (self._can_switch and name.startswith("adapter"))
+        }
+        started = None if plan is None else plan.origin
+        answers = [rows.fingerprint, rows.kind, config.training.ld_alpha]
+        return [cluster.fingerprint, settings, started, answers]
+
+    def _way(self) -> list[Any]:
+        """On what their rounding depends: codecs, kernels, machines, and rows beside each other."""
+        config = self._prepared.config
+        rounding = {
+            name: value
+            for name, value in effects.of_config(config).items()
+            if effects.EFFECTS[name] is Effect.ROUNDING or name.startswith("wire.")
+        }
+        machines = groupby(config.plan.stages, lambda stage: self._machine(config, stage))
+        held = [[machine, list(stages)[-1].end] for machine, stages in machines]
+        size = config.training.per_device_train_batch_size
+        return [rounding, held, torch.get_num_threads(), size, versions()]
+
+    def _machine(self, config: Config, stage: StageSpec) -> list[Any]:
+        """What computes a stage; a cut between equal machines changes nothing, unless a codec
+        rounds there."""
+        cut = None if config.wire.activations == "none" else stage.index
+        return [self._devices.get(stage.owner), config.quantization(stage.owner), cut]

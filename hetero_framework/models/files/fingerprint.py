@@ -128,7 +128,9 @@ def _origin(checkpoint: Checkpoint) -> Fingerprint:
 def _file_digests(path: Path, names: list[str]) -> dict[str, str]:
     """For tensors of one file the hash of type, shape and bytes."""
     status = path.stat()
-    question = json.dumps([os.path.realpath(path), status.st_size, status.st_mtime_ns])
+    # The change time too: copying programs keep the time of modification.
+    times = status.st_mtime_ns, status.st_ctime_ns
+    question = json.dumps([os.path.realpath(path), status.st_size, *times])
     known: dict[str, str] = recall("digests", question) or {}
     if absent := [name for name in names if name not in known]:
         with path.open("rb") as file:

@@ -74,6 +74,7 @@ def test_settings_without_effect_on_costs_are_ignored(measured: Counting) -> Non
         {"training": {"bf16": True}},
         {"adapter": {"r": 4}},
         {"data": {"train": "x", "max_length": 7}},
+        {"data": {"train": "x", "padding_free": True}},
         {"model": {**LLAMA, "num_hidden_layers": 3}},
     ],
 )
