@@ -188,6 +188,10 @@ class WorkerConfig(Machine):
         return value
 
 
+MAX_LABELS = 4096
+"""Classes, or other numbers, that a classifier has at most."""
+
+
 class ModelConfig(Section):
     """The model: a directory, a hub name, or a configuration for random weights. Paths in this file
     start at its folder; ~ is the home folder of each machine, environment variables are refused."""
@@ -227,7 +231,7 @@ class ModelConfig(Section):
     """A digest of the chain's modules; a run decides it, and its workers compare theirs."""
     tokenizer: Annotated[Name | None, RESULT, PER_ISLAND] = None
     """Directory or hub name of the tokenizer when it is not with the model."""
-    num_labels: int | None = Field(default=None, ge=1, le=4096)
+    num_labels: int | None = Field(default=None, ge=1, le=MAX_LABELS)
     """Classification: labels, or numbers that are learned. null: as many as the checkpoint's
     classifier has, else as the data have."""
     problem_type: ProblemType | None = None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_framework.config.problems import shown
-from hetero_framework.config.schema import ProblemType
+from hetero_framework.config.schema import MAX_LABELS, ProblemType
 from hetero_framework.data.examples import IGNORE_INDEX
-from hetero_framework.data.sources import Record
+from hetero_framework.data.sources import ClassNumber, Record
 from hetero_framework.errors import DataError
 
 OF_TEXTS, OF_TOKENS = ("label", "labels"), ("labels", "tags", "ner_tags", "label")
@@ -44,14 +44,22 @@ class Labels:
         return f"{len(self.names)} ({', '.join(names)}), {self.problem}"
 
     def number(self, value: Any, where: str) -> int:
-        """The number of a class. Raises DataError for a value that is none."""
+        """The number of a class. Raises DataError for a value that is none, and for one of classes
+        that are called otherwise."""
+        if isinstance(value, ClassNumber) and stated_names(self.names) not in (None, value.names):
+            raise DataError(
+                f"{where}: its classes are called {_listed(value.names)}, and those of the training"
+                f" data or the model {_listed(self.names)}",
+                hint="align_labels_with_mapping of `datasets` brings the data set's into the"
+                " model's order; model.label_names names the model's",
+            )
         if isinstance(value, str) and value in self.names:
             return self.names.index(value)
         if isinstance(value, int) and 0 <= value < len(self.names):
             return int(value)
-        known = ", ".join(self.names[:20]) + ", ..." * (len(self.names) > 20)
         raise DataError(
-            f"{where}: the label {shown(value)} is none of the {len(self.names)} classes: {known}",
+            f"{where}: the label {shown(value)} is none of the {len(self.names)} classes:"
+            f" {_listed(self.names)}",
             hint="classes are those of the training data, unless model.label_names or num_labels"
             " says more; " + _HINT,
         )
@@ -63,7 +71,7 @@ class Labels:
             return [float(self.number(value, where))]
         values = value if isinstance(value, (list, tuple)) else [value]
         multi = self.problem == "multi_label_classification"
-        if multi and all(isinstance(item, str) for item in values):
+        if multi and all(isinstance(item, (str, ClassNumber)) for item in values):
             found = {self.number(item, where) for item in values}
             return [float(number in found) for number in range(len(self.names))]
         fits = all(isinstance(item, (int, float)) and math.isfinite(item) for item in values)
@@ -87,51 +95,81 @@ def label_of(record: Record, fields: tuple[str, ...]) -> tuple[str, Any]:
 
 
 def find_labels(records: Iterable[Record], stated: Stated, *, of_tokens: bool) -> Labels:
-    """The labels of training data, as far as they are not stated. Names get numbers in sorted
-    order, of numbers there is one more than the largest. Raises DataError for data whose labels
-    are of several kinds, or more than stated."""
+    """The labels of training data, as far as they are not stated. Names have the order that the
+    data set gives them, else they are sorted; of numbers there is one more than the largest.
+    Raises DataError for data whose labels are of several kinds, or more than stated."""
     if stated.names is not None and (stated.problem is not None or of_tokens):
         return Labels(stated.problem or "single_label_classification", stated.names)
-    names, most, width, kinds = set[str](), 0, 1, set[str]()
+    seen = _Seen(of_tokens, measures=stated.problem == "regression")
     for record in records:
-        name, label = label_of(record, OF_TOKENS if of_tokens else OF_TEXTS)
-        is_list = isinstance(label, (list, tuple))
-        if is_list:
-            width = max(width, len(label))
-        for value in label if is_list else [label]:
-            if of_tokens and value == IGNORE_INDEX:
-                continue
-            kind = "name" if isinstance(value, str) else "number"
-            if isinstance(value, float) and not of_tokens:
-                kind = "measure"
-            kinds.add(f"{kind}s" if is_list and not of_tokens else kind)
-            if isinstance(value, str):
-                names.add(value)
-            elif isinstance(value, int):
-                most = max(most, value)
-        if (
-            len({kind.rstrip("s") == "name" for kind in kinds}) > 1
-            or len({kind.endswith("s") for kind in kinds}) > 1
-        ):
-            raise DataError(f"{record.where}: {name} is of another kind than before", hint=_HINT)
-    problem = stated.problem
+        seen.add(record)
+    problem, found = stated.problem, seen.given or tuple(sorted(seen.names))
     if of_tokens or problem is None:
-        several = any(kind.endswith("s") for kind in kinds)
+        several = any(kind.endswith("s") for kind in seen.kinds)
         problem = "multi_label_classification" if several else "single_label_classification"
-        problem = "regression" if kinds & {"measure"} else problem
+        # As in transformers, a model of one label learns a measure.
+        is_one = stated.count == 1 and not (of_tokens or found)
+        problem = "regression" if seen.kinds & {"measure"} or is_one else problem
     if stated.names is not None:
         return Labels(problem, stated.names)
-    if names:
-        if stated.count not in (None, len(names)):
-            raise DataError(
-                f"the training data have {len(names)} labels, and the model has {stated.count}:"
-                f" {', '.join(sorted(names)[:20])}",
-                hint="name all labels of the model in model.label_names, in their order",
-            )
-        return Labels(problem, tuple(sorted(names)))
-    classes = problem == "single_label_classification"
-    count = stated.count or (max(2, most + 1) if classes else width)
-    return Labels(problem, tuple(f"LABEL_{number}" for number in range(count)))
+    if found and stated.count not in (None, len(found)):
+        raise DataError(
+            f"the training data have {len(found)} labels, and the model has {stated.count}:"
+            f" {_listed(found)}",
+            hint="name all labels of the model in model.label_names, in their order",
+        )
+    most, where = seen.largest
+    count = max(2, most + 1) if problem == "single_label_classification" else seen.width
+    count = len(found) or stated.count or count
+    if count > MAX_LABELS:
+        text = f"the training data have {len(found):,} labels: {_listed(found)}"
+        text = text if found else f"{where}: the label {most:,} would be one of {count:,}"
+        raise DataError(f"{text}; a model has at most {MAX_LABELS:,}", hint=_HINT)
+    return Labels(problem, found or tuple(f"LABEL_{number}" for number in range(count)))
+
+
+@dataclass
+class _Seen:
+    """The labels of the records so far. `given` are the names that their data set lists."""
+
+    of_tokens: bool
+    measures: bool
+    names: set[str] = field(default_factory=set)
+    given: tuple[str, ...] = ()
+    largest: tuple[int, str] = (0, "")  # and its place
+    width: int = 1
+    kinds: set[str] = field(default_factory=set)
+
+    def add(self, record: Record) -> None:
+        name, label = label_of(record, OF_TOKENS if self.of_tokens else OF_TEXTS)
+        is_list = isinstance(label, (list, tuple))
+        if is_list:
+            self.width = max(self.width, len(label))
+        for value in label if is_list else [label]:
+            if self.of_tokens and value == IGNORE_INDEX:
+                continue
+            kind = self._kind(value)
+            self.kinds.add(f"{kind}s" if is_list and not self.of_tokens else kind)
+            if isinstance(value, str):
+                self.names.add(value)
+            elif kind == "name":
+                self.given = self.given or value.names
+            elif isinstance(value, int) and value >= self.largest[0]:
+                self.largest = value, record.where
+        of_names = {kind.rstrip("s") == "name" for kind in self.kinds}
+        if len(of_names) > 1 or len({kind.endswith("s") for kind in self.kinds}) > 1:
+            raise DataError(f"{record.where}: {name} is of another kind than before", hint=_HINT)
+        if "" in self.names:
+            raise DataError(f"{record.where}: {name} is empty", hint=_HINT)
+
+    def _kind(self, value: Any) -> str:
+        if isinstance(value, str) or (isinstance(value, ClassNumber) and not self.measures):
+            return "name"
+        return "measure" if isinstance(value, float) and not self.of_tokens else "number"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + ", ..." * (len(names) > 20)
 
 
 def stated_names(names: Iterable[str]) -> tuple[str, ...] | None:

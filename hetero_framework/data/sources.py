@@ -15,7 +15,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -477,6 +477,37 @@ def check_unicode(text: str, where: str) -> str:
     return text
 
 
+class ClassNumber(int):
+    """The number of a class, whose data set also says what all of them are called."""
+
+    names: tuple[str, ...] = ()
+
+
+def class_names(features: Mapping[str, Any] | None) -> dict[str, tuple[str, ...]]:
+    """Of columns with (lists of) a `ClassLabel` of `datasets`, what the classes are called."""
+    found = {}
+    for column, feature in (features or {}).items():
+        while hasattr(feature, "feature"):
+            feature = feature.feature
+        if (names := getattr(feature, "names", None)) is not None:
+            found[column] = tuple(names)
+    return found
+
+
+def with_class_names(row: dict[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """The row whose numbers of classes know their names."""
+    return {**row, **{name: _named(row[name], names[name]) for name in names.keys() & row.keys()}}
+
+
+def _named(value: Any, names: tuple[str, ...]) -> Any:
+    if isinstance(value, list):
+        return [_named(item, names) for item in value]
+    if type(value) is int:
+        value = ClassNumber(value)
+        value.names = names
+    return value
+
+
 def plain_rows(
     table: pyarrow.Table | pyarrow.RecordBatch, schema: pyarrow.Schema
 ) -> Iterator[dict[str, Any]]:
@@ -484,13 +515,16 @@ def plain_rows(
     knows the features of `datasets`. A column of objects has one type for all rows, so that each
     object has every key: nulls that fill it up are left out, as TRL's `remove_none_values` does.
     Columns of JSON (the `Json` feature of `datasets`) hold texts, which are parsed."""
+    names = {}
     if b"huggingface" in (schema.metadata or {}):
         from datasets import Features  # slow
 
-        schema = Features.from_arrow_schema(schema).arrow_schema
+        features = Features.from_arrow_schema(schema)
+        schema, names = features.arrow_schema, class_names(features)
     types = {field.name: field.type for field in schema}
     for row in table.to_pylist():
-        yield {name: _plain(value, types.get(name)) for name, value in row.items()}
+        plain = {name: _plain(value, types.get(name)) for name, value in row.items()}
+        yield with_class_names(plain, names)
 
 
 def _plain(value: Any, kind: Any) -> Any:

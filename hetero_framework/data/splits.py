@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from typing import Any
 from hetero_framework.data.sources import (
     Record,
     Source,
+    class_names,
     data_files,
     open_source,
     plain_rows,
     read_file,
+    with_class_names,
 )
 from hetero_framework.errors import DataError
 
@@ -123,9 +125,14 @@ class SplitReader:
                 )
 
 
-def _files(sources: Sequence[Source]) -> _Split:
+def _files(sources: Sequence[Source], names: Mapping[str, tuple[str, ...]] | None = None) -> _Split:
+    """`names` are those of classes, by column."""
+
     def read() -> Iterator[Record]:
-        return chain.from_iterable(map(read_file, sources))
+        records = chain.from_iterable(map(read_file, sources))
+        if not names:
+            return records
+        return (replace(each, fields=with_class_names(each.fields, names)) for each in records)
 
     return _Split(read, lambda: sum(1 for _ in read()))
 
@@ -162,8 +169,9 @@ def _folder_splits(
     unused = [file.name for file in data_files(path) if file.resolve() not in used]
     if unused:
         say(f"warning: {name} also holds {', '.join(unused[:3])}, in no split, which is not read")
+    names = class_names(builder.info.features)  # as its README has them
     return {
-        split: _files([open_source(str(file), file) for file in files])
+        split: _files([open_source(str(file), file) for file in files], names)
         for split, files in splits.items()
     }
 

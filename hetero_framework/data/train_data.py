@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -268,7 +268,7 @@ class _Reader:
             return corpus
         options = self.data.model_dump(exclude={"train", "eval"})
         settings = [name, split, options, self.vocab_size, *[self.kind] * (self.kind != "text")]
-        settings += [str(self.labels)] * (self.labels is not None)
+        settings += [asdict(self.labels)] if self.labels is not None else []
         entry = find_entry(sources, self.tokenizer, settings)
         kept = entry.read() if entry is not None else None
         if kept is not None:

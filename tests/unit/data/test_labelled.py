@@ -32,6 +32,9 @@ def load(
     return load_data(config, tokenizer or tiny_tokenizer(CHATML_MARKED), stated=stated)
 
 
+CLASS = "single_label_classification"
+
+
 def labels(data: TrainData) -> torch.Tensor:
     return data.micro_batch(range(len(data.examples)))["labels"]
 
@@ -60,6 +63,9 @@ def texts(*given: Any) -> list[dict[str, Any]]:
             [1, 0],
         ),
         ([1], Stated(count=5), "single", "LABEL_0 LABEL_1 LABEL_2 LABEL_3 LABEL_4", [1]),
+        ([4, 1], Stated(count=1), "regression", "LABEL_0", [4.0, 1.0]),  # as in transformers
+        ([9000, 1], Stated(count=1, names=("stars",)), "regression", "stars", [9000.0, 1.0]),
+        ([9000, 0.5], None, "regression", "LABEL_0", [9000.0, 0.5]),
     ],
 )
 def test_labels_are_told_by_how_they_look(
@@ -74,9 +80,6 @@ def test_labels_are_told_by_how_they_look(
     assert found.dtype == (torch.int64 if problem == "single" else torch.float32)
 
 
-CLASS = "single_label_classification"
-
-
 @pytest.mark.parametrize(
     ("given", "stated", "problem"),
     [
@@ -84,6 +87,7 @@ CLASS = "single_label_classification"
         ([0, 5], Stated(count=3), r"jsonl:2: the label 5 is none of the 3 classes"),
         (["a", "z"], Stated(names=("a", "b"), problem=CLASS), r'jsonl:2: the label "z" is none'),
         ([0, 0.5], Stated(count=2, problem=CLASS), r"jsonl:2: the label 0.5 is none"),
+        ([0, 1], Stated(count=1, problem=CLASS), r"jsonl:2: the label 1 is none of the 1 classes"),
         (["a", None], None, r"jsonl:2: no label among its fields: text, label"),
         (["a", 1], None, r"jsonl:2: label is of another kind"),
         ([1, [1]], None, r"jsonl:2: label is of another kind"),
@@ -91,6 +95,11 @@ CLASS = "single_label_classification"
         ([[0, 1], [1, 3]], None, r"jsonl:2: \[1, 3\] is no label for multi_label"),
         ([0.5, float("nan")], None, r"jsonl:2: NaN is no label for regression"),
         (["a", "b"], Stated(count=3), r"have 2 labels, and the model has 3: a, b"),
+        ([0, 1_000_000], None, r"jsonl:2: the label 1,000,000 would be one of 1,000,001; .* 4,096"),
+        ([0, 4096, 1], None, r"jsonl:2: the label 4,096 would be one of 4,097; .* at most 4,096"),
+        (list(map(str, range(4097))), None, r"have 4,097 labels: 0, 1, .*; .* at most 4,096"),
+        ([[0] * 4097, [1] * 4097], None, r"would be one of 4,097; .* at most 4,096"),
+        (["a", ""], None, r"jsonl:2: label is empty"),
     ],
 )
 def test_a_label_that_is_none_is_refused(
@@ -98,6 +107,94 @@ def test_a_label_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=problem):
         load(tmp_path, texts(*given), stated=stated)
+
+
+NAMES = ["neg", "pos", "mixed"]
+README = """---
+dataset_info:
+  features:
+  - {name: text, dtype: string}
+  - name: label
+    dtype:
+      class_label: {names: {"0": neg, "1": pos, "2": mixed}}
+---
+"""
+
+
+def named(folder: Path, form: str, rows: list[dict[str, Any]], names: Any = NAMES) -> str:
+    """The rows as a data set whose labels (a number or a list of them) have names."""
+    import datasets
+
+    name, label = f"{form}_{len(list(folder.iterdir()))}", datasets.ClassLabel(names=names)
+    columns = {column: datasets.Value("string") for column in rows[0]}
+    for column in {"label", "tags"} & rows[0].keys():
+        columns[column] = label if isinstance(rows[0][column], int) else datasets.List(label)
+    if "tokens" in columns:
+        columns["tokens"] = datasets.List(datasets.Value("string"))
+    made = datasets.Dataset.from_list(rows, features=datasets.Features(columns))
+    if form == "parquet":
+        made.to_parquet(folder / f"{name}.parquet")
+        return f"{name}.parquet"
+    if form == "saved":
+        made.save_to_disk(folder / name)
+    else:
+        (folder / name).mkdir()
+        write_jsonl(folder / name / "train.jsonl", rows)
+        (folder / name / "README.md").write_text(README)
+    return name
+
+
+def load_named(
+    folder: Path, train: Any, held_out: Any = None, stated: Stated | None = None, **training: Any
+) -> TrainData:
+    data = {"train": train, "eval": held_out, "eval_split": "train"}
+    config = make_config(folder, data, **{"objective": "classification", **training})
+    return load_data(config, tiny_tokenizer(CHATML_MARKED), stated=stated)
+
+
+@pytest.mark.parametrize("form", ["parquet", "saved", "readme"])
+def test_names_of_labels_are_those_of_the_data_set(form: str, tmp_path: Path) -> None:
+    """As transformers' examples take them, also of classes that no row for training has."""
+    train, held_out = (named(tmp_path, form, texts(*rows)) for rows in ([1, 0], [2, 1]))
+    data = load_named(tmp_path, train, held_out)
+    assert data.labels is not None
+    assert data.labels.names == ("neg", "pos", "mixed")
+    assert data.labels.problem == CLASS
+    assert labels(data).tolist() == [1, 0]
+    assert data.eval_batches()[0]["labels"].tolist() == [2, 1]
+    stars = load_named(tmp_path, train, stated=Stated(1, "regression"))
+    assert labels(stars).tolist() == [1.0, 0.0]
+
+
+def test_names_of_several_labels_and_of_words_are_those_of_the_data_set(tmp_path: Path) -> None:
+    train = named(tmp_path, "parquet", texts([2, 0], [], [1]))
+    data = load_named(tmp_path, train)
+    assert data.labels is not None
+    assert data.labels.names == ("neg", "pos", "mixed")
+    assert labels(data).tolist() == [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    rows = [{"tokens": ["a", "b"], "tags": [2, 0]}]
+    words = load_named(tmp_path, named(tmp_path, "saved", rows), objective="token-classification")
+    assert words.labels is not None
+    assert words.labels.names == ("neg", "pos", "mixed")
+    assert labels(words)[labels(words) >= 0].tolist() == [2, 0]
+
+
+def test_names_of_labels_that_disagree_are_refused(tmp_path: Path) -> None:
+    train = named(tmp_path, "parquet", texts(1, 0))
+    other = named(tmp_path, "parquet", texts(1, 0), ["pos", "neg", "mixed"])
+    said = r"row 1: its classes are called pos, neg, mixed, and those .* neg, pos, mixed"
+    for spec in ([train, other], train):
+        with pytest.raises(DataError, match=said):
+            load_named(tmp_path, spec, other)
+    for stated in (Stated(names=("pos", "neg", "mixed")), Stated(names=("a",), problem=CLASS)):
+        with pytest.raises(DataError, match=r"row 1: its classes are called neg, pos, mixed, and"):
+            load_named(tmp_path, train, stated=stated)
+    with pytest.raises(DataError, match=r"have 3 labels, and the model has 2: neg, pos, mixed"):
+        load_named(tmp_path, train, stated=Stated(2))
+    assert load_named(tmp_path, train, stated=Stated(3)).labels.names == ("neg", "pos", "mixed")
+    unlabelled = named(tmp_path, "parquet", texts(-1, 1))
+    with pytest.raises(DataError, match=r"row 1: the label -1 is none of the 3 classes: neg"):
+        load_named(tmp_path, unlabelled)
 
 
 def test_data_of_another_objective_are_refused(tmp_path: Path) -> None:
