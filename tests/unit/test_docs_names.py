@@ -54,7 +54,7 @@ OTHERS = {
     " lora_r micro_batch_size sample_packing sequence_len train_dataset",
     "peft": "PeftModel.from_pretrained pissa_niter_N",
     "WireGuard, WSL and Docker": "[Interface] [Peer] .wslconfig [wsl2]",
-    "datasets and its hub": "Json configs load_dataset remove_none_values save_to_disk"
+    "datasets and its hub": "ClassLabel Json configs load_dataset remove_none_values save_to_disk"
     " tatsu-lab/alpaca train+validation HF_TOKEN",
     "pydantic": "model_copy use_attribute_docstrings",
     "torchft": "Manager",
