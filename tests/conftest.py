@@ -14,7 +14,9 @@ from packaging.version import Version
 
 from hetero_framework.core import timeouts
 from hetero_framework.log import Lines, log_to
+from tests import greedy_buffers
 
+greedy_buffers.install()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # One thread per process: parity to the last bit is promised for equal thread counts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,36 +1,46 @@
-"""Mistakes of stream order, planted one at a time in the package, and programs that see them.
+"""Mistakes in the order of streams and in handing buffers over, planted one at a time in the
+package, and programs that see them.
 
     python -m tests.emulated_device.mutations       # in a process with the emulated device
 
-Prints one JSON object for each mistake and seed: its name, and how many tensors were wrong. The
-name "none" is the package as it is. A seed is a new `Device`, whose streams are delayed otherwise.
+Prints one JSON object for each mistake and seed, up to the first that sees it: its name, and how
+many tensors were wrong. The name "none" is the package as it is. A seed is a new `Device`, whose
+streams are delayed otherwise.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import tempfile
+import threading
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.gpu_checks import mixed_up
 from hetero_framework.config import WireConfig
 from hetero_framework.core import devices
+from hetero_framework.core import link as links
 from hetero_framework.core.devices import Device, HostTensor
-from hetero_framework.core.messages import Forward, Message
+from hetero_framework.core.messages import Backward, Forward, Message
+from hetero_framework.core.stream import PlainStream
 from hetero_framework.core.tensors import from_wire
-from hetero_framework.engine import boundary_io
+from hetero_framework.engine import boundary_io, messages
 from hetero_framework.engine.expectation import Expectation
+from hetero_framework.engine.stage_api import Outcome, StepInfo
 
 SEEDS = (0, 1, 2)
 _ROUNDS = 12
 _ELEMENTS = 4096
+_WAIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,51 @@ MUTATIONS = (
         "            parts = _encoded(tensors, codecs) if here else list(tensors)\n"
         "            later = [None] * len(parts) if here else codecs\n",
     ),
+    Mutation(
+        "a copy is given back when it is posted, not when it is written",
+        boundary_io,
+        "        self._sink.post(_message(body, _encoded(hosts, codecs)), release)\n",
+        "        self._sink.post(_message(body, _encoded(hosts, codecs)))\n        release()\n",
+    ),
+    Mutation(
+        "a receive buffer is given back before it is copied",
+        boundary_io,
+        "    parts = [from_wire(tensor) for tensor in message.tensors]\n",
+        "    parts = [from_wire(tensor) for tensor in message.tensors]\n    message.release()\n",
+    ),
+    Mutation(
+        "inputs stay in the receive buffer",
+        messages,
+        "else tensor.clone()\n",
+        "else tensor\n",
+    ),
+    Mutation(
+        "a loss stays in the buffer of its copy",
+        boundary_io,
+        "there.append(host.clone())",
+        "there.append(host)",
+    ),
+    Mutation(
+        "several tensors stay in the buffers of their copies",
+        devices,
+        "hosts.append(host if release is _nothing else host.clone())",
+        "hosts.append(host)",
+    ),
+    Mutation(
+        "a frame is told to be written when its last piece is begun",
+        links,
+        "                self._write_segment(outgoing, segment)\n",
+        "                if outgoing.done is not None:\n"
+        "                    outgoing.done()\n"
+        "                    outgoing.done = None\n"
+        "                self._write_segment(outgoing, segment)\n",
+    ),
+    Mutation(
+        "a receive buffer is given back when its message is handed on",
+        links,
+        "                self._on_message(message)\n",
+        "                message.release()\n                self._on_message(message)\n",
+    ),
 )
 
 
@@ -144,6 +199,8 @@ def host_copies(device: Device) -> int:
         rows = torch.arange(64.0) + step
         tensor = (torch.arange(64.0, device=device.torch_device) + step).expand(32, 64).t()
         wrong += not torch.equal(kept.of(tensor), rows.expand(32, 64).t())
+        both = zip(device.all_to_host([tensor + 1.0, tensor + 2.0]), (1.0, 2.0), strict=True)
+        wrong += sum(not torch.equal(host, rows.expand(32, 64).t() + k) for host, k in both)
         wrong += not torch.equal(device.to_host(tensor * 2.0), rows.expand(32, 64).t() * 2.0)
     return wrong
 
@@ -184,7 +241,93 @@ def encoded_tensors(device: Device) -> int:
     return sum(not all(map(torch.equal, found, right)) for found, right in pairs)
 
 
-PROGRAMS = (arrivals_and_results, kept_copies, host_copies, encoded_tensors)
+class _Waiting(PlainStream):
+    """Writes nothing before `go`: all frames wait in their queue."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self.go = threading.Event()
+
+    def try_write(self, buffers: deque[memoryview], room: int) -> int:
+        return 0
+
+    def write(self, buffers: deque[memoryview]) -> int:
+        self.go.wait(_WAIT_S)
+        return super().write(buffers)
+
+
+class _Sink(_Posts):
+    """Sends what is posted over a link, and keeps the outcomes."""
+
+    def __init__(self, link: links.Link) -> None:
+        super().__init__()
+        self._link = link
+        self.outcomes: list[Outcome] = []
+
+    def post(self, message: Message, release: Callable[[], None] = lambda: None) -> None:
+        self._link.send(message, release)
+
+    def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+
+def between_processes(device: Device) -> int:
+    """What one end of a link sends, from the device, onto the device of the other end: inputs,
+    hidden states that are encoded, gradients that are not, and losses."""
+    arrived: dict[tuple[str, int], Any] = {}
+    ended = threading.Event()
+    near, far = socket.socketpair()
+    stream = _Waiting(near)
+    sending = links.Link(stream, "there", lambda message: None, lambda reason: None)
+
+    def take(message: Message) -> None:
+        body = message.body
+        arrived[body.spec.name, body.micro_batch] = boundary_io.unpack(message, device)
+
+    receiving = links.Link(
+        PlainStream(far), "here", take, lambda reason: ended.set(), pool=device.buffers()
+    )
+    sink = _Sink(sending)
+    sender = boundary_io.BoundaryIO(
+        device,
+        WireConfig(activations="int8"),
+        sink,  # type: ignore[arg-type]
+        Expectation([]),
+        outcome_is_awaited=True,
+        flush_timeout_s=_WAIT_S,
+    )
+    sending.start()
+    receiving.start()
+    info, draw = StepInfo(1, 1, True, _ROUNDS, 1), torch.Generator().manual_seed(0)
+    codec, expected = boundary_io.CODECS["int8"], {}
+    for k in range(_ROUNDS):
+        picture, hidden, gradient = torch.randn(3, 4, _ELEMENTS // 4, generator=draw)
+        packed = messages.pack_inputs({"picture": picture})
+        sending.send(messages.inputs_message(info, 1, k, packed))
+        sender.send(Forward(1, 1, 1, k), (hidden.to(device.torch_device) * 1.0,))
+        sender.send(Backward(1, 1, 1, k), (gradient.to(device.torch_device) * 1.0,))
+        loss = torch.tensor(float(k), device=device.torch_device) + 1.0
+        sender.outcome(info, k, Outcome(loss, {"twice": loss * 2.0}))
+        decoded = codec.decode(codec.encode(hidden), hidden.shape, hidden.dtype)
+        expected |= {("INPUTS", k): picture, ("FORWARD", k): decoded, ("BACKWARD", k): gradient}
+    sender.flush()
+    stream.go.set()
+    sending.close(_WAIT_S)
+    ended.wait(_WAIT_S)
+    receiving.close()
+    sender.close()
+    losses = [(o.loss, float(o.named["twice"])) for o in sink.outcomes]
+    wrong = sum(found != (k + 1.0, 2.0 * k + 2.0) for k, found in enumerate(losses))
+    for key, right in expected.items():
+        found = arrived.get(key)
+        there = [*found.values()] if isinstance(found, dict) else [*found.tensors] if found else []
+        there += [tensor._hetero_host for tensor in there if hasattr(tensor, "_hetero_host")]
+        hosts = [device.to_host(tensor) for tensor in there]
+        wrong += not hosts or not all(torch.equal(host, right) for host in hosts)
+    return wrong
+
+
+PROGRAMS = (arrivals_and_results, kept_copies, host_copies, encoded_tensors, between_processes)
 
 
 def wrong_tensors() -> int:
@@ -194,7 +337,7 @@ def wrong_tensors() -> int:
 
 
 def planted(mutation: Mutation) -> Iterator[tuple[int, int]]:
-    """Each seed, with the tensors that were wrong while the mistake was there."""
+    """Each seed, with the tensors that were wrong while the mistake was there, until it is seen."""
     source = Path(str(mutation.module.__file__)).read_text(encoding="utf-8")
     if source.count(mutation.old) != 1:
         raise RuntimeError(f"the place of the mistake has changed: {mutation.name}")
@@ -205,7 +348,9 @@ def planted(mutation: Mutation) -> Iterator[tuple[int, int]]:
         SourceFileLoader(mutation.module.__name__, str(changed)).exec_module(mutation.module)
         try:
             for seed in SEEDS:
-                yield seed, wrong_tensors()
+                yield seed, (wrong := wrong_tensors())
+                if wrong:
+                    return
         finally:
             vars(mutation.module).update(before)
 

@@ -27,6 +27,7 @@ from hetero_framework.trainer.coordinator import train
 from hetero_framework.visualizer.progress import Progress
 from tests.samples import DEVICE, free_ports, save_llama, save_texts
 
+ROOT = Path(__file__).resolve().parents[2]
 NUM_WORKERS = 4
 TRAINING = {
     "num_train_epochs": 3,
@@ -138,8 +139,9 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     logs = [(directory / f"worker-{i}.log").open("wb") for i in range(1, NUM_WORKERS + 1)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "hetero_framework", "worker", "--keep", "--supervised"]
+            [sys.executable, "-m", "tests.greedy_buffers", "worker", "--keep", "--supervised"]
             + ["--config", str(config), "--worker-id", str(i)],
+            cwd=ROOT,  # of `tests`
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
