@@ -98,6 +98,7 @@ class Cluster:
         build: BuildStages = load_stages,
         debug: bool = False,
         run_id: str | None = None,
+        session: m.SessionKind = "training",
         workers: LocalWorkers | None = None,
         access: Access | None = None,
         should_stop: Callable[[], bool] = lambda: False,
@@ -111,6 +112,7 @@ class Cluster:
             max_boundary_bytes: Limit of a boundary's tensors; None: that of any frame.
             build: Builds the stages of this process.
             run_id: A run's lasting id; None: a new one.
+            session: What the workers are wanted for.
             workers: The workers of this machine, where they have been started before.
             access: For the links.
             should_stop: Ends the wait for a lost worker.
@@ -148,6 +150,7 @@ class Cluster:
             access=access,
             should_stop=should_stop,
             show_away=show_away,
+            session=session,
         )
         self.members = self._peers.members
         """Which workers are present."""

@@ -103,14 +103,23 @@ class LocalWorkers:
             too_often = "" if pause_s is not None else f"it died {MAX_DEATHS} times; "
             raise PeerLostError(f"worker {worker_id} is gone: {too_often}{ended}")
         stop.wait(pause_s)
+        self._start_again(worker_id)
+        what = f"it ended with {ended.how}"
+        restarted = event("worker restarted", worker=worker_id, reason=what)
+        _log.warning("worker %s: %s; started again", worker_id, what, extra=restarted)
+
+    def start_missing(self, worker_id: WorkerId) -> None:
+        """Start a local worker in whose place another process has served, which is gone. Raises
+        ResourceError."""
+        if worker_id in self._ids and worker_id not in self._children and self._spawner is not None:
+            self._start_again(worker_id)
+
+    def _start_again(self, worker_id: WorkerId) -> None:
         assert self._spawner is not None  # of `start`
         try:
             self._start(worker_id, self._spawner)
         except OSError as error:
             raise ResourceError(f"cannot start worker {worker_id} again: {error}") from error
-        what = f"it ended with {ended.how}"
-        restarted = event("worker restarted", worker=worker_id, reason=what)
-        _log.warning("worker %s: %s; started again", worker_id, what, extra=restarted)
 
     def was_told_to_end(self, worker_id: WorkerId) -> bool:
         """Whether a local worker was ended by a signal, at once or in order."""

@@ -75,7 +75,7 @@ from hetero_framework.security.access import Access, access_of
 
 _log = logging.getLogger(__name__)
 _MAX_LINES = 100  # that wait for the coordinator
-_BUSY_HINT = "wait, stop that run, or start this worker again"
+_BUSY_HINT = "wait, end that, or start this worker again"
 # Phases in which tasks run; after a lost link the coordinator first ends or commits the attempt.
 _WORKING = (Phase.STEP, Phase.EVALUATION)
 
@@ -90,7 +90,8 @@ class _Run:
     """The stages of one run and their state; outlives its link by `grace_s`."""
 
     run_id: str
-    host: str
+    what: str = ""  # for people
+    keeps: bool = True  # whether its stages are worth waiting for a lost coordinator
     began: float = field(default_factory=time.monotonic)
     lost: float | None = None
     grace_s: float = 0.0  # 0: a run without stages loses nothing
@@ -102,8 +103,17 @@ class _Run:
     started: bool = False
     measured: bool = False  # for a plan; the planned run comes next
 
+    @classmethod
+    def of(cls, hello: m.Hello, peer: str) -> _Run:
+        """The run of a coordinator whose address is `peer`."""
+        name = f" of run {hello.name}" if hello.name else ""
+        what = f"the {hello.session}{name} from {peer.rpartition(':')[0]}"
+        is_training = hello.session == "training"
+        return cls(hello.run_id, what, is_training, process=hello.process, epoch=hello.epoch)
+
     def afresh(self, grace_s: float) -> _Run:
         """The same run before it has loaded anything."""
+        grace_s *= self.keeps
         return replace(
             self, lost=None, grace_s=grace_s, stages=None, meter=None, owners={}, started=False
         )
@@ -117,10 +127,12 @@ class _Run:
         """The reason why another coordinator has to wait."""
         now = time.monotonic()
         if self.lost is None:
-            return f"busy with the run of {self.host} for {_duration(now - self.began)}"
+            began = time.strftime("%H:%M", time.localtime(time.time() + self.began - now))
+            lasts = _duration(now - self.began)
+            return f"it is busy with {self.what}, since {began} by its clock ({lasts})"
         left = max(0.0, self.lost + self.grace_s - now)
         return (
-            f"it keeps the stages of the run of {self.host}, whose link was lost "
+            f"it keeps the stages of {self.what}, whose link was lost "
             f"{_duration(now - self.lost)} ago, for {_duration(left)} more"
         )
 
@@ -437,11 +449,11 @@ class Worker:
     def _on_lost(self, connection: Connection, reason: str) -> None:
         if connection is self._connection:
             self._connection = None
-            if self._run is not None:
-                self._run.lost = self._gone_since = time.monotonic()
-                lost = log.event("coordinator lost", "waiting for it")
-                text = "lost the coordinator (%s); waiting for it to come back"
-                _log.warning(text, reason, extra=lost)
+            if (run := self._run) is not None:
+                run.lost = self._gone_since = time.monotonic()
+                then = "waiting for it" if run.grace_s else "nothing of it is kept"
+                lost = log.event("coordinator lost", then)
+                _log.warning("lost the coordinator (%s); %s", reason, then, extra=lost)
             return
         worker = self.peers.lost(connection)
         if worker is not None and self._run is not None:
@@ -618,7 +630,11 @@ class Worker:
             self._refuse(connection, "identity", text, hint)
             return
         if self._only_run not in (None, hello.run_id):
+            if run is not None and not run.keeps:  # soon over
+                self._refuse(connection, "busy", str(run), _BUSY_HINT)
+                return
             text = "it was started by another run of its machine, and ends with that"
+            text += f": {run.what}" if run is not None else ""
             hint = (
                 f'give this run another "port" for worker {me} in the configuration, or wait '
                 "until the other one is over"
@@ -651,9 +667,7 @@ class Worker:
             self._connection = None
         if not same_run:
             self._forget_run()
-            self._run = _Run(
-                hello.run_id, connection.name, process=hello.process, epoch=hello.epoch
-            )
+            self._run = _Run.of(hello, connection.stream.peer)
         run = self._current
         if run.stages is not None:
             # Flushed into the old link, where it is lost.

@@ -128,6 +128,7 @@ class WorkerLinks:
         should_stop: Callable[[], bool] = lambda: False,
         show_away: ShowAway = lambda worker, away: None,
         small_packets: bool = False,
+        session: m.SessionKind = "training",
     ) -> None:
         """
         Args:
@@ -138,11 +139,13 @@ class WorkerLinks:
             show_away: Called with a worker and a text while it is waited for, and with None when it
                 is there; from any thread.
             small_packets: As of `connect`, for all workers.
+            session: What the workers are wanted for.
         """
         used = {entry.id for entry in config.shard_plan}
         self._workers = {w.id: w for w in config.workers if w.id in used}
         self._config = config
         self._run_id = run_id
+        self._session: m.SessionKind = session
         self._max_frame_bytes = max_frame_bytes
         self._buffers = buffers
         self._bandwidth = BandwidthScheduler()
@@ -318,7 +321,7 @@ class WorkerLinks:
                 if error.kind == "busy" and is_over:
                     raise NetworkError(
                         f"worker {worker.id} at {worker.address} refused: {error.message}",
-                        hint="stop the other run, or give this one another worker",
+                        hint="end that, or give this run another worker",
                     ) from None
                 if error.kind == "busy" and not told:
                     told = True
@@ -359,6 +362,8 @@ class WorkerLinks:
                     text = "%s has been paused by its owner for %s; it goes on after: %s"
                     _log.info(text, name, absence.duration, how)
                 return
+            if not again and reason == REFUSED:  # another session's worker had the port
+                self._local.start_missing(worker.id)
             ended = self._local.exit_text(worker.id)
             if ended is not None:
                 raise _NotOpened("ended", ended if again else f"{name} did not start: {ended}")
@@ -385,7 +390,11 @@ class WorkerLinks:
         if worker.port is not None:
             connection.start()
         epoch = self._epochs[worker.id]
-        hello = m.Hello(self._run_id, worker.id, self._process, epoch, self._max_frame_bytes)
+        run_name = self._config.output_dir.name if self._session == "training" else ""
+        hello = m.Hello(
+            *(self._run_id, worker.id, self._process, epoch, self._max_frame_bytes),
+            *(self._session, run_name),
+        )
         hint, why, answer, fault = None, "it accepts, but says nothing", None, None
         patience_s = timeouts.REHANDSHAKE_S if again else timeouts.HANDSHAKE_S
         failpoints.hit("join")

@@ -80,8 +80,9 @@ def talk_of(arguments: argparse.Namespace) -> tuple[Any, AbstractContextManager[
 
     result = Path(arguments.result) if arguments.result else None
     config = with_result(config, result, base=arguments.base, local=arguments.local)
-    talk = Talk(config)
-    return talk, talk.loaded(access_for(config, "local", arguments), debug=arguments.debug)
+    talk, access = Talk(config), access_for(config, "local", arguments)
+    session: Any = "chat" if arguments.command == "chat" else "generation"
+    return talk, talk.loaded(access, session, debug=arguments.debug)
 
 
 def chosen(talk: Any, arguments: argparse.Namespace, **changes: Any) -> Any:

@@ -213,6 +213,7 @@ def _greet(
         16 * _PROBE_BYTES,
         access=access,
         small_packets=small_packets,
+        session="measurement",
     )
     farewell = m.Error("UserError", "hetero doctor has looked at it", None)
     try:

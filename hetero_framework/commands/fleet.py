@@ -78,7 +78,9 @@ def _measured(
     began = time.monotonic()
     with StopRequest(), tempfile.TemporaryDirectory(prefix="hetero-plan-") as folder:
         tiny = _tiny(config, folder)
-        with Cluster(tiny, max_frame_bytes=_MAX_FRAME_BYTES, access=access) as cluster:
+        with Cluster(
+            tiny, max_frame_bytes=_MAX_FRAME_BYTES, access=access, session="measurement"
+        ) as cluster:
             facts = cluster.start()
             check_devices(config, model, {id: fact.no_four_bit for id, fact in facts.items()})
             cluster.assemble(tiny)

@@ -36,6 +36,7 @@ LIGHTHOUSE = "lighthouse"
 EITHER = "either"
 
 RejectCode = Literal["busy", "identity", "peer", "protocol", "stale"]
+SessionKind = Literal["training", "chat", "generation", "measurement"]
 StateKind = Literal["checkpoint", "export", "weights"]
 ShareKind = Literal["position", "state", "losses", "gradients", "changes", "vote", "decision"]
 LoadKind = Literal[
@@ -144,13 +145,17 @@ class _Greeting(Body):
 class Hello(_Greeting):
     """Coordinator to worker, first of a connection: who I am, which worker I mean, and the largest
     frame that either side may send. Answered by WELCOME or REJECT. `epoch` counts the connections
-    of a coordinator's `process` (a random id): an older one comes too late."""
+    of a coordinator's `process` (a random id): an older one comes too late. `session` is what it
+    wants the worker for, and `name` what people call a training; other sessions have nothing that a
+    worker would keep when the link breaks."""
 
     run_id: str
     worker_id: WorkerId
     process: str
     epoch: int
     max_frame_bytes: int
+    session: SessionKind = "training"
+    name: str = ""
 
 
 @_message(9, WORKER)

@@ -10,6 +10,7 @@ from typing import Any
 
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
+from hetero_framework.core.messages import SessionKind
 from hetero_framework.data import load_tokenizer
 from hetero_framework.data.prompts import Prompt, PromptReader, check_prompts, is_chat
 from hetero_framework.errors import UserError
@@ -59,7 +60,9 @@ class Talk:
         self.reader = PromptReader(self.tokenizer, config.data, chat=self.is_chat)
 
     @contextmanager
-    def loaded(self, access: Access, *, debug: bool = False) -> Iterator[Cluster]:
+    def loaded(
+        self, access: Access, session: SessionKind, *, debug: bool = False
+    ) -> Iterator[Cluster]:
         """Within, the processes of the plan hold the model."""
         config, model = self._config, self._model_config
         tokens = self._generator.max_positions or _MOST_TOKENS
@@ -69,6 +72,7 @@ class Talk:
             max_frame_bytes=largest_frame(model, boundary),
             max_boundary_bytes=boundary,
             debug=debug,
+            session=session,
             access=access,
             id_layers=self._structure.id_readers,
         ) as cluster:

@@ -383,7 +383,7 @@ def test_a_run_waits_for_a_worker_that_serves_another(make, pool, whole, tmp_pat
     class Patient(Notes):
         def message(self, text: str) -> None:
             super().message(text)
-            if "busy with the run of" in text:
+            if "busy with the training from 127" in text:
                 other.close()
 
     notes = Patient()

@@ -53,6 +53,8 @@ HELLO = {
     "process": "p",
     "epoch": 1,
     "max_frame_bytes": 1 << 20,
+    "session": "training",
+    "name": "x",
     "protocol": PROTOCOL_VERSION,
     "package": "0",
 }
@@ -114,7 +116,7 @@ SLOW = "10 a header that never comes"
 CLOSED = {errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN}
 REFUSED = {
     "8 version 2": (hello(protocol=2), "protocol", f"version 2.*speaks {PROTOCOL_VERSION}"),
-    "19 a second run": (WHOLE, "busy", "busy with the run of"),
+    "19 a second run": (WHOLE, "busy", "busy with the training of run cut from 127"),
     "24 another worker's": (hello(worker_id="x" * 300), "identity", "this is worker 1"),
 }
 

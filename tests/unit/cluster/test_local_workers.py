@@ -214,6 +214,18 @@ def test_worker_whose_place_another_process_has_taken_is_not_started_again(
         assert not workers.starts(1)
 
 
+def test_worker_starts_once_that_of_another_session_is_gone(config: Config, program: Any) -> None:
+    listener = Listener("127.0.0.1", config.worker(1).port)
+    with LocalWorkers(config, (1,), program=program("wait")) as workers:
+        workers.start_missing(1)  # before `start` there is nothing to start it with
+        workers.start()
+        workers.start_missing(1)
+        assert not workers.starts(1)
+        listener.close()
+        workers.start_missing(1)
+        assert workers.starts(1)
+
+
 def test_worker_that_another_one_answered_for_is_forgotten(config: Config, program: Any) -> None:
     """Both were started at once, and the other one had the port first; then it died."""
     with LocalWorkers(config, (1,), program=program(str(UserError.exit_code))) as workers:

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -163,8 +164,8 @@ class Served:
         self._thread.join(WAIT_S)
         return not self._thread.is_alive()
 
-    def dial(self, run_id: str = "run", process: str = "p") -> Coordinator:
-        made = Coordinator(self, run_id, process)
+    def dial(self, run_id: str = "run", process: str = "p", *session: Any) -> Coordinator:
+        made = Coordinator(self, run_id, process, *session)
         self._stack.callback(made.link.close, 0)
         return made
 
@@ -174,13 +175,13 @@ class Coordinator:
 
     epochs = itertools.count(1)
 
-    def __init__(self, served: Served, run_id: str, process: str) -> None:
+    def __init__(self, served: Served, run_id: str, process: str, *session: Any) -> None:
         self._config = served.config
         self.inbox: queue.SimpleQueue[Message | HeteroError | None] = queue.SimpleQueue()
         stream = connect("127.0.0.1", served.port, WAIT_S)
         self.link = Link(stream, "worker", self.inbox.put, self.inbox.put)
         self.link.start()
-        self.send(Hello(run_id, 1, process, next(self.epochs), 1 << 20))
+        self.send(Hello(run_id, 1, process, next(self.epochs), 1 << 20, *session))
 
     def send(self, body: Body) -> None:
         self.link.send(Message(body))
@@ -376,15 +377,16 @@ def test_coordinator_that_floods_it_is_told_and_memory_stays_bounded(
 
 def test_run_whose_link_is_lost_keeps_its_worker_and_finds_its_stages(serve: Any) -> None:
     served = serve(keep=True)
-    first = served.dial("first").set_up()
+    first = served.dial("first", "p", "training", "names").set_up()
     busy = served.dial("second").expect(Reject)
     assert busy.code == "busy"
-    assert "busy with the run of coordinator 127.0.0.1" in busy.message
+    held = r"busy with the training of run names from 127\.0\.0\.1, since \d\d:\d\d by its clock"
+    assert re.search(held, busy.message)
     first.hang_up()
     wait_until(lost(served))
     busy = served.dial("second").expect(Reject)
     assert busy.code == "busy"
-    assert "it keeps the stages of the run of coordinator 127.0.0.1" in busy.message
+    assert "it keeps the stages of the training of run names from 127.0.0.1" in busy.message
     assert "60 s more" in busy.message
     assert served.dial("first").expect(Welcome).run_id == "first"
     assert served.weights[0]() is not None
@@ -409,6 +411,20 @@ def test_coordinator_that_comes_back_hears_why_its_link_broke(
         while isinstance(body := again.inbox.get(timeout=WAIT_S).body, Log):
             said.append(body.text)
     assert any("lost the coordinator" in text for text in said) == (run_id == "first")
+
+
+@pytest.mark.parametrize("session", ["chat", "generation", "measurement"])
+def test_session_without_a_result_is_named_and_loses_its_stages_with_its_link(
+    session: str, serve: Any
+) -> None:
+    served = serve(keep=True)
+    first = served.dial("first", "p", session).set_up()
+    busy = served.dial("second").expect(Reject)
+    assert f"it is busy with the {session} from 127.0.0.1, since " in busy.message
+    first.hang_up()
+    wait_until(lambda: served.is_free)
+    assert served.weights[0]() is None
+    assert served.dial("second").expect(Welcome).run_id is None
 
 
 def test_run_that_has_no_stages_yet_does_not_reserve_the_worker(serve: Any) -> None:
@@ -512,7 +528,9 @@ def test_worker_of_another_run_of_its_machine_refuses_at_once(serve: Any) -> Non
     assert refusal.code == "identity"
     assert "started by another run of its machine" in refusal.message
     assert '"port" for worker 1' in refusal.hint
-    served.dial("mine").set_up()
+    first = served.dial("mine", "p", "chat").set_up()
+    assert served.dial("yours").expect(Reject).code == "busy"  # soon over, so it is waited for
+    first.hang_up()
 
 
 # ---- the end of a run

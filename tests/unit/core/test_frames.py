@@ -57,7 +57,7 @@ def examples() -> dict[str, Message]:
     figures = m.StageFigures(0.5, 1.5, 2, 3, 1 << 30, 0.125, 0.0)
     parameters = (m.Parameter("w", (4, 0)),)
     made: list[tuple[m.Body, list[WireTensor]]] = [
-        (m.Hello("r", 1, "p", 1, 1 << 30, **versions), []),
+        (m.Hello("r", 1, "p", 1, 1 << 30, "chat", "names", **versions), []),
         (m.Call(1, "p", **versions), []),
         (m.Welcome("2.13.0", "cuda:0", "GPU", 8 << 30, 7 << 30, **versions), []),
         (m.Reject("protocol", "no", "upgrade"), []),
