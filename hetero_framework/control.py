@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from typing import Any, Protocol, TypeVar
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Control, Message, shortened
 from hetero_framework.core.protocol import UserMessage
-from hetero_framework.errors import HeteroError, UserError
+from hetero_framework.errors import CallbackError, HeteroError, UserError, is_out_of_memory
 from hetero_framework.log import one_lines
 
 
@@ -75,11 +76,11 @@ _notices: deque[Message] = deque()
 """To the coordinator, from its workers and its own code; after each step they are handled."""
 _to_coordinator: Callable[[Message], None] = _notices.append
 
-# A handler's error is part of the answer; it must not end a run that is hours old.
-_FAILURES = (
-    *(HeteroError, ArithmeticError, AttributeError, LookupError),
+FAILURES = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError),
 )
+"""What the user's code raises as a rule."""
 
 
 def on(name: str) -> Callable[[_H], _H]:
@@ -100,20 +101,67 @@ def after_step(watcher: _W) -> _W:
     return watcher
 
 
+def users_line(error: BaseException) -> str:
+    """The last line of an imported file that ran when this was raised, "" without one."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    files, frames = {str(path) for path in _imported}, traceback.extract_tb(error.__traceback__)
+    places = [f"{f.filename}, line {f.lineno}" for f in frames if f.filename in files]
+    return places[-1] if places else ""
+
+
+def failure(error: BaseException) -> str:
+    """An error of the user's code in one line, with its place."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    parts = [users_line(error), type(error).__name__, " ".join(text.split())]
+    return ": ".join(filter(None, parts))
+
+
+@contextmanager
+def users_code(
+    what: str,
+    kind: type[UserError] = CallbackError,
+    *,
+    hint: str | None = None,
+    failures: tuple[type[BaseException], ...] = (Exception, SystemExit),
+) -> Iterator[None]:
+    """Within, code of the user's runs: what it raises is no bug of ours, but a `kind` of error that
+    says where it happened. A lack of memory, and what our own code raises, stay what they are."""
+    try:
+        yield
+    except failures as error:
+        if isinstance(error, HeteroError) or is_out_of_memory(error):
+            raise
+        if isinstance(error, ImportError):
+            hint = (
+                "install it on every machine that has this --import, or set PYTHONPATH to the"
+                " folder where it lies"
+            )
+        raise kind(f"{what}: {failure(error)}", hint=hint) from error
+
+
+def as_list(callbacks: Any) -> list[Any]:
+    """The callbacks of a list, or a single one."""
+    return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+
+
 def import_file(path: Path) -> None:
     """Run a Python file that registers functions, once, and take up its list `callbacks` and its
-    functions of FUNCTIONS, if it has any. Raises UserError if there is no such file."""
+    functions of FUNCTIONS, if it has any. Raises UserError for one that cannot be run."""
     path = path.resolve()
     if path in _imported:
         return
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise UserError(f"--import {path}: no such Python file")
+    if not path.is_file():
+        raise UserError(f"--import {path}: there is no such file")
+    if spec is None or spec.loader is None:
+        raise UserError(f"--import {path}: this is no Python file", hint="its name ends in .py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     _imported.append(path)
+    with users_code("--import", UserError, hint="correct the file"):
+        spec.loader.exec_module(module)
     _modules.append(module)
-    _callbacks.extend(getattr(module, "callbacks", ()))
+    _callbacks.extend(as_list(getattr(module, "callbacks", ())))
     _functions.update({name: getattr(module, name) for name in FUNCTIONS if hasattr(module, name)})
 
 
@@ -196,7 +244,8 @@ def note(message: Message) -> None:
 def step_done(step: int, cluster: WorkerControl) -> None:
     """Call every `after_step` function, then the handlers of what was sent to the coordinator."""
     for watcher in _watchers:
-        watcher(step, cluster)
+        with users_code(f"the after_step function {getattr(watcher, '__name__', watcher)} failed"):
+            watcher(step, cluster)
     for _ in range(len(_notices)):
         answer(_notices.popleft())
 
@@ -226,7 +275,7 @@ def answer(message: Message, checked: Callable[[Control], Any] = _data) -> Messa
         if number is None:
             return None
         return Message(Control(name, data, answers=number), tensors)
-    except _FAILURES as error:
+    except (HeteroError, *FAILURES) as error:  # must not end a run that is hours old
         text = error.message if isinstance(error, HeteroError) else repr(error)
         failed = Control(name, answers=number, error=f"{name}: {text}")
         return None if number is None else Message(failed)

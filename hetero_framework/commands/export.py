@@ -48,9 +48,13 @@ OPTIONS = (
 
 def run(arguments: argparse.Namespace) -> None:
     if (arguments.checkpoint is None) == (arguments.gguf is None):
-        raise UserError("hetero export needs --checkpoint DIR or --gguf DIR")
+        both = "both were given" if arguments.gguf else "neither was given"
+        raise UserError(f"hetero export takes one of --checkpoint DIR and --gguf DIR; {both}")
     if (arguments.gguf is None) != (arguments.llama_cpp is None):
-        raise UserError("--gguf and --llama-cpp go together")
+        raise UserError(
+            "--gguf and --llama-cpp go together",
+            hint="--gguf DIR is an adapter or a model, --llama-cpp DIR a clone of llama.cpp",
+        )
     if arguments.gguf is not None:
         _convert(arguments)
         return

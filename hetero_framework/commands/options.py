@@ -66,7 +66,8 @@ LIFE_LINE = flag(
 IMPORT = repeated(
     "--import",
     "FILE",
-    "run this Python file first; it registers a model class (docs/models.md) or control messages",
+    "run this Python file first, the same on every machine: callbacks, metrics (docs/python.md), a"
+    " chain, a data set or an objective (docs/objectives.md), a model class (docs/models.md)",
     dest="imports",
 )
 OUTPUT_DIRECTORY = (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Literal
 
+from hetero_framework.config.aliases import meant
 from hetero_framework.errors import ConfigError
 
 DataKind = Literal[
@@ -49,9 +51,12 @@ def needs_of(objective: str) -> Needs:
     """The entry of an objective. Raises ConfigError for an unknown one."""
     if objective in NEEDS:
         return NEEDS[objective]
+    near = difflib.get_close_matches(objective.lower(), NEEDS, n=1)
+    own = "one of your own is registered by a file of --import, on every machine"
     raise ConfigError(
-        f"there is no objective {objective!r}; there are {', '.join(NEEDS)}",
-        hint="register it in a file for --import, on every machine",
+        f"training.objective: there is no objective {objective!r}; there are {', '.join(NEEDS)}",
+        hint=meant("training.objective", objective)
+        or (f'did you mean "{near[0]}"?' if near else own),
     )
 
 

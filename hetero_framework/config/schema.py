@@ -499,6 +499,7 @@ Reporter = Literal[
     "flyte",
     "mlflow",
     "neptune",
+    "none",
     "swanlab",
     "tensorboard",
     "trackio",
@@ -797,6 +798,8 @@ class TrainingConfig(Section):
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, (list, tuple)):
             return value
+        if "none" in names and len(names) > 1:
+            raise ValueError('"none" goes with no other name; take it out, or the others')
         return () if list(names) == ["none"] else tuple(names)
 
     @field_validator("sample_prompts", mode="before")

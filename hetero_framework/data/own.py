@@ -41,7 +41,8 @@ class OwnExamples:
         self._seed = seed
         found = control.named(spec)
         if callable(found) and not hasattr(found, "__getitem__"):
-            found = found()
+            with control.users_code(f"{self._where} fails", DataError):
+                found = found()
         if not hasattr(found, "__getitem__") or not hasattr(found, "__len__"):
             raise DataError(
                 f"{self._where}: no imported file has a data set of that name",
@@ -65,7 +66,8 @@ class OwnExamples:
             random.seed(number)
             np.random.seed(number)
             try:
-                pair = self._examples[index]
+                with control.users_code(f"{self._where}: example {index}", DataError):
+                    pair = self._examples[index]
             finally:
                 random.setstate(states[0])
                 np.random.set_state(states[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hetero_framework import control
 from hetero_framework.core import failpoints, spans
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.messages import Backward, Forward, StageFigures
@@ -162,7 +163,7 @@ class Executor:
             send = self._backward(queue, k) if task.kind == BACKWARD else self._forward(queue, k)
             self._tasks.append((task, began, self._device.record_event()))
             send()  # may encode on the device
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, MemoryError) as error:
+        except (*control.FAILURES, MemoryError) as error:
             where, info = f"stage {task.stage}, {task.kind} of micro-batch {k}", self._step
             raise failed(where, error, self._device, (info.step, info.attempt)) from error
         return True

@@ -6,10 +6,17 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hetero_framework import control
 from hetero_framework.core.devices import Device
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.engine.hosts import StepTrouble
-from hetero_framework.errors import HeteroError, OutOfMemory, as_hetero_error, is_out_of_memory
+from hetero_framework.errors import (
+    HeteroError,
+    OutOfMemory,
+    UserError,
+    as_hetero_error,
+    is_out_of_memory,
+)
 from hetero_framework.units import size
 
 _UNITS = {"bytes": 1, "B": 1} | {
@@ -72,12 +79,14 @@ def explained(
 
 
 def failed(where: str, cause: Exception, device: Device, attempt: Attempt) -> HeteroError:
-    """The error for the user when a stage's work raised: where, and StepOutOfMemory or a bug."""
+    """The error for the user when a stage's work raised: where, and StepOutOfMemory, a mistake in
+    an imported file, or a bug."""
     if is_out_of_memory(cause):
         return explained(where, cause, device, attempt)
     if (known := as_hetero_error(cause)) is not None:
         return type(known)(f"{where}: {known.message}", hint=known.hint)
-    return HeteroError(f"{where}: {type(cause).__name__}: {cause}")
+    kind = UserError if control.users_line(cause) else HeteroError
+    return kind(f"{where}: {control.failure(cause)}")
 
 
 def tried_bytes(text: str) -> int | None:

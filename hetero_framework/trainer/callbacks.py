@@ -34,10 +34,10 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from hetero_framework import control
 from hetero_framework.config import Config, TrainingConfig, interval
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import CallbackError, ConfigError
-from hetero_framework.log import one_line
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.cut.objective import COUNT
 from hetero_framework.models.cut.objectives import objective_of
@@ -369,14 +369,14 @@ class Callbacks(Observer):
     def _attempt(self, callback: TrainerCallback, event: str) -> Iterator[None]:
         """Within, a callback is called. One of a reporter that fails is called no more; another
         one's failure is raised as a CallbackError."""
+        name = type(callback).__name__
         try:
-            yield
-        except Exception as error:  # whatever it is, the user's code is told of by name
-            name = type(callback).__name__
-            text = f"{type(error).__name__}: {error}"
+            with control.users_code(f"the callback {name} failed in {event}"):
+                yield
+        except CallbackError as error:
             if callback not in self._reporters:
-                raise CallbackError(f"the callback {name} failed in {event}: {text}") from error
-            _log.warning("%s reports no more: %s", name, one_line(text))
+                raise
+            _log.warning("%s reports no more: %s", name, control.failure(error.__cause__ or error))
             self._callbacks = [c for c in self._callbacks if c is not callback]
 
     def _note(self, line: Mapping[str, Any]) -> None:
@@ -494,7 +494,10 @@ def _precedes_evaluation(step: int, line: Mapping[str, Any]) -> bool:
 def made(callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback:
     """An instance. Raises ConfigError for what is no callback."""
     if inspect.isclass(callback) and issubclass(callback, TrainerCallback):
-        return callback()
+        name = callback.__name__
+        hint = f"give an instance in place of the class, as in callbacks = [{name}(...)]"
+        with control.users_code(f"the callback {name} cannot be made", ConfigError, hint=hint):
+            return callback()
     if not isinstance(callback, TrainerCallback):
         raise ConfigError(
             f"{callback!r} is no callback",

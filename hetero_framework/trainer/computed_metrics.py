@@ -55,7 +55,7 @@ class ComputedMetrics:
         from transformers.trainer_utils import denumpify_detensorize
 
         parts = self.predictions(outcomes)
-        try:
+        with control.users_code(f"{COMPUTE} failed"):
             made: Any = _joined(parts) if isinstance(parts[0], Tensor) else None
             if made is None:
                 made = tuple(map(_joined, zip(*parts, strict=True)))
@@ -64,8 +64,6 @@ class ComputedMetrics:
                 raise TypeError(f"it gave a {type(given).__name__}, not metrics by name")
             plain = denumpify_detensorize(dict(given))
             json.dumps(plain)
-        except Exception as error:  # whatever it is, the user's code is told of by name
-            raise CallbackError(f"{COMPUTE} failed: {type(error).__name__}: {error}") from error
         found = {name.removeprefix(prefix): value for name, value in plain.items()}
         if clash := sorted(found.keys() & set(taken)):
             text = f"{COMPUTE} gives {clash[0]!r}, as every evaluation does"

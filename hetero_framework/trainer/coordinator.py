@@ -219,7 +219,8 @@ def train(
                     observers += [Screen(show), Curves(config)]
                     if prepared.sampler is not None:
                         observers.append(SamplesFile(config))
-                    observers += _callbacks(prepared, store, given.get("callbacks") or ())
+                    callbacks = control.as_list(given.get("callbacks") or ())
+                    observers += _callbacks(prepared, store, callbacks)
                     observers += [uploads] * config.training.push_to_hub
                     replanning = Replanning(prepared, facts, survivors=replan)
                     replanning.move_s = load_s

@@ -269,8 +269,8 @@ def _say(question: Question, proposal: Proposal) -> None:
 
 
 def layers_of(stages: Sequence[StageSpec]) -> str:
-    """The layers of each process: "coordinator 0-3, worker 1 4-5"."""
-    return ", ".join(f"{s.process} {s.layers.split(maxsplit=1)[-1]}" for s in stages)
+    """The layers of each process: "layers 0-3 on coordinator, no layers on worker 1"."""
+    return ", ".join(f"{stage.layers} on {stage.process}" for stage in stages)
 
 
 def _model_work(prepared: setup.Prepared) -> LayerWork:

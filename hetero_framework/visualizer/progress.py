@@ -267,7 +267,7 @@ class Progress:
             {
                 "stage": str(index),
                 "owner": row.owner,
-                "layers": row.layers.split(maxsplit=1)[-1],
+                "layers": row.layers.removeprefix("layers ").removeprefix("layer "),
                 "device": row.device,
                 "state": row.away or "",
                 "busy": share(row.last.get("busy_s", 0.0) / step_s if step_s else 0.0),

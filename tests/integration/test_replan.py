@@ -283,7 +283,9 @@ def test_a_worker_that_stays_away_is_done_without_and_taken_back(
     assert without["reason"] == "worker 2 stays away"
     assert "worker 2" not in without["plan"]
     assert (again["reason"], again["from_step"]) == ("worker 2 is back", again["to_step"])
-    assert again["plan"] == "coordinator 0-1, worker 1 2-3, worker 2 4-5"
+    assert (
+        again["plan"] == "layers 0-1 on coordinator, layers 2-3 on worker 1, layers 4-5 on worker 2"
+    )
 
 
 @pytest.mark.long

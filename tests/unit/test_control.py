@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hetero_framework import control
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Control, Message, decode, encode
 from hetero_framework.core.protocol import MessageType, UserMessage
-from hetero_framework.errors import DeviceError, UserError
+from hetero_framework.errors import CallbackError, DeviceError, UserError
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +176,46 @@ def test_file_is_imported_once_and_remembered_for_worker_processes(tmp_path) -> 
     assert len(control._watchers) == 1
 
 
-def test_file_that_is_not_there_is_named(tmp_path) -> None:
-    with pytest.raises(UserError, match=r"--import .*absent.py: no such Python file"):
-        control.import_file(tmp_path / "absent.py")
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("absent.py", None, "there is no such file"),
+        ("mine.txt", "", "this is no Python file"),
+        ("mine.py", "x = 1\ndef f(:\n", "mine.py, line 2: SyntaxError"),
+        ("mine.py", "def f():\n    raise KeyError('a\\nb')\n\nf()\n", "mine.py, line 2: KeyError"),
+        ("mine.py", "import nothere\n", r"mine.py, line 1: .*No module named 'nothere'\n  install"),
+        ("mine.py", "class Own(Exception): pass\nraise Own\n", "mine.py, line 2: Own\n"),
+        ("mine.py", "import sys\nsys.exit(0)\n", "mine.py, line 2: SystemExit: 0"),
+    ],
+)
+def test_file_that_cannot_be_run_is_the_users_mistake(
+    tmp_path: Path, name: str, code: str | None, said: str
+) -> None:
+    if code is not None:
+        (tmp_path / name).write_text(code)
+    with pytest.raises(UserError, match=rf"^--import.*{said}") as error:
+        control.import_file(tmp_path / name)
+    assert "\n" not in error.value.message
+
+
+@pytest.mark.parametrize("value", ["[A]", "(A,)", "A", "A()"])
+def test_callbacks_may_be_a_list_or_a_single_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setattr(control, "_callbacks", [])
+    (tmp_path / "mine.py").write_text(f"class A: pass\ncallbacks = {value}\n")
+    control.import_file(tmp_path / "mine.py")
+    (found,) = control.imported_callbacks()
+    assert "A" in (getattr(found, "__name__", ""), type(found).__name__)
+
+
+def test_after_step_function_that_fails_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from hetero_framework import control\n"
+        "@control.after_step\n"
+        "def watch(step, cluster):\n"
+        "    return 1 / 0\n"
+    )
+    control.import_file(tmp_path / "mine.py")
+    with pytest.raises(CallbackError, match=r"function watch failed: .*mine.py, line 4: ZeroDiv"):
+        control.step_done(1, None)  # type: ignore[arg-type]

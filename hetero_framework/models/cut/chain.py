@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,8 +24,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hetero_framework import control
 from hetero_framework.core.tensors import TORCH_DTYPES
 from hetero_framework.errors import ArchitectureError, ModelError
-from hetero_framework.models.cut.side import Form
-from hetero_framework.models.library import LIBRARY_ERRORS, one_line
+from hetero_framework.models.cut.side import Form, shown_form
+from hetero_framework.models.library import LIBRARY_ERRORS
 
 INPUT, TARGET = "input", "target"
 """Tensors of a micro-batch have these names, or begin with them and a point: "target.boxes"."""
@@ -116,10 +118,8 @@ def made(name: str) -> nn.Sequential:
             hint="add --import FILE.py, with the nn.Sequential or a function that returns one, to"
             " the command on every machine",
         )
-    try:
+    with control.users_code(f"{where} fails", ModelError):
         chain = _copied(chain) if isinstance(chain, nn.Module) else chain()
-    except LIBRARY_ERRORS as error:
-        raise ModelError(f"{where} fails: {one_line(error)}") from error
     if not isinstance(chain, nn.Sequential) or not len(chain):
         found = "an empty one" if isinstance(chain, nn.Sequential) else type(chain).__name__
         raise ModelError(
@@ -155,10 +155,20 @@ def bundles(config: ChainConfig) -> tuple[BundleForms, ...]:
     a child that does not run, or that returns what cannot go to another machine."""
     key = config.to_json_string()
     if key not in _known:
-        with warnings.catch_warnings():
+        talk = logging.getLogger("torch._subclasses.fake_tensor")  # a traceback for each refusal
+        with warnings.catch_warnings(), _silent(talk):
             warnings.simplefilter("ignore")
             _known[key] = tuple(config.learn())
     return _known[key]
+
+
+@contextmanager
+def _silent(talk: logging.Logger) -> Iterator[None]:
+    before, talk.disabled = talk.disabled, True
+    try:
+        yield
+    finally:
+        talk.disabled = before
 
 
 def _learned(config: ChainConfig) -> Iterator[BundleForms]:
@@ -168,16 +178,18 @@ def _learned(config: ChainConfig) -> Iterator[BundleForms]:
         chain = made(config.chain)
         value = part_of(examples(config, _PROBE_ROWS), INPUT)
         yield _forms(value)
+        before = "what an example of the data set has"
         for name, child in zip(chain._modules, chain, strict=True):
             where = f"child {name} ({type(child).__name__}) of the chain {config.chain!r}"
-            try:
+            forms = ", ".join(
+                f"{key} {shown_form(*form)}".lstrip() for key, form in _forms(value).items()
+            )
+            refusal = f"{where} does not take {forms}, {before}"
+            with control.users_code(refusal, ArchitectureError, failures=LIBRARY_ERRORS):
                 value = child(value)
-            except LIBRARY_ERRORS as error:
-                raise ArchitectureError(
-                    f"{where} does not take what the one before returns: {one_line(error)}"
-                ) from error
             check_value(value, where)
             yield _forms(value)
+            before = f"what child {name} returns for an example"
 
 
 def examples(config: ChainConfig, rows: int) -> dict[str, Tensor]:

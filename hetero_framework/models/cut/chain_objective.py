@@ -110,7 +110,15 @@ class ChainLoss(Objective):
                 f"no imported file has a function {LOSS}(output, target)",
                 hint="add it to the file of --import on every machine",
             )
-        found = function(output, target)
+        try:
+            with control.users_code(f"{LOSS}(output, target) fails", DataError):
+                found = function(output, target)
+        except DataError as error:
+            ranges = ", ".join(
+                f"{name or TARGET} {part.min():g} to {part.max():g}"
+                for name, part in members(target).items()
+            )
+            raise DataError(error.message, hint=f"of this micro-batch: {ranges}") from error
         loss, means = found if isinstance(found, tuple) else (found, {})
         if not isinstance(loss, Tensor) or loss.dim() or means.keys() != set(self.metric_names):
             raise ModelError(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hetero_framework.errors import ArchitectureError
+from hetero_framework import control
+from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut.chain import (
     INPUT,
     ChainConfig,
@@ -124,7 +125,9 @@ class ChainShard(Shard):
     def _child(self, index: int, value: Value) -> Value:
         if self.on_enter is not None:
             self.on_enter(index)
-        left = self._forwards[index](value)
+        what = f"child {index} ({type(self._blocks[index]).__name__}) of the chain fails"
+        with control.users_code(what, ModelError, failures=control.FAILURES):
+            left = self._forwards[index](value)
         expected = self._bundles[index + 1]
         if {n: tuple(t.shape[1:]) for n, t in members(left).items()} != {
             name: shape for name, (shape, _) in expected.items()

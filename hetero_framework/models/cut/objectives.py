@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hetero_framework import control
 from hetero_framework.config import TrainingConfig
 from hetero_framework.config.objectives import NEEDS, DataKind, Needs, Task, needs_of
+from hetero_framework.errors import ConfigError
 from hetero_framework.models.cut.causal_lm import CausalLM
 from hetero_framework.models.cut.chain_objective import ChainLoss, ImageLoss
 from hetero_framework.models.cut.classification import Classification, Rewards
@@ -43,4 +45,5 @@ def objective_of(training: TrainingConfig, id_layers: frozenset[int] = frozenset
     """The objective of a run; `id_layers` as for `Objective`. Raises ConfigError for an unknown
     one."""
     needs_of(training.objective)
-    return _OBJECTIVES[training.objective](training, id_layers)
+    with control.users_code(f"the objective {training.objective!r} cannot be made", ConfigError):
+        return _OBJECTIVES[training.objective](training, id_layers)

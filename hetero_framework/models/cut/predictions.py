@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from hetero_framework import control
 from hetero_framework.errors import CallbackError, ProtocolError
 from hetero_framework.log import one_line
 
@@ -59,7 +60,7 @@ class Predictions:
             made = self._preprocess(self._seen[0].float(), labels_BS)
             return _checked(made, labels_BS.device)
         except Exception as error:  # whatever it is, the user's code is told of by name
-            text = f"{type(error).__name__}: {error}"[:1000].encode()
+            text = control.failure(error)[:1000].encode()
             failed = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             return {_FAILED: failed.to(labels_BS.device)}
 

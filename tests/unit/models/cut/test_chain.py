@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from hetero_framework import control
-from hetero_framework.errors import ArchitectureError, ModelError
+from hetero_framework.config import TrainingConfig
+from hetero_framework.errors import ArchitectureError, DataError, ModelError
 from hetero_framework.models.cut.chain import ChainConfig, bundles, child_flops, made, modules_of
+from hetero_framework.models.cut.chain_objective import ChainLoss
 from hetero_framework.models.cut.chain_shard import build_chain
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
 from hetero_framework.models.cut.partition import ShardRange
@@ -51,7 +53,7 @@ WRONG = {
     "integer": (lambda x: x.long(), "torch.int64, which has no gradient"),
     "rows": (lambda x: {"a": x, "b": x[:1]}, "first axis is not that of the examples"),
     "scalar": (lambda x: x.sum(), "first axis"),
-    "fails": (lambda x: x @ x, "does not take what the one before returns"),
+    "fails": (lambda x: x @ x, "does not take 4 of float32, what child 0 returns for an example"),
 }
 
 
@@ -61,6 +63,34 @@ def test_what_cannot_cross_is_said_before_the_run(case: str, having: Any) -> Non
     having(mine=chain_of(Returning(value)))
     with pytest.raises(ArchitectureError, match=message):
         bundles(ChainConfig("mine", FORMS, case))
+
+
+def test_a_child_that_does_not_fit_is_said_without_torchs_traceback(
+    having: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    having(mine=lambda: nn.Sequential(nn.Linear(5, 4)))
+    with pytest.raises(ArchitectureError, match=r"child 0 .Linear.* 3 of float32, what an example"):
+        bundles(ChainConfig("mine", FORMS, "unfit"))
+    assert not caplog.records
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_target_that_the_loss_refuses_is_shown_with_the_users_line(
+    having: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch.nn.functional import cross_entropy\n"
+        "def loss(output, target):\n"
+        "    return cross_entropy(output, target)\n"
+    )
+    control.import_file(tmp_path / "mine.py")
+    objective = ChainLoss(TrainingConfig(objective="sequential"))
+    output, target = torch.zeros(3, 10), torch.tensor([2, 10, 4])
+    with pytest.raises(
+        DataError, match=r"fails: .*mine.py, line 3: .*\n.* target 2 to 10"
+    ) as error:
+        objective.called(ChainConfig("mine", FORMS, "loss"), output, target)
+    assert error.value.exit_code == 2
 
 
 @pytest.mark.parametrize(

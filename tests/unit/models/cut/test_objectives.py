@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
+from hetero_framework.config.objectives import needs_of
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.cut.objectives import objective_of
 
@@ -42,3 +43,27 @@ def test_a_best_model_is_chosen_by_what_the_objective_gives(
     check(given)
     with pytest.raises(ConfigError, match="which no evaluation gives"):
         check(not_given)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("simpo", '"objective": "cpo" with "loss_type": "simpo"'),
+        ("IPO", '"objective": "dpo" with "loss_type"'),
+        ("bco_pair", '"objective": "dpo"'),
+        ("grpo", "not supported"),
+        ("online_dpo", "not supported"),
+        ("pt", 'is "sft"'),
+        ("causal-lm", 'is "sft"'),
+        ("reward_model", 'is "reward"'),
+        ("text-classification", 'are "classification"'),
+        ("seq_cls", 'are "classification"'),
+        ("ner", 'are "token-classification"'),
+        ("dpoo", 'did you mean "dpo"'),
+        ("mine", "registered by a file of --import"),
+    ],
+)
+def test_an_unknown_objective_is_said_with_its_key_and_what_is_meant(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=r"^training.objective: there is no") as error:
+        needs_of(name)
+    assert hint in (error.value.hint or "")
