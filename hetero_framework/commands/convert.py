@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from itertools import groupby, islice
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from hetero_framework.commands.init import Answers, beside, prepare_machines, propose
 from hetero_framework.commands.options import DEFAULT_CONFIG, JSON, at_least, flag, option, repeated
 from hetero_framework.commands.options import report as print_report
+from hetero_framework.commands.recipes import read_recipe
 from hetero_framework.config import Config
-from hetero_framework.config.convert import STATUSES, Conversion, as_messages, program_of
+from hetero_framework.config.convert import STATUSES, Conversion, as_messages
 from hetero_framework.config.problems import shown
-from hetero_framework.config.strict_json import parse_object
 from hetero_framework.core import addresses
 from hetero_framework.core.files import write_file
-from hetero_framework.errors import ConfigError, UserError
+from hetero_framework.errors import UserError
 
 EXAMPLES = """
     hetero convert qlora.yml
@@ -45,16 +42,6 @@ OPTIONS = (
     flag("--force", "replace an existing file"),
     JSON,
 )
-# Names that stand around fields of classes.
-_CLASSES = re.compile(
-    "((sft|peft|lora|model)_config|(training_|model_|script_)?args|model_init_kwargs"
-    "|SFTConfig|LoraConfig|ModelConfig|ScriptArguments|(DPO|ORPO|CPO|KTO|Reward)Config)"
-)
-_METHOD = re.compile("dpo|orpo|cpo|kto|reward", re.IGNORECASE)
-_ASSIGNED = re.compile(r"\s*(?:export\s+)?(\w+)=(\S*|\"[^\"]*\"|'[^']*')\s*")
-_COMMAND = re.compile(r"^[^#\n]*(\btrl\s+\w+|\.py)\b.*\s--\w", re.MULTILINE)
-_REDIRECTED = re.compile(r"\s\d>(&\d|\S+)")
-_PROCESSES = ("num_processes", "nproc_per_node")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,17 +68,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _converted(file: Path, arguments: argparse.Namespace) -> Conversion:
-    keys = read(file)
-    program = program_of(keys, str(file))
-    processes = next((keys[name] for name in _PROCESSES if name in keys), 1)
+    recipe = read_recipe(file)
+    if arguments.world_size:  # what the launcher does not tell is told
+        recipe.rows = [row for row in recipe.rows if row.key != "launcher"]
     named = {"model.name_or_path": arguments.model, "data.train": arguments.data}
     given = {name: value for name, value in named.items() if value}
     folder, output = file.absolute().parent, Path(arguments.output).absolute()
     try:
-        world_size = arguments.world_size or int(processes)
-        return Conversion(program, keys, folder, output, world_size, given)
+        world_size = arguments.world_size or recipe.processes or 1
+        program, rows = recipe.program, recipe.rows
+        return Conversion(program, recipe.keys, folder, output, world_size, given, rows)
     except (AttributeError, TypeError, ValueError) as error:
-        problem = f"{file} has a value of another kind than {program} takes: {error}"
+        problem = f"{file} has a value of another kind than {recipe.program} takes: {error}"
         raise UserError(problem, hint="--debug shows where") from error
 
 
@@ -139,81 +127,13 @@ def _text(data: dict[str, Any]) -> str:
             lines.append(f"  {row['key']} {shown(row['value'])} -> {', '.join(to)}{why}")
         without = sorted((row for row in rows if not row["to"]), key=lambda row: row["why"])
         for why, group in groupby(without, key=lambda row: row["why"]):
-            keys = [r["key"] + f" {shown(r['value'])}" * (why != "empty") for r in group]
+            bare = why == "empty"
+            keys = [
+                r["key"] + f" {shown(r['value'])}" * (not bare and r["value"] is not None)
+                for r in group
+            ]
             lines.append(f"  {', '.join(keys)}: {why}")
     lines += ["", "its defaults, which differ from those here:"] * bool(data["defaults"])
     lines += [f"  {path} = {shown(value)}" for path, value in data["defaults"].items()]
     done = f"wrote {data['output']}; next: hetero check --config {data['output']}"
     return "\n".join([*lines, "", *data["notes"], done])
-
-
-def read(file: Path) -> dict[str, Any]:
-    """The keys of a YAML or JSON file, or the options of a command line. Raises UserError."""
-    try:
-        text = file.read_text(encoding="utf-8-sig").replace("\\\n", " ")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
-    if file.suffix not in (".yaml", ".yml", ".json") and _COMMAND.search(text):
-        return _read_command(text, file)
-    try:
-        keys = parse_object(text.encode(), name=str(file), foreign=True)
-    except ConfigError as error:
-        hint = "give a YAML or JSON file, or a script with: trl sft --model_name_or_path ..."
-        raise UserError(error.message, hint=hint) from None
-    return _flat({str(key): part for key, part in keys.items()}, file)
-
-
-def _flat(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Without the names of classes around fields, as in {"SFTConfig": {...}}."""
-    found: dict[str, Any] = {}
-    for key, value in keys.items():
-        inside = _CLASSES.fullmatch(key) and isinstance(value, dict)
-        if inside and (method := _METHOD.match(key)):
-            found["trl"] = method[0].lower()
-        for name, part in _flat(value, file).items() if inside else [(key, value)]:
-            if found.setdefault(name, part) != part:
-                raise UserError(f"{file}: {name} is given twice, with two values; keep one")
-    return found
-
-
-def _read_command(text: str, file: Path) -> dict[str, Any]:
-    """The options of the first command that trains, with the script's own variables put in."""
-    variables: dict[str, str] = {}
-    for line in text.splitlines():
-        if assigned := _ASSIGNED.fullmatch(line):
-            variables[assigned[1]] = assigned[2].strip("\"'")
-        elif _COMMAND.match(line):
-            try:
-                lexer = shlex.shlex(_REDIRECTED.sub(" ", line), posix=True, punctuation_chars=True)
-                lexer.whitespace_split = True
-                words = list(lexer)
-            except ValueError as error:
-                raise UserError(f"{file}: {error}: {line.strip()}") from error
-            return _options([Template(word).safe_substitute(variables) for word in words], file)
-    raise UserError(f"{file} has no command that trains")
-
-
-def _options(words: list[str], file: Path) -> dict[str, Any]:
-    """The options of a command up to its end; those in front of the program are the launcher's."""
-    end = next((k for k, word in enumerate(words) if set(word) <= set("|&;<>()")), len(words))
-    program = next(k for k, word in enumerate(words) if word == "trl" or word.endswith(".py"))
-    starts = [k for k, word in enumerate(words[:end]) if re.match(r"--\w", word)]
-    found: dict[str, Any] = {}
-    method = words[program + 1] if words[program] == "trl" else Path(words[program]).stem
-    if method != "sft" and (words[program] == "trl" or _METHOD.fullmatch(method)):
-        found["trl"] = method
-    for start, stop in zip(starts, [*starts[1:], end], strict=True):
-        name, equals, value = words[start][2:].partition("=")
-        values = [value] if equals else words[start + 1 : stop]
-        name = name.replace("-", "_")
-        if start < program:
-            values = values[:1]
-            name = name if name in _PROCESSES else f"launcher.{name}"
-        if name == "config" and values:
-            path = Path(values[0])
-            found = read(path if path.exists() else file.parent / path) | found
-        elif name.startswith("no_") and not values:
-            found[name.removeprefix("no_")] = "false"
-        else:
-            found[name] = values[0] if len(values) == 1 else values or "true"
-    return found

@@ -31,7 +31,7 @@ from hetero_framework.config.text_limits import text_problems
 from hetero_framework.errors import UserError
 
 PROGRAMS = {"axolotl": "axolotl", "LLaMA-Factory": "llama_factory", "TRL": "trl"}
-STATUSES = ("taken", "changed", "cannot be had", "to do by hand", "unknown")
+STATUSES = ("taken", "changed", "no effect here", "cannot be had", "to do by hand", "unknown")
 _SECTIONS: dict[str, type[Section]] = {
     "adapter": AdapterConfig,
     "data": DataConfig,
@@ -61,6 +61,8 @@ _METHODS = {
 """Keys by which a file of TRL that names no method is recognised."""
 _SPLIT = re.compile(r"([\w.-]+)(?:\[:(\d+)%\])?")
 _LOADERS = ("json", "jsonl", "parquet", "text", "csv", "arrow")  # of `datasets`, beside data_files
+# Of axolotl: how many processes share the samples of one.
+_ONE_SAMPLE = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
 _INFO = "dataset_info.json"
 _HUBS = ("hf_hub_url", "ms_hub_url", "script_url")
 # Roles of LLaMA-Factory's tags; those of its default tags are read as they are.
@@ -103,6 +105,7 @@ class Conversion:
         output: the configuration to be written; what is rewritten lies beside it.
         world_size: processes of the other run, each of which took micro-batches of its own.
         settings: those that are there already, by path.
+        rows: what became of parts of it that are no keys.
     """
 
     program: str
@@ -167,7 +170,7 @@ class Conversion:
                         f"{key}[{number}].{name}",
                     )
             self._use_sets(key, entries, "eval" if key == "test_datasets" else "train")
-        elif key == "special_tokens" and value:
+        elif value and any(n.startswith(f"{key}.") for n in self.table["keys"]):
             for name, inner in value.items():
                 self._take(f"{key}.{name}", inner, f"{key}.{name}")
         else:
@@ -180,7 +183,7 @@ class Conversion:
         for names, rule in self.table["keys"].items():
             if any(re.fullmatch(pattern, name) for pattern in names.split()):
                 return self._apply(name, value, key, rule)
-        for status, reasons in (("taken", "idle"), ("cannot be had", "never")):
+        for status, reasons in (("no effect here", "idle"), ("cannot be had", "never")):
             for why, names in self.table[reasons].items():
                 if re.fullmatch(names, name):
                     return self._say(key, value, "taken" if value is False else status, why)
@@ -312,6 +315,8 @@ class Conversion:
     def _scale_batch(self) -> None:
         """A step has the micro-batches that each process had."""
         path, n = "training.gradient_accumulation_steps", self.world_size
+        for key in _ONE_SAMPLE:
+            n //= max(1, int(self.given.get(key) or 1))
         if n > 1:
             before = self.settings.get(path, 1)
             self.settings[path] = before * n
@@ -339,7 +344,8 @@ class Conversion:
             if wrong:
                 self._drop(path, why)
         for path, name in _NEEDED.items():
-            if self.settings.setdefault(path, name) == name:
+            if path not in self.settings:
+                self.settings[path] = name
                 self._say(path, None, "to do by hand", f"the file names none: write it in {path}")
 
     def _use_sets(self, key: str, entries: list[dict[str, Any]], role: str) -> None:
@@ -424,9 +430,14 @@ def _table(program: str) -> dict[str, Any]:
     return read_object(file)
 
 
+def marks(keys: Mapping[str, Any]) -> dict[str, int]:
+    """How many of the keys by which it is known each program has."""
+    return {p: sum(mark in keys for mark in _table(p)["marks"].split()) for p in PROGRAMS}
+
+
 def program_of(keys: Mapping[str, Any], name: str) -> str:
     """The program whose keys these are. Raises UserError where that cannot be told."""
-    found = {p: sum(mark in keys for mark in _table(p)["marks"].split()) for p in PROGRAMS}
+    found = marks(keys)
     best = max(found, key=lambda program: found[program])
     if "shard_plan" in keys or not found[best]:
         hint = f"its keys are {', '.join(keys) or 'none'}"

@@ -22,6 +22,7 @@ from hetero_framework.errors import ConfigError
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 _SHOWN_COLUMNS = 100
+_MOST_LEVELS = 100
 _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(?=\s*:)|"(?:[^"\\]|\\.)*"|[{}\[\],]')
 YAML_ENDINGS = (".yaml", ".yml")
 _YAML = re.compile(r"(\s*#.*\n)*\s*(---\s|[A-Za-z_]\w*:(\s|$))")
@@ -44,6 +45,7 @@ def parse_object(content: bytes, *, name: str, foreign: bool = False) -> dict[st
             value = strict_yaml.loads(text, object_hook=_Object, foreign=foreign)
         else:
             value = json.loads(text, object_pairs_hook=_Object)
+        faults = list(_faults(value, "", text))
     except json.JSONDecodeError as error:
         raise ConfigError(_describe(error, text, name)) from None
     except yaml.YAMLError as error:
@@ -55,7 +57,6 @@ def parse_object(content: bytes, *, name: str, foreign: bool = False) -> dict[st
         raise ConfigError(f"{name} holds a number that cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{name} must hold one object {{...}}, but holds {json_type(value)}")
-    faults = list(_faults(value, "", text))
     if len(faults) == 1:
         raise ConfigError(f"{name}: {faults[0]}")
     if faults:
@@ -182,8 +183,11 @@ def _at(name: str, text: str, line_number: int, column: int, cause: str) -> str:
     return f"{name}, line {line_number}, column {column}: {cause}\n    {shown}\n    {marker}"
 
 
-def _faults(value: Any, path: str, text: str) -> Iterator[str]:
-    """Rejects what the standard reader accepts: repeated keys and non-finite numbers."""
+def _faults(value: Any, path: str, text: str, depth: int = 0) -> Iterator[str]:
+    """Rejects what the standard reader accepts: repeated keys, non-finite numbers and, with
+    RecursionError, more levels than the functions that walk through a configuration can go."""
+    if depth > _MOST_LEVELS:
+        raise RecursionError
     if isinstance(value, _Object):
         for key in value.repeated:
             here = join_path(path, key)
@@ -191,10 +195,10 @@ def _faults(value: Any, path: str, text: str) -> Iterator[str]:
             yield f'{here}: the key "{key}" is given twice (lines {lines}); keep one'
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _faults(item, join_path(path, key), text)
+            yield from _faults(item, join_path(path, key), text, depth + 1)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _faults(item, join_path(path, index), text)
+            yield from _faults(item, join_path(path, index), text, depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
         yield f"{path}: the number is not finite (NaN, Infinity or too large)"
 

@@ -20,19 +20,24 @@ _PLAIN = {
     "int": r"-?(0|[1-9][0-9]*)\Z",
     "float": r"(-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|-?\.inf|\.nan)\Z",
 }
+_MOST_VALUES = 100_000  # of a file of other programs, once its aliases are written out
 ObjectHook = Callable[[list[tuple[str, Any]], dict[str, list[int]]], dict[str, Any]]
 
 
 def loads(text: str, *, object_hook: ObjectHook, foreign: bool = False) -> Any:
     """The value in `text`. `object_hook` makes an object of its pairs and the lines of its keys.
 
-    `foreign` reads as other programs do: YAML 1.1, with aliases and merge keys.
+    `foreign` reads as other programs do: YAML 1.1, with aliases and merge keys, as long as these
+    write out to no more than any configuration has.
     Raises yaml.YAMLError, ValueError for a number too long, and RecursionError.
     """
     loader = (_Loader if foreign else _Strict)(text)
     loader.object_hook = object_hook
     try:
-        return loader.get_single_data()
+        node = loader.get_single_node()
+        if foreign and node is not None:
+            _count_values(node, {})
+        return None if node is None else loader.construct_document(node)
     finally:
         loader.dispose()
 
@@ -84,6 +89,20 @@ class _Strict(_Loader):
         if is_key and isinstance(event, yaml.ScalarEvent):
             event.implicit = (False, True)  # a text, also where it looks like a number
         return super().compose_node(parent, index)
+
+
+def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """The values in `node`, those of an alias as often as it stands there; `counts` are those that
+    are known. Raises yaml.YAMLError for more than _MOST_VALUES, or where one holds itself."""
+    counts[id(node)] = _MOST_VALUES  # while it is being counted
+    inner = [] if isinstance(node, yaml.ScalarNode) else node.value
+    pairs = inner if isinstance(node, yaml.MappingNode) else [(part,) for part in inner]
+    parts = [part for pair in pairs for part in pair]
+    total = 1 + sum(counts.get(id(part)) or _count_values(part, counts) for part in parts)
+    if total > _MOST_VALUES:
+        raise _error("its aliases write out to more than a configuration has; write less", node)
+    counts[id(node)] = total
+    return total
 
 
 def _error(problem: str, at: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:

@@ -1,5 +1,5 @@
-"""Texts that no setting may contain: secrets, since the file is copied to every machine, and
-characters that no name or path has."""
+"""What no setting may contain: secrets, since the file is copied to every machine, characters that
+no name or path has, and numbers beyond those of machines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_SHELLS = (
 
 
 def text_problems(raw: Any) -> Iterator[Problem]:
-    """Problems with forbidden texts of the file; none repeats the text: it may be a secret."""
+    """Problems with forbidden texts and numbers; none repeats a text: it may be a secret."""
     waiting: list[tuple[str, str | int, Any]] = [("", "", raw)]
     while waiting:
         path, name, value = waiting.pop()
@@ -44,6 +44,8 @@ def text_problems(raw: Any) -> Iterator[Problem]:
             waiting += [(join_path(path, str(key)), str(key), item) for key, item in value.items()]
         elif isinstance(value, (list, tuple)):
             waiting += [(join_path(path, i), name, item) for i, item in enumerate(value)]
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            yield Problem(path, "is a number beyond 64 bits, which nothing here can hold")
         elif not isinstance(value, str) or _FREE.match(path):
             continue
         elif _SECRET_KEY.fullmatch(str(name)) or _SECRET.search(value):

@@ -14,7 +14,7 @@ import pytest
 import trl
 
 from hetero_framework.cli import main
-from hetero_framework.commands.convert import read
+from hetero_framework.commands.recipes import read_recipe
 from hetero_framework.config import Config, load_config
 from hetero_framework.config.convert import STATUSES, as_messages
 from hetero_framework.data.sources import find_sources
@@ -44,6 +44,7 @@ BY_HAND = {
     "trl_kto.json": [],
     "trl_recipe.yaml": ["datasets[1]", "chat_template_path"],
 }
+KEPT = ("taken", "changed", "no effect here")
 Report = dict[str, Any]
 
 
@@ -83,7 +84,7 @@ def test_every_key_is_taken_changed_or_explained(name: str, convert) -> None:
     report, config = convert(name)
     config.require("model", "data")
     found = rows(report)
-    given = read(FOREIGN / name)
+    given = read_recipe(FOREIGN / name).keys
     for key in ("datasets", "test_datasets"):
         for number, entry in enumerate(given.pop(key, ())):
             given |= {f"{key}[{number}].{inner}": value for inner, value in entry.items()}
@@ -249,7 +250,7 @@ def test_recipes_of_reward_models_are_taken(convert, tmp_path) -> None:
     training = config.training
     assert (training.objective, training.learning_rate) == ("reward", 1e-4)
     assert (training.center_rewards_coefficient, config.data.max_length) == (0.01, 1024)
-    lost = {row["key"] for row in report["keys"] if row["status"] not in ("taken", "changed")}
+    lost = {row["key"] for row in report["keys"] if row["status"] not in KEPT}
     assert lost <= {"use_cpu", "accelerator_config", "hub_token"}
     command = "trl reward --model_name_or_path m --dataset_name d --center_rewards_coefficient 0.2"
     _, config = convert("r.sh", command + "\n")
@@ -349,7 +350,7 @@ def test_whole_classes_of_preferences_are_read(objective: str, convert, tmp_path
     assert (training.objective, training.beta) == (objective, fields["beta"])
     theirs = fields.get("loss_type", "sigmoid")
     assert training.losses == ((theirs,) if isinstance(theirs, str) else tuple(theirs))
-    lost = {row["key"] for row in report["keys"] if row["status"] not in ("taken", "changed")}
+    lost = {row["key"] for row in report["keys"] if row["status"] not in KEPT}
     assert lost <= {"use_cpu", "accelerator_config", "hub_token"}
 
 
@@ -368,7 +369,7 @@ def test_whole_classes_are_read(convert) -> None:
     report, config = convert("c.json", text, "--model", "org/m", "--data", "rows.jsonl")
     assert (config.model.name_or_path, config.data.train) == ("org/m", "rows.jsonl")
     assert config.adapter.r == 4
-    lost = {row["key"] for row in report["keys"] if row["status"] not in ("taken", "changed")}
+    lost = {row["key"] for row in report["keys"] if row["status"] not in KEPT}
     assert lost <= {"use_cpu", "accelerator_config", "runtime_config", "hub_token", "peft_version"}
 
 
@@ -423,7 +424,7 @@ def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
         ("a.yaml", "stage: ppo\ntemplate: x\n", "TRL trains it"),
         ("a.yaml", "stage: sft\nfinetuning_type: freeze\n", "LoRA or all weights"),
         ("a.sh", "trl grpo --model_name_or_path m\n", 'trl: "grpo" of TRL is not done here'),
-        ("a.sh", "trl sft --eos_token 'x\n", "No closing quotation"),
+        ("a.sh", "trl sft --eos_token 'x\n", "no closing quotation"),
         ("a.sh", "echo hello\n", "must hold one object"),
         ("a.yml", "base_model: [\n", "a.yml, line 2, column 1: not valid YAML"),
         (

@@ -67,6 +67,7 @@ def test_keys_are_texts() -> None:
         ('{"a": 1e999}', "a: 1e999", "a: the number is not finite"),
         ('{"a": ' + "1" * 5000 + "}", "a: " + "1" * 5000, "holds a number that cannot be read"),
         ('{"a": ' + "[" * 5000, "a: " + "[" * 5000, "nested too deeply"),
+        ('{"a": ' + "[" * 200 + "]" * 200 + "}", "a: " + "[" * 200 + "]" * 200, "too deeply"),
         (b'{\n"a": "\xe4"}', b"\na: \xe4", "line 2: byte 0xe4 is not UTF-8"),
         ('{"a": 1}'.encode("utf-16"), "a: 1".encode("utf-16"), "is UTF-16 text or binary"),
     ],
@@ -123,6 +124,23 @@ def test_another_programs_file_is_read_as_it_reads_it() -> None:
     assert "tags (here tag:yaml" in refusal("a: !!timestamp x", foreign=True)
     assert "cannot be read: month must be in" in refusal("a: 2026-13-45", foreign=True)
     assert "a key must be a text" in refusal("{[1]: 2}", foreign=True)
+
+
+@pytest.mark.parametrize(
+    "level",
+    [
+        "a{0}: &a{0} [*a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}]\n",
+        "a{0}: &a{0} {{x: *a{1}, y: *a{1}, z: [*a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}]}}\n",
+        "a{0}: &a{0} {{<<: [*a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}], b: 1}}\n",
+    ],
+)
+def test_aliases_write_out_to_no_more_than_a_configuration(level: str) -> None:
+    first = "a0: &a0 {x0: 1}\n"
+    bomb = first + "".join(level.format(n, n - 1) for n in range(1, 12))
+    assert "its aliases write out to more than a configuration has" in refusal(bomb, foreign=True)
+    harmless = first + "".join(level.format(n, 0) for n in range(1, 12))
+    assert len(parsed(harmless, foreign=True)) == 12
+    assert "its aliases write out" in refusal("a: &a [*a]", foreign=True)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -45,3 +45,14 @@ def test_other_texts_may_contain_shell_characters() -> None:
     assert not list(
         text_problems({"data": {"dataset_text_field": "$x"}, "training": {"optim": " "}})
     )
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**30])
+def test_numbers_beyond_those_of_machines_are_refused(number: int) -> None:
+    for place in (
+        {"training": {"seed": number}},
+        {"data": {"chat_template_kwargs": {"a": [number]}}},
+    ):
+        (found,) = text_problems(place)
+        assert "beyond 64 bits" in found.text
+    assert not list(text_problems({"training": {"max_steps": 2**63 - 1, "bf16": True}}))
