@@ -199,9 +199,15 @@ class Callbacks(Observer):
     def epoch_end(self, state: TrainState, due: Due) -> None:
         self._decide("on_epoch_end", due)
         self._write_states()
-        if due.stop and state.position < self.state.max_steps:
-            self._stopped_at = state.step
-            self._history.write({"step": state.step, _STOPPED: True})
+        if noted := self._noted_stop(state, due):
+            self._history.write({"step": state.step, **noted})
+
+    def _noted_stop(self, state: TrainState, due: Due) -> dict[str, bool]:
+        """What to write where callbacks have ended the run after this step, once."""
+        if not due.stop or state.position >= self.state.max_steps or self._stopped_at == state.step:
+            return {}
+        self._stopped_at = state.step
+        return {_STOPPED: True}
 
     def log(self, state: TrainState, due: Due) -> None:
         if not self._losses:  # the step was logged already
@@ -244,7 +250,7 @@ class Callbacks(Observer):
         if self._arguments.save_strategy == SaveStrategy.BEST:
             due.save = is_best
         self._write_states()
-        self._history.write({"step": state.step, _TOLD: True})
+        self._history.write({"step": state.step, _TOLD: True, **self._noted_stop(state, due)})
 
     def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
         for reporter in self._reporters:

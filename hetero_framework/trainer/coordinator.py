@@ -92,6 +92,8 @@ from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.units import plural
 from hetero_framework.visualizer.progress import Progress, StageRow
 
+_MARKS = ("log", "evaluate", "sample", "save")
+"""Of `Due`: kept with the state of a step, and "stop" before the last one."""
 _MAX_FAILED_SAVES = 3
 _MAX_DEATHS = 3
 """Maximum deaths of one worker at one step."""
@@ -573,12 +575,18 @@ class Coordinator:
             due.sample |= due_after(training.sample_steps) or due.stop
 
     def _note_what_is_left(self) -> None:
-        """Note what was due after the last step of a run that was cut short. What was done then,
-        observers know."""
-        state, due = self._state, self._due
+        """Note what was due after the last step of a run that was cut short, as callbacks wanted it,
+        too. What was done then, observers know."""
+        state, due, training = self._state, self._due, self._config.training
         self._note_what_is_due(replace(state, step=state.step - 1))
+        if state.due is not None:
+            due.stop |= "stop" in state.due
+            for mark in _MARKS:
+                setattr(due, mark, mark in state.due)
         due.evaluate |= self._is_evaluated_by_epoch and due.is_epoch_over
-        due.save = due.is_open = False
+        due.save |= training.save_strategy == "epoch" and due.is_epoch_over
+        due.save &= state.step not in self._directories.store.complete_steps()
+        due.is_open = False
 
     def _do_what_is_due(self) -> None:
         """Do what is due after a step, then after its epoch, and is not done yet."""
@@ -701,6 +709,9 @@ class Coordinator:
         self._tell(Observer.step_end, self._state, line, self._due)
         if self._due.stop_epoch:
             self._leave_epoch()
+        marks = _MARKS if self._state.position >= self._data.total_steps else (*_MARKS, "stop")
+        left = tuple(mark for mark in marks if getattr(self._due, mark))
+        self._state = replace(self._state, due=left)
         self._checkpoints.after_step(self._state, seconds)
 
     def _gradients(

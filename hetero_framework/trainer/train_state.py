@@ -17,7 +17,8 @@ class TrainState:
     weights, which is the position in the learning-rate schedule. `skipped_in_a_row` and `skipped`,
     in all, leave out steps that only the loss scale made overflow. `tokens` are all that were
     trained on. `group` is what a group of replicas has to remember, as JSON data. `jumped` counts
-    the steps of the data that were left out where a callback ended an epoch early.
+    the steps of the data that were left out where a callback ended an epoch early. `due` names what
+    is due after the last step (`Due`), if that is known: a run may be cut short before it is done.
     """
 
     step: int = 0
@@ -28,6 +29,7 @@ class TrainState:
     skipped: int = 0
     group: Mapping[str, Any] = field(default_factory=dict)
     jumped: int = 0
+    due: tuple[str, ...] | None = None
 
     @property
     def position(self) -> int:
@@ -52,15 +54,18 @@ class TrainState:
 
     def _after(self, tokens: int, *, finite: bool) -> TrainState:
         scale = self.loss_scale.after(finite=finite)
-        return replace(self, step=self.step + 1, tokens=self.tokens + tokens, loss_scale=scale)
+        tokens += self.tokens
+        return replace(self, step=self.step + 1, tokens=tokens, loss_scale=scale, due=None)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON data, for `load_state_dict`."""
         group: dict[str, Any] = {"group": dict(self.group)} if self.group else {}
         jumped = {"jumped": self.jumped} if self.jumped else {}
+        due = {"due": self.due} if self.due is not None else {}
         return {
             **group,
             **jumped,
+            **due,
             "step": self.step,
             "committed_steps": self.committed_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -77,4 +82,5 @@ class TrainState:
         scale = LossScale(state["loss_scale"], state["loss_scale_good_steps"])
         later = {"skipped": state.get("skipped", 0), "group": state.get("group", {})}
         later["jumped"] = state.get("jumped", 0)
+        later["due"] = tuple(state["due"]) if "due" in state else None
         return cls(**{name: state[name] for name in counts}, **later, loss_scale=scale)

@@ -252,6 +252,47 @@ def test_flags_of_the_control_are_obeyed_as_by_the_trainer(
     compare(ours.state, trainer.state)
 
 
+class _Killed(BaseException):
+    """Nothing is done any more, as after a kill."""
+
+
+@pytest.mark.parametrize(
+    ("method", "stops"), [("evaluate", False), ("sample", False), ("save", False), ("save", True)]
+)
+def test_what_was_due_when_a_run_was_killed_is_done_when_it_goes_on(
+    method: str, stops: bool, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As settings and callbacks want it after step 2; nothing is done twice."""
+    training = {
+        **{"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4},
+        **{"logging_steps": 2, "max_steps": 4, "replicate_steps": 1},
+        **{"sample_prompts": ["a"], "sample_steps": 2, "sample_max_new_tokens": 2},
+    }
+    flags = {"should_evaluate": True, "should_save": True, "should_log": False}
+    asking = [At("on_step_end", 2, **flags), At("on_evaluate", 2, should_training_stop=stops)]
+    adapter = {"r": 2, "target_modules": "all-linear"}
+    whole, again = (
+        told_about(partial(alone, name, adapter=adapter), tmp_path, training)
+        for name in ("whole", "again")
+    )
+    train(whole, callbacks=asking)
+    usual = getattr(coordinator.Coordinator, method)
+
+    def die(self: Any) -> None:
+        if self._state.step == 2:
+            self._checkpoints.hold(self._state)
+            raise _Killed
+        usual(self)
+
+    with monkeypatch.context() as patch, pytest.raises(_Killed):
+        patch.setattr(coordinator.Coordinator, method, die)
+        train(again, callbacks=asking)
+    train(again, callbacks=[TrainerCallback()])
+    for file in ("log_history.jsonl", "samples.jsonl"):
+        assert logged(again.output_dir / file) == logged(whole.output_dir / file)
+    assert steps_of(again) == steps_of(whole) == ({2} if stops else {2, 4})
+
+
 BEST: dict[str, dict[str, Any]] = {
     "steps": {"eval_steps": 2, "save_steps": 2},
     "saved_less_often": {"eval_steps": 1, "save_steps": 3, "save_total_limit": 2},
