@@ -21,6 +21,7 @@ from jinja2.exceptions import TemplateError
 
 from hetero_framework.data.conversations import Conversation, Message, Remarks
 from hetero_framework.data.rendered import RenderCheck
+from hetero_framework.data.sources import listed
 from hetero_framework.data.turns import find_turns, mark_turns, numbered
 from hetero_framework.errors import DataError
 
@@ -268,7 +269,7 @@ class ChatRenderer:
         except _REFUSALS as error:
             raise DataError(
                 f"{chat.where}: the chat template refused the conversation: {error}",
-                hint="roles here: " + ", ".join(message["role"] for message in chat.messages),
+                hint="roles here: " + listed(message["role"] for message in chat.messages),
             ) from error
 
     def _render(self, messages: list[Message], template: str | None = None, **options: Any) -> Any:

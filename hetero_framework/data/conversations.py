@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from hetero_framework.config.strict_json import json_type
-from hetero_framework.data.sources import Record, check_unicode, json_value
+from hetero_framework.data.sources import Record, check_unicode, json_value, listed, shorten
 from hetero_framework.errors import DataError
 
 Message = dict[str, Any]
@@ -38,7 +39,9 @@ CONVERSATION_FIELDS = (*_SYSTEM_FIELDS, "tools", "functions", "chat_template_kwa
 """Fields of an example beside its messages."""
 _MASKS = ("loss", "train", "training", "trainable", "mask", "masked")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_NOT_SAID = ("role", "from", "type", "weight")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_REMARKS = 20  # that are said
 _MESSAGE_HINT = 'a message is {"role": "user", "content": "..."}'
 
 
@@ -66,8 +69,11 @@ class Remarks:
         return Counter({remark: count for remark, (count, _) in self._entries.items()})
 
     def __iter__(self) -> Iterator[str]:
-        for remark, (count, first) in self._entries.items():
+        entries = list(self._entries.items())
+        for remark, (count, first) in entries[:_REMARKS]:
             yield f"{remark} (first {first}, {count:,} in all)"
+        if len(entries) > _REMARKS:
+            yield f"and {len(entries) - _REMARKS:,} more remarks of this kind"
 
 
 class ConversationReader:
@@ -117,14 +123,13 @@ class ConversationReader:
 
     def _message(self, item: Any, where: str) -> Message:
         if not isinstance(item, dict):
-            raise DataError(f"{where} must be an object, found {json_type(item)}")
-        message = {key: value for key, value in item.items() if value is not None}
-        for ours, theirs in (("role", "from"), ("content", "value")):
-            if ours not in message and theirs in message:
-                message[ours] = message.pop(theirs)
+            raise DataError(
+                f"{where} must be an object, found {json_type(item)}", hint=_MESSAGE_HINT
+            )
+        message = _named(item)
         if not isinstance(message.get("role"), str):
             raise DataError(
-                f"{where} has no role; its fields are {', '.join(item) or 'none'}",
+                f"{where} has no role; its fields are {listed(item)}",
                 hint=_MESSAGE_HINT,
             )
         _check_weight(message, where)
@@ -146,7 +151,7 @@ class ConversationReader:
     def _set_role(self, message: Message, where: str) -> None:
         """The role under OpenAI's name, unless the template has a name of its own for it."""
         role = message["role"]
-        meaning = _MEANING.get(re.sub(r"[\s-]", "_", role.strip().lower()))
+        meaning = _meaning(role)
         text = message.get("content", "")
         if meaning == "call" or (role == "function" and _calls(text) is not None):
             if meaning != "call":
@@ -162,8 +167,8 @@ class ConversationReader:
             message["role"] = meaning or role
         if meaning is None and not self._names_role(role):
             self.notes.add(
-                f"warning: the role {role!r} is not known here or by the chat template; its "
-                "messages are rendered as they are and not trained",
+                f"warning: the role {shorten(role)!r} is not known here or by the chat template; "
+                "its messages are rendered as they are and not trained",
                 where,
             )
 
@@ -205,6 +210,83 @@ class ConversationReader:
         if tools:
             arguments["tools"] = tools
         return arguments
+
+
+def as_messages(record: Record, *answers: str) -> Record:
+    """A prompt and these answers as messages, where one of them is: a text is what the user or the
+    assistant says, and messages that wait for an answer are a prompt, as in LLaMA-Factory. Messages
+    that all answers begin with go to the prompt, which they repeat, or which is not given: all of
+    them as TRL does it, of a single answer the prompt alone."""
+    fields = {name: value for name, value in record.fields.items() if value is not None}
+    for name in ("messages", "conversations"):
+        chat = fields.get(name)
+        waits = isinstance(chat, list) and bool(chat) and _said(chat[-1])["role"] != "assistant"
+        if waits and not fields.get("prompt"):
+            fields["prompt"] = fields.pop(name)
+    given = {name: fields[name] for name in ("prompt", *answers) if name in fields}
+    if not any(isinstance(value, (list, dict)) for value in given.values()):
+        return record
+    for name, value in given.items():
+        if isinstance(value, str):
+            role = "user" if name == "prompt" else "assistant"
+            value = [{"role": role, "content": value}] if value or role == "assistant" else []
+        fields[name] = [value] if isinstance(value, dict) else value
+    if not all(isinstance(fields.get(name), list) for name in answers):
+        return Record(record.where, fields)  # refused where they are read
+    asked, *chats = ([*map(_said, fields.get(name, ()))] for name in ("prompt", *answers))
+    most = min(map(len, chats)) - 1
+    alike = next((k for k in range(most) if any(c[k] != chats[0][k] for c in chats)), most)
+    first = sum(1 for _ in takewhile(lambda turn: turn.get("role") == "system", chats[0][:alike]))
+    for begin in (0, first):
+        end = begin + len(asked)
+        if chats[0][begin:end] == asked and end <= alike:
+            end = alike if len(answers) > 1 else end
+            fields["prompt"] = fields[answers[0]][:end] or fields.get("prompt", [])
+            fields |= {name: fields[name][end:] for name in answers}
+            break
+    return Record(record.where, fields)
+
+
+def is_blank(value: Any) -> bool:
+    """Whether a text, a message or a list of these says nothing."""
+    if isinstance(value, dict):
+        return all(is_blank(part) for name, part in value.items() if name not in _NOT_SAID)
+    return (
+        not value.strip()
+        if isinstance(value, str)
+        else value is None or (isinstance(value, list) and all(map(is_blank, value)))
+    )
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """The texts in a field: its own, those of messages, of parts, of turns in pairs."""
+    if isinstance(value, str):
+        yield value.strip()
+    elif isinstance(value, (list, dict)):
+        names = ("content", "value", "text")
+        parts = map(value.get, names) if isinstance(value, dict) else value
+        for part in parts:
+            yield from texts_of(part)
+
+
+def _named(item: Message) -> Message:
+    """Without null keys, and with the names that role and content have here."""
+    message = {key: value for key, value in item.items() if value is not None}
+    for ours, theirs in (("role", "from"), ("content", "value")):
+        if ours not in message and theirs in message:
+            message[ours] = message.pop(theirs)
+    return message
+
+
+def _meaning(role: str) -> str | None:
+    return _MEANING.get(re.sub(r"[\s-]", "_", role.strip().lower()))
+
+
+def _said(item: Any) -> Message:
+    """A message by which it is told whether another one says the same."""
+    message = _named(item) if isinstance(item, dict) else {"content": item}
+    role, content = str(message.get("role")), message.get("content")
+    return {**message, "role": _meaning(role) or role, "content": " ".join(texts_of(content))}
 
 
 def has_word(template: str, word: str) -> bool:

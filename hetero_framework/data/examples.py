@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 
 IGNORE_INDEX = -100
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest number that can be learned from an example."""
 
 
 class ExampleSet(Protocol):

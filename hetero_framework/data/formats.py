@@ -12,7 +12,8 @@ example longer than `max_length` is cut off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
@@ -26,9 +27,12 @@ from hetero_framework.data.conversations import (
     Conversation,
     ConversationReader,
     Remarks,
+    as_messages,
     check_media,
+    is_blank,
+    texts_of,
 )
-from hetero_framework.data.sources import Record, check_unicode
+from hetero_framework.data.sources import Record, check_unicode, listed
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,9 +55,25 @@ _FORMATS_HINT = (
     "rename the fields, or set data.dataset_text_field for plain text under another name"
 )
 
-# Fields with a part of the text to be learned: they are used or refused.
 _MESSAGES = ("messages", "conversations")
-_PARTS = (*CONVERSATION_FIELDS, "history", "context")
+# Names of fields with a part of the text to be learned, which are used, repeat what is, or are
+# refused; of those that weigh examples; and of those that hold tokens.
+_PART = re.compile(
+    r"(user_)?(prompt|question|query|instructions?|inputs?)|problem|context|history|messages"
+    r"|conversations?|dialog(ue)?|system(_(prompt|message|instructions?))?|tools|functions"
+    r"|chat_template_kwargs|(sentence|text|question)_?[12]|premise|hypothesis",
+    re.IGNORECASE,
+)
+_WEIGHT = re.compile(r"((sample|example|row|loss)_)?weights?", re.IGNORECASE)
+_TOKENS = re.compile(
+    r"((prompt|chosen|rejected|completion)_)?(input_ids|attention_mask|labels)|token_type_ids"
+    r"|(prompt|chosen|rejected|(KL_)?completion|position)_ids|ref_\w*logps"
+    r"|(completion|assistant|assistant_tokens|loss|special_tokens)_masks?"
+)
+_ANSWERS = {
+    **{"prompt_completion": ("completion",), "alpaca": ("output",)},
+    "preference": ("chosen", "rejected"),
+}
 _NOT_SFT = {
     "preference data": (
         {"chosen", "rejected"},
@@ -78,7 +98,7 @@ def detect_format(fields: dict[str, Any], where: str, text_field: str) -> str:
             return "alpaca"
         if text_field in names:
             return "text"
-    shown = ", ".join(fields) or "(none)"
+    shown = listed(fields)
     for kind, (needed, advice) in _NOT_SFT.items():
         if needed <= fields.keys():
             raise DataError(
@@ -95,6 +115,8 @@ class Formatter:
 
     keeps_whole = False
     """Whether an example longer than max_length is left out, and not cut."""
+    weighs = True
+    """Whether messages may have a weight."""
     label_rows = 0
     """The last rows of an example that are labels, and not tokens."""
 
@@ -111,11 +133,14 @@ class Formatter:
         self.num_cut = 0
         """Examples that were cut as the tokenizer does it."""
         self.notes = Remarks()
+        self.idle = Remarks()
+        """Of examples that teach nothing, or not what their kind is for."""
+        self.answers = _ANSWERS.get(name, ())
         self.unused: dict[str, Any] = {}
         """Fields of examples that no part of training sees, with the first value of each."""
         self.renderer: ChatRenderer | None = None
         """Once an example needed it."""
-        self._conversational: bool | None = None
+        self._speaks: bool | None = None
         for option, without, needed in (
             ("completion_only_loss", ("text", "messages"), "prompt and completion"),
             ("assistant_only_loss", ("text", "alpaca"), "conversations"),
@@ -161,53 +186,98 @@ class Formatter:
         """Token ids and trained-token mask of each record, not yet truncated."""
         return _FORMATS[self.name](self, records)
 
-    def _use(self, record: Record, *names: str, refused: tuple[str, ...] = _PARTS) -> None:
+    def use(self, record: Record, *names: str, has_parts: bool = True) -> None:
         """Note the fields of an example beside `names`, which are used. Raises DataError for those
-        that are a part of the text to be learned."""
+        that would have a part in what is learned: weights, tokens, and with `has_parts` texts that
+        the fields used do not repeat."""
         check_media(record.fields, record.where)
+        lost = [name for name, is_repeated in parts(record, names) if not is_repeated]
+        if lost and has_parts:
+            raise DataError(
+                f"{record.where}: the field {lost[0]} would not be learned from: the format "
+                f"{self.name} has no place for it",
+                hint="put its text into prompt (of a classifier: text_pair), or remove it; messages"
+                " have a place for system prompts and tools",
+            )
         for name, value in record.fields.items():
-            if name in names or value is None or value == "" or value == []:
+            if name in names or is_blank(value):
                 continue
-            if name in refused and value != {}:
+            is_tokens = _TOKENS.fullmatch(name) and isinstance(value, (list, float))
+            if is_tokens or (_WEIGHT.fullmatch(name) and value != 1):
                 raise DataError(
-                    f"{record.where}: the field {name} would not be learned from: the format "
-                    f"{self.name} has no place for it",
-                    hint="put its text into the other fields, or remove it; messages have a place "
-                    "for system prompts and tools",
-                )
-            if name == "weight" and value != 1:
-                raise DataError(
-                    f"{record.where}: the field weight of an example is not used here",
-                    hint="examples count the same; only a message of the assistant has a weight",
+                    f"{record.where}: the field {name} of an example is not used here",
+                    hint="remove it: examples count the same, and their texts are tokenised anew; "
+                    "only a message of the assistant has a weight",
                 )
             self.unused.setdefault(name, value)
+
+    def judge(self, record: Record, rows: list[Tokens], targets: Sequence[float]) -> None:
+        """Take an example, as it is kept, into `idle` where it teaches nothing."""
+        given = [record.fields.get(name) for name in self.answers]
+        if any(is_blank(each[-1:] if isinstance(each, list) else each) for each in given):
+            self.idle.add("an answer is empty, which teaches only to end", record.where)
 
     def _text(self, records: list[Record]) -> list[Tokens]:
         field = self.options.dataset_text_field
         for record in records:
-            self._use(record, field, refused=())
+            self.use(record, field, has_parts=False)
         texts = [self._with_eos(string_field(record, field)) for record in records]
         return [(ids, [True] * len(ids)) for ids in self._tokenize(texts)]
 
     def _alpaca(self, records: list[Record]) -> list[Tokens]:
         for record in records:
-            self._use(record, "instruction", "input", "output")
+            self.use(record, "instruction", "input", "output")
         return self._pairs(
             [(alpaca_prompt(record), string_field(record, "output")) for record in records]
         )
 
     def _prompt_completion(self, records: list[Record]) -> list[Tokens]:
-        if self._conversational is None:  # the first example of a run decides for all
-            self._conversational = isinstance(_field(records[0], "prompt"), list)
         for record in records:
             _refuse_label(record)
-        if self._conversational:
+        records = [as_messages(record, "completion") for record in records]
+        if True in {self._are_messages(record, "completion") for record in records}:
             return [self._conversational_pair(record) for record in records]
+        pairs = []
         for record in records:
-            self._use(record, "prompt", "completion")
-        return self._pairs(
-            [(string_field(each, "prompt"), string_field(each, "completion")) for each in records]
-        )
+            self.use(record, "prompt", "completion")
+            prompt, answer = (string_field(record, name) for name in ("prompt", "completion"))
+            self.note_prompt(prompt, [answer], record.where)
+            pairs.append((prompt, answer))
+        return self._pairs(pairs)
+
+    def note_prompt(self, prompt: str, answers: Sequence[str], where: str) -> None:
+        """Remark on a text that is no prompt, or that all answers begin with."""
+        text = prompt.strip()
+        if all(answer.lstrip().startswith(text) for answer in answers):
+            what = "the answers begin with the prompt, which is read twice"
+            self.notes.add(f"warning: {what if text else 'there is no prompt'}", where)
+
+    def _are_messages(self, record: Record, answer: str) -> bool:
+        """Whether an answer is messages. Raises DataError where that of a run's first was not."""
+        found = isinstance(record.fields.get(answer), list)
+        self._speaks = found if self._speaks is None else self._speaks
+        if found != self._speaks:
+            raise DataError(
+                f"{record.where}: {answer} is {'messages' if found else 'a text'}, unlike before",
+                hint="all examples of a run are texts, or all are messages",
+            )
+        return found
+
+    def _dialogues(self, record: Record, *answers: str) -> tuple[Conversation, list[Conversation]]:
+        """The prompt, and it with each of the answers. Raises DataError for one that is none."""
+        prompt, dialogues = self._conversation(record, "prompt"), []
+        for name in answers:
+            answer = self._conversation(record, name, system=False)
+            roles = [message["role"] for message in answer.messages]
+            again = roles[0] == "user" == prompt.messages[-1]["role"]
+            if again or roles[0] == "system" or roles[-1] in ("user", "system"):
+                raise DataError(
+                    f"{record.where}: {name} is no answer to the prompt, with messages of "
+                    f"{listed(roles)}",
+                    hint="remove the field prompt where answers are whole conversations",
+                )
+            dialogues.append(replace(prompt, messages=prompt.messages + answer.messages))
+        return prompt, dialogues
 
     def _pairs(self, pairs: list[tuple[str, str]]) -> list[Tokens]:
         if self.options.assistant_only_loss:
@@ -223,13 +293,8 @@ class Formatter:
         ]
 
     def _conversational_pair(self, record: Record) -> Tokens:
-        self._use(record, "prompt", "completion", *_MESSAGES, *CONVERSATION_FIELDS)
-        prompt = self._conversation(record, "prompt")
-        completion = self._conversation(record, "completion", system=False)
-        whole = replace(prompt, messages=prompt.messages + completion.messages)
-        for name in _MESSAGES:
-            if record.fields.get(name) is not None:
-                _refuse_two([whole, self._conversation(record, name)], "prompt", name)
+        self.use(record, "prompt", "completion", *CONVERSATION_FIELDS)
+        prompt, [whole] = self._dialogues(record, "completion")
         prompt_ids = self.chat.ids(prompt, generation_prompt=True)
         ids, assistant = self.chat.ids_and_mask(whole)
         mask = self._completion_mask(prompt_ids, ids)
@@ -240,7 +305,7 @@ class Formatter:
 
     def _whole(self, record: Record) -> Tokens:
         names = [name for name in _MESSAGES if record.fields.get(name) is not None]
-        self._use(record, *_MESSAGES, *CONVERSATION_FIELDS)
+        self.use(record, *_MESSAGES, *CONVERSATION_FIELDS)
         chats = [self._conversation(record, name) for name in names or _MESSAGES[:1]]
         _refuse_two(chats, *names)
         if chats[0].messages[-1]["role"] != "assistant":
@@ -250,12 +315,16 @@ class Formatter:
     def _conversation(self, record: Record, name: str, *, system: bool = True) -> Conversation:
         _field(record, name)
         chat = self.reader.read(record, name)
+        if not self.weighs and name != "prompt" and 0 in [m.get("weight") for m in chat.messages]:
+            raise DataError(
+                f"{record.where}: {name} has a message of weight 0, which would be learned from",
+                hint="move what comes before the answer to the prompt",
+            )
         return self.reader.with_system(chat, record) if system else chat
 
     def _completion_mask(self, prompt: list[int], whole: list[int]) -> list[bool]:
         """The completion begins where prompt and prompt + completion part, as in TRL."""
-        pairs = zip(prompt, whole, strict=False)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        same = common(prompt, whole)
         self.changed_prompts += same < len(prompt)
         if self.options.completion_only_loss is False:
             return [True] * len(whole)
@@ -284,6 +353,28 @@ _FORMATS: dict[str, Callable[[Formatter, list[Record]], list[Tokens]]] = {
 }
 
 
+def parts(record: Record, used: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """The fields with a part of the text beside those used, and whether these hold all of its
+    texts in what is asked (of messages in an answer, too), or it holds the whole example."""
+    for name in filter(_PART.fullmatch, record.fields):
+        texts = [*texts_of(record.fields[name])]
+        if name in used or is_blank(record.fields[name]):
+            continue
+        said = {name: [*texts_of(record.fields.get(name))] for name in used}
+        whole = {text for found in said.values() for text in found if text}
+        asked = "\n".join(
+            text for key in said.keys() - sum(_ANSWERS.values(), ()) for text in said[key]
+        )
+        known = whole if name in _MESSAGES else ()
+        is_known = bool(texts) and all(text in known or _holds(asked, text) for text in texts)
+        renders = len(texts) == 1 and bool(whole) and all(_holds(texts[0], part) for part in whole)
+        yield name, is_known or renders
+
+
+def _holds(text: str, part: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(part)}(?!\w)", text) is not None
+
+
 def alpaca_prompt(record: Record) -> str:
     """Stanford's prompt for one example; an empty or absent input takes the shorter one."""
     instruction = string_field(record, "instruction")
@@ -297,9 +388,17 @@ def string_field(record: Record, name: str) -> str:
     value = _field(record, name)
     if not isinstance(value, str):
         raise DataError(
-            f"{record.where}: the field {name} must be a string, found {json_type(value)}"
+            f"{record.where}: the field {name} must be a string, found {json_type(value)}",
+            hint="an example is an object with a text under each name; of a table write the rows: "
+            'pandas\' to_json(..., orient="records", lines=True)',
         )
     return check_unicode(value, f"{record.where}: the field {name}")
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """How many tokens two rows begin with that are the same."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _refuse_two(chats: list[Conversation], *names: str) -> None:
@@ -332,6 +431,5 @@ def _refuse_preferences(record: Record) -> None:
 
 def _field(record: Record, name: str) -> Any:
     if name not in record.fields:
-        seen = ", ".join(record.fields) or "none"
-        raise DataError(f"{record.where}: no field {name}; its fields are {seen}")
+        raise DataError(f"{record.where}: no field {name}; its fields are {listed(record.fields)}")
     return record.fields[name]

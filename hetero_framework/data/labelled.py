@@ -34,6 +34,8 @@ _HINT = "an example has tokens (its words) and as many labels (or tags, ner_tags
 class TextFormatter(Formatter):
     """Tokenises labelled texts; of a token is told whether it is of the second text of a pair."""
 
+    weighs = False
+
     def __init__(
         self,
         name: str,
@@ -51,13 +53,13 @@ class TextFormatter(Formatter):
         if self.name == "messages":
             found = []
             for record, name in zip(records, names, strict=True):
-                self._use(record, "messages", name, *CONVERSATION_FIELDS)
+                self.use(record, "messages", name, *CONVERSATION_FIELDS)
                 ids = self.chat.ids(self._conversation(record, "messages"))
                 found.append([(ids, [False] * len(ids))])
             return found
         field = self.options.dataset_text_field
         for record, name in zip(records, names, strict=True):
-            self._use(record, field, PAIR, name, refused=())
+            self.use(record, field, PAIR, name)
         parts = [[string_field(record, field) for record in records]]
         if any(record.fields.get(PAIR) is not None for record in records):
             parts.append([string_field(record, PAIR) for record in records])
@@ -98,7 +100,7 @@ class WordFormatter(TextFormatter):
     def rows(self, records: list[Record]) -> list[list[Tokens]]:
         for record in records:
             name, labels = label_of(record, OF_TOKENS)
-            self._use(record, WORDS, name, refused=())
+            self.use(record, WORDS, name, has_parts=False)
             words: Any = record.fields.get(WORDS)
             for field, value in ((WORDS, words), (name, labels)):
                 if not isinstance(value, list):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +9,8 @@ from typing import Any
 
 from hetero_framework.config.problems import shown
 from hetero_framework.config.schema import MAX_LABELS, ProblemType
-from hetero_framework.data.examples import IGNORE_INDEX
-from hetero_framework.data.sources import ClassNumber, Record
+from hetero_framework.data.examples import IGNORE_INDEX, LARGEST
+from hetero_framework.data.sources import ClassNumber, Record, listed
 from hetero_framework.errors import DataError
 
 OF_TEXTS, OF_TOKENS = ("label", "labels"), ("labels", "tags", "ner_tags", "label")
@@ -74,7 +73,7 @@ class Labels:
         if multi and all(isinstance(item, (str, ClassNumber)) for item in values):
             found = {self.number(item, where) for item in values}
             return [float(number in found) for number in range(len(self.names))]
-        fits = all(isinstance(item, (int, float)) and math.isfinite(item) for item in values)
+        fits = all(isinstance(item, (int, float)) and abs(item) <= LARGEST for item in values)
         if not fits or (multi and not all(0 <= item <= 1 for item in values)):
             raise DataError(f"{where}: {shown(value)} is no label for {self.problem}", hint=_HINT)
         if len(values) != len(self.names):
@@ -90,7 +89,7 @@ def label_of(record: Record, fields: tuple[str, ...]) -> tuple[str, Any]:
     for name in fields:
         if record.fields.get(name) is not None:
             return name, record.fields[name]
-    there = ", ".join(record.fields) or "none"
+    there = listed(record.fields)
     raise DataError(f"{record.where}: no {fields[0]} among its fields: {there}", hint=_HINT)
 
 

@@ -6,9 +6,9 @@ together with the prompt and begin where one of them parts from the prompt alone
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +16,16 @@ import torch
 
 from hetero_framework.config import DataConfig
 from hetero_framework.config.objectives import ROWS, DataKind
-from hetero_framework.config.strict_json import json_type
+from hetero_framework.config.problems import shown
 from hetero_framework.data.batches import MicroBatch, collate
-from hetero_framework.data.conversations import CONVERSATION_FIELDS
-from hetero_framework.data.examples import Examples
-from hetero_framework.data.formats import Formatter, Tokens, string_field
-from hetero_framework.data.sources import Record
+from hetero_framework.data.conversations import (
+    CONVERSATION_FIELDS,
+    as_messages,
+    texts_of,
+)
+from hetero_framework.data.examples import LARGEST, Examples
+from hetero_framework.data.formats import Formatter, Tokens, common, string_field
+from hetero_framework.data.sources import Record, listed
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ REFERENCE: Mapping[DataKind, tuple[str, ...]] = {
 }
 """Inputs of the last stage: log-probabilities of an example's rows by the reference."""
 MARGIN = "margin"
+PAIR = ("prompt", "chosen", "rejected")
 _HINT = "they need chosen and rejected, as texts or messages, and a prompt unless both begin alike"
 
 
@@ -101,29 +106,35 @@ def collate_answers(
 class PairFormatter(Formatter):
     """Tokenises pairs."""
 
+    weighs = False
+
     def rows(self, records: list[Record]) -> list[list[Tokens]]:
         """The chosen and the rejected row of each record, not yet truncated."""
         return [self._pair(record) for record in records]
 
+    def judge(self, record: Record, rows: list[Tokens], targets: Sequence[float]) -> None:
+        if rows[0] == rows[1]:
+            self.idle.add("chosen and rejected are the same tokens", record.where)
+        else:
+            super().judge(record, rows, targets)
+
     def _pair(self, record: Record) -> list[Tokens]:
-        return self._behind_prompt(with_prompt(record), "chosen", "rejected")
+        return self._behind_prompt(with_prompt(record), *self.answers)
 
     def _behind_prompt(self, record: Record, *names: str) -> list[Tokens]:
         """The prompt with each of the answers under these names."""
-        self._use(record, "prompt", *names, *CONVERSATION_FIELDS)
-        if isinstance(record.fields.get("prompt"), list):
-            prompt = self._conversation(record, "prompt")
+        if self._are_messages(record, names[0]):
+            self.use(record, "prompt", *names, *CONVERSATION_FIELDS)
+            prompt, dialogues = self._dialogues(record, *names)
             begun = self.chat.ids(prompt, generation_prompt=True)
-            answers = [self._conversation(record, name, system=False) for name in names]
-            whole = [
-                self.chat.ids(replace(prompt, messages=prompt.messages + answer.messages))
-                for answer in answers
-            ]
+            whole = [self.chat.ids(dialogue) for dialogue in dialogues]
         else:
-            texts = [string_field(record, name) for name in ("prompt", *names)]
-            whole_texts = [texts[0] + self._with_eos(answer) for answer in texts[1:]]
-            begun, *whole = self._tokenize([texts[0], *whole_texts])
-        same = min(_common(begun, ids) for ids in whole)
+            self.use(record, "prompt", *names)
+            *answers, text = (string_field(record, name) for name in (*names, "prompt"))
+            self.note_prompt(text, answers, record.where)
+            whole_texts = [text + self._with_eos(answer) for answer in answers]
+            begun, *whole = self._tokenize([text, *whole_texts])
+        same = min(common(begun, ids) for ids in whole)
         self.changed_prompts += same < len(begun)
         return [(ids, [False] * same + [True] * (len(ids) - same)) for ids in whole]
 
@@ -141,27 +152,28 @@ class ComparisonFormatter(PairFormatter):
         self._has_margin = first.fields.get(MARGIN) is not None
 
     def _pair(self, record: Record) -> list[Tokens]:
-        pair, names = with_prompt(record), ("chosen", "rejected")
-        plain = {name: value for name, value in pair.fields.items() if name != MARGIN}
-        if record.fields.get("prompt") is not None:
-            rows = self._behind_prompt(Record(record.where, plain), *names)
-            return [(ids, [True] * len(ids)) for ids, _ in rows]
-        record = Record(record.where, {**plain, **{n: record.fields[n] for n in names}})
-        self._use(record, "prompt", *names, *CONVERSATION_FIELDS)
-        if isinstance(record.fields["chosen"], list):
-            whole = [self.chat.ids(self._conversation(record, name)) for name in names]
+        pair = _given(record)
+        pair.fields.pop(MARGIN, None)
+        if pair.fields.get("prompt"):
+            rows = [ids for ids, _ in self._behind_prompt(pair, *self.answers)]
+        elif self._are_messages(pair, "chosen"):
+            self.use(pair, *PAIR, *CONVERSATION_FIELDS)
+            rows = [self.chat.ids(self._conversation(pair, name)) for name in self.answers]
         else:
-            whole = self._tokenize([self._with_eos(string_field(record, n)) for n in names])
-        return [(ids, [True] * len(ids)) for ids in whole]
+            self.use(pair, *PAIR)
+            rows = self._tokenize([self._with_eos(string_field(pair, n)) for n in self.answers])
+        return [(ids, [True] * len(ids)) for ids in rows]
 
     def targets(self, records: list[Record]) -> list[Sequence[float]]:
         """The margin of each, if they have one."""
         for record in records:
-            margin = record.fields.get(MARGIN)
+            margin: Any = record.fields.get(MARGIN)
             is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
-            if is_number != self._has_margin or (margin is not None and not is_number):
+            fits = is_number and abs(margin) <= LARGEST if self._has_margin else margin is None
+            if not fits:
+                wanted = "a finite number" if self._has_margin else "left out, as in the first pair"
                 raise DataError(
-                    f"{record.where}: margin must be a number, found {json_type(margin)}",
+                    f"{record.where}: margin must be {wanted}, found {shown(margin)}",
                     hint="give one for each pair, or for none",
                 )
         return [(float(r.fields[MARGIN]),) if self._has_margin else () for r in records]
@@ -171,32 +183,43 @@ class ComparisonFormatter(PairFormatter):
 
 
 def with_prompt(record: Record) -> Record:
-    """A pair with the prompt that it has or implies. Raises DataError for one without answers."""
+    """A pair with the prompt that it has or implies. Raises DataError for one without answers, or
+    whose question is lost."""
+    pair = _given(record)
+    fields = pair.fields
+    texts = [fields[name] for name in PAIR[1:] if isinstance(fields[name], str)]
+    if fields.get("prompt", []) == [] and len(texts) == 2:
+        fields |= _split(*texts)
+    others = {name: " ".join(texts_of(fields[name])).split() for name in fields.keys() - {*PAIR}}
+    lost = sorted(name for name, words in others.items() if len(words) > 1)
+    is_lost = bool(lost) and record.fields.get("prompt") is None
+    if not fields.get("prompt") and (is_lost or isinstance(fields["chosen"], list)):
+        raise DataError(
+            f"{record.where}: there is no prompt: chosen and rejected begin differently"
+            + f", and the fields {listed(lost)} are not learned from" * bool(lost),
+            hint="give the question the name prompt",
+        )
+    return pair
+
+
+def _given(record: Record) -> Record:
+    """A pair without nulls; prompt and answers are texts, or all are messages."""
     fields = {name: value for name, value in record.fields.items() if value is not None}
     for name in ("chosen", "rejected"):
         if name not in fields:
-            shown = ", ".join(fields) or "none"
             raise DataError(
-                f"{record.where}: no {name} answer among its fields: {shown}", hint=_HINT
+                f"{record.where}: no {name} answer among its fields: {listed(fields)}", hint=_HINT
             )
-    if "prompt" not in fields:
-        fields |= _split(fields["chosen"], fields["rejected"])
-    return Record(record.where, fields)
+    return as_messages(Record(record.where, fields), "chosen", "rejected")
 
 
-def _common(one: list[int], other: list[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _split(chosen: Any, rejected: Any) -> dict[str, Any]:
-    """The prompt that two answers begin with, and the rest of each, as TRL finds it."""
-    if type(chosen) is not type(rejected) or not isinstance(chosen, (str, list)):
-        return {"prompt": ""}  # refused where they are read
-    index = 0
-    for index in range(min(len(chosen), len(rejected))):
-        if chosen[index] != rejected[index]:
-            if chosen[index - 1] == " ":  # part of the answer's first token
-                index -= 1
-            break
+def _split(chosen: str, rejected: str) -> dict[str, str]:
+    """The prompt that two texts begin with, and the rest of each, as TRL finds it, but for letters
+    of a first word: these are no prompt."""
+    most = max(min(len(chosen), len(rejected)) - 1, 0)
+    index = next((k for k in range(most) if chosen[k] != rejected[k]), most)
+    if not re.search(r"\S\s", chosen[:index]):
+        index = 0
+    elif chosen[index] != rejected[index] and chosen[index - 1] == " ":
+        index -= 1  # part of the answer's first token
     return {"prompt": chosen[:index], "chosen": chosen[index:], "rejected": rejected[index:]}

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_framework.config import Config, DataConfig
-from hetero_framework.data.conversations import CONVERSATION_FIELDS, Message
-from hetero_framework.data.formats import Formatter, alpaca_prompt, string_field
+from hetero_framework.data.conversations import CONVERSATION_FIELDS, Message, check_media
+from hetero_framework.data.formats import Formatter, alpaca_prompt, parts, string_field
 from hetero_framework.data.kinds import formatter_for
-from hetero_framework.data.sources import Record, find_sources, read_file
+from hetero_framework.data.sources import Record, find_sources, listed, read_file
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.errors import DataError
 
@@ -65,14 +65,17 @@ class PromptReader:
         record = Record(record.where, fields)
         for name in ("prompt", *_CHATS):
             if isinstance(fields.get(name), list):
+                _refuse_lost(record, name, *CONVERSATION_FIELDS)
                 return self._conversation(record, name)
         if "instruction" in fields:
+            _refuse_lost(record, "instruction", "input")
             return self._plain(alpaca_prompt(record), string_field(record, "instruction"))
         named = [name for name in ("prompt", self._field) if name in fields]
         if not named:
-            shown = ", ".join(fields) or "none"
+            shown = listed(fields)
             raise DataError(f"{record.where}: no prompt among its fields: {shown}", hint=_HINT)
         text = string_field(record, named[0])
+        _refuse_lost(record, "prompt", self._field, *CONVERSATION_FIELDS * self._chat)
         if not self._chat:
             return self._plain(text, text)
         beside = {name: fields[name] for name in CONVERSATION_FIELDS if name in fields}
@@ -106,6 +109,15 @@ class PromptReader:
         return Prompt(shown, tuple(ids))
 
 
+def _refuse_lost(record: Record, *used: str) -> None:
+    """Raise DataError for a field with a part of the prompt that is not used."""
+    check_media(record.fields, record.where)
+    for name, is_repeated in parts(record, used):
+        if not is_repeated:
+            hint = "put its text into the prompt, or remove it; " + _HINT
+            raise DataError(f"{record.where}: the field {name} would not be read", hint=hint)
+
+
 def is_chat(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a model of this run is talked to: it has a template, and its training data are
     conversations, as far as they can be read here."""
@@ -120,7 +132,9 @@ def is_chat(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
         kind = formatter_for("text", first, tokenizer, data).name
     except DataError:  # no longer here, or Megatron's
         return data.format in ("auto", "messages")
-    spoken = kind == "prompt_completion" and isinstance(first.fields.get("prompt"), list)
+    spoken = kind == "prompt_completion" and any(
+        isinstance(first.fields.get(name), list) for name in ("prompt", "completion")
+    )
     return kind == "messages" or spoken
 
 

@@ -16,10 +16,11 @@ import numpy as np
 from hetero_framework.config import DataConfig, TrainingConfig
 from hetero_framework.config.objectives import ROWS, DataKind
 from hetero_framework.config.strict_json import json_type
+from hetero_framework.data.conversations import as_messages
 from hetero_framework.data.examples import Examples
-from hetero_framework.data.formats import Tokens
-from hetero_framework.data.pairs import AnswerRows, PairFormatter, with_prompt
-from hetero_framework.data.sources import Record
+from hetero_framework.data.formats import Formatter, Tokens, parts
+from hetero_framework.data.pairs import PAIR, AnswerRows, PairFormatter, with_prompt
+from hetero_framework.data.sources import Record, listed
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
@@ -41,8 +42,14 @@ def unpaired(records: Iterator[Record]) -> Iterator[Record]:
     while pairs := [with_prompt(record) for record in islice(records, _AT_ONCE)]:
         for name in ("chosen", "rejected"):
             for pair in pairs:
+                if pair.fields.get("completion") is not None:
+                    raise DataError(
+                        f"{pair.where}: holds a pair of answers and a completion", hint=_HINT
+                    )
                 fields = {**pair.fields, "completion": pair.fields[name], "label": name == "chosen"}
-                del fields["chosen"], fields["rejected"]
+                repeated = [part for part, is_repeated in parts(pair, PAIR) if is_repeated]
+                for gone in ("chosen", "rejected", *repeated):
+                    del fields[gone]
                 yield Record(pair.where, fields)
 
 
@@ -53,7 +60,8 @@ class RatingFormatter(PairFormatter):
         self, kind: DataKind, tokenizer: PreTrainedTokenizerBase, options: DataConfig
     ) -> None:
         super().__init__("preference", tokenizer, options)
-        self._each = ROWS[kind]
+        self._each, self.answers = ROWS[kind], ("completion",)
+        self._rated: set[int] = set()
         if options.truncation_mode != "keep_start":
             raise DataError(
                 f"data.truncation_mode is {options.truncation_mode!r}, but rated answers keep their"
@@ -63,10 +71,13 @@ class RatingFormatter(PairFormatter):
 
     def rows(self, records: list[Record]) -> list[list[Tokens]]:
         found = []
-        for record in records:
+        for record in (as_messages(record, "completion") for record in records):
             for name in ("prompt", "completion"):
                 if record.fields.get(name) is None:
-                    raise DataError(f"{record.where}: no field {name}", hint=_HINT)
+                    shown = listed(record.fields)
+                    raise DataError(
+                        f"{record.where}: no field {name} among its fields: {shown}", hint=_HINT
+                    )
             fields = {name: value for name, value in record.fields.items() if name != "label"}
             [(ids, trained)] = self._behind_prompt(Record(record.where, fields), "completion")
             answer = [token for token, is_trained in zip(ids, trained, strict=True) if is_trained]
@@ -84,6 +95,14 @@ class RatingFormatter(PairFormatter):
                     hint="it says whether the completion is desirable",
                 )
         return [(float(record.fields["label"]),) for record in records]
+
+    def judge(self, record: Record, rows: list[Tokens], targets: Sequence[float]) -> None:
+        Formatter.judge(self, record, rows, targets)
+        row, good = (tuple(rows[0][0]), sum(rows[0][1])), bool(targets[0])
+        self._rated.add(hash((row, good)))
+        if hash((row, not good)) in self._rated:
+            for _ in range(2):
+                self.idle.add("the same answer is rated desirable and undesirable", record.where)
 
     def teaches(self, rows: list[Tokens]) -> bool:
         return super().teaches(rows[:1])

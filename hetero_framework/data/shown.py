@@ -11,7 +11,7 @@ from hetero_framework.data.formats import Formatter
 from hetero_framework.data.kinds import KINDS, formatter_for
 from hetero_framework.data.megatron import Samples
 from hetero_framework.data.rendered import LEFT_OUT
-from hetero_framework.data.sources import MEGATRON, Record, find_sources
+from hetero_framework.data.sources import MEGATRON, Record, find_sources, listed
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.train_data import kept_part, load_data
 
@@ -66,7 +66,7 @@ def _shown(
     before = formatter.notes.counts()
     [rows] = formatter.rows([record])
     if unused := [name for name in record.fields if name in formatter.unused]:
-        left_out.append("the fields " + ", ".join(unused))
+        left_out.append("the fields " + listed(unused))
     for remark in formatter.notes.counts() - before:
         left_out.append(remark.removeprefix(LEFT_OUT).removeprefix("warning: "))
     found = []

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -463,6 +463,13 @@ def shorten(text: str, limit: int = 60) -> str:
     """At most `limit` characters of `text` on one line, for an error message."""
     line = " ".join(text[: 4 * limit].split())
     return line if len(line) <= limit else line[:limit] + "..."
+
+
+def listed(names: Iterable[Any], most: int = 12) -> str:
+    """The first of these names, and how many more there are; "none" without any."""
+    found = list(names)
+    more = f" and {len(found) - most:,} more" * (len(found) > most)
+    return ", ".join(shorten(str(name)) for name in found[:most]) + more or "none"
 
 
 def check_unicode(text: str, where: str) -> str:

@@ -29,7 +29,7 @@ from hetero_framework.data.labels import Labels, Stated, find_labels
 from hetero_framework.data.megatron import Corpus, Samples, find_corpus
 from hetero_framework.data.pairs import AnswerRows
 from hetero_framework.data.ratings import balance
-from hetero_framework.data.sources import Record, Source, find_sources, shorten
+from hetero_framework.data.sources import Record, Source, find_sources, listed, shorten
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.token_cache import find_entry
 from hetero_framework.data.tokenizer import choose_pad_token
@@ -195,7 +195,7 @@ def _unused(name: str, fields: dict[str, Any]) -> Iterator[str]:
     """A line that names the fields that are not trained on, with an example of each."""
     if fields:
         shown = (f"{field} ({shorten(str(value), 30)!r})" for field, value in fields.items())
-        yield f"{name}: fields that are not used: {', '.join(shown)}"
+        yield f"{name}: fields that are not used: {listed(shown)}"
 
 
 def _shown(sources: list[Source]) -> str:
@@ -308,7 +308,7 @@ class _Reader:
             origin += f", split {split}"
         lines = [
             f"{name}: {self._counted(examples)}, {len(examples.ids):,} tokens from {origin}",
-            f"{name}: format {formatter.name} (fields {', '.join(first.fields)})",
+            f"{name}: format {formatter.name} (fields {listed(first.fields)})",
             *_unused(name, formatter.unused),
             *(f"{name}: {line}" for line in self._remarks(counts, formatter)),
             *notes,
@@ -340,6 +340,8 @@ class _Reader:
                         part = kept_part(self.data)
                         rows = [(ids[part], trained[part]) for ids, trained in rows]
                     if formatter.teaches(rows):
+                        counts["kept"] += 1
+                        formatter.judge(record, rows, targets)
                         builder.add_targets(targets)
                         for row in rows:
                             builder.add(*row)
@@ -356,6 +358,11 @@ class _Reader:
                 f"data.{name}: none of the {counts['read']:,} examples has a token to learn from",
                 hint=hint,
             )
+        if sum(formatter.idle.counts().values()) >= counts["kept"]:
+            raise DataError(
+                f"data.{name}: no example teaches anything: {'; '.join(formatter.idle)}",
+                hint="compare answers and data.max_length with `hetero check --show 3`",
+            )
         return builder.build()
 
     def _check_ids(self, ids: list[int], record: Record) -> None:
@@ -369,6 +376,7 @@ class _Reader:
 
     def _remarks(self, counts: Counter[str], formatter: Formatter) -> Iterator[str]:
         yield from formatter.notes
+        yield from (f"warning: {line}" for line in formatter.idle)
         if counts["cut"]:
             yield (
                 f"{counts['cut']:,} of {counts['read']:,} examples were longer than "

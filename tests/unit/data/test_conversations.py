@@ -315,7 +315,7 @@ ALPACA = {"instruction": "a", "output": "b"}
         ({"messages": CHAT, "tools": "{"}, "messages", "tools: not JSON"),
         ({"messages": CHAT, "tools": '[{"a": 1, "a": 2}]'}, "messages", "[0].a: the key"),
         ({"prompt": CHAT[:1], "completion": CHAT[1:], "messages": CALLS}, "prompt_completion",
-         "fields prompt and messages hold two conversations"),
+         "field messages would not be learned"),
         ({"messages": CHAT, "images": ["a.png"]}, "messages", "field images; only text can be"),
         ({"messages": CHAT, "history": [["a", "b"]]}, "messages", "field history would not be"),
         ({"messages": CHAT, "weight": 0.5}, "messages", "field weight of an example is not used"),

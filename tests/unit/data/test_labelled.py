@@ -86,6 +86,7 @@ def test_labels_are_told_by_how_they_look(
         ([0, -1], None, r"jsonl:2: the label -1 is none of the 2 classes"),
         ([0, 5], Stated(count=3), r"jsonl:2: the label 5 is none of the 3 classes"),
         (["a", "z"], Stated(names=("a", "b"), problem=CLASS), r'jsonl:2: the label "z" is none'),
+        ([0.5, 1e39], None, r"jsonl:2: 1e\+39 is no label for regression"),
         ([0, 0.5], Stated(count=2, problem=CLASS), r"jsonl:2: the label 0.5 is none"),
         ([0, 1], Stated(count=1, problem=CLASS), r"jsonl:2: the label 1 is none of the 1 classes"),
         (["a", None], None, r"jsonl:2: no label among its fields: text, label"),
@@ -302,6 +303,22 @@ def test_longer_pairs_are_left_out(tmp_path: Path) -> None:
     data = load(tmp_path, PAIRS["texts"], "reward", max_length=17)
     assert 0 < len(data.examples) < 5
     assert any("are longer than max_length=17 and were left out" in x for x in data.report)
-    rows = [PAIRS["texts"][0], {"prompt": "", "chosen": "a", "rejected": "b"}]
-    with pytest.raises(DataError, match=r"jsonl:2: margin must be a number"):
+
+
+@pytest.mark.parametrize(
+    ("margins", "problem"),
+    [
+        ([1, None], "jsonl:2: margin must be a finite number, found null"),
+        ([None, 1], "jsonl:2: margin must be left out, as in the first pair, found 1"),
+        ([1, "1"], "jsonl:2: margin must be a finite number, found"),
+        ([True], "jsonl:1: margin must be a finite number, found true"),
+        ([float("nan")], "jsonl:1: margin must be a finite number, found NaN"),
+        ([1e39], r"jsonl:1: margin must be a finite number, found 1e\+39"),  # infinity in float32
+    ],
+)
+def test_margins_are_finite_numbers_of_all_pairs(
+    margins: list[Any], problem: str, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "", "chosen": "a", "rejected": "b", "margin": each} for each in margins]
+    with pytest.raises(DataError, match=problem):
         load(tmp_path, rows, "reward")

@@ -79,6 +79,9 @@ def test_files_and_lists_are_read_alike(tmp_path: Path) -> None:
         ({"answer": "four"}, "here: no prompt among its fields: answer"),
         ({"messages": ANSWERED[1:]}, "here: messages has only messages of the assistant"),
         ({"prompt": 4}, "prompt must be a string"),
+        ({"instruction": "What?", "system": "Be brief."}, "the field system would not be read"),
+        ({"prompt": ASKED, "context": "A fox."}, "the field context would not be read"),
+        ({"prompt": "What?", "images": ["a.png"]}, "has the field images"),
     ],
     ids=str,
 )
@@ -100,10 +103,11 @@ def test_prompts_without_room_for_a_token_are_refused() -> None:
     [
         ({"messages": ANSWERED}, True),
         ({"prompt": ASKED, "completion": ANSWERED[1:]}, True),
+        ({"prompt": "What is it?", "completion": ANSWERED[1:]}, True),
         ({"text": "The lazy dog"}, False),
         ({"prompt": "What", "completion": " is it?"}, False),
     ],
-    ids=["messages", "pairs of messages", "text", "pairs"],
+    ids=["messages", "pairs of messages", "pairs of both", "text", "pairs"],
 )
 def test_the_training_data_say_whether_a_model_is_talked_to(
     row: dict[str, Any], talks: bool, tmp_path: Path

@@ -133,7 +133,8 @@ def test_the_balance_is_said(tmp_path: Path) -> None:
         ({"prompt": "a", "completion": "b", "label": 2}, "label must be true or false"),
         ({"completion": "b", "label": True}, "no field prompt"),
         ({"prompt": "a", "label": True}, "no field completion"),
-        ({"prompt": "a", "completion": ["b"], "label": True}, "completion must be a string"),
+        ({"prompt": "a", "completion": ["b"], "label": True}, r"completion\[0\] must be an"),
+        ({"prompt": "a", "completion": 7, "label": True}, "completion must be a string"),
         ({"text": "a"}, "no field prompt"),
     ],
 )
