@@ -75,9 +75,13 @@ def main() -> None:
     os.chdir(ROOT)
     run_with_a_death()
     plan()
-    subprocess.run([*HETERO, "diagram", "--output", str(IMAGES / "architecture.svg")], check=True)
-    timeline = [*HETERO, "timeline", str(DEMO / "full"), "--output", str(IMAGES / "timeline.svg")]
+    subprocess.run([*HETERO, "diagram", *picture("architecture")], check=True)
+    timeline = [*HETERO, "timeline", str(DEMO / "full"), *picture("timeline")]
     subprocess.run(timeline, check=True, stdout=subprocess.DEVNULL)
+
+
+def picture(name: str) -> list[str]:
+    return ["--output", str(IMAGES / f"{name}.svg"), "--overwrite"]
 
 
 def run_with_a_death() -> None:

@@ -24,7 +24,7 @@ def arguments(given: list[str]) -> list[str]:
     output = []
     if known.output is None and not {"-h", "--help"} & set(given):
         FOLDER.mkdir(parents=True, exist_ok=True)
-        output = ["--output", str(FOLDER / f"architecture.{known.format}")]
+        output = ["--output", str(FOLDER / f"architecture.{known.format}"), "--overwrite"]
     return ["diagram", "--config", str(CONFIG), *output, *given]
 
 

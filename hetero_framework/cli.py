@@ -14,12 +14,18 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterable, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from hetero_framework import errors, versions
 from hetero_framework._version import __version__
 from hetero_framework.commands import SUMMARIES
-from hetero_framework.commands.options import Option, flag, import_files, keep_life_line
+from hetero_framework.commands.options import (
+    Option,
+    check_outputs,
+    flag,
+    import_files,
+    keep_life_line,
+)
 from hetero_framework.errors import GroupFinished, HeteroError, StoppedEarly
 from hetero_framework.log import Lines, log_to, one_line, to_stderr
 from hetero_framework.trainer.signals import STOPPED, StopRequest, hearing
@@ -50,7 +56,8 @@ def _main(words: Sequence[str], stop: StopRequest | None) -> int:
     arguments, unknown = parser.parse_known_args(words)
     if unknown:  # print the usage of this command, not of all
         command = getattr(arguments, "parser", parser)
-        options = [name for action in command._actions for name in action.option_strings]
+        shown = [action for action in command._actions if action.help is not argparse.SUPPRESS]
+        options = [name for action in shown for name in action.option_strings]
         first = unknown[0].partition("=")[0]
         if first in options:  # in front of the command
             command.error(f"{first} goes after the command: {command.prog} {first}")
@@ -61,12 +68,13 @@ def _main(words: Sequence[str], stop: StopRequest | None) -> int:
         return 2
     for name in _PATHS:  # a shell does not replace ~ in --output=~/x
         if isinstance(value := getattr(arguments, name, None), str):
-            setattr(arguments, name, os.path.expanduser(value))
+            setattr(arguments, name, type(value)(os.path.expanduser(value)))
     try:
         if arguments.command not in _ANY_VERSION:
             versions.check()
         with log_to("INFO", Lines(to_stderr)):
             keep_life_line(arguments)
+            check_outputs(arguments)
             import_files(arguments)
             code = _command(arguments.command).run(arguments)
         sys.stdout.flush()
@@ -118,10 +126,18 @@ def _command(name: str) -> Command:
     return cast(Command, importlib.import_module(f"hetero_framework.commands.{name}"))
 
 
+class _Parser(argparse.ArgumentParser):
+    """One for which a hidden option has no abbreviation, and is named nowhere."""
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return [one for one in found if one[0].help is not argparse.SUPPRESS]
+
+
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The command line. With `only`, no other command has its options, nor is its module imported:
     `hetero --help` needs none of them."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hetero",
         description="Train one language model over several machines.",
         epilog="Exit codes: 0 done, 1 a bug, 2 what you can fix, 3 identity or keys,"

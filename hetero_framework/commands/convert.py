@@ -12,14 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.commands.init import Answers, beside, prepare_machines, propose
-from hetero_framework.commands.options import DEFAULT_CONFIG, JSON, at_least, flag, option, repeated
+from hetero_framework.commands.options import (
+    DEFAULT_CONFIG,
+    JSON,
+    OutputFile,
+    at_least,
+    option,
+    overwrite,
+    repeated,
+)
 from hetero_framework.commands.options import report as print_report
 from hetero_framework.commands.recipes import read_recipe
 from hetero_framework.config import Config
 from hetero_framework.config.convert import STATUSES, Conversion, as_messages
 from hetero_framework.config.problems import shown
 from hetero_framework.core import addresses
-from hetero_framework.core.files import write_file
+from hetero_framework.core.files import refuse_output, write_file
 from hetero_framework.errors import UserError
 
 EXAMPLES = """
@@ -33,22 +41,29 @@ _OUTPUT = f"default: {DEFAULT_CONFIG}"
 _WORLD_SIZE = "processes of the other run: a step had the samples of all"
 OPTIONS = (
     option("file", metavar="FILE", help="a YAML or JSON file, or a script with a command line"),
-    option("-o", "--output", default=DEFAULT_CONFIG, metavar="FILE", help=_OUTPUT),
+    option(
+        *("-o", "--output"),
+        default=DEFAULT_CONFIG,
+        type=OutputFile,
+        metavar="FILE",
+        help=_OUTPUT,
+    ),
     option("--model", metavar="NAME", help="model, where FILE names none"),
     option("--data", metavar="FILE", help="training data, where FILE names none"),
     option("--world-size", type=at_least(1), metavar="N", help=_WORLD_SIZE),
     repeated("--worker", _HOST, "a worker, as in hetero init; may be repeated", dest="workers"),
     option("--coordinator", metavar=_HOST, help="the coordinator (default: this machine)"),
-    flag("--force", "replace an existing file"),
+    overwrite("replace files that are there, those with rewritten rows too"),
     JSON,
 )
 
 
 def run(arguments: argparse.Namespace) -> int:
     file, output = Path(arguments.file), Path(arguments.output)
-    if output.exists() and not arguments.force:
-        raise UserError(f"{output} exists already", hint="replace it with --force, or use --output")
     made = _converted(file, arguments)
+    read = [one.source for one in made.rewrites]
+    for target in (output, *(one.target for one in made.rewrites)):
+        refuse_output(target, overwrite=arguments.overwrite, inputs=[file, *read])
     _write_rows(made)
     raw = _whole_file(made, arguments)
     config = Config.from_dict(raw, output.absolute().parent, name=f"what {file} becomes")

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from hetero_framework.commands.options import CONFIG, load, option
+from hetero_framework.commands.options import (
+    CONFIG,
+    OutputFile,
+    check_outputs,
+    load,
+    option,
+    overwrite,
+)
 from hetero_framework.errors import UserError
 
 EXAMPLES = """
@@ -21,9 +29,11 @@ OPTIONS = (
     ),
     option(
         "--output",
+        type=OutputFile,
         metavar="PATH",
         help='file to write, "-" for Mermaid text on the screen (default: architecture.FORMAT)',
     ),
+    overwrite(),
 )
 
 
@@ -31,6 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = load(arguments)
     from hetero_framework.visualizer.diagram import Diagram, to_mermaid
     from hetero_framework.visualizer.diagram_file import draw
+    from hetero_framework.visualizer.pictures import can_draw
 
     if arguments.output == "-":
         if arguments.format not in (None, "mmd"):
@@ -40,4 +51,6 @@ def run(arguments: argparse.Namespace) -> None:
     form = arguments.format
     if form is None and arguments.output is None:
         form = config.training.visualization_format
-    print(draw(config, arguments.output or f"architecture.{form}", form))
+    output = Path(arguments.output or f"architecture.{form}")
+    check_outputs(arguments, output, *[output.with_suffix(".mmd")] * (not can_draw()))
+    print(draw(config, output, form))

@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 from hetero_framework.commands.options import (
     DEFAULT_CONFIG,
     IMPORT,
+    OutputFile,
     flag,
     load,
     option,
+    overwrite,
     repeated,
 )
 from hetero_framework.config import (
@@ -36,7 +38,7 @@ from hetero_framework.config import (
 )
 from hetero_framework.config.objectives import NEEDS, DataKind, needs_of
 from hetero_framework.core import addresses
-from hetero_framework.core.files import write_file
+from hetero_framework.core.files import refuse_output, write_file
 from hetero_framework.errors import ConfigError, DataError, HeteroError, UserError
 
 EXAMPLES = """
@@ -78,8 +80,14 @@ OPTIONS = (
         metavar="HOST:PORT",
         help="address where islands find each other (default: 127.0.0.1:29510)",
     ),
-    option("--output", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"),
-    flag("--force", "replace an existing file"),
+    option(
+        "--output",
+        default=DEFAULT_CONFIG,
+        type=OutputFile,
+        metavar="FILE",
+        help=f"default: {DEFAULT_CONFIG}",
+    ),
+    overwrite(),
 )
 ADAPTERS = ("lora", "qlora", "none")
 _USUAL_DATA = "data/train.jsonl"
@@ -96,10 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
     answers = Answers(**asked, measure=arguments.measure or None)
     output = Path(arguments.output)
     if not arguments.non_interactive:
-        code = run_wizard(answers, output, force=arguments.force)
+        code = run_wizard(answers, output, force=arguments.overwrite)
         prepare_machines(load(argparse.Namespace(config=output)), output)
         return code
-    config = write_config(answers, output, force=arguments.force)
+    config = write_config(answers, output, force=arguments.overwrite)
     objective = config.training.objective
     if arguments.objective is None and objective != "sft":
         print(f"training.objective is {objective}, as the fields of the data tell")
@@ -278,8 +286,7 @@ QLORA = {"dtype": "bfloat16", "quantization": "nf4"}
 
 def write_config(answers: Answers, output: Path, *, force: bool = False) -> Config:
     """Propose, validate and write. Raises UserError, ConfigError; `force` replaces a file."""
-    if output.exists() and not force:
-        raise UserError(f"{output} exists already", hint="replace it with --force, or use --output")
+    refuse_output(output, overwrite=force)
     if answers.model is not None:
         _model(answers.model)
     told = told_objectives(answers.data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -23,7 +24,7 @@ from hetero_framework.config.strict_json import parse_object
 from hetero_framework.core import addresses, timeouts, tls
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.files import rename, write_file
+from hetero_framework.core.files import refuse_output, rename, write_file
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background
@@ -207,7 +208,9 @@ def _keep(keys: KeyDirectory, joined: PairedMachine) -> None:
 def _write_configuration(file: Path, text: str) -> None:
     try:
         if file.exists() and file.read_text(encoding="utf-8-sig") != text:
-            before = file.with_name(f"{file.name}.before")
+            before, number = file.with_name(f"{file.name}.before"), 1
+            while os.path.lexists(before):
+                before, number = file.with_name(f"{file.name}.before.{number}"), number + 1
             rename(file, before)
             _log.info("the %s that was here is now %s", file.name, before.name)
         write_file(file, text.encode())
@@ -356,25 +359,38 @@ def rotate(keys: KeyDirectory) -> str:
     )
 
 
-def export(config: Config, keys: KeyDirectory, workers: Sequence[str], folder: Path) -> list[Path]:
+def export(
+    config: Config,
+    keys: KeyDirectory,
+    workers: Sequence[str],
+    folder: Path,
+    *,
+    overwrite: bool = False,
+) -> list[Path]:
     """Write keys of workers as files, to be copied in place of pairing."""
     known = [str(worker.id) for worker in config.workers]
     for worker in workers:
         if worker not in known:
             raise UserError(f"there is no worker {worker} (workers: {', '.join(known)})")
-    return _export(keys, workers or known, folder)
+    return _export(keys, workers or known, folder, overwrite)
 
 
-def export_islands(keys: KeyDirectory, names: Sequence[str], folder: Path) -> list[Path]:
+def export_islands(
+    keys: KeyDirectory, names: Sequence[str], folder: Path, *, overwrite: bool = False
+) -> list[Path]:
     """The same for islands."""
     if not names:
         raise UserError("hetero keys export --islands needs the islands' names")
-    return _export(keys, [checked_name(name) for name in names], folder)
+    return _export(keys, [checked_name(name) for name in names], folder, overwrite)
 
 
-def _export(keys: KeyDirectory, processes: Sequence[str], folder: Path) -> list[Path]:
-    authority, _ = certificates.ensure_authority(keys)
+def _export(
+    keys: KeyDirectory, processes: Sequence[str], folder: Path, overwrite: bool
+) -> list[Path]:
     target = KeyDirectory(folder, keys.kind)
+    for process in processes:
+        refuse_output(target.bundle(process), overwrite=overwrite, inputs=[keys.path])
+    authority, _ = certificates.ensure_authority(keys)
     files = []
     for process in processes:
         identity = Identity.of(authority.cluster, process, keys.kind)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hetero_framework.commands.options import CONFIG, KEYS, flag, key_directory, load, option
+from hetero_framework.commands.options import (
+    CONFIG,
+    KEYS,
+    OutputFolder,
+    flag,
+    key_directory,
+    load,
+    option,
+    overwrite,
+)
 from hetero_framework.errors import UserError
 from hetero_framework.log import printable
 
@@ -28,7 +37,13 @@ OPTIONS = (
     flag("--islands", "act on the keys of islands and their lighthouse, not of workers"),
     *CONFIG,
     KEYS,
-    option("--output", metavar="DIR", help="with export: directory for the worker-ID.pem files"),
+    option(
+        "--output",
+        type=OutputFolder,
+        metavar="DIR",
+        help="with export: directory for the worker-ID.pem files",
+    ),
+    overwrite(),
 )
 
 
@@ -51,15 +66,15 @@ def run(arguments: argparse.Namespace) -> None:
     elif action == "check":
         print(key_management.check(None if arguments.islands else load(arguments), keys))
     else:
-        output = Path(arguments.output)
+        output, anew = Path(arguments.output), arguments.overwrite
         if arguments.islands:
             files, folder = (
-                key_management.export_islands(keys, workers, output),
+                key_management.export_islands(keys, workers, output, overwrite=anew),
                 "hetero_keys/islands",
             )
         else:
             files, folder = (
-                key_management.export(load(arguments), keys, workers, output),
+                key_management.export(load(arguments), keys, workers, output, overwrite=anew),
                 "hetero_keys",
             )
         for file in files:

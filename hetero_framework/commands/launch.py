@@ -15,9 +15,11 @@ from hetero_framework.commands.options import (
     CONFIG,
     IMPORT,
     Option,
+    OutputFolder,
     flag,
     load,
     option,
+    overwrite,
     repeated,
 )
 from hetero_framework.errors import UserError
@@ -46,8 +48,14 @@ OPTIONS = (
     *CONFIG,
     *ACCESS,
     IMPORT,
-    option("--output", default="launch", metavar="DIR", help="directory to write (launch)"),
-    flag("--force", "replace what an earlier launch has written there"),
+    option(
+        "--output",
+        default="launch",
+        type=OutputFolder,
+        metavar="DIR",
+        help="directory to write (launch)",
+    ),
+    overwrite("replace what an earlier launch has written there"),
     repeated(
         "--host",
         "ID=HOST",
@@ -92,7 +100,7 @@ def run(given: argparse.Namespace) -> int:
     }.get(given.how, ["sh", f"{given.output}/{given.how}.sh"])
     command += ["--exit-code-from", "coordinator"] * (given.how == "compose")
     make = launch_ssh.script if given.how == "ssh" else getattr(launch_files, given.how)
-    launch_files.write(Path(given.output), make(given, processes), force=given.force)
+    launch_files.write(Path(given.output), make(given, processes), force=given.overwrite)
     if given.run:
         with signals_passed_to(lambda name: None):  # the terminal's Ctrl-C reaches docker itself
             return subprocess.call(command)

@@ -237,7 +237,7 @@ def write(folder: Path, files: Mapping[str, bytes], *, force: bool) -> None:
     if there and not force:
         differing = sorted(name for name in there | files if there.get(name) != files.get(name))
         text = f"{folder} differs from what would be written: {', '.join(differing[:5])}"
-        raise UserError(text, hint="--force replaces it; --output DIR chooses another")
+        raise UserError(text, hint="--overwrite replaces it; --output DIR chooses another")
     new, old = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
     try:
         discard(new)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hetero_framework.core.files import refuse_output
 from hetero_framework.errors import UserError
 from hetero_framework.log import printable, set_level
 
@@ -26,6 +27,35 @@ def option(*names: str, **settings: Any) -> Option:
 
 def flag(name: str, help: str) -> Option:
     return option(name, action="store_true", help=help)
+
+
+class OutputFile(str):
+    """The type of an option that names a file which the command writes."""
+
+
+class OutputFolder(str):
+    """The same for a directory, which the command looks at itself."""
+
+
+def overwrite(help: str = "replace a file that is there") -> Option:
+    return option("--overwrite", "--force", action="store_true", help=help)
+
+
+def check_outputs(arguments: argparse.Namespace, *more: str | Path) -> None:
+    """Raise UserError where a file that the options name, or one of `more`, is there already and is
+    not to be replaced, or is read by the command."""
+    given = [
+        getattr(arguments, action.dest, None)
+        for action in arguments.parser._actions
+        if action.choices is None
+    ]
+    given = [text for value in given for text in (value if isinstance(value, list) else [value])]
+    inputs = [Path(t) for t in given if type(t) is str and t and len(t) < 1024 and "\0" not in t]
+    if not getattr(arguments, "non_interactive", True):
+        return  # `hetero init` asks
+    for file in (*(text for text in given if isinstance(text, OutputFile)), *more):
+        if str(file) != "-":
+            refuse_output(Path(file), overwrite=arguments.overwrite, inputs=inputs)
 
 
 def repeated(name: str, metavar: str, help: str, **settings: Any) -> Option:
@@ -71,8 +101,8 @@ IMPORT = repeated(
     dest="imports",
 )
 OUTPUT_DIRECTORY = (
-    option("--output", required=True, metavar="DIR", help="new directory"),
-    flag("--overwrite", "replace an earlier result in DIR; other files in it stay"),
+    option("--output", required=True, type=OutputFolder, metavar="DIR", help="new directory"),
+    overwrite("replace an earlier result in DIR; other files in it stay"),
 )
 
 

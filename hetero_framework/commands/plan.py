@@ -17,12 +17,15 @@ from hetero_framework.commands.options import (
     IMPORT,
     JSON,
     ROLE_HELP,
+    OutputFile,
     access_for,
     at_least,
     check_coordinator,
+    check_outputs,
     flag,
     load,
     option,
+    overwrite,
     repeated,
     report,
 )
@@ -80,17 +83,24 @@ OPTIONS = (
         "with --dry-run: network speed of all processes, or of one, as in 2=100Mbit/s (default:"
         " 1Gbit/s); may be repeated",
     ),
-    option("--save-profile", metavar="FILE", help="save the measured or estimated profile"),
+    option(
+        "--save-profile",
+        type=OutputFile,
+        metavar="FILE",
+        help="save the measured or estimated profile",
+    ),
     flag("--write", "write the plan into the configuration"),
     option(
         "--evaluate", metavar="FILE", help="predict the step of this plan instead of choosing one"
     ),
     option(
         "--picture",
+        type=OutputFile,
         metavar="FILE",
         help="draw the layers of each process, and beside it (FILE-step) the predicted step; png,"
         " svg or pdf",
     ),
+    overwrite(),
     repeated("--pin", "ID=START:END", "layers that this process must hold; may be repeated"),
     repeated("--exclude", "ID", "worker that must hold no layers; may be repeated"),
     repeated("--margin", "ID=SIZE", "memory to leave free on this process; may be repeated"),
@@ -147,10 +157,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("hetero plan needs one of --measure, --dry-run and --profile FILE")
     if arguments.save_profile is not None and arguments.profile is not None:
         raise UserError("--save-profile keeps what --measure or --dry-run finds")
-    kept = Path(arguments.save_profile or "")
-    if arguments.save_profile is not None and kept.exists() and not kept.is_file():
-        # A device or a pipe would be replaced by a file.
-        raise UserError(f"--save-profile {kept} is not a file that can be written")
+    if arguments.picture is not None:
+        from hetero_framework.visualizer.pictures import beside
+
+        check_outputs(arguments, beside(arguments.picture))
     if arguments.anew and not arguments.measure:
         raise UserError("--anew goes with --measure")
     for name in ("model", "device", "bandwidth", *_JOB):
@@ -238,6 +248,6 @@ def _save(profile: Any, file: Path) -> None:
     from hetero_framework.core.files import write_file
 
     try:
-        write_file(file.resolve(), json.dumps(profile.to_dict(), indent=1).encode() + b"\n")
+        write_file(file, json.dumps(profile.to_dict(), indent=1).encode() + b"\n")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror or error}") from error

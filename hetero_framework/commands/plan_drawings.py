@@ -21,10 +21,9 @@ def draw_plan(result: Result, path: str, *, is_estimate: bool = False) -> tuple[
     """Write both pictures, the step beside `path` as NAME-step; return their files. Raises
     UserError without matplotlib, for an unknown format and for a file that cannot be written."""
     target = Path(path)
-    beside = target.with_name(f"{target.stem}-step{target.suffix}")
     kind = "Estimated" if is_estimate else "Predicted"
     first = pictures.save(lambda: plan_picture.figure(plan(result, kind)), target)
-    return first, timeline_picture.draw(step(result, kind), beside)
+    return first, timeline_picture.draw(step(result, kind), pictures.beside(target))
 
 
 def plan(result: Result, kind: str = "Predicted") -> PlanPicture:

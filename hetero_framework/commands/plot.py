@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hetero_framework.commands.options import option
+from hetero_framework.commands.options import OutputFile, check_outputs, option, overwrite
 
 EXAMPLES = """
     hetero plot runs/default
@@ -15,9 +15,11 @@ OPTIONS = (
     option("runs", nargs="+", metavar="RUN", help="output_dir of a run, or its metrics.jsonl"),
     option(
         "--output",
+        type=OutputFile,
         metavar="FILE",
         help="png, svg or pdf (default: curves.png, of one run in its directory, else here)",
     ),
+    overwrite(),
 )
 
 
@@ -26,6 +28,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     places = [Path(place) for place in arguments.runs]
     beside = places[0] if places[0].is_dir() else places[0].parent
+    if len(places) > 1 and arguments.output is None:
+        check_outputs(arguments, CURVES_FILE)  # that of one run is the run's own
     default = beside / CURVES_FILE if len(places) == 1 else Path(CURVES_FILE)
     file = draw([read_run(place, str(place)) for place in places], arguments.output or default)
     print(f"drawn: {file}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hetero_framework.commands.options import flag, option, report
+from hetero_framework.commands.options import OutputFile, flag, option, overwrite, report
 from hetero_framework.errors import UserError
 
 EXAMPLES = """
@@ -19,9 +19,11 @@ OPTIONS = (
     option("--format", choices=("png", "svg", "pdf"), help="default: by --output"),
     option(
         "--output",
+        type=OutputFile,
         metavar="PATH",
         help="picture to write (default: timeline.png beside timeline.json)",
     ),
+    overwrite(),
     flag("--json", "print JSON; draw only with --output"),
 )
 

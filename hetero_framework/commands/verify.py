@@ -11,9 +11,12 @@ from typing import Any
 from hetero_framework.commands.options import (
     DEFAULT_CONFIG,
     IMPORT,
+    OutputFile,
+    check_outputs,
     flag,
     load,
     option,
+    overwrite,
 )
 from hetero_framework.config.objectives import needs_of
 from hetero_framework.errors import UserError
@@ -49,9 +52,11 @@ OPTIONS = (
     option("--cuts", type=_cuts, metavar="2,5", help="cut before these layers"),
     option(
         "--output",
+        type=OutputFile,
         metavar="FILE",
         help="with --all: file for the table (default: docs/architectures.md)",
     ),
+    overwrite(),
 )
 
 
@@ -81,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.all:
         output = Path(arguments.output or "docs/architectures.md")
+        check_outputs(arguments, output)
         equivalence.write_architectures(equivalence.verify_all(_print_result), output)
         print(f"wrote {output}")
         return 0

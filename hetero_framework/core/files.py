@@ -9,11 +9,13 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hetero_framework.core import timeouts
+from hetero_framework.errors import UserError
 
+PICTURES = (".png", ".svg", ".pdf", ".mmd")
 # Windows: access denied, sharing violation, lock violation: scanners hold fresh files open.
 _BUSY = (5, 32, 33)
 
@@ -30,6 +32,25 @@ def rename(source: Path, target: Path) -> None:
             time.sleep(0.05)
         else:
             return
+
+
+def refuse_output(path: Path, *, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
+    """Raise UserError where a command may not write `path`: it is there, and is not to be replaced,
+    is no file, or is read by the command (one of `inputs`, or in a directory of them and no
+    picture). A link counts as a file, and what it leads to stays."""
+    hint = "choose another file"
+    if path.exists() and not path.is_file():  # a device or a pipe would be replaced by a file
+        raise UserError(f"{path} is not a file that can be written", hint=hint)
+    if not os.path.lexists(path):
+        return
+    read = [one for one in inputs if one.exists()]
+    inside = [one for one in read if one.is_dir() and path.suffix not in PICTURES]
+    if any(path.exists() and path.samefile(one) for one in read) or any(
+        path.resolve().is_relative_to(one.resolve()) for one in inside
+    ):
+        raise UserError(f"{path} is read by this command; it will not be replaced", hint=hint)
+    if not overwrite:
+        raise UserError(f"{path} exists already", hint=f"replace it with --overwrite, or {hint}")
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -159,6 +180,8 @@ def replace_directory(new: Path, target: Path, old: Path, *, lasting: bool = Tru
 def discard(directory: Path) -> None:
     """Delete a directory that is not needed, as far as possible."""
     with contextlib.suppress(OSError):  # of closing it, which `ignore_errors` does not ignore
+        if directory.is_symlink():
+            directory.unlink()
         shutil.rmtree(directory, ignore_errors=True)
 
 

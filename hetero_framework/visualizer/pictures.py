@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hetero_framework.core.files import write_file
 from hetero_framework.errors import UserError
 
 FORMATS = ("png", "svg", "pdf")
@@ -51,11 +52,16 @@ def picture_format(path: Path, asked: str | None, known: Sequence[str]) -> str:
     return chosen
 
 
+def beside(path: str | os.PathLike[str]) -> Path:
+    """The file for the second picture of two."""
+    file = Path(path)
+    return file.with_name(f"{file.stem}-step{file.suffix}")
+
+
 def write_picture(path: Path, content: bytes) -> Path:
     """Write the file and its folders. Raises UserError when it cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        write_file(path, content)
     except OSError as error:
         raise UserError(
             f"cannot write the picture {path}: {error.strerror}", hint="give another --output"

@@ -31,6 +31,7 @@ from transformers import PretrainedConfig
 from hetero_framework.config.objectives import NEEDS, Task
 from hetero_framework.core.cache import recall, remember
 from hetero_framework.core.devices import open_device
+from hetero_framework.core.files import write_file
 from hetero_framework.data.batches import collate, num_items, pack
 from hetero_framework.data.examples import ExamplesBuilder
 from hetero_framework.errors import ArchitectureError, ConfigError
@@ -773,7 +774,7 @@ def write_architectures(results: Sequence[Comparison], path: Path) -> None:
         refused="\n".join(refused),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_file(path, text.encode())
 
 
 def _rows(head: str, rows: Mapping[str, str]) -> str:

@@ -57,7 +57,7 @@ def convert(tmp_path, monkeypatch, capsys):
     def run(name: str, text: str | None = None, *options: str) -> tuple[Report, Config]:
         if text is not None:
             (folder / name).write_text(text)
-        command = ["convert", name, "--json", "--force", "--output", str(tmp_path / "c.json")]
+        command = ["convert", name, "--json", "--overwrite", "--output", str(tmp_path / "c.json")]
         assert main([*command, *options]) == 0
         report = json.loads(capsys.readouterr().out)
         return report, load_config(tmp_path / "c.json")
@@ -398,7 +398,7 @@ def test_machines_come_from_options(convert) -> None:
 
 def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
     convert("trl_recipe.yaml")
-    assert main(["convert", "trl_recipe.yaml", "--force", "-o", str(tmp_path / "c.json")]) == 0
+    assert main(["convert", "trl_recipe.yaml", "--overwrite", "-o", str(tmp_path / "c.json")]) == 0
     said = capsys.readouterr().out
     for text in (
         "  learning_rate 4e-05 -> training.learning_rate\n",
@@ -456,7 +456,7 @@ def test_what_cannot_be_converted_is_refused(
 def test_an_existing_file_stays(tmp_path, capsys) -> None:
     (tmp_path / "c.json").write_text("{}")
     assert main(["convert", str(FOREIGN / "trl_full.sh"), "-o", str(tmp_path / "c.json")]) == 2
-    assert "--force" in capsys.readouterr().err
+    assert "--overwrite" in capsys.readouterr().err
     assert (tmp_path / "c.json").read_text() == "{}"
 
 

@@ -145,7 +145,7 @@ def test_a_launch_that_differs_is_kept_without_force(
     assert launch("--ssh", "--set", "training.seed=9") == 2
     assert "launch differs from what would be written: ssh.sh" in capsys.readouterr().err
     assert Path("launch/ssh.sh").read_bytes() == before
-    assert launch("--ssh", "--set", "training.seed=9", "--force") == 0
+    assert launch("--ssh", "--set", "training.seed=9", "--overwrite") == 0
     assert "training.seed=9" in Path("launch/ssh.sh").read_text()
     assert sorted(path.name for path in Path().iterdir()) == [
         "cluster.json",
@@ -159,7 +159,7 @@ def test_a_directory_of_others_is_never_replaced(
 ) -> None:
     Path("launch").mkdir()
     Path("launch/thesis.txt").write_text("")
-    assert launch("--ssh", "--force") == 2
+    assert launch("--ssh", "--overwrite") == 2
     assert "launch is there already" in capsys.readouterr().err
     assert Path("launch/thesis.txt").exists()
 

@@ -194,7 +194,7 @@ def test_a_written_plan_keeps_what_was_predicted_for_the_run(
             "keeps what --measure or --dry-run finds",
         ),
         (("--dry-run", "--save-profile", os.devnull), "is not a file that can be written"),
-        (("--measure", "--save-profile", "."), "--save-profile . is not a file"),
+        (("--measure", "--save-profile", "."), ". is not a file"),
         (("--profile", "f.json", "--evaluate", "p.json", "--write"), "without --evaluate"),
         (("--profile", "f.json", "--write", "--config", "c.yaml"), "the comments of YAML would be"),
         (("--profile", "f.json", "--anew"), "--anew goes with --measure"),

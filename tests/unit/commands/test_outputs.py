@@ -1,0 +1,169 @@
+"""What commands write: a new file, or with --overwrite in place of another one; never what they
+read, and never through a link. The parser says what there is, so that no option is forgotten."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hetero_framework.cli import build_parser, main
+from hetero_framework.commands import SUMMARIES
+from hetero_framework.commands.options import OutputFile, OutputFolder
+
+FILES = {
+    ("init", "--output"): ["--non-interactive", "--layers", "4"],
+    ("convert", "--output"): ["in/recipe.yml"],
+    ("diagram", "--output"): ["--format", "mmd", "--config", "in/hetero_config.json"],
+    ("plan", "--save-profile"): ["--dry-run", "--config", "in/hetero_config.json"],
+    ("plan", "--picture"): ["--profile", "in/profile.json"],
+    ("timeline", "--output"): ["in"],
+    ("plot", "--output"): ["in/metrics.jsonl"],
+    ("generate", "--output"): ["--prompts", "in/prompts.jsonl"],
+    ("verify", "--output"): ["--all"],
+}
+"""Options that name a file to write, each with what else the command needs."""
+FOLDERS = {  # each command looks at them itself; see its own tests
+    *(("launch", "--output"), ("keys", "--output"), ("export", "--output"), ("merge", "--output")),
+}
+CHANGED = {  # a run's own directories, and files that are there to be changed
+    *(("train", "--output-dir"), ("train", "--checkpoint_dir"), ("join", "--config")),
+}
+READ = {
+    *("--config", "--keys", "--import", "--result", "--prompts", "--profile", "--evaluate"),
+    *("--checkpoint", "--gguf", "--llama-cpp", "--adapter", "--data", "--directory", "--hetero"),
+    *("file", "runs", "place", "address"),
+}
+PLACES = ("FILE", "DIR", "PATH", "RUN")
+
+
+def actions() -> Iterator[tuple[str, str, argparse.Action]]:
+    subparsers = next(a for a in build_parser()._actions if a.dest == "command")
+    assert isinstance(subparsers.choices, dict)
+    assert list(subparsers.choices) == list(SUMMARIES)
+    for command, parser in subparsers.choices.items():
+        for action in parser._actions:
+            yield command, (action.option_strings or [action.dest])[-1], action
+
+
+def test_every_option_that_names_a_place_is_known_to_be_read_or_written() -> None:
+    of_type = {
+        kind: {(command, name) for command, name, action in actions() if action.type is kind}
+        for kind in (OutputFile, OutputFolder)
+    }
+    assert of_type == {OutputFile: set(FILES), OutputFolder: FOLDERS}
+    places = {(c, n) for c, n, action in actions() if action.metavar in PLACES}
+    others = places - set(FILES) - FOLDERS - CHANGED
+    assert {name for _, name in others} <= READ, "read, or written?"
+    overwriting = {command for command, name, _ in actions() if name == "--force"}
+    assert overwriting == {command for command, _ in {*FILES, *FOLDERS}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").mkdir()
+    for name in ("recipe.yml", "prompts.jsonl", "profile.json", "metrics.jsonl", "timeline.json"):
+        (tmp_path / "in" / name).write_text("precious")
+    assert main(["init", "--non-interactive", "--layers", "4", "--output", "first.json"]) == 0
+    (tmp_path / "first.json").rename(tmp_path / "in" / "hetero_config.json")
+    (tmp_path / "precious").write_text("precious")
+    return tmp_path
+
+
+def plain(target: Path, precious: Path) -> None:
+    target.write_bytes(precious.read_bytes())
+
+
+TAKEN: dict[str, Callable[[Path, Path], None]] = {
+    "a file": plain,
+    "a hard link": lambda target, precious: os.link(precious, target),
+    "a link": lambda target, precious: target.symlink_to(precious),
+    "a dangling link": lambda target, precious: target.symlink_to("nowhere"),
+    "a directory": lambda target, precious: target.mkdir(),
+}
+
+
+def names_of(target: Path) -> tuple[int, ...]:
+    entry = target.lstat()
+    return entry.st_ino, entry.st_mode, entry.st_size, entry.st_mtime_ns
+
+
+@pytest.mark.parametrize("taken", TAKEN)
+@pytest.mark.parametrize(("command", "option"), FILES)
+def test_what_is_there_stays(
+    command: str, option: str, taken: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = folder / "out.svg"
+    TAKEN[taken](target, folder / "precious")
+    before = names_of(target)
+    assert main([command, *FILES[command, option], option, str(target)]) == 2
+    said = capsys.readouterr().err
+    assert ("is not a file" if taken == "a directory" else "exists already") in said
+    assert names_of(target) == before
+    assert (folder / "precious").read_text() == "precious"
+    assert not (folder / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [key for key in FILES if key[0] not in ("init", "verify")]
+)
+def test_a_command_never_overwrites_what_it_reads(
+    command: str, option: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = FILES[command, option]
+    read = next(word for word in words if word.startswith("in"))
+    file = folder / ("in/timeline.json" if read == "in" else read)
+    before = file.read_bytes()
+    other = folder / "another name of it"
+    os.link(file, other)
+    for name in (file, other)[: 2 - (read == "in")]:  # that of a file in a folder is another file
+        assert main([command, *words, option, str(name), "--overwrite"]) == 2
+        assert "is read by this command" in capsys.readouterr().err
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("taken", ["a file", "a hard link", "a link", "a dangling link"])
+@pytest.mark.parametrize("command", ["init", "diagram"])
+def test_overwrite_replaces_a_name_and_nothing_behind_it(
+    command: str, taken: str, folder: Path
+) -> None:
+    target, words = folder / "out", FILES[command, "--output"]
+    TAKEN[taken](target, folder / "precious")
+    assert main([command, *words, "--output", str(target), "--overwrite"]) == 0
+    assert "coordinator" in target.read_text().lower()
+    assert not target.is_symlink()
+    assert (folder / "precious").read_text() == "precious"
+    assert not (folder / "nowhere").exists()
+
+
+def test_default_names_are_no_exception(folder: Path) -> None:
+    config = ["--config", "in/hetero_config.json"]
+    for words in (["diagram", "--format", "mmd", *config], ["init", *FILES["init", "--output"]]):
+        assert main(words) == 0
+        assert main(words) == 2
+        assert main([*words, "--overwrite"]) == 0
+
+
+def test_rows_that_a_conversion_writes_are_outputs_too(folder: Path) -> None:
+    data = folder / "data"
+    data.mkdir()
+    (data / "rows.json").write_text('[{"instruction": "a", "input": "", "output": "b"}]')
+    (data / "dataset_info.json").write_text('{"ok": {"file_name": "rows.json"}}')
+    recipe = {"model_name_or_path": "m", "dataset": "ok", "dataset_dir": "data", "stage": "sft"}
+    recipe |= {"template": "llama3", "finetuning_type": "lora", "do_train": True}
+    (folder / "in" / "recipe.yml").write_text(json.dumps(recipe))
+    words, side = ["convert", "in/recipe.yml", "-o", "out.json"], folder / "out.ok.jsonl"
+    os.link(folder / "precious", side)
+    assert main(words) == 2
+    assert not (folder / "out.json").exists()
+    assert main([*words, "--overwrite"]) == 0
+    assert '"assistant"' in side.read_text()
+    assert (folder / "precious").read_text() == "precious"
+    source = (data / "rows.json").read_bytes()
+    assert main([*words[:2], "-o", "data/rows.json", "--overwrite"]) == 2
+    assert (data / "rows.json").read_bytes() == source
