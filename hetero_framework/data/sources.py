@@ -61,6 +61,7 @@ _HOW = (
     "with its .idx"
 )
 _HEAD_BYTES = 512
+_ABOUT = ("readme.md", "license", "license.md", "license.txt")
 _ONE_A_LINE = "in a .jsonl file each line is one object; a JSON list goes into a .json file"
 
 
@@ -148,6 +149,10 @@ def _find(entry: str, base_dir: Path) -> list[Source]:
         files = [match for match in matches if (base_dir / match).is_file()]
         if not files:
             raise DataError(f"no file matches {entry}", hint=f"looked in {base_dir}")
+        for match in set(matches).difference(files):
+            if not any(file.startswith(os.path.join(match, "")) for file in files):
+                hint = "add /** to the pattern, or choose one that does not match the folder"
+                raise DataError(f"{entry} matches the folder {match}, which is not read", hint=hint)
         return [open_source(match, base_dir / match) for match in files]
     if not _may_be_on_hub(entry, path):
         raise DataError(f"data file not found: {entry}", hint=f"looked at {path}")
@@ -173,8 +178,18 @@ def _folder(entry: str, path: Path) -> Source:
 
 def data_files(folder: Path) -> list[Path]:
     """The files of a folder that have the name of a readable kind, hidden ones aside."""
-    visible = (file for file in sorted(folder.rglob("*")) if not file.name.startswith("."))
-    return [file for file in visible if _suffix(file) in _KINDS and file.is_file()]
+    return [file for file in visible_files(folder) if _suffix(file) in _KINDS]
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """The files of a folder that may hold data."""
+    return [
+        file
+        for file in sorted(folder.rglob("*"))
+        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        and file.name.lower() not in _ABOUT
+        and file.is_file()
+    ]
 
 
 def _suffix(path: Path) -> str:

@@ -18,10 +18,10 @@ from hetero_framework.data.sources import (
     Record,
     Source,
     class_names,
-    data_files,
     open_source,
     plain_rows,
     read_file,
+    visible_files,
     with_class_names,
 )
 from hetero_framework.errors import DataError
@@ -166,9 +166,10 @@ def _folder_splits(
         str(split): list(map(Path, files)) for split, files in builder.config.data_files.items()
     }
     used = {file.resolve() for files in splits.values() for file in files}
-    unused = [file.name for file in data_files(path) if file.resolve() not in used]
-    if unused:
-        say(f"warning: {name} also holds {', '.join(unused[:3])}, in no split, which is not read")
+    files = (file for file in visible_files(path) if file.resolve() not in used)
+    if unused := [file.relative_to(path).as_posix() for file in files]:
+        shown = ", ".join(unused[:3]) + f" and {len(unused) - 3} more" * (len(unused) > 3)
+        say(f"warning: {name} also holds {shown}, in no split, which is not read")
     names = class_names(builder.info.features)  # as its README has them
     return {
         split: _files([open_source(str(file), file) for file in files], names)

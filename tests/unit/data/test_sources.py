@@ -301,10 +301,22 @@ def test_a_folder_has_the_splits_of_load_dataset(tmp_path, files, split):
 
 
 def test_a_folder_names_the_files_that_are_in_no_split(tmp_path):
-    folder_of({"f/train.jsonl": TRAIN, "f/more.jsonl": TEST, "f/.hidden.jsonl": TEST}, tmp_path)
+    hidden = {"f/.hidden.jsonl": TEST, "f/.git/a.csv": TEST, "f/README.md": "", "f/LICENSE": ""}
+    folder_of({"f/train.jsonl": TRAIN, "f/more.jsonl": TEST, **hidden}, tmp_path)
     said: list[str] = []
     assert len(read("f", tmp_path, said=said)) == 5
     assert said == ["warning: f also holds more.jsonl, in no split, which is not read"]
+    folder_of(dict.fromkeys(("f/a.csv", "f/b.jsonl.zst", "f/sub/c.arrow"), TEST), tmp_path)
+    read("f", tmp_path, said=said)
+    shown = "a.csv, b.jsonl.zst, more.jsonl and 1 more"
+    assert said[1:] == [f"warning: f also holds {shown}, in no split, which is not read"]
+
+
+def test_a_pattern_that_matches_a_folder_reads_it_or_is_refused(tmp_path):
+    folder_of({"f/sub.jsonl": TRAIN, "f/sub/more.jsonl": TEST}, tmp_path)
+    with pytest.raises(DataError, match=r"f/\* matches the folder f/sub, which is not read"):
+        read("f/*", tmp_path)
+    assert len(read("f/**", tmp_path)) == len(read(["f/*.jsonl", "f/sub/*"], tmp_path))
 
 
 def test_a_subset_of_a_folder_is_chosen_by_its_readme(tmp_path):
