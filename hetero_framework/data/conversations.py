@@ -42,6 +42,7 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _NOT_SAID = ("role", "from", "type", "weight")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REMARKS = 20  # that are said
+_WRAPPED = re.compile(r"\s*<(tool_\w+)>(.*)</\1>\s*", re.DOTALL)
 _MESSAGE_HINT = 'a message is {"role": "user", "content": "..."}'
 
 
@@ -119,7 +120,12 @@ class ConversationReader:
                     " different system prompts",
                     hint="keep one of them",
                 )
-        return Conversation(messages, chat.where, chat.arguments)
+        arguments = chat.arguments
+        listed = "<tools>" in (messages[0].get("content") or "") and "<tools>" in self.template
+        if messages[0]["role"] == "system" and listed and arguments.pop("tools", None):
+            text = "the system prompt lists tools; those beside it are not written again"
+            self.notes.add(text, chat.where)
+        return Conversation(messages, chat.where, arguments)
 
     def _message(self, item: Any, where: str) -> Message:
         if not isinstance(item, dict):
@@ -141,6 +147,7 @@ class ConversationReader:
             raise DataError(f"{where}: content must be a string, found {json_type(content)}")
         self._set_role(message, where)
         _set_calls(message, where)
+        self._unwrap(message, where)
         if "content" not in message and "tool_calls" not in message:
             raise DataError(f"{where} has no content")
         for text in message.values():
@@ -171,6 +178,20 @@ class ConversationReader:
                 "its messages are rendered as they are and not trained",
                 where,
             )
+
+    def _unwrap(self, message: Message, where: str) -> None:
+        """Take off tags around a tool's answer that the template writes, too. Raises DataError for
+        calls that would be written twice."""
+        content = message.get("content") or ""
+        if "tool_calls" in message and "<tool_call>" in content:
+            raise DataError(
+                f"{where} has its calls twice: as text (<tool_call>) and in tool_calls",
+                hint="keep one of them",
+            )
+        if _MEANING.get(message["role"].strip().lower()) == "tool":
+            wrapped = _WRAPPED.fullmatch(content)
+            if wrapped is not None and f"<{wrapped[1]}>" in self.template:
+                message["content"] = wrapped[2].strip("\n")
 
     def _search_role(self, role: str) -> bool:
         """Whether the template asks for a role of this name."""

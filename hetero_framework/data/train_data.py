@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHUNK = 1000  # records tokenised in one call
+_ENDS = ("bos", "eos", "cls", "sep")
+_NEAR = 4  # tokens, with white space between them
+_TWICE = (
+    "warning: two {} follow each other: the text or the chat template has one, and the tokenizer or"
+    " data.add_eos adds one (TRL does the same); leave one out"
+)
 
 
 @dataclass
@@ -330,8 +336,11 @@ class _Reader:
             while batch := list(islice(records, _CHUNK)):
                 made = zip(batch, formatter.rows(batch), formatter.targets(batch), strict=True)
                 for record, rows, targets in made:
-                    for ids, _ in rows[: len(rows) - formatter.label_rows]:
+                    given = [ids for ids, _ in rows[: len(rows) - formatter.label_rows]]
+                    for ids in given:
                         self._check_ids(ids, record)
+                    for token in dict.fromkeys(chain.from_iterable(map(self._twice, given))):
+                        formatter.notes.add(_TWICE.format(token), record.where)
                     if most is not None and any(len(ids) > most for ids, _ in rows):
                         if formatter.keeps_whole:
                             counts["long"] += 1
@@ -373,6 +382,20 @@ class _Reader:
                 f"{self.vocab_size} embeddings",
                 hint="tokenizer and model do not belong together; check model.tokenizer",
             )
+
+    def _twice(self, ids: list[int]) -> Iterator[str]:
+        """Tokens for a beginning or an end that stand twice in a row, white space aside; of a
+        classifier at its ends only, for a pair of texts may have two between them."""
+        anywhere, last = not KINDS[self.kind].label_fields, len(ids) - 1
+        for role in _ENDS:
+            token, name = (getattr(self.tokenizer, f"{role}_token{end}") for end in ("_id", ""))
+            if token is None or ids.count(token) < 2:
+                continue
+            for a, b in pairwise(k for k, each in enumerate(ids) if each == token):
+                near = b - a <= _NEAR and (anywhere or a == 0 or b == last)
+                if near and not str(self.tokenizer.decode(ids[a + 1 : b])).strip():
+                    yield name
+                    break
 
     def _remarks(self, counts: Counter[str], formatter: Formatter) -> Iterator[str]:
         yield from formatter.notes

@@ -167,6 +167,31 @@ def test_roles_by_other_names(theirs, ours, keys):
     assert read.text == rendered(meant, "qwen2_5")
 
 
+HERMES = "You may call <tools>[]</tools>"
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "glm4moe", "chatml"])
+def test_turns_of_tools_that_are_wrapped_already_are_wrapped_once(name):
+    """As NousResearch's Hermes data have them."""
+    asked = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    two = "\n</tool_response>\n<tool_response>\n"
+    for answer in ("12", f"12{two}13"):
+        given = f"<tool_response>\n{answer}\n</tool_response>"
+        row = [turn("system", HERMES), CALLS[0], turn("assistant", asked), turn("tool", given)]
+        read = Read({"messages": [*row, CALLS[3]], "tools": TOOLS}, name)
+        text = read.text
+        assert (
+            text.count("<tool_response>")
+            == text.count("</tool_response>")
+            == answer.count("\n") / 3 + 1
+        )
+        assert text.count("<tool_call>") == text.count("<tools>") == 1
+        assert asked in text
+    assert ("tools; those beside it" in str(read.notes)) is (name != "chatml")
+    both = turn("assistant", asked, tool_calls=CALLS[1]["tool_calls"])
+    assert "messages[1] has its calls twice" in refusal({"messages": [CALLS[0], both]}, name)
+
+
 def test_a_role_that_the_template_names_stays():
     messages = [turn("developer", "Be brief."), *CHAT]
     text = Read({"messages": messages}, "gptoss", assistant_only_loss=False).text

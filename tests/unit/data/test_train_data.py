@@ -7,6 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
 
 from hetero_framework.config import DataConfig
@@ -167,6 +168,46 @@ def test_load_data_template_without_an_end_of_turn_warns(tmp_path, template, war
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
     data = load(tmp_path, rows, tokenizer=tiny_tokenizer(template))
     assert any("may not learn to stop" in line for line in data.report) == warns
+
+
+SAID = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "The fox.</s>"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "objective", "twice"),
+    [
+        ({"text": "The fox."}, "sft", "</s>"),
+        ({"text": "<s>The fox."}, "sft", "<s></s>"),
+        ({"text": "The fox.</s>"}, "sft", "</s>"),  # that of the tokenizer
+        ({"prompt": "<s>What?", "completion": " The fox.</s> \n"}, "sft", "<s></s>"),
+        ({"messages": SAID}, "sft", "</s>"),
+        ({"messages": [SAID[0], {**SAID[1], "content": "The fox."}]}, "sft", ""),
+        ({"prompt": SAID[:1], "completion": SAID[1:]}, "sft", "</s>"),
+        ({"prompt": "<s>What?", "chosen": " It is.", "rejected": " No."}, "dpo", "<s></s>"),
+        ({"chosen": "It is.", "rejected": "No."}, "reward", "</s>"),
+        ({"text": "The fox.", "label": 1}, "classification", ""),
+        ({"text": "<s>The fox.</s>", "label": 1}, "classification", "<s></s>"),
+        ({"text": "The</s></s>fox.", "label": 1}, "classification", ""),
+        ({"text": "The</s></s>fox.", "text_pair": "A dog.", "label": 1}, "classification", ""),
+    ],
+)
+def test_two_beginnings_or_ends_are_those_of_trl_and_are_named(tmp_path, row, objective, twice):
+    template = CHATML.replace("'<|im_end|>' + '\\n'", "'</s>'")
+    tokenizer = tiny_tokenizer(template, sep_token="</s>")
+    ends = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=ends
+    )
+    training = {"objective": objective}
+    report = load(tmp_path, [row], tokenizer=tokenizer, training=training).report
+    found = re.findall(
+        r"two (\S+) follow each other.*\(first \S+jsonl:1, 1 in all", "\n".join(report)
+    )
+    assert "".join(dict.fromkeys(found)) == twice
+    if row.keys() == {"text"}:  # what SFTTrainer makes of it
+        text = row["text"] if row["text"].endswith("</s>") else row["text"] + "</s>"
+        ids = tokenizer(text)["input_ids"]
+        assert load(tmp_path, [row], tokenizer=tokenizer).examples[0][0].tolist() == ids
 
 
 def test_step_batches_use_data_seed_before_seed(tmp_path):
