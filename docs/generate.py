@@ -35,6 +35,8 @@ that schema by `python docs/generate.py`.
   current directory.
 - Only `coordinator` and `shard_plan` are required, and `workers` for plans that name any;
   training also needs `model` and `data`.
+- A setting that has no effect, such as `beta` with the objective sft, is named by `hetero check`
+  and before the run, with what it counts with.
 - Any setting can be replaced for one run: `hetero train --set training.learning_rate=1e-4`.
 - The column "on resume" tells what happens when the checkpoint was written with another value:
   "refused", since the result would be another; or "reported": both values are shown, and the run

@@ -10,6 +10,7 @@ from hetero_framework.config.host_names import split_address
 from hetero_framework.config.section import (
     FREE,
     PER_ISLAND,
+    ReadIf,
     Seconds,
     Section,
     checked_id,
@@ -44,28 +45,32 @@ class IslandConfig(Section):
     sync_steps: Annotated[int, with_unit("steps", ge=1)] = 1
     """1: gradients are summed over the islands in every step. More: the number of steps that an
     island takes alone before the islands average their changes."""
-    warmup_steps: Annotated[int, with_unit("steps", ge=0)] = 0
+    warmup_steps: Annotated[int, with_unit("steps", ge=0), ReadIf("sync_steps!=1")] = 0
     """Number of steps at the start of a run that sum their gradients, whatever sync_steps is:
     averages help once the loss no longer falls steeply."""
-    method: Literal["diloco", "local_sgd"] = "diloco"
+    method: Annotated[Literal["diloco", "local_sgd"], ReadIf("sync_steps!=1")] = "diloco"
     """How the average change is applied: as the gradient of an outer optimizer ("diloco"), or
     directly to the weights ("local_sgd"). This and all settings below except share have no effect
     where sync_steps is 1."""
-    fragments: Annotated[int, with_unit("fragments", ge=1)] = 1
+    fragments: Annotated[int, with_unit("fragments", ge=1), ReadIf("sync_steps!=1")] = 1
     """Parts of the model, by layers, that are averaged one after the other within sync_steps."""
-    delay_steps: Annotated[int, with_unit("steps", ge=0)] = 0
+    delay_steps: Annotated[int, with_unit("steps", ge=0), ReadIf("sync_steps!=1")] = 0
     """Steps that go on while a fragment is averaged in the background."""
-    mixing: Annotated[float, with_unit("share", ge=0, le=1)] = 0.0
+    mixing: Annotated[float, with_unit("share", ge=0, le=1), ReadIf("sync_steps!=1")] = 0.0
     """Share of an island's own weights that stays when a fragment comes back: 0 takes the average
     of all, 1 changes nothing here until the next time."""
-    compression: Literal["none", "bf16", "int8"] = "none"
+    compression: Annotated[Literal["none", "bf16", "int8"], ReadIf("sync_steps!=1")] = "none"
     """How changes of the weights are rounded on their way between islands; the rounding error is
     added to the next change."""
-    outer_learning_rate: float = Field(default=0.7, gt=0)
+    outer_learning_rate: Annotated[float, ReadIf("sync_steps!=1 and method=diloco")] = Field(
+        default=0.7, gt=0
+    )
     """Learning rate of the outer optimizer (SGD)."""
-    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
+    outer_momentum: Annotated[float, ReadIf("sync_steps!=1 and method=diloco")] = Field(
+        default=0.9, ge=0, lt=1
+    )
     """Momentum of the outer optimizer."""
-    outer_nesterov: bool = True
+    outer_nesterov: Annotated[bool, ReadIf("sync_steps!=1 and method=diloco")] = True
     """Nesterov's form of the momentum."""
     share: Annotated[Literal["auto"] | Annotated[float, with_unit("share", gt=0)], PER_ISLAND] = (
         "auto"

@@ -45,6 +45,7 @@ NEEDS: dict[str, Needs] = {
     "image-classification": Needs("own", "image-classification"),
 }
 """Of each objective; models/cut/objectives.py registers further ones."""
+BUILT_IN = tuple(NEEDS)
 
 
 def needs_of(objective: str) -> Needs:

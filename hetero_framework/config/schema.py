@@ -33,6 +33,7 @@ from pydantic import (
 
 from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
 from hetero_framework.config.host_names import checked_host, host_and_port, normal_host
+from hetero_framework.config.idle import GivenNames, idle_lines
 from hetero_framework.config.island import IslandConfig
 from hetero_framework.config.objectives import (
     DPO_LOSSES,
@@ -57,6 +58,7 @@ from hetero_framework.config.section import (
     MicroBatches,
     Name,
     Port,
+    ReadIf,
     Samples,
     Seconds,
     Section,
@@ -91,6 +93,45 @@ _Attention = Literal[
 ]
 
 
+_ALWAYS = ReadIf("training")
+_CLASSIFIES = ReadIf("training.objective=classification|image-classification")
+_EVALUATES = ReadIf("training.eval_strategy!=no or training.eval_on_start")
+_ENDS = ReadIf("training.objective=sft|dpo|orpo|cpo|kto|reward")
+_DATA_OF_SFT = ReadIf("training.objective=sft")
+_PREDICTS = ReadIf("objective=sft|dpo|orpo|cpo|kto")
+_OF_DPO = ReadIf("objective=dpo")
+_PREFERS = ReadIf("objective=dpo|orpo|cpo|kto")
+_SMOOTHS = ReadIf(
+    "objective=dpo and loss_type=robust|exo_pair or objective=cpo and loss_type=sigmoid|simpo"
+)
+_OF_CPO = ReadIf("objective=cpo")
+_SIMPO = ReadIf("objective=cpo and loss_type=simpo")
+_OF_REWARD = ReadIf("objective=reward")
+_DISCOPOP = ReadIf("objective=dpo and loss_type=discopop")
+_OF_KTO = ReadIf("objective=kto")
+_REFERENCED = ReadIf("objective=dpo|kto")
+_SHUFFLES = ReadIf("train_sampling_strategy!=sequential")
+_BY_EPOCHS = ReadIf("max_steps=-1")
+_WARMS = ReadIf("lr_scheduler_type!=constant")
+_BENDS = ReadIf("lr_scheduler_type!=constant|constant_with_warmup")
+_HAS_BETAS = ReadIf("optim!=adafactor|sgd|adagrad|rmsprop*")
+_HAS_EPSILON = ReadIf("optim!=adafactor|sgd|adagrad|rmsprop*|*lion*")
+_OF_SFT = ReadIf("objective=sft")
+_HAS_ARGS = ReadIf(
+    "optim!=adamw_torch|adamw_torch_fused|adamw_8bit|adamw_bnb_8bit|paged_adamw*|*lion*|adafactor"
+)
+_LOGS = ReadIf("logging_strategy=steps or eval_strategy=steps")
+_MEASURES = ReadIf("objective=sft|dpo|kto")
+_HAS_BEST = ReadIf(
+    "metric_for_best_model or load_best_model_at_end or early_stopping_patience"
+    " or save_strategy=best"
+)
+_STOPS = ReadIf("early_stopping_patience")
+_SAMPLES = ReadIf("sample_prompts")
+_DRAWS = ReadIf("sample_prompts and sample_temperature")
+_UPLOADS = ReadIf("push_to_hub")
+_DRAWN = ReadIf("visualize")
+_HAS_ADAPTER = ReadIf("adapter")
 Host = Annotated[str, AfterValidator(checked_host)]
 
 
@@ -234,7 +275,7 @@ class ModelConfig(Section):
     num_labels: int | None = Field(default=None, ge=1, le=MAX_LABELS)
     """Classification: labels, or numbers that are learned. null: as many as the checkpoint's
     classifier has, else as the data have."""
-    problem_type: ProblemType | None = None
+    problem_type: Annotated[ProblemType | None, _CLASSIFIES] = None
     """Classification of texts: the kind of loss. null: as the checkpoint's classifier says, else as
     the data's labels look."""
     label_names: tuple[Name, ...] | None = None
@@ -314,6 +355,7 @@ class AdapterConfig(Section):
     """LoRA, with the names and defaults of peft.LoraConfig."""
 
     effect = IDENTITY
+    read_if = ReadIf("init_from=null")
 
     r: int = Field(default=8, ge=1)
     """Rank of the update matrices."""
@@ -343,7 +385,7 @@ class AdapterConfig(Section):
     that need data (EVA, CorDA, LoRA-GA) and LoftQ are not supported."""
     layers_to_transform: StrictInt | tuple[int, ...] | None = None
     """Only these layers (numbers of the whole model). null: all."""
-    layers_pattern: str | tuple[str, ...] | None = None
+    layers_pattern: Annotated[str | tuple[str, ...] | None, ReadIf("layers_to_transform")] = None
     """Name of the layer list, for layers_to_transform."""
     rank_pattern: dict[str, int] = Field(default_factory=dict)
     """Ranks that differ from r, by module name or expression."""
@@ -351,11 +393,11 @@ class AdapterConfig(Section):
     """Scales that differ from lora_alpha, by module name or expression."""
     fan_in_fan_out: bool = False
     """The layer stores (in, out), as Conv1D of GPT-2 does."""
-    autocast_adapter_dtype: bool | None = None
+    autocast_adapter_dtype: Annotated[bool | None, _ALWAYS] = None
     """Type of the update matrices over a base in bfloat16 or float16, or quantised. true: float32.
     false: the base's; bfloat16 over a quantised one. null: as PEFT and TRL's SFTTrainer have it,
     float32, over a quantised base bfloat16."""
-    init_from: Annotated[Name | None, PER_ISLAND] = None
+    init_from: Annotated[Name | None, PER_ISLAND, _ALWAYS] = None
     """Directory of an existing PEFT LoRA adapter to continue (relative to this file). Its own
     settings then replace those of this section."""
 
@@ -378,12 +420,15 @@ class DataConfig(Section):
     """Training and evaluation data; names follow TRL's SFTConfig where it has them."""
 
     scope = PER_ISLAND
+    read_if = ReadIf("training.objective!=sequential|image-classification")
 
-    train: str | tuple[str, ...]
+    train: Annotated[str | tuple[str, ...], _ALWAYS]
     """Training data: file(s) (.json, .jsonl, .parquet, .txt), a folder of them, one saved by
     `datasets`, a dataset name, or Megatron's .bin and .idx by their prefix, also a blend: ["0.3",
     "a", "0.7", "b"]. Relative paths start at this file's folder."""
-    eval: str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None = None
+    eval: Annotated[str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None, _EVALUATES] = (
+        None
+    )
     """Evaluation data, of the same forms; see training.eval_steps. Or several sets by their names:
     {"math": "m.jsonl", "chat": "c.jsonl"} gives eval_math_loss, eval_chat_loss, ..."""
     format: Literal["auto", "text", "prompt_completion", "messages", "alpaca", "preference"] = (
@@ -394,20 +439,20 @@ class DataConfig(Section):
     """Configuration (subset) name for a dataset of the hub or a folder with a README."""
     train_split: Name = "train"
     """Split for training, or a slice of one: train[:1000], train[10%:]. A file is one split."""
-    eval_split: Name = "test"
+    eval_split: Annotated[Name, ReadIf("eval")] = "test"
     """Split for evaluation, or a slice of one. A file has the splits test and train: all of it."""
-    dataset_text_field: Name = "text"
+    dataset_text_field: Annotated[Name, ReadIf("training.objective=sft|classification")] = "text"
     """Column that holds the text in the text format."""
     max_length: Tokens | None = 1024
     """Longer samples are cut to this length and counted. null: no limit."""
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     """Which end of a long sample is kept."""
-    add_eos: bool = True
+    add_eos: Annotated[bool, _ENDS] = True
     """Append the end-of-sequence token to text, completion and Alpaca samples that lack it, as TRL
     does."""
-    completion_only_loss: bool | None = None
+    completion_only_loss: Annotated[bool | None, _DATA_OF_SFT] = None
     """Loss on the completion only. null: yes for prompt/completion and Alpaca data."""
-    assistant_only_loss: bool | None = None
+    assistant_only_loss: Annotated[bool | None, _DATA_OF_SFT] = None
     """Conversations: loss on the assistant's turns only. null: yes for messages (TRL's default is
     false), no for prompt/completion, where the completion decides."""
     chat_template_path: str | None = None
@@ -518,73 +563,73 @@ class TrainingConfig(Section):
     rather than the rejected one, "kto" answers that are rated one by one; "reward" a number for
     each answer, "classification" and "token-classification" labels; --import may register
     others."""
-    loss_type: str | tuple[str, ...] | None = None
+    loss_type: Annotated[str | tuple[str, ...] | None, _PREDICTS] = None
     """DPO's, CPO's or KTO's loss, by its name in TRL; of DPO also several, whose sum by
     loss_weights is taken. null: sigmoid, of KTO kto. "sft" has TRL's "nll" alone."""
-    loss_weights: tuple[float, ...] | None = None
+    loss_weights: Annotated[tuple[float, ...] | None, _OF_DPO] = None
     """A weight for each loss_type. null: 1 for each."""
-    beta: float = Field(default=0.1, gt=0)
+    beta: Annotated[float, _PREFERS] = Field(default=0.1, gt=0)
     """DPO, KTO: how closely the model keeps to the reference. ORPO: weight of the odds. CPO: by
     what log-probabilities are multiplied."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    label_smoothing: Annotated[float, _SMOOTHS] = Field(default=0.0, ge=0, lt=0.5)
     """The share of pairs whose answers may have been confused (DPO: robust, exo_pair; CPO: sigmoid,
     simpo)."""
-    cpo_alpha: float = Field(default=1.0, ge=0)
+    cpo_alpha: Annotated[float, _OF_CPO] = Field(default=1.0, ge=0)
     """CPO: weight of the chosen answers' own loss."""
-    simpo_gamma: float = 0.5
+    simpo_gamma: Annotated[float, _SIMPO] = 0.5
     """CPO: how much better the chosen answer should be (simpo)."""
-    rpo_alpha: float | None = Field(default=None, ge=0)
+    rpo_alpha: Annotated[float | None, _OF_DPO] = Field(default=None, ge=0)
     """DPO: weight of the chosen answers' own loss, added to the others. null: none."""
-    use_weighting: bool = False
+    use_weighting: Annotated[bool, _OF_DPO] = False
     """DPO: weight each pair by how likely the model finds it (WPO)."""
-    ld_alpha: float | None = Field(default=None, ge=0, le=1)
+    ld_alpha: Annotated[float | None, _OF_DPO] = Field(default=None, ge=0, le=1)
     """DPO: weight of the tokens beyond the length of the shorter answer. null: all count."""
-    center_rewards_coefficient: float | None = Field(default=None, ge=0)
+    center_rewards_coefficient: Annotated[float | None, _OF_REWARD] = Field(default=None, ge=0)
     """Reward: weight of the squared sum of a pair's rewards, which keeps them around 0. null: 0."""
-    discopop_tau: float = Field(default=0.05, gt=0)
+    discopop_tau: Annotated[float, _DISCOPOP] = Field(default=0.05, gt=0)
     """DPO: the temperature of discopop."""
-    desirable_weight: float = Field(default=1.0, ge=0)
+    desirable_weight: Annotated[float, _OF_KTO] = Field(default=1.0, ge=0)
     """KTO: weight of the answers whose label is true."""
-    undesirable_weight: float = Field(default=1.0, ge=0)
+    undesirable_weight: Annotated[float, _OF_KTO] = Field(default=1.0, ge=0)
     """KTO: weight of the other answers."""
-    precompute_ref_log_probs: Annotated[bool, ROUNDING] = True
+    precompute_ref_log_probs: Annotated[bool, ROUNDING, _REFERENCED] = True
     """DPO, KTO: ask the reference once, before the first step, and keep its numbers for each
     example. false: in every step, with the adapter switched off. (TRL's default is false.)"""
     seed: Annotated[Seed, IDENTITY] = 42
     """Seed of weights, order, dropout and noise."""
-    data_seed: Annotated[Seed | None, IDENTITY, PER_ISLAND] = None
+    data_seed: Annotated[Seed | None, IDENTITY, PER_ISLAND, _SHUFFLES] = None
     """Seed of the sample order. null: seed."""
-    num_train_epochs: Annotated[float, with_unit("epochs", gt=0), PER_ISLAND] = 3.0
+    num_train_epochs: Annotated[float, with_unit("epochs", gt=0), PER_ISLAND, _BY_EPOCHS] = 3.0
     """Passes over the training data."""
     max_steps: Annotated[int, with_unit("steps", ge=-1), PER_ISLAND] = -1
     """Optimizer steps to train; -1: as num_train_epochs says."""
     per_device_train_batch_size: Annotated[Samples, IDENTITY, PER_ISLAND] = 8
     """Samples in a micro-batch."""
-    per_device_eval_batch_size: Annotated[Samples, FREE] = 8
+    per_device_eval_batch_size: Annotated[Samples, FREE, ReadIf("data.eval")] = 8
     """Samples in an evaluation micro-batch."""
     gradient_accumulation_steps: Annotated[MicroBatches, IDENTITY, PER_ISLAND] = 1
     """Micro-batches in a step. At least twice the number of stages keep the pipeline full."""
     learning_rate: float = Field(default=5e-5, ge=0)
     """Peak learning rate."""
-    warmup_steps: Annotated[float, with_unit(STEPS_OR_SHARE, ge=0)] = 0
+    warmup_steps: Annotated[float, with_unit(STEPS_OR_SHARE, ge=0), _WARMS] = 0
     """Linear warm-up: steps, or a share of all steps when below 1."""
-    warmup_ratio: float | None = Field(default=None, ge=0, le=1)
+    warmup_ratio: Annotated[float | None, _WARMS] = Field(default=None, ge=0, le=1)
     """Linear warm-up as a share of all steps; instead of warmup_steps."""
     lr_scheduler_type: Name = "linear"
     """Schedule of transformers: "linear", "cosine", ..."""
-    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    lr_scheduler_kwargs: Annotated[dict[str, Any], _BENDS] = Field(default_factory=dict)
     """Further arguments of the schedule."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay; not applied to biases and norms, as in transformers."""
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta1: Annotated[float, _HAS_BETAS] = Field(default=0.9, ge=0, lt=1)
     """Adam's first beta."""
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    adam_beta2: Annotated[float, _HAS_BETAS] = Field(default=0.999, ge=0, lt=1)
     """Adam's second beta."""
-    adam_epsilon: float = Field(default=1e-8, ge=0)
+    adam_epsilon: Annotated[float, _HAS_EPSILON] = Field(default=1e-8, ge=0)
     """Adam's epsilon."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are clipped to this global norm over all stages; 0: never."""
-    label_smoothing_factor: Annotated[float, with_unit("share", ge=0, le=1)] = 0.0
+    label_smoothing_factor: Annotated[float, with_unit("share", ge=0, le=1), _OF_SFT] = 0.0
     """Share of each label that goes to all tokens alike. The loss, also of an evaluation, is that
     of transformers' Trainer: divided by the number of labels in all micro-batches of a step, and
     without what routers add (router_aux_loss_coef). eval_perplexity follows from it. Multimodal
@@ -595,11 +640,11 @@ class TrainingConfig(Section):
     same whatever the cut, but other numbers than transformers draws. null or 0: none."""
     optim: Annotated[Name, IDENTITY] = "adamw_torch"
     """Optimizer, by its name in transformers. (Its own default is adamw_torch_fused.)"""
-    optim_args: Annotated[str | None, IDENTITY] = None
+    optim_args: Annotated[str | None, IDENTITY, _HAS_ARGS] = None
     """Further arguments of the optimizer, as "name=value,name=value"."""
     logging_strategy: Annotated[Literal["no", "steps", "epoch"], FREE] = "steps"
     """When to print a line and to tell callbacks. metrics.jsonl has every step."""
-    logging_steps: Annotated[Steps, FREE] = 1
+    logging_steps: Annotated[Steps, FREE, _LOGS] = 1
     """Steps from one line on the screen to the next, with logging_strategy "steps"."""
     logging_first_step: Annotated[bool, FREE] = False
     """Tell callbacks of the first step too; the screen shows it anyway."""
@@ -609,14 +654,14 @@ class TrainingConfig(Section):
         StrictBool | Literal["all", "non_padding", "no"], FREE
     ] = "no"
     """Tell callbacks how many tokens were trained on: "all" (or true) with padding."""
-    token_metrics: Annotated[bool, FREE] = False
+    token_metrics: Annotated[bool, FREE, _MEASURES] = False
     """Measure also, as TRL's SFTTrainer does, mean_token_accuracy (the share of label tokens that
     the model finds likeliest), entropy (of its predictions, in nats), both as means over
     micro-batches, and num_tokens (trained on so far): in training, and in evaluations as
     eval_mean_token_accuracy and so on. It costs one more pass over the logits."""
     save_strategy: Annotated[Literal["no", "steps", "epoch", "best"], FREE] = "steps"
     """When to save checkpoints. "best": after an evaluation that is better than all before."""
-    save_steps: Annotated[Steps, FREE] = 500
+    save_steps: Annotated[Steps, FREE, ReadIf("save_strategy=steps")] = 500
     """Checkpoint interval for save_strategy "steps"."""
     save_total_limit: Annotated[int | None, FREE] = Field(default=None, ge=1)
     """Checkpoints to keep; older ones are deleted, the best one never. null: all."""
@@ -626,7 +671,7 @@ class TrainingConfig(Section):
     """Evaluation interval for "steps". null: logging_steps."""
     eval_on_start: Annotated[bool, FREE] = False
     """Evaluate once before the first step."""
-    eval_delay: Annotated[float, FREE] = Field(default=0, ge=0)
+    eval_delay: Annotated[float, FREE, ReadIf("eval_strategy!=no")] = Field(default=0, ge=0)
     """Steps, or epochs with eval_strategy "epoch", before the first evaluation."""
     load_best_model_at_end: Annotated[bool, FREE] = False
     """Make the result of the best checkpoint, not of the last step. Evaluation and saving then
@@ -635,12 +680,12 @@ class TrainingConfig(Section):
     """The metric of an evaluation that decides, with or without "eval_" in front: "loss",
     "token_loss", "perplexity", one of token_metrics or of compute_metrics; of several sets
     "math_loss" and so on. null: "loss", where one is needed."""
-    greater_is_better: Annotated[bool | None, FREE] = None
+    greater_is_better: Annotated[bool | None, FREE, _HAS_BEST] = None
     """Whether a larger value is better. null: unless the metric's name ends in "loss" or is
     "perplexity"."""
     early_stopping_patience: Annotated[int | None, FREE] = Field(default=None, ge=1)
     """Stop after this many evaluations in a row that are not better than the best one."""
-    early_stopping_threshold: Annotated[float, FREE] = Field(default=0.0, ge=0)
+    early_stopping_threshold: Annotated[float, FREE, _STOPS] = Field(default=0.0, ge=0)
     """How much better one has to be, to count for early_stopping_patience."""
     sample_prompts: Annotated[str | tuple[str | tuple[dict[str, Any], ...], ...] | None, FREE] = (
         None
@@ -648,13 +693,13 @@ class TrainingConfig(Section):
     """Prompts that the model continues while it trains: a file of them (.txt, .json, .jsonl,
     .parquet), or a list of texts and of lists of messages. Where the data are conversations, a text
     is what a user says."""
-    sample_steps: Annotated[Steps, FREE] = 100
+    sample_steps: Annotated[Steps, FREE, _SAMPLES] = 100
     """Steps from one sampling to the next; the last step is sampled too."""
-    sample_max_new_tokens: Annotated[Tokens, FREE] = 64
+    sample_max_new_tokens: Annotated[Tokens, FREE, _SAMPLES] = 64
     """Tokens of a sample, at most."""
-    sample_temperature: Annotated[float, FREE] = Field(default=0.0, ge=0)
+    sample_temperature: Annotated[float, FREE, _SAMPLES] = Field(default=0.0, ge=0)
     """0: always the likeliest token. Else tokens are drawn, the freer the higher it is."""
-    sample_top_p: Annotated[float, FREE] = Field(default=1.0, gt=0, le=1)
+    sample_top_p: Annotated[float, FREE, _DRAWS] = Field(default=1.0, gt=0, le=1)
     """Draw from the likeliest tokens that have this probability together."""
     bf16: Annotated[bool, IDENTITY] = False
     """Compute in bfloat16 autocast; weights keep their type."""
@@ -664,7 +709,7 @@ class TrainingConfig(Section):
     """Store only the input of each layer and compute it again backward. "auto": on as few stages as
     it takes for every process to fit its device's free memory."""
     loss_chunk_tokens: Annotated[
-        Annotated[int, with_unit("tokens", ge=2)] | Literal["auto"] | None, ROUNDING
+        Annotated[int, with_unit("tokens", ge=2)] | Literal["auto"] | None, ROUNDING, _PREDICTS
     ] = "auto"
     """Tokens whose logits exist at once: the loss of a longer micro-batch is computed and
     differentiated in chunks. "auto": chunks of 2**26 logits, so that small micro-batches stay
@@ -690,29 +735,29 @@ class TrainingConfig(Section):
     "all" (that are installed), or "none"."""
     run_name: Annotated[Name | None, FREE] = None
     """The run's name for reporters. null: that of output_dir, with a number of its own."""
-    project: Annotated[Name, FREE] = "huggingface"
+    project: Annotated[Name, FREE, ReadIf("report_to!=tensorboard")] = "huggingface"
     """The project that reporters put the run into."""
     push_to_hub: Annotated[bool, FREE] = False
     """Upload the result to the Hugging Face hub. The token is that of `hf auth login` or HF_TOKEN
     on the coordinator's machine. An upload that fails is told, and the run goes on."""
-    hub_model_id: Annotated[Name | None, FREE] = None
+    hub_model_id: Annotated[Name | None, FREE, _UPLOADS] = None
     """The repository, as "OWNER/NAME" or "NAME". null: the name of output_dir. It is made where
     there is none."""
-    hub_strategy: Annotated[Literal["end", "checkpoint", "all_checkpoints"], FREE] = "end"
+    hub_strategy: Annotated[Literal["end", "checkpoint", "all_checkpoints"], FREE, _UPLOADS] = "end"
     """"end": the result is uploaded, when the run is done. "checkpoint": so is the newest
     checkpoint while it trains, as last-checkpoint. "all_checkpoints": as step_N, without those
     saved while another one is uploaded. Checkpoints name machines and folders, and go into private
     repositories alone. (The default in transformers is every_save, which is refused.)"""
-    hub_private_repo: Annotated[bool | None, FREE] = None
+    hub_private_repo: Annotated[bool | None, FREE, _UPLOADS] = None
     """Whether a repository that is made is private. null: as its owner's default says."""
-    hub_revision: Annotated[Name | None, FREE] = None
+    hub_revision: Annotated[Name | None, FREE, _UPLOADS] = None
     """The branch to upload to; it is made where there is none. null: the default branch."""
-    logging_dir: Annotated[Name | None, FREE] = None
+    logging_dir: Annotated[Name | None, FREE, ReadIf("report_to=tensorboard|all")] = None
     """TensorBoard directory. null: output_dir/tensorboard."""
     visualize: Annotated[bool, FREE] = True
     """Draw the diagram of the machines into output_dir, and at the end the run's curves
     (curves.png), for which matplotlib is needed."""
-    visualization_format: Annotated[Literal["png", "svg", "pdf", "mmd"], FREE] = "png"
+    visualization_format: Annotated[Literal["png", "svg", "pdf", "mmd"], FREE, _DRAWN] = "png"
     """Format of the diagram; mmd is Mermaid text. Graphviz draws it, else matplotlib."""
     timeline_steps: Annotated[int, with_unit("steps", ge=-1), FREE] = 3
     """Steps after the first whose compute, transfers and waits are written into
@@ -732,9 +777,9 @@ class TrainingConfig(Section):
     measured times promise a step at least a tenth shorter, and goes on without a worker that stays
     away for a minute, until that is back. "ask": it says what another plan would gain. "never": it
     does not. The result is the same to the last bit."""
-    replicate_steps: Annotated[Literal["auto"] | Annotated[int, with_unit("steps", ge=0)], FREE] = (
-        "auto"
-    )
+    replicate_steps: Annotated[
+        Literal["auto"] | Annotated[int, with_unit("steps", ge=0)], FREE, _HAS_ADAPTER
+    ] = "auto"
     """Steps from one copy of the adapters and their optimizer on the coordinator to the next; a
     worker that dies costs at most that many steps. "auto": as often as takes at most 5 % of the
     time. 0: never (a lost worker costs the steps since the last checkpoint). With full training
@@ -955,6 +1000,8 @@ class WireConfig(Section):
     """How the tensors between stages are written. Anything but "none" changes them a little, and
     with that the training; for networks that are slower than the devices."""
 
+    read_if = ReadIf("workers")
+
     activations: Literal["none", "bf16", "int8"] = "none"
     """Hidden states, forward. "none": as they are. "bf16": float32 rounded to bfloat16, half the
     bytes. "int8": 8 bits with a scale per 64 values, 0.52 of the bytes of a 16-bit type, 0.26 of
@@ -1022,6 +1069,7 @@ class Config(WholeFile):
     _base_dir: Path = PrivateAttr(default_factory=Path.cwd)
     _quantizes: bool | None = PrivateAttr(None)
     _left_out: tuple[str, ...] = PrivateAttr(default=())
+    _given: GivenNames = PrivateAttr(default=GivenNames())
 
     @field_validator("resume_step")
     @classmethod
@@ -1059,6 +1107,7 @@ class Config(WholeFile):
             raise (PlanError if in_plan else ConfigError)(report(name, problems))
         config._base_dir = Path(base_dir or Path.cwd()).absolute()
         config._left_out = tuple(left_out)
+        config._given = GivenNames(_given(config, raw))
         if config.model is not None:
             config.model._objective = config.training.objective
         return config
@@ -1072,7 +1121,7 @@ class Config(WholeFile):
             raw[name] = {**old, **new} if isinstance(new, dict) and old is not None else new
         changed = type(self).from_dict(raw, self._base_dir)
         changed._quantizes = self._quantizes
-        changed._left_out = self._left_out
+        changed._left_out, changed._given = self._left_out, self._given
         return changed
 
     def to_dict(self) -> dict[str, Any]:
@@ -1266,17 +1315,12 @@ class Config(WholeFile):
         idle = [worker for worker in self.workers if worker not in self.planned_workers]
         warnings = [
             *self._left_out,
+            *idle_lines(self, self._given),
             *(
                 f"worker {shown(worker.id)} has no entry in shard_plan and takes no part"
                 for worker in idle
             ),
         ]
-        if self.data and self.data.eval and self.training.evaluation == "no":
-            warnings.append(
-                "data.eval is given but never used; set training.eval_steps or eval_strategy"
-            )
-        if self.training.hub_model_id is not None and not self.training.push_to_hub:
-            warnings.append("training.hub_model_id is given but never used; set push_to_hub")
         stages, m = len(self.shard_plan), self.training.gradient_accumulation_steps
         if m < stages:
             warnings.append(
@@ -1418,6 +1462,20 @@ def _address_problems(
                 f"{here}.port",
                 f"{worker.ip} port {worker.port} is that of {other} too; give each its own",
             )
+
+
+def _given(config: Config, raw: dict[str, Any]) -> Iterator[str]:
+    """The settings that the user has chosen, as "training.beta". A section with most of its
+    settings is one that a run has written: there, those that differ from the default."""
+    for name, section in config:
+        if not isinstance(section, Section) or not isinstance(raw.get(name), dict):
+            continue
+        fields = type(section).model_fields
+        for key in fields.keys() & raw[name].keys():
+            value = getattr(section, key)
+            is_default = value == fields[key].get_default(call_default_factory=True)
+            if not is_default or (value and 2 * len(raw[name]) < len(fields)):
+                yield f"{name}.{key}"
 
 
 def _json(value: Any) -> Any:

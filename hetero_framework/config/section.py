@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, ClassVar
 
@@ -30,6 +31,15 @@ class Scope(Enum):
 
     ALL_ISLANDS = "they do"
     PER_ISLAND = "each has its own; what follows from it is compared, such as tokens and weights"
+
+
+@dataclass(frozen=True)
+class ReadIf:
+    """The settings with which a setting has an effect; without a mark, that of its section counts.
+    "beta" is one that is set, "loss_type=ipo|hinge" one with such a value, "optim!=sgd" one with
+    another; " and " binds closer than " or "."""
+
+    condition: str
 
 
 IDENTITY, RESULT, ROUNDING, FREE = Effect
@@ -72,6 +82,7 @@ class Section(BaseModel):
     )
     effect: ClassVar[Effect] = RESULT
     scope: ClassVar[Scope | None] = None
+    read_if: ClassVar[ReadIf | None] = None
 
 
 class WholeFile(Section):

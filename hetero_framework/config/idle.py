@@ -1,0 +1,68 @@
+"""Settings that were given and have no effect, from the marks of their fields (`ReadIf`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatch
+from typing import Any
+
+from hetero_framework.config.objectives import BUILT_IN
+from hetero_framework.config.section import ReadIf, Section
+
+_RESOLVED = {"loss_type": "losses", "eval_strategy": "evaluation"}
+"""Properties of the training section that have the value of a setting where that is null."""
+
+
+class GivenNames(tuple[str, ...]):
+    """Names of settings. Configurations of the same values are equal, whoever gave them."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GivenNames)
+
+
+def idle_lines(config: Section, given: Collection[str]) -> Iterator[str]:
+    """A line for each of the `given` settings ("training.beta") that nothing reads."""
+    for name in sorted(given):
+        section, _, key = name.partition(".")
+        holder = getattr(config, section)
+        fields = type(holder).model_fields
+        known = (*fields[key].metadata, holder.read_if)
+        marks = (mark for mark in known if isinstance(mark, ReadIf))
+        if (mark := next(marks, None)) is None:
+            continue
+        ways = [
+            [f"{section}.{part}" if re.split("!?=", part)[0] in fields else part for part in way]
+            for way in (way.split(" and ") for way in mark.condition.split(" or "))
+        ]
+        if not any(all(_holds(config, part) for part in way) for way in ways):
+            told = ", or with ".join(" and ".join(map(_words, way)) for way in ways)
+            yield f"{name} has no effect: it counts only with {told}"
+
+
+def _holds(config: Section, part: str) -> bool:
+    path, has_values, values = part.partition("=")
+    section, _, key = path.rstrip("!").partition(".")
+    holder: Any = getattr(config, section)
+    if key:
+        holder = holder and getattr(holder, _RESOLVED.get(key, key))
+    if not has_values:
+        return bool(holder)
+    if key == "objective" and holder not in BUILT_IN:
+        return True  # one that the user has registered may read anything
+    found = holder if isinstance(holder, tuple) else (holder,)
+    fits = [
+        any(fnmatch("null" if one is None else str(one), value) for value in values.split("|"))
+        for one in found
+    ]
+    return not all(fits) if path.endswith("!") else any(fits)
+
+
+def _words(part: str) -> str:
+    path, _, values = part.partition("=")
+    choices = " or ".join(values.replace("|", ", ").rsplit(", ", 1))
+    other = "another " * path.endswith("!")
+    than = " than" * path.endswith("!")
+    return f"{other}{path.rstrip('!')}{than} {choices}".rstrip()

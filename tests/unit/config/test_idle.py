@@ -1,0 +1,203 @@
+"""Settings without an effect are said, and only these: beside our own losses and transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from hetero_framework.config import Config, load_config
+from hetero_framework.config.effects import settings
+from hetero_framework.config.objectives import DPO_LOSSES, NEEDS, ONE_LOSS, Needs
+from hetero_framework.config.section import ReadIf
+from hetero_framework.data.pairs import MARGIN, REFERENCE
+from hetero_framework.engine.optimizer import LearningRate
+from hetero_framework.models.cut.objectives import objective_of
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+ISLAND = {"name": "a", "lighthouse": "127.0.0.1:29510"}
+
+
+def config_of(**sections: Any) -> Config:
+    raw: dict[str, Any] = {
+        "coordinator": {"ip": "127.0.0.1"},
+        "shard_plan": [{"id": "local", "start": 0, "end": 2}],
+        "data": {"train": "a"},
+        "training": {"gradient_accumulation_steps": 4},
+    }
+    for name, section in sections.items():
+        given = isinstance(section, dict) and name in raw
+        raw[name] = {**raw[name], **section} if given else section
+    return Config.from_dict(raw)
+
+
+def idle(config: Config) -> dict[str, str]:
+    lines = (line.partition(" has no effect: ") for line in config.warnings())
+    return {name: why for name, separator, why in lines if separator}
+
+
+@pytest.mark.parametrize(
+    ("sections", "name", "why"),
+    [
+        ({"training": {"beta": 0.1}}, "training.beta", "objective dpo, orpo, cpo or kto"),
+        (
+            {"training": {"objective": "dpo", "simpo_gamma": 1.0}},
+            "training.simpo_gamma",
+            "training.objective cpo and training.loss_type simpo",
+        ),
+        ({"training": {"save_strategy": "no", "save_steps": 9}}, "training.save_steps", "steps"),
+        (
+            {"training": {"sample_steps": 9}},
+            "training.sample_steps",
+            "with training.sample_prompts",
+        ),
+        (
+            {"training": {"sample_prompts": ["a"], "sample_top_p": 0.5}},
+            "training.sample_top_p",
+            "sample_temperature",
+        ),
+        ({"training": {"hub_model_id": "a/b"}}, "training.hub_model_id", "push_to_hub"),
+        ({"training": {"early_stopping_threshold": 0.1}}, "training.early_stopping_threshold", "p"),
+        ({"training": {"greater_is_better": False}}, "training.greater_is_better", "save_strategy"),
+        (
+            {"training": {"max_steps": 3, "num_train_epochs": 1.0}},
+            "training.num_train_epochs",
+            "-1",
+        ),
+        (
+            {"training": {"objective": "reward", "token_metrics": True}},
+            "training.token_metrics",
+            "",
+        ),
+        ({"data": {"eval": "b"}}, "data.eval", "another training.eval_strategy than no, or with"),
+        ({"data": {"eval_split": "dev"}}, "data.eval_split", "with data.eval"),
+        ({"training": {"replicate_steps": 4}}, "training.replicate_steps", "with adapter"),
+        ({"adapter": {"layers_pattern": "h"}}, "adapter.layers_pattern", "layers_to_transform"),
+        ({"adapter": {"r": 4, "init_from": "x"}}, "adapter.r", "adapter.init_from null"),
+        ({"wire": {"activations": "bf16"}}, "wire.activations", "with workers"),
+        (
+            {"island": {**ISLAND, "sync_steps": 8, "method": "local_sgd", "outer_momentum": 0.5}},
+            "island.outer_momentum",
+            "island.method diloco",
+        ),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_said_with_what_it_counts_with(
+    sections: dict[str, Any], name: str, why: str
+) -> None:
+    config = config_of(**sections)
+    assert list(idle(config)) == [name]
+    assert why in idle(config)[name]
+    assert idle(config.with_changes(training={"seed": 7})) == idle(config)
+
+
+def test_what_a_run_has_written_and_what_is_off_are_no_complaint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = config_of(adapter={})
+    assert idle(Config.from_dict(plain.to_dict())) == {}
+    assert idle(config_of(training={"rpo_alpha": None, "use_weighting": False, "beta": 0.1})) != {}
+    assert idle(config_of(training={"rpo_alpha": None, "use_weighting": False})) == {}
+    monkeypatch.setitem(NEEDS, "half", Needs())
+    assert idle(config_of(training={"objective": "half", "beta": 0.3})) == {}, "it may read it"
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.json")), ids=lambda file: file.stem)
+def test_no_example_has_a_setting_without_effect(file: Path) -> None:
+    if "shard_plan" in json.loads(file.read_text()):
+        assert idle(load_config(file)) == {}
+
+
+def test_all_marks_name_settings_and_their_values() -> None:
+    known = {name: field for name, _, field in settings()}
+    for name, section, field in settings():
+        for mark in (*field.metadata, section.read_if):
+            if not isinstance(mark, ReadIf):
+                continue
+            parts = mark.condition.replace(" or ", " and ").split(" and ")
+            for path, _, _ in (part.partition("=") for part in parts):
+                path = path.rstrip("!")
+                assert (path if "." in path else f"{name.partition('.')[0]}.{path}") in known or (
+                    path in known
+                ), name
+
+
+# -- the marks beside the losses -------------------------------------------------------------------
+
+CHANGES = {
+    **{"beta": 0.7, "label_smoothing": 0.3, "cpo_alpha": 0.2, "simpo_gamma": 1.5},
+    **{"rpo_alpha": 0.6, "use_weighting": True, "ld_alpha": 0.5, "discopop_tau": 0.4},
+    **{"desirable_weight": 3.0, "undesirable_weight": 2.0, "center_rewards_coefficient": 0.5},
+}
+LOSSES = {"dpo": DPO_LOSSES, "orpo": ("sigmoid",), "cpo": ONE_LOSS["cpo"], "kto": ONE_LOSS["kto"]}
+
+
+def heard(training: dict[str, Any]) -> list[torch.Tensor]:
+    """The loss of a micro-batch, and what is logged of it, by the class of the objective."""
+    config = config_of(training={"loss_chunk_tokens": None, **training}).training
+    objective, drawn = objective_of(config), torch.Generator().manual_seed(3)
+    rows, kind = 4, config.data_kind
+    logits = torch.randn(rows, 6, 5, generator=drawn)
+    labels = torch.randint(0, 5, (rows, 6), generator=drawn)
+    labels[0, 4:] = -100
+    inputs = {"labels": labels, "input_ids": labels.clamp(min=0)}
+    inputs["attention_mask"] = torch.ones_like(labels)
+    if kind == "compared":
+        inputs[MARGIN] = torch.ones(2)
+    elif objective.has_reference:
+        count = rows // len(REFERENCE[kind])
+        inputs |= {name: torch.randn(count, generator=drawn) - 9 for name in REFERENCE[kind]}
+        inputs["desirable"] = torch.arange(count) % 2
+    shard: Any = SimpleNamespace(
+        config=SimpleNamespace(vocab_size=5),
+        logits=lambda *_: logits[:, 0, :1],
+        logits_and_routing=lambda *_: (logits, None),
+    )
+    running: Any = torch.no_grad
+    loss, named = objective.loss(
+        shard, inputs, (), torch.ones(()), running=running, backward=lambda loss: None
+    )
+    return [loss, *named.values()]
+
+
+@pytest.mark.parametrize(
+    ("objective", "loss"),
+    [*((name, loss) for name, losses in LOSSES.items() for loss in losses), ("reward", None)],
+)
+def test_the_marks_say_what_each_loss_reads(objective: str, loss: str | None) -> None:
+    base: dict[str, Any] = {"objective": objective, "per_device_train_batch_size": 2}
+    base |= {"loss_type": loss} if loss else {}
+    base |= {"train_sampling_strategy": "sequential"} if objective == "kto" else {}
+    base |= {"label_smoothing": 0.1} if loss == "exo_pair" else {}
+    before = heard(base)
+    for name, value in CHANGES.items():
+        changed = {**base, name: value}
+        reads = not all(map(torch.equal, before, heard(changed)))
+        assert (f"training.{name}" not in idle(config_of(training=changed))) == reads, name
+
+
+def test_the_marks_say_what_each_optimizer_and_each_schedule_reads(tmp_path: Path) -> None:
+    def kwargs(**given: Any) -> str:
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given)
+        return repr(Trainer.get_optimizer_cls_and_kwargs(arguments))
+
+    known = "adamw_torch adamw_torch_fused adafactor sgd adagrad rmsprop"
+    changes = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": 1e-3, "optim_args": "alpha=2"}
+    for optim in known.split():
+        for name, value in changes.items():
+            value = (
+                "weight_decay=3,momentum=2,lr_decay=1,alpha=4" if name == "optim_args" else value
+            )
+            reads = kwargs(optim=optim) != kwargs(optim=optim, **{name: value})
+            config = config_of(training={"optim": optim, name: value})
+            assert (f"training.{name}" not in idle(config)) == reads, (optim, name)
+    for kind in ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"):
+        config = config_of(training={"lr_scheduler_type": kind, "warmup_steps": 4})
+        plain = config.with_changes(training={"warmup_steps": 0})
+        rates = [LearningRate(one.training, 9).rate(2) for one in (config, plain)]
+        assert (not idle(config)) == (rates[0] != rates[1]), kind
