@@ -46,6 +46,7 @@ from hetero_framework.errors import (
     HeteroError,
     NetworkError,
     PeerLostError,
+    ProtocolError,
     StoppedEarly,
     UserError,
 )
@@ -271,7 +272,12 @@ class Cluster:
             loading = self.members.those(WorkerState.LOADING)
             deadline = self._await_ready(loading)
             for worker in loading:
-                for entry in self._peers.ready[worker].stages:
+                wanted = [s.index for s in self._config.plan.stages if s.owner == worker]
+                loaded = self._peers.ready[worker].stages
+                if sorted(entry.index for entry in loaded) != wanted:
+                    text = f"worker {worker} has loaded other stages than {wanted}"
+                    raise ProtocolError(text)
+                for entry in loaded:
                     trainable = [(p.name, p.index) for p in entry.trainable]
                     report = entry.fingerprint, trainable, entry.ties
                     self._loaded.note(f"worker {worker}", entry.index, *report)

@@ -19,6 +19,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
 from hetero_framework.engine.hosts import DirectLost
+from hetero_framework.errors import ProtocolError
 from hetero_framework.log import event
 
 _log = logging.getLogger(__name__)
@@ -126,6 +127,8 @@ class DirectLinks:
     def note(self, dialler: WorkerId, connected: m.Connected) -> None:
         """Note which other workers a worker has reached."""
         for entry in connected.peers:
+            if entry.id not in self._workers or entry.id == dialler:
+                raise ProtocolError(f"worker {dialler} has reached {entry.id!r}, no worker")
             self._answers[dialler, entry.id] = entry.problem
             if entry.problem is not None:
                 continue

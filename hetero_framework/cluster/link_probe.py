@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 from hetero_framework import control
+from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
-from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.fields import Fields, WorkerId
 from hetero_framework.core.frames import WireTensor, shown
 from hetero_framework.core.messages import Control, Message, shortened
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
@@ -44,10 +45,13 @@ class LinkSpeed:
     factor by which a transfer slows down while as many bytes go the other way (1: full duplex, 2:
     the directions share the bandwidth, as on Wi-Fi)."""
 
-    round_trip_s: float
-    up_bytes_per_s: float
-    down_bytes_per_s: float
-    both_ways: float = 1.0
+    round_trip_s: m.Seconds
+    up_bytes_per_s: Annotated[float, 1e-3, 1e18]
+    down_bytes_per_s: Annotated[float, 1e-3, 1e18]
+    both_ways: Annotated[float, 1.0, 2.0] = 1.0
+
+
+_SPEED = Fields(LinkSpeed)
 
 
 def measure(ask: Ask, nbytes: int) -> LinkSpeed:
@@ -83,11 +87,12 @@ def peer_question(number: int, peer: WorkerId, nbytes: int) -> Message:
 
 
 def peer_speed(answer: Message) -> LinkSpeed:
-    """The speed that the worker measured. Raises NetworkError with its reason if that failed."""
+    """The speed that the worker measured. Raises NetworkError with its reason if that failed, and
+    ProtocolError for numbers that are none."""
     reply = answer.expect(Control)
     if reply.error is not None:
         raise NetworkError(shortened(reply.error))
-    return LinkSpeed(**reply.data)
+    return _SPEED.read(reply.data)  # type: ignore[no-any-return]
 
 
 def answer_for_peer(question: Control, ask_peer: Callable[..., Message]) -> Message:

@@ -28,7 +28,7 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
-from hetero_framework.errors import UserError
+from hetero_framework.errors import ProtocolError, UserError
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.files import fingerprint
 from hetero_framework.planner.schedule.simulator import Profile
@@ -84,7 +84,12 @@ class LoadedStages:
         self.ties[stage] = ties
 
     def check(self, deadline: float) -> None:
-        """Raise UserError where the stages are not of the model that this machine has."""
+        """Raise UserError where the stages are not of the model that this machine has, or train a
+        parameter twice."""
+        trained = [name for stage in self._trainable.values() for name, _ in stage]
+        sources = {source for tied in self.ties.values() for source in tied.values()}
+        if len({*trained}) < len(trained) or not sources.issubset(trained):
+            raise ProtocolError("what the workers say of their stages does not make one model")
         if not wait_for([self._expected], deadline - time.monotonic()):
             raise UserError(
                 "this machine has not read the model's files in "
@@ -160,7 +165,8 @@ class LoadedPipeline:
         for worker in planned(config, links.workers):
             indexes = [s.index for s in specs if s.owner == worker]
             targets = [ties.targets.get(index, {}) for index in indexes]
-            remote = RemoteHost(worker, indexes, links, results, host.data, targets=targets)
+            about = worker, indexes, links, results, host.data, targets
+            remote = RemoteHost(*about, trained=trained, states=self.state_names)
             self.remotes[worker] = remote
         links.route(specs, host.expectation)
         self.pipeline = Pipeline(

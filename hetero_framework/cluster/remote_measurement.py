@@ -25,7 +25,7 @@ from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
 from hetero_framework.engine.measuring import ModelCost, measure
-from hetero_framework.errors import ResourceError
+from hetero_framework.errors import ProtocolError, ResourceError
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.sizing.memory import memory_of_parts
@@ -107,10 +107,13 @@ def question(
     return control.request(number, MEASURE, data)
 
 
-def answer_of(message: Message) -> Measurement:
+def answer_of(worker: WorkerId, message: Message) -> Measurement:
     """The worker's measurement. Raises UserError with its reason if it failed."""
     raw = control.result(message)
-    return Measurement(ModelCost.from_dict(raw["cost"]), raw["seconds"], raw["was_known"])
+    try:
+        return Measurement(ModelCost.from_dict(raw["cost"]), raw["seconds"] + 0.0, raw["was_known"])
+    except (KeyError, TypeError, ValueError, ProtocolError) as error:
+        raise ProtocolError(f"worker {worker} gives no measurement: {error!r}") from error
 
 
 @control.on(LEFT_OUT)

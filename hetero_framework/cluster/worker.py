@@ -787,6 +787,9 @@ class Worker:
 
     def _on_step(self, step: m.Step) -> None:
         info, schedule = messages.step_info(step), messages.step_schedule(step)
+        known = range(len(self._current.owners))
+        if len(schedule.in_flight_limits) < len(known) or not schedule.direct <= {*known[:-1]}:
+            raise ProtocolError("STEP is about other stages than those of the plan")
         log.set_step(info.step + 1)
         _log.debug("step %d, attempt %d", info.step + 1, info.attempt)
         self.peers.ping()

@@ -149,7 +149,7 @@ class _Measuring:
                     continue
                 answer = cluster.loaded.remotes[worker].answer(question)
                 if answer is not None:
-                    note(worker, remote_measurement.answer_of(answer))
+                    note(worker, remote_measurement.answer_of(worker, answer))
                     answer.release()
             return len(measured) == len(together)
 

@@ -1,17 +1,19 @@
 """Fields of messages: the values that a dataclass's annotations allow on the wire.
 
 A dataclass travels as a map of field names to values, in which a field that is None is left out.
-Its annotations may be int (not negative), float, bool, str, a Literal of strings, WorkerId, Shape,
-tuples (lists on the wire), dicts with string keys, other such dataclasses, and Any for values that
+Its annotations may be int (not negative), float (finite), both with bounds (`Annotated[int, least,
+most]`), AnyFloat, bool, str, a Literal of strings, WorkerId, Shape, tuples (lists on the wire),
+dicts with string keys, whose floats are finite, other such dataclasses, and Any for values that
 msgpack carries unchanged. A string becomes one printable line when it is read, since a peer's words
 may reach a screen, a table or a file, and must not fake a line there. No sockets, no torch.
 """
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hetero_framework.core.frames import MAX_DEPTH, is_int, is_shape, shown
@@ -24,6 +26,10 @@ WorkerId = int | str
 Shape = Annotated[tuple[int, ...], "shape"]
 Raw = Annotated[str, "raw"]
 """A string that is looked up or compared, never shown: it stays as it came."""
+
+
+AnyFloat = Annotated[float, "any"]
+"""Also an infinite one or NaN."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,11 @@ def _is_float(value: Any) -> bool:
 _SIMPLE = (bool, float, str, bytes, type(None))
 
 
-def _is_plain(value: Any, depth: int = 1) -> bool:
-    """Whether msgpack carries it unchanged; raises ProtocolError that names a value it does not."""
+def _is_plain(value: Any, depth: int = 1, *, finite: bool = False) -> bool:
+    """Whether msgpack carries it unchanged, and its floats are `finite`, if they have to be. Raises
+    ProtocolError that names a value that it does not carry."""
     if isinstance(value, _SIMPLE):
-        return True
+        return not finite or not isinstance(value, float) or math.isfinite(value)
     if depth > MAX_DEPTH:
         raise ProtocolError(f"fields are nested deeper than {MAX_DEPTH}")
     if isinstance(value, int):
@@ -57,12 +64,12 @@ def _is_plain(value: Any, depth: int = 1) -> bool:
             raise ProtocolError("an integer does not fit 64 bits")
         return True
     if isinstance(value, (list, tuple)):
-        return all(_is_plain(item, depth + 1) for item in value)
+        return all(_is_plain(item, depth + 1, finite=finite) for item in value)
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
                 raise ProtocolError(f"map keys must be strings, got {shown(key)}")
-        return all(_is_plain(item, depth + 1) for item in value.values())
+        return all(_is_plain(item, depth + 1, finite=finite) for item in value.values())
     raise ProtocolError(f"{type(value).__name__} cannot travel in a message's fields")
 
 
@@ -72,7 +79,8 @@ def _words(text: str) -> str:
 
 _PLAIN_KINDS: dict[Any, FieldKind] = {
     int: FieldKind("int", is_int),
-    float: FieldKind("float", _is_float, unpack=float),
+    float: FieldKind("float", lambda v: _is_float(v) and math.isfinite(v), unpack=float),
+    AnyFloat: FieldKind("float, infinite or NaN, too", _is_float, unpack=float),
     bool: FieldKind("bool", lambda value: isinstance(value, bool)),
     str: FieldKind("string", lambda value: isinstance(value, str), unpack=_words),
     Raw: FieldKind("string", lambda value: isinstance(value, str)),
@@ -82,7 +90,9 @@ _PLAIN_KINDS: dict[Any, FieldKind] = {
         unpack=lambda value: _words(value) if isinstance(value, str) else value,
     ),
     Shape: FieldKind("shape", is_shape, unpack=tuple),
-    dict[str, Any]: FieldKind("map", lambda value: isinstance(value, dict) and _is_plain(value)),
+    dict[str, Any]: FieldKind(
+        "map", lambda value: isinstance(value, dict) and _is_plain(value, finite=True)
+    ),
     Any: FieldKind("anything", _is_plain),
 }
 
@@ -92,6 +102,10 @@ def _kind(hint: Any) -> FieldKind:
     if hint in _PLAIN_KINDS:
         return _PLAIN_KINDS[hint]
     origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        kind, least, most = _kind(args[0]), *args[1:]
+        name = f"{kind.name} from {least:g} to {most:g}"
+        return replace(kind, name=name, accepts=lambda v: kind.accepts(v) and least <= v <= most)
     if origin is Literal:
         return FieldKind(" or ".join(f'"{value}"' for value in args), lambda value: value in args)
     if origin is tuple and args[1:] == (...,):
@@ -167,6 +181,13 @@ class Fields:
                 known = ", ".join(self.kinds) or "none"
                 return f"unknown field {shown(name)} (known: {known})"
         return None
+
+    def read(self, values: Any) -> Any:
+        """The dataclass of what a peer gave. Raises ProtocolError where it is none."""
+        problem = self.problem(values) if isinstance(values, dict) else f"no map: {shown(values)}"
+        if problem is not None:
+            raise ProtocolError(f"{self._cls.__name__}: {problem}")
+        return self.unpack(dict(values))
 
     def pack(self, value: Any) -> dict[str, Any]:
         """The map; fields that are None are left out."""

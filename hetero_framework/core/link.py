@@ -627,6 +627,8 @@ class Link:
             relay.end()
 
     def _heard(self, signal: m.Signal) -> None:
+        if isinstance(signal, m.AskTurn) and signal.frame_bytes > 2 * self.max_frame_bytes:
+            m.check_agreed("ASK_TURN", signal.frame_bytes, self.max_frame_bytes, "the peer")
         if not isinstance(signal, Heartbeat):
             self._bandwidth.heard(signal)
         elif signal.ping is not None:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from typing_extensions import dataclass_transform
 
 from hetero_framework._version import __version__
 from hetero_framework.core import frames
-from hetero_framework.core.fields import Fields, Raw, Shape, WorkerId
+from hetero_framework.core.fields import AnyFloat, Fields, Raw, Shape, WorkerId
 from hetero_framework.core.frames import MAX_TENSORS, PREFIX_BYTES, PROTOCOL_VERSION, WireTensor
 from hetero_framework.core.planned_order import BACKWARD, FORWARD, Lane
 from hetero_framework.errors import ProtocolError
@@ -35,6 +35,11 @@ ISLAND = "island"
 LIGHTHOUSE = "lighthouse"
 EITHER = "either"
 
+FrameBytes = Annotated[int, frames.HANDSHAKE_MAX_FRAME_BYTES, frames.IMPOSSIBLE_FRAME_BYTES]
+"""A limit that a peer proposes: no link works with less than the handshake's own."""
+Seconds = Annotated[float, 0.0, 1e9]
+Patience = Annotated[float, 0.0, 1e6]
+"""Seconds that somebody waits."""
 RejectCode = Literal["busy", "identity", "peer", "protocol", "stale"]
 SessionKind = Literal["training", "chat", "generation", "measurement"]
 StateKind = Literal["checkpoint", "export", "weights"]
@@ -153,7 +158,7 @@ class Hello(_Greeting):
     worker_id: WorkerId
     process: str
     epoch: int
-    max_frame_bytes: int
+    max_frame_bytes: FrameBytes
     session: SessionKind = "training"
     name: str = ""
 
@@ -235,7 +240,7 @@ class Start(Body):
     tensors that cross a boundary at once in this run. STEP follows."""
 
     input_requires_grad: tuple[int, ...]
-    max_boundary_bytes: int
+    max_boundary_bytes: Annotated[int, 1, frames.IMPOSSIBLE_FRAME_BYTES]
 
 
 @_message(7, WORKER, long=True)
@@ -273,8 +278,8 @@ class Decoding:
     from the likeliest that together have the probability `top_p`, by `seed`. With `cached` each
     stage keeps the keys and values of earlier tokens, and gets only the newest token."""
 
-    temperature: float
-    top_p: float
+    temperature: Annotated[float, 0.0, 1e9]
+    top_p: Annotated[float, 0.0, 1.0]
     seed: int
     cached: bool
 
@@ -300,14 +305,14 @@ class Step(OfStep):
     train: bool
     micro_batches: int
     num_items: int
-    loss_scale: float
+    loss_scale: Annotated[float, 1e-30, 1e30]
     summed: bool
     first_micro_batch: int
     in_flight_limits: tuple[int, ...]
     tasks: tuple[int, ...]
     sends: tuple[int, ...]
     receives: tuple[int, ...]
-    order_timeout_s: float
+    order_timeout_s: Patience
     direct: tuple[int, ...]
     decoding: Decoding | None = None
     reference: bool | None = None
@@ -389,7 +394,7 @@ class Loss(OfStep):
     The loss may be infinite or NaN. No answer."""
 
     micro_batch: int
-    loss: float
+    loss: AnyFloat
     names: tuple[str, ...] | None = None
 
 
@@ -407,13 +412,13 @@ class StageFigures:
     arrivals and of stored forwards, its process's peak memory, and the seconds on the wire of an
     activation and of a gradient that arrived, each as if alone there."""
 
-    forward_s: float
-    backward_s: float
+    forward_s: Seconds
+    backward_s: Seconds
     queue_peak: int
     in_flight_peak: int
     peak_memory_bytes: int
-    arrive_forward_s: float
-    arrive_backward_s: float
+    arrive_forward_s: Seconds
+    arrive_backward_s: Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +433,7 @@ class StageReport:
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
     worker_id: WorkerId
-    seconds: float
+    seconds: Seconds
 
 
 @_message(27, WORKER, tensors=(0, MAX_TENSORS), long=True)
@@ -621,7 +626,7 @@ class ArrivalRate(Signal):
     """To the sender of large frames: how fast the last one arrived, and whether beside others. May
     come between two pieces of a frame."""
 
-    bytes_per_s: float
+    bytes_per_s: Annotated[float, 0.0, 1e18]
     shared: bool
 
 
@@ -650,7 +655,7 @@ class Control(Body):
 class PeerAddress:
     id: WorkerId
     ip: str
-    port: int
+    port: Annotated[int, 1, 65535]
 
 
 @_message(60, COORDINATOR)
@@ -658,7 +663,7 @@ class Connect(Body):
     """Coordinator to worker: open links to these other workers. Answered by CONNECTED."""
 
     peers: tuple[PeerAddress, ...]
-    timeout_s: float
+    timeout_s: Patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -682,7 +687,7 @@ class PeerHello(_Greeting):
     run_id: str
     worker_id: WorkerId
     from_id: WorkerId
-    max_frame_bytes: int
+    max_frame_bytes: FrameBytes
 
 
 @_message(63, LISTENER)
@@ -727,7 +732,7 @@ class IslandHello(_Greeting):
     process: str
     to: str
     view: str
-    max_frame_bytes: int
+    max_frame_bytes: FrameBytes
 
 
 @_message(71, MEMBER)
@@ -815,7 +820,7 @@ class FindFinished(Body):
 
     run: str
     facts: str
-    since_s: float
+    since_s: Seconds
 
 
 MAX_SHOWN = 2000

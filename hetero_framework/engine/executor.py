@@ -64,6 +64,8 @@ class Executor:
         self.info: api.StepInfo | None = None
 
     def stage(self, index: int) -> api.StageInterface:
+        if index not in self._queues:
+            raise ProtocolError(f"stage {index} is not held here")
         return self._queues[index].stage
 
     def begin(

@@ -27,6 +27,8 @@ from transformers import PretrainedConfig
 
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device
+from hetero_framework.core.fields import Fields
+from hetero_framework.core.messages import Seconds
 from hetero_framework.data import padded_count
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
@@ -49,9 +51,9 @@ class PartCost:
     """Seconds for one micro-batch, and bytes that stay until its backward pass. With recomputed
     activations `recompute_s` comes on top of `backward_s`, and `recomputed_bytes` stay."""
 
-    forward_s: float
-    backward_s: float
-    recompute_s: float = 0.0
+    forward_s: Seconds
+    backward_s: Seconds
+    recompute_s: Seconds = 0.0
     kept_bytes: int = 0
     recomputed_bytes: int = 0
 
@@ -79,8 +81,12 @@ class ModelCost:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> ModelCost:
-        ends = {name: PartCost(**raw[name]) for name in ("embedding", "head")}
-        layers = {int(k): PartCost(**part) for k, part in raw["layers"]}
+        """Raises ProtocolError, KeyError, TypeError and ValueError for what is no such cost."""
+        read = Fields(PartCost).read
+        ends = {name: read(raw[name]) for name in ("embedding", "head")}
+        layers = {int(k): read(part) for k, part in raw["layers"]}
+        if not {*raw["kinds"]} <= layers.keys():
+            raise ValueError("a layer has no cost")
         return cls(**{**raw, **ends, "layers": layers})
 
 

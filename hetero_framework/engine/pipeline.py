@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -26,6 +27,7 @@ from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.engine.summing import Summing
 from hetero_framework.engine.text_generation import TextGeneration
 from hetero_framework.engine.ties import TiedGradients, Ties
+from hetero_framework.errors import NumericError, ProtocolError
 from hetero_framework.planner.schedule.readiness import Admission
 from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
@@ -159,6 +161,16 @@ class Pipeline:
         """The outcomes of the micro-batches of the last `run`, in order."""
         return [outcome for _, outcome in sorted(self._results.outcomes.items())]
 
+    @contextmanager
+    def judging_outcomes(self) -> Iterator[None]:
+        """An error within is about what the process of the last stage gave: its name goes in
+        front."""
+        try:
+            yield
+        except (NumericError, ProtocolError) as error:
+            who = _name(self._host_of[self._stages[-1].index])
+            raise type(error)(f"{who}: {error.message}", hint=error.hint) from error
+
     def run(self, batches: Sequence[api.Tensors]) -> list[float]:
         """Drive all micro-batches through; their losses in order. Raises LinkLost or DirectLost
         when a link breaks, Stalled when nothing moves any more."""
@@ -197,7 +209,8 @@ class Pipeline:
             while self._receive(0):
                 self._last_progress = time.monotonic()
             while (outcome := self._results.outcomes.get(taken)) is not None:
-                texts.take(outcome)
+                with self.judging_outcomes():
+                    texts.take(outcome)
                 taken += 1
             if (batch := texts.next()) is not None:
                 self._feed(fed, batch)
@@ -353,6 +366,8 @@ class Pipeline:
                 weights.update({name: tensor.clone() for name, tensor in part.tensors.items()})
                 number, done = number + 1, part.last
                 part.release()
+            if absent := [name for name in chosen if name not in weights]:
+                raise ProtocolError(f"{_name(host)} does not give the weights of {absent[0]!r}")
         return weights
 
     def load_weights(self, weights: api.Tensors) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hetero_framework.core import messages as m
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Body, LoadKind, Message, StateKind
@@ -37,20 +39,25 @@ class RemoteHost(Host):
         links: Links,
         results: StepResults,
         deliver: Callable[[Message, object], None],
-        *,
         targets: Sequence[Mapping[str, str]],
+        *,
+        trained: Mapping[int, Sequence[str]],
+        states: Sequence[Sequence[str]],
     ) -> None:
         """`deliver` takes the boundary tensors that this worker sends to stages here. `targets` are
-        its stages' (`Ties.targets`)."""
+        its stages' (`Ties.targets`), `trained` the parameters of each stage of the plan, `states`
+        those and what else training changes there."""
         self.id = worker
         self.indexes = list(indexes)
         self._links = links
         self._results = results
         self._deliver = deliver
         self._targets = targets
+        self._trained, self._states = trained, states
         self._info = api.StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
-        self._norms: Message | None = None
+        self._norms: api.HostReport | None = None
         self._gradients: list[api.GradientPart] = []
+        self._given: set[tuple[int, str]] = set()  # whose gradients have come in this attempt
         self._questions: dict[type[Body], _PendingRequest] = {}
         self._answers: dict[type[Body], Message] = {}
         self._commit: Message | None = None
@@ -64,7 +71,7 @@ class RemoteHost(Host):
         self, info: api.StepInfo, schedule: StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
         """A worker takes early gradients by itself; they are in `gradients`."""
-        self._info, self._norms = info, None
+        self._info, self._norms, self._given = info, None, set()
         self._drop_gradients()
         self._links.ping(self.id)
         self._links.send(self.id, messages.step_message(info, schedule))
@@ -84,13 +91,19 @@ class RemoteHost(Host):
 
     def report(self) -> api.HostReport | None:
         """Workers send reports unasked when they are done."""
-        message, self._norms = self._norms, None
-        if message is None:
-            return None
+        report, self._norms = self._norms, None
+        return report
+
+    def _report_of(self, message: Message) -> api.HostReport:
         report = messages.host_report(message)
         if sorted(report.gradients) != sorted(self.indexes):
             reported, held = sorted(report.gradients), sorted(self.indexes)
-            raise ProtocolError(f"worker {self.id} reports stages {reported}; it holds {held}")
+            raise ProtocolError(f"it reports stages {reported}; it holds {held}")
+        for index, found in report.gradients.items():
+            fits = found.norms.shape == (len(self._trained[index]),)
+            fits = fits and found.norms.dtype == torch.float32
+            if not fits or max(found.nonfinite, default=-1) >= self._info.micro_batches:
+                raise ProtocolError(f"it reports norms or micro-batches that stage {index} lacks")
         return report
 
     def commit(self, order: m.Commit, tied_weights: api.Tensors) -> api.Tensors:
@@ -143,7 +156,16 @@ class RemoteHost(Host):
         names: Sequence[str] = (),
     ) -> api.StatePart | None:
         message = self._ask_state(stage, kind, number, step, names)
-        return messages.state_part(message) if message is not None else None
+        if message is None:
+            return None
+        part = messages.state_part(message)
+        given = {*part.tensors, *part.values}
+        if kind == "checkpoint":
+            given, names = set(map(_parameter, given)), self._states[stage]
+        if kind != "export" and (unknown := given.difference(names)):
+            text = f"worker {self.id} gives a state of {min(unknown)!r} for stage {stage}"
+            raise ProtocolError(text)
+        return part
 
     def _ask_state(
         self,
@@ -165,9 +187,10 @@ class RemoteHost(Host):
         if message is None:
             return None
         self._kept = None
-        return api.RewoundState(
-            {kept.index: kept.digest for kept in message.expect(m.Rewound).stages}
-        )
+        kept = {one.index: one.digest for one in message.expect(m.Rewound).stages}
+        if not kept.keys() <= {*self.indexes}:
+            raise ProtocolError(f"worker {self.id} has kept stages that it does not hold")
+        return api.RewoundState(kept)
 
     def renew(self) -> None:
         self._forget_questions()
@@ -213,7 +236,7 @@ class RemoteHost(Host):
         elif isinstance(body, m.BackwardDone):
             self._results.finished(self._info, body.micro_batch)
         elif isinstance(body, m.GradientNorms):
-            self._norms = message
+            self._norms = self._report_of(message)
         elif isinstance(body, m.Gradients):
             self._take_gradients(message, body)
         elif isinstance(body, m.Bye):
@@ -228,6 +251,13 @@ class RemoteHost(Host):
     def _take_gradients(self, message: Message, body: m.Gradients) -> None:
         if not (self._info.summed or any(self._targets)) or body.stage not in self.indexes:
             raise ProtocolError(f"it sends gradients of stage {body.stage}, unasked")
+        targets = dict(zip(self.indexes, self._targets, strict=True))[body.stage]
+        if unknown := set(body.names).difference(self._trained[body.stage], targets):
+            raise ProtocolError(f"stage {body.stage} trains no {min(unknown)!r}")
+        given = {(body.stage, name) for name in body.names}
+        if not given.isdisjoint(self._given):
+            raise ProtocolError(f"gradients of stage {body.stage} came a second time")
+        self._given |= given
         self._gradients.append(messages.gradient_part(message))
 
     def _ask(
@@ -248,3 +278,9 @@ class RemoteHost(Host):
 
     def _is_current(self, body: m.OfStep) -> bool:
         return (body.step, body.attempt) == (self._info.step, self._info.attempt)
+
+
+def _parameter(entry: str) -> str:
+    """The parameter of "weights/<parameter>" or "optimizer/<key>/<parameter>"."""
+    kind, _, rest = entry.partition("/")
+    return rest if kind == "weights" else rest.partition("/")[2]

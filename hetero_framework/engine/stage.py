@@ -462,7 +462,7 @@ class Stage:
         with torch.no_grad():
             for name, source in self.ties.items():
                 if source in weights:
-                    self._targets[name].copy_(weights[source])
+                    self._place(self._targets, name, weights[source]).copy_(weights[source])
 
     @property
     def differentiates(self) -> bool:

@@ -226,8 +226,9 @@ class StageHost(Host):
         step: int | None,
         names: Sequence[str] = (),
     ) -> api.StatePart:
+        live = self._executor.stage(stage)
         if kind == "weights":
-            return self._executor.stage(stage).weights(names, number)
+            return live.weights(names, number)
         if kind == "export":
             failpoints.hit("gather")
             return self._export_part(stage, number)
@@ -235,7 +236,6 @@ class StageHost(Host):
         self.snapshot(step)
         if number == 0 and self.last_step == step:
             # Read from the start again: nothing has changed since.
-            live = self._executor.stage(stage)
             self._snapshots[stage] = live.snapshot(lasting=self._keeps_state)
         return self._snapshots[stage].part(number)
 
@@ -244,8 +244,10 @@ class StageHost(Host):
             self._export = self._executor.stage(stage).export()
         elif self._exported != (stage, number - 1):
             raise ProtocolError(f"state part {number} of stage {stage} was asked for out of order")
+        if (part := next(self._export, None)) is None:
+            raise ProtocolError(f"stage {stage} has no state part {number}")
         self._exported = (stage, number)
-        return next(self._export)
+        return part
 
     def rewind(self, step: int | None) -> api.RewoundState:
         kept = self._snapshots if self._keeps_state and self._snapshot_step == step else {}

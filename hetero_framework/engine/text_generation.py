@@ -41,6 +41,7 @@ class TextGeneration:
         max_new_tokens: int,
         max_positions: int | None,
         stop: Collection[int],
+        vocabulary: int,
         at_once: int,
         cached: bool,
         take_token: Callable[[int, int], None] = lambda text, token: None,
@@ -50,6 +51,7 @@ class TextGeneration:
             prompts: Token ids, at least one each, fewer than `max_positions`.
             max_positions: The longest text that the model can hold.
             stop: Tokens that end a text, and are its last.
+            vocabulary: The number of tokens that there are.
             at_once: Texts under way, at most.
             cached: Whether stages keep what they computed of earlier tokens.
             take_token: Called with the number of a text and its next token.
@@ -59,7 +61,7 @@ class TextGeneration:
             for p in prompts
         ]
         self.micro_batches = sum(self._most)
-        self._stop = frozenset(stop)
+        self._stop, self._vocabulary = frozenset(stop), vocabulary
         self._cached = cached
         self._take_token = take_token
         self._waiting = deque(enumerate(list(p) for p in prompts))
@@ -96,6 +98,9 @@ class TextGeneration:
         token = outcome.named.get(TOKEN)
         if token is None or token.numel() != 1 or token.dtype != torch.int64:
             raise ProtocolError("the last stage gave no token for a text that it was to continue")
+        if not 0 <= token < self._vocabulary:
+            most = self._vocabulary - 1
+            raise ProtocolError(f"the last stage gave token {int(token)} of 0 to {most}")
         text = self._under_way.popleft()
         text.new.append(int(token))
         self.texts[text.number] = text.new

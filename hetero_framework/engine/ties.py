@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from hetero_framework.engine import stage_api as api
+from hetero_framework.errors import ProtocolError
 
 
 class Ties:
@@ -73,5 +74,7 @@ class TiedGradients:
 
     def _sum(self, source: str) -> Tensor:
         grads = self._gradients[source]
+        if len({gradient.shape for gradient in grads.values()}) > 1:
+            raise ProtocolError(f"the gradients of {', '.join(grads)} have different shapes")
         places = [name for tied in self._ties.targets.values() for name in tied if name in grads]
         return functools.reduce(operator.add, [grads[name] for name in reversed(places)])

@@ -77,4 +77,7 @@ class Shares:
 
     @classmethod
     def load_state_dict(cls, state: Mapping[str, Any]) -> Shares:
-        return cls({name: float(share) for name, share in state["of"].items()}, state["taken_at"])
+        of = {name: float(share) for name, share in state["of"].items()}
+        if min(of.values(), default=1.0) <= 0:
+            raise ValueError(f"shares are above 0: {of}")
+        return cls(of, int(state["taken_at"]))

@@ -96,7 +96,8 @@ class Position:
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"an island sends no position: {error!r}") from error
         typed = type(step) is int and isinstance(lineage, str)
-        if not typed or type(trains) is not bool or type(is_done) is not bool:
+        typed = typed and type(trains) is bool and type(is_done) is bool
+        if not typed or not 0 <= step < 2**53:
             raise ProtocolError("an island sends no position")
         return cls(step, lineage, trains, facts, says, is_done)
 

@@ -21,6 +21,7 @@ from hetero_framework.errors import (
     IdentityError,
     NetworkError,
     PeerAwayError,
+    ProtocolError,
 )
 from hetero_framework.islands.view import View
 from hetero_framework.security.access import Access
@@ -168,7 +169,10 @@ class LighthouseClient:
     def _received(self, link: Connection, message: Message) -> None:
         with self._changed:
             if isinstance(message.body, m.Members) and link is self._asked:
-                self._view, self._asked = View.of(message.body.members), None
+                view = View.of(message.body.members)
+                if self._member not in view.members or len({*view.names}) < len(view.names):
+                    raise ProtocolError("a view without this island, or with a name twice")
+                self._view, self._asked = view, None
                 self._changed.notify_all()
 
     def _lost(self, link: Connection, reason: HeteroError | None) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 from torch import Tensor
 
+from hetero_framework.config.host_names import split_address
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
 from hetero_framework.core.connection import Connection
@@ -43,6 +44,7 @@ SAME_VERSION = "all must have the same version of hetero-framework"
 """Hint for an island whose messages the others do not understand."""
 LEAVES = "leaves in order"
 """Beginning of the reason of an island that ends on purpose."""
+_MOST_WAITING = 128
 _AHEAD = 4
 """Exchanges that a member may be ahead of the last one that is over here: positions and state, in
 which not all take part, are two of them, and a decision may reach it before us."""
@@ -420,14 +422,13 @@ class IslandLinks:
     ) -> str | None:
         """Open a link to this member; return the reason if that failed."""
         who, deadline = f"island {member.name}", time.monotonic() + timeout_s
-        host, _, port = member.address.rpartition(":")
-        host = host.strip("[]")
         try:
+            host, port = split_address(member.address)
             self._access.check_address(host, who)
             secure = partial(self._access.dialled, process=member.name)
-            stream = connect(host, int(port), timeout_s, who=who, stop=stop, secure=secure)
-        except NetworkError as error:
-            return error.message
+            stream = connect(host, port, timeout_s, who=who, stop=stop, secure=secure)
+        except (NetworkError, ValueError) as error:
+            return str(error.args[0])
         connection = self._begin(stream, who, m.NEWCOMER, None)
         hello = m.IslandHello(
             self._name, self._process, member.name, session.view.key, self._max_frame_bytes
@@ -498,11 +499,14 @@ class IslandLinks:
                 is_now = session is not None and session.view.key == hello.view
                 is_now = is_now and hello.name in session.lacks()  # type: ignore[union-attr]
                 before = None if is_now else self._came.pop(key, None)
-                if not is_now:
+                is_one_more = not is_now and len(self._came) < _MOST_WAITING
+                if is_one_more:
                     self._came[key] = connection
             if before is not None:
                 before.close(drain_s=0)
-            if is_now:
+            if not (is_now or is_one_more):
+                connection.refuse("busy", f"{_MOST_WAITING} islands wait here")
+            elif is_now:
                 assert session is not None
                 self._admit(session, hello.name, hello.process, connection)
             elif session is not None and hello.name in session.members:

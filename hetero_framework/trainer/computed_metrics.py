@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hetero_framework import control
 from hetero_framework.engine.stage_api import Outcome
-from hetero_framework.errors import CallbackError, ConfigError
+from hetero_framework.errors import CallbackError, ConfigError, ProtocolError
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.predictions import PREPROCESS, predictions
@@ -55,6 +55,9 @@ class ComputedMetrics:
         from transformers.trainer_utils import denumpify_detensorize
 
         parts = self.predictions(outcomes)
+        rows = [(part.shape[:1], told.shape[:1]) for part, told in zip(parts, labels, strict=True)]
+        if not self._preprocesses and any(made != told for made, told in rows):
+            raise ProtocolError("the last stage gave predictions of other rows than it was given")
         with control.users_code(f"{COMPUTE} failed"):
             made: Any = _joined(parts) if isinstance(parts[0], Tensor) else None
             if made is None:

@@ -720,7 +720,7 @@ class Coordinator:
         """Do everything before the decision; repeatable, since it changes no weight."""
         batches = part.batches
         if self._reference is not None:
-            batches = self._reference.added(self._cluster, batches)
+            batches = self._reference.added(self._cluster, batches, part.samples)
         scale, first = self._state.loss_scale.value, part.first_micro_batch
         info = StepInfo(part.number, 0, True, len(part.batches), part.num_items, scale)
         self._cluster.begin(replace(info, first_micro_batch=first), part.group)
@@ -754,12 +754,15 @@ class Coordinator:
         `loss` is the Trainer's: the mean over samples of their batch's mean over tokens.
         `token_loss` is the mean over tokens, and `perplexity` its exponential.
         """
+        training, pipeline = self._config.training, self._cluster.pipeline
         computed, labels = self._computed, dict[int, Tensor]()
         batches: Sequence[MicroBatch] = self._data.eval_batches(name)
         items = [0] * len(batches)
         started = time.perf_counter()
+        count, size = len(self._data.eval_sets[name]), training.per_device_eval_batch_size
+        samples = [range(first, min(first + size, count)) for first in range(0, count, size)]
         if self._reference is not None:
-            batches = self._reference.added(self._cluster, batches)
+            batches = self._reference.added(self._cluster, batches, samples, f"eval {name}")
 
         def batch(index: int) -> MicroBatch:
             made = batches[index]
@@ -776,16 +779,14 @@ class Coordinator:
 
         with self._ending_within(0.0):
             sums = self._cluster.retrying(losses)
-        count, mean = len(self._data.eval_sets[name]), _total(sums) / sum(items)
+        mean = _total(sums) / sum(items)
         of_tokens = {
             "token_loss": mean,
             "perplexity": math.inf if mean >= 700 else math.exp(mean),
             "tokens": sum(items),
         }
-        size = self._config.training.per_device_eval_batch_size
-        sizes = [min(size, count - first) for first in range(0, count, size)]
         metrics = {
-            "loss": sample_mean(sums, items, sizes),
+            "loss": sample_mean(sums, items, [*map(len, samples)]),
             **(of_tokens if self._objective.counts_tokens else {}),
             "samples": count,
             "batches": len(batches),
@@ -795,8 +796,9 @@ class Coordinator:
         }
         if computed is not None:
             told = [labels[index] for index in range(len(batches))]
-            outcomes, prefix = self._cluster.pipeline.outcomes, metric_name(name, "")
-            metrics |= computed.of_set(outcomes, told, prefix, {*metrics, *SPEED})
+            about = told, metric_name(name, ""), {*metrics, *SPEED}
+            with pipeline.judging_outcomes():
+                metrics |= computed.of_set(pipeline.outcomes, *about)
         return metrics
 
     def _try_predictions(self) -> None:
@@ -812,7 +814,8 @@ class Coordinator:
 
         self._cluster.retrying(run)
         try:
-            self._computed.predictions(self._cluster.pipeline.outcomes)
+            with self._cluster.pipeline.judging_outcomes():
+                self._computed.predictions(self._cluster.pipeline.outcomes)
         except errors.CallbackError as error:
             raise errors.ConfigError(error.message, hint=error.hint) from error
 
@@ -832,7 +835,8 @@ class Coordinator:
     def _measured(self) -> dict[str, float]:
         """The objective's metrics of the micro-batches that were computed last."""
         named = [outcome.named for outcome in self._cluster.pipeline.outcomes]
-        return self._objective.metrics(named)
+        with self._cluster.pipeline.judging_outcomes():
+            return self._objective.metrics(named)
 
     def _tokens(self) -> dict[str, int]:
         """The tokens that were trained on so far, where they are wanted."""

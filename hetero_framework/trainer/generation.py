@@ -14,7 +14,7 @@ from hetero_framework.core.messages import Decoding
 from hetero_framework.data.prompts import Prompt, PromptReader, check_prompts, is_chat
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.engine.text_generation import TextGeneration
-from hetero_framework.errors import ArchitectureError, OutOfMemory
+from hetero_framework.errors import HeteroError, PeerLostError, StoppedEarly
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.verify.continuing import admit_decoding
 from hetero_framework.units import plural
@@ -107,6 +107,7 @@ class Generator:
                 max_new_tokens=choice.max_new_tokens,
                 max_positions=self.max_positions,
                 stop=self._stop,
+                vocabulary=int(self._model_config.get_text_config().vocab_size),
                 at_once=2 * num_stages,
                 cached=self.how.cached,
                 take_token=take,
@@ -184,7 +185,9 @@ class Sampler:
             return []
         try:
             return self._generator(config).run(cluster, self._prompts, self._choice, step=step)
-        except (ArchitectureError, OutOfMemory) as error:
+        except (PeerLostError, StoppedEarly):  # the run itself meets these
+            raise
+        except HeteroError as error:
             self._is_over = True
             cluster.retrying(cluster.pipeline.abort)
             _log.warning("no samples any more, and the run goes on: %s", error.message)

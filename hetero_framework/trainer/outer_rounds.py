@@ -39,7 +39,12 @@ from hetero_framework.islands.outer import OuterFragment, weighted_mean
 from hetero_framework.islands.shares import round_steps
 from hetero_framework.islands.wait_times import for_others
 from hetero_framework.trainer.replica_group import CountItems, StepPart
-from hetero_framework.trainer.summed_steps import SummedSteps, seconds_in, seconds_of_all
+from hetero_framework.trainer.summed_steps import (
+    SummedSteps,
+    check_finite,
+    seconds_in,
+    seconds_of_all,
+)
 from hetero_framework.trainer.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -301,7 +306,10 @@ class OuterRounds(SummedSteps):
                 with session.judging(name):
                     weight, theirs = _weight(received.info, name), _unnumbered(received.tensors)
             with session.judging(name):
-                parts.append((weight, unpack(theirs, sending.change, kind)))
+                changes = unpack(theirs, sending.change, kind)
+                if name != session.me:
+                    check_finite(changes, name)
+                parts.append((weight, changes))
         if not any(weight for weight, _ in parts):
             parts = [(1, part) for _, part in parts]
         return weighted_mean(parts)
@@ -351,12 +359,14 @@ class OuterRounds(SummedSteps):
                 received = session.receive(number, "vote", name, self._heed_in_step)
                 votes[name] = received.info
                 with session.judging(name):
+                    _dealt_steps(received.info.get("steps"), round_, name)
+                    seconds_in(received.info, "seconds", name)
                     idle_since[name] = received.came - seconds_in(received.info, "idle_s", name)
             _refuse_other_weights(session, {name: v.get("hash") for name, v in votes.items()})
             decision: dict[str, Any] = {
                 "hash": vote["hash"],
-                "steps": {name: v.get("steps", []) for name, v in votes.items()},
-                "seconds": {name: v.get("seconds", 0.0) for name, v in votes.items()},
+                "steps": {name: v["steps"] for name, v in votes.items()},
+                "seconds": {name: v["seconds"] for name, v in votes.items()},
                 "for_others": for_others(idle_since),
             }
             failpoints.hit("island-decision")
@@ -370,7 +380,8 @@ class OuterRounds(SummedSteps):
         with session.judging(session.leader):
             if decision.get("hash") != vote["hash"]:
                 raise ProtocolError(f"island {session.leader} has other weights: {decision!r:.200}")
-            steps, self._seconds = _decided(decision, self._ledger, session)
+            self._seconds = seconds_of_all(decision, "seconds", session)
+            steps = _decided(decision, round_, self._ledger, session)
             self._others_s = seconds_of_all(decision, "for_others", session)[session.me]
         self._figures["hash"] = vote["hash"]
         return steps
@@ -524,6 +535,7 @@ class OuterRounds(SummedSteps):
     def _adopted(self, state: TrainState, session: IslandSession) -> TrainState:
         """An island that takes over another one's state has no steps before the next round."""
         group = {**state.group, "label_tokens": [0] * self._island.fragments}
+        Ledger.load_state_dict(group.get("ledger", {"committed": ()}))
         if kept := group.get("round"):
             round_ = Round.load_state_dict(kept)
             idle = {name: steps for name, steps in round_.dealt.items() if name != session.me}
@@ -586,19 +598,29 @@ def _refuse_other_weights(session: IslandSession, hashes: Mapping[str, Any]) -> 
     session.check()
 
 
-def _decided(
-    decision: Mapping[str, Any], ledger: Ledger, session: IslandSession
-) -> tuple[dict[str, Steps], dict[str, float]]:
-    """The steps that are committed and the seconds that a step takes, by island. Raises
-    ProtocolError."""
+def _dealt_steps(parts: Any, round_: Round, name: str) -> Steps:
+    """The steps that island `name` has done, of those that it was dealt. Raises ProtocolError."""
     try:
-        steps = {str(name): _steps(parts) for name, parts in decision["steps"].items()}
-        seconds = {str(name): float(s) for name, s in decision["seconds"].items()}
+        steps, dealt = _steps(parts), round_.dealt.get(name, ())
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"island {name} names no steps: {error!r}") from error
+    if not all(any(a <= first < end <= b for a, b in dealt) for first, end in steps):
+        raise ProtocolError(f"island {name} has done steps that it was not dealt: {steps!r:.200}")
+    return steps
+
+
+def _decided(
+    decision: Mapping[str, Any], round_: Round, ledger: Ledger, session: IslandSession
+) -> dict[str, Steps]:
+    """The steps of each island that are committed. Raises ProtocolError."""
+    try:
+        found = decision["steps"].items()
+        steps = {str(name): _dealt_steps(parts, round_, name) for name, parts in found}
         for parts in steps.values():
             ledger = ledger.commit(parts)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProtocolError(f"island {session.leader} sends no decision: {error!r}") from error
-    return steps, seconds
+    return steps
 
 
 def _weight(info: Mapping[str, Any], name: str) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -25,7 +25,7 @@ from hetero_framework.core.cache import recall, remember
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData
 from hetero_framework.data.pairs import REFERENCE, AnswerRows
 from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.errors import CheckpointError, ProtocolError
+from hetero_framework.errors import CheckpointError, NumericError, ProtocolError
 from hetero_framework.models.cut.preferences import LOGPS
 from hetero_framework.trainer.continuation import versions
 from hetero_framework.trainer.setup import Prepared, can_switch
@@ -76,19 +76,29 @@ class Reference:
                     hint="begin anew with --fresh",
                 )
             _log.info("the reference is asked about %s of %s", plural(len(rows), "example"), name)
-            kept = self._asked(cluster, data, rows)
+            kept = self._asked(cluster, data, rows, name)
             remember(REFERENCES, question, kept)
         remember(REFERENCES, of_run[0], kept, of_run[1])
         return replace(rows, reference=np.asarray(kept, np.float32).reshape(-1, rows.each))
 
-    def _asked(self, cluster: Cluster, data: TrainData, rows: AnswerRows) -> list[list[float]]:
+    def _asked(
+        self, cluster: Cluster, data: TrainData, rows: AnswerRows, name: str
+    ) -> list[list[float]]:
         size = self._prepared.config.training.per_device_train_batch_size
         numbers = np.array_split(np.arange(len(rows)), range(size, len(rows), size))
         batches = LazyBatches(len(numbers), lambda k: data.collate(rows, numbers[k]))
-        return [pair.tolist() for part in self._pass(cluster, batches) for pair in part]
+        found = self._pass(cluster, batches, numbers, name)
+        return [pair.tolist() for part in found for pair in part]
 
-    def _pass(self, cluster: Cluster, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The numbers of each micro-batch's examples, [P, rows of each]."""
+    def _pass(
+        self,
+        cluster: Cluster,
+        batches: Sequence[MicroBatch],
+        samples: Sequence[Iterable[int]],
+        name: str,
+    ) -> list[torch.Tensor]:
+        """The numbers of each micro-batch's `samples`, [P, rows of each], which are of the set
+        `name`. Raises ProtocolError where they are others, NumericError where one is not finite."""
         info = StepInfo(0, 0, False, len(batches), 1, reference=self._can_switch or None)
 
         def run() -> None:
@@ -96,19 +106,34 @@ class Reference:
             cluster.pipeline.run(batches)
 
         cluster.retrying(run)
-        found = []
-        for outcome in cluster.pipeline.outcomes:
-            logps, each = outcome.named.get(LOGPS, torch.empty(0, 0)), len(self._names)
-            if logps.dim() != 1 or len(logps) % each or not logps.is_floating_point():
-                raise ProtocolError("the last stage gave no log-probabilities of answers")
-            found.append(logps.float().cpu().view(each, -1).T)
+        with cluster.pipeline.judging_outcomes():
+            asked = zip(cluster.pipeline.outcomes, samples, strict=True)
+            return [self._read(outcome.named, [*map(int, ids)], name) for outcome, ids in asked]
+
+    def _read(self, named: Mapping[str, torch.Tensor], ids: list[int], name: str) -> torch.Tensor:
+        logps, each = named.get(LOGPS, torch.empty(0, 0)), len(self._names)
+        where = f"these examples of {name}, counted from 0: "
+        if logps.shape != (each * len(ids),) or not logps.is_floating_point():
+            text = f"the reference gave no log-probability of each answer of {where}"
+            raise ProtocolError(text + ", ".join(map(str, ids)))
+        found = logps.float().cpu().view(each, -1).T
+        if bad := [str(k) for k, one in zip(ids, found, strict=True) if not one.isfinite().all()]:
+            text = f"the reference's log-probabilities are not finite for {where}"
+            hint = "look at these examples, or take bf16 or float32 in place of fp16"
+            raise NumericError(text + ", ".join(bad), hint=hint)
         return found
 
-    def added(self, cluster: Cluster, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def added(
+        self,
+        cluster: Cluster,
+        batches: Sequence[MicroBatch],
+        samples: Sequence[Iterable[int]],
+        name: str = "train",
+    ) -> list[MicroBatch]:
         """The micro-batches with the numbers of the reference, asked now unless they are known."""
         if self.is_precomputed:
             return list(batches)
-        found = self._pass(cluster, batches)
+        found = self._pass(cluster, batches, samples, name)
         return [
             {**batch, **dict(zip(self._names, pairs.T.contiguous(), strict=True))}
             for batch, pairs in zip(batches, found, strict=True)

@@ -15,6 +15,7 @@ from hetero_framework.cluster.loaded_pipeline import LoadedPipeline
 from hetero_framework.engine.stage import OPTIMIZER, WEIGHTS
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.engine.state_snapshot import in_parts
+from hetero_framework.errors import CheckpointError
 
 
 class NamedTensors(Protocol):
@@ -35,7 +36,10 @@ class TensorsInMemory:
         return sorted(self._tensors)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, self._tensors[name]) for name in names)
+        for name in names:
+            if name not in self._tensors:
+                raise CheckpointError(f"there is no tensor {name!r} in it")
+            yield name, self._tensors[name]
 
 
 def load_by_name(loaded: LoadedPipeline, tensors: NamedTensors, values: Mapping[str, Any]) -> None:

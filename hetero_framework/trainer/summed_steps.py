@@ -22,12 +22,12 @@ from hetero_framework.core import failpoints, timeouts
 from hetero_framework.data import TrainData, token_count
 from hetero_framework.engine.hosts import ReplicasChanged, StopWanted
 from hetero_framework.engine.stage_api import StatePart
-from hetero_framework.errors import GroupFinished, PeerAwayError, ProtocolError
+from hetero_framework.errors import CheckpointError, GroupFinished, PeerAwayError, ProtocolError
 from hetero_framework.islands.allreduce import SummedGradients
 from hetero_framework.islands.balance import Shares, given_shares
 from hetero_framework.islands.group import STATE, Group, Position, SessionStart
 from hetero_framework.islands.ledger import order_facts, split_step
-from hetero_framework.islands.links import IslandSession, MemberLost, Received
+from hetero_framework.islands.links import SAME_VERSION, IslandSession, MemberLost, Received
 from hetero_framework.islands.wait_times import for_others
 from hetero_framework.log import event
 from hetero_framework.trainer.replica_group import CountItems, ReplicaGroup, StepPart
@@ -352,10 +352,15 @@ class SummedSteps(ReplicaGroup):
         try:
             state = TrainState.load_state_dict(values.pop("position"))
             _, _ = state.group["lineage"], _shares_in(state.group)
+            state = self._adopted(state, session)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"island {source} sends no state: {error!r}") from error
-        state = self._adopted(state, session)
-        self._checkpoints.take_over(self._loaded(received.tensors), values, state)
+        check_finite(received.tensors, source)
+        try:
+            self._checkpoints.take_over(self._loaded(received.tensors), values, state)
+        except CheckpointError as error:
+            text = f"island {source} sends a state that does not fit here: {error.message}"
+            raise ProtocolError(text, hint=SAME_VERSION) from error
         seconds = time.monotonic() - began
         taken = event("state taken", island=source, step=state.step, seconds=round(seconds, 3))
         _log.info("took over the state of %s after step %d", source, state.step, extra=taken)
@@ -479,10 +484,17 @@ def _shares_in(group: Mapping[str, Any]) -> Shares:
 def _decision(received: Received, session: IslandSession) -> tuple[dict[str, Any], Tensor]:
     """The leader's decision, with the seconds of all, and its norm. Raises ProtocolError."""
     norm, commit = received.tensors.get("norm"), received.info.get("commit")
-    if norm is None or norm.dim() or not isinstance(commit, bool):
+    if norm is None or norm.dim() or not (commit is False or commit is bool(norm.isfinite())):
         raise ProtocolError(f"island {session.leader} sends no decision")
     times = {key: seconds_of_all(received.info, key, session) for key in ("seconds", "for_others")}
     return {"commit": commit, **times}, norm
+
+
+def check_finite(tensors: Mapping[str, Tensor], name: str) -> None:
+    """Raise ProtocolError for a number of island `name` that is not finite."""
+    for key, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise ProtocolError(f"island {name} sends {key!r}, which is not finite")
 
 
 def seconds_of_all(info: Mapping[str, Any], key: str, session: IslandSession) -> dict[str, float]:

@@ -83,4 +83,7 @@ class TrainState:
         later = {"skipped": state.get("skipped", 0), "group": state.get("group", {})}
         later["jumped"] = state.get("jumped", 0)
         later["due"] = tuple(state["due"]) if "due" in state else None
+        numbers = [state[name] for name in counts] + [later["skipped"], later["jumped"]]
+        if not all(type(n) is int and 0 <= n < 2**53 for n in numbers) or not scale.value > 0:
+            raise ValueError("a position has counts of steps, and a loss scale")
         return cls(**{name: state[name] for name in counts}, **later, loss_scale=scale)

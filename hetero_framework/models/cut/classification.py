@@ -93,6 +93,8 @@ class Classification(_Classifies):
         if len(found) != len(named) or any(part.shape != (2,) for part in found):
             raise ProtocolError("the last stage gave no numbers of labels")
         hits, labels = torch.stack([part.double().cpu() for part in found]).sum(0).tolist()
+        if not 0 <= hits <= labels:
+            raise ProtocolError(f"the last stage found {hits} of {labels} labels")
         return {"accuracy": hits / max(labels, 1)}
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:

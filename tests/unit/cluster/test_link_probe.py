@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from hetero_framework import control
 from hetero_framework.cluster import link_probe
 from hetero_framework.core.messages import Control, Message, decode, encode
-from hetero_framework.errors import NetworkError
+from hetero_framework.errors import NetworkError, ProtocolError
 
 MB = 10**6
 
@@ -147,3 +149,18 @@ def test_question_that_makes_no_sense_is_answered(data: object) -> None:
     answer = link_probe.answer_for_peer(question, lambda *given: pytest.fail("asked"))
     assert answer.body.answers == 9
     assert answer.body.error
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"round_trip_s": math.nan}, {"up_bytes_per_s": 0.0}, {"down_bytes_per_s": math.inf},
+        {"both_ways": 0.5}, {"more": 1}, {"round_trip_s": "1"}, {"round_trip_s": None},
+    ],
+)  # fmt: skip
+def test_a_speed_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
+    speed = {"round_trip_s": 0.1, "up_bytes_per_s": 1e6, "down_bytes_per_s": 1e6, "both_ways": 1.0}
+    assert link_probe.peer_speed(Message(Control(link_probe.PEER, speed))).round_trip_s == 0.1
+    for data in ({**speed, **change}, [speed], None):
+        with pytest.raises(ProtocolError, match=r"^LinkSpeed: "):
+            link_probe.peer_speed(Message(Control(link_probe.PEER, data)))

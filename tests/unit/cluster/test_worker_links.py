@@ -42,7 +42,9 @@ def links(**training: Any) -> WorkerLinks:
             "training": {"connect_timeout_s": 0.3, **training},
         }
     )
-    return WorkerLinks(config, "run", 1 << 20)
+    made = WorkerLinks(config, "run", 1 << 20)
+    made.direct._workers = {**made._workers, 2: made._workers[1], 3: made._workers[1]}
+    return made
 
 
 def test_a_worker_started_here_is_not_reported_as_absent(
@@ -65,6 +67,12 @@ def test_no_error_of_dialling_is_swallowed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(made, "_open", broken)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         made.connect_all()
+
+
+@pytest.mark.parametrize("other", [7, 1])
+def test_a_link_to_no_worker_of_the_run_is_refused(other: int) -> None:
+    with pytest.raises(ProtocolError, match=f"worker 1 has reached {other}, no worker"):
+        links().direct.note(1, connected(other))
 
 
 def test_pair_that_meets_at_two_boundaries_dials_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,7 @@ def test_ask_after_another_version_has_answered_says_so() -> None:
 
 def test_send_out_of_order_is_our_own_bug(sides: tuple[Side, Side]) -> None:
     with pytest.raises(ProtocolError, match="we tried to send START out of order"):
-        sides[0].send(m.Start((), 0))
+        sides[0].send(m.Start((), 1))
 
 
 def test_send_over_a_link_that_is_gone_is_a_lost_peer(sides: tuple[Side, Side]) -> None:

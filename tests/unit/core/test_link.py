@@ -918,7 +918,7 @@ def test_pings_measure_the_round_trip_and_the_offset_of_the_clocks(
 
 def test_pongs_without_a_ping_change_nothing(stack: ExitStack) -> None:
     a, b = pair(stack)
-    for fields in ({"pong": 1.0, "at": 2.0}, {"pong": float("nan"), "at": 2.0}, {"pong": 1.0}, {}):
+    for fields in ({"pong": 1.0, "at": 2.0}, {"pong": 1.0}, {}):
         a.link.send(Message(Heartbeat(**fields)))
     a.link.send(control())
     b.take()

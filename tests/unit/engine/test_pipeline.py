@@ -47,7 +47,7 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
-from hetero_framework.errors import HeteroError
+from hetero_framework.errors import HeteroError, NumericError, ProtocolError
 from hetero_framework.models.cut.causal_lm import CausalLM
 from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD
 from hetero_framework.planner.schedule.step_schedule import StepSchedule, Transfer
@@ -167,7 +167,9 @@ def make(
     tied = tied or {}
     worker, stage = Worker(), FakeStage(0, first=True)
     host = StageHost([stage], CONFIG, open_device("cpu"), ArrivalMeter(Recorder(0)), worker)
-    remote = RemoteHost(7, [1], worker, worker.results, host.data, targets=[tied])
+    trained = {0: ["first"], 1: ["last"]}
+    about = (7, [1], worker, worker.results, host.data, [tied])
+    remote = RemoteHost(*about, trained=trained, states=[*trained.values()])
     pipeline = Pipeline(
         STAGES,
         [host, remote],
@@ -175,7 +177,7 @@ def make(
         worker.results,
         objective=CausalLM(None),
         step_timeout_s=step_timeout_s,
-        trained={0: ["first"], 1: ["last"]},
+        trained=trained,
         ties=Ties({1: tied}, {0: list(tied.values())}),
     )
     return pipeline, worker, stage
@@ -449,3 +451,14 @@ def test_failure_of_the_sending_thread_ends_the_run() -> None:
     with pytest.raises(HeteroError, match="too large"):
         pipeline.run(BATCHES)
     pipeline.close()
+
+
+@pytest.mark.parametrize("error", [ProtocolError, NumericError])
+def test_what_the_last_stage_gave_is_told_with_the_name_of_its_process(error: Any) -> None:
+    pipeline = make()[0]
+    with (
+        pytest.raises(error, match=r"^worker 7: no numbers") as raised,
+        pipeline.judging_outcomes(),
+    ):
+        raise error("no numbers", hint="look there")
+    assert raised.value.hint == "look there"

@@ -13,8 +13,10 @@ from hetero_framework.core.messages import (
     Bye,
     Commit,
     Control,
+    KeptStage,
     Loss,
     Message,
+    Rewound,
     StageFigures,
     State,
     StateRequest,
@@ -66,7 +68,9 @@ def made(**options: Any) -> tuple[RemoteHost, Links]:
     def deliver(message: Message, arrival: object) -> None:
         raise AssertionError("no tensor comes")
 
-    options = {"targets": ({}, {}), **options}
+    trained = {0: ["z"], 1: ["a"], 2: ["y"], 3: ["a", "b"]}
+    about = {"trained": trained, "states": [*trained.values()], "targets": ({}, {})}
+    options = {**about, **options}
     host = RemoteHost(7, [1, 3], links, StepResults(), deliver, **options)
     host.begin(INFO, StepSchedule(in_flight_limits=(1,) * 4))
     links.sent.clear()
@@ -163,24 +167,81 @@ def test_end_of_a_micro_batch_that_cannot_be_names_the_worker(kind: Any) -> None
         host.receive(Message(kind(0)), None)
 
 
-def norms_of(*stages: int) -> Message:
+def norms_of(*stages: int, nonfinite: int = 0, norms: Any = None) -> Message:
     figures = StageFigures(0.0, 0.0, 0, 0, 0, 0.0, 0.0)
-    reports = {stage: GradientReport(torch.zeros(1)) for stage in stages}
+    sizes = {1: 1, 2: 1, 3: 2}
+    reports = {
+        stage: GradientReport(torch.zeros(sizes[stage]) if norms is None else norms, (nonfinite,))
+        for stage in stages
+    }
     return messages.gradient_norms_message(
         INFO, HostReport(reports, dict.fromkeys(stages, figures))
     )
 
 
-def test_norms_of_other_stages_or_with_other_tensors_are_refused() -> None:
+def test_norms_of_the_own_stages_are_taken() -> None:
     host, _ = made()
     host.receive(norms_of(1, 3), None)
     report = host.report()
     assert report is not None
     assert list(report.gradients) == [1, 3]
-    host.receive(norms_of(1, 2), None)
-    with pytest.raises(ProtocolError, match=r"worker 7 reports stages \[1, 2\]; it holds \[1, 3\]"):
-        host.report()
-    short = norms_of(1, 3)
-    host.receive(Message(short.body, short.tensors[:1]), None)
-    with pytest.raises(ProtocolError, match="GRADIENT_NORMS: 2 tensors expected, got 1"):
-        host.report()
+
+
+def without_a_tensor(message: Message) -> Message:
+    return Message(message.body, message.tensors[:1])
+
+
+def gradients_of(*names: str, stage: int = 1) -> Message:
+    part = StatePart({name: torch.ones(1) for name in names})
+    return messages.gradients_message(INFO, GradientPart(stage, 0, part))
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ([norms_of(1, 2)], r"it reports stages \[1, 2\]; it holds \[1, 3\]"),
+        ([norms_of(1)], r"it reports stages \[1\]"),
+        ([without_a_tensor(norms_of(1, 3))], "GRADIENT_NORMS: 2 tensors expected, got 1"),
+        ([norms_of(1, 3, nonfinite=1)], "micro-batches that stage 1 lacks"),
+        ([norms_of(1, 3, norms=torch.zeros(2))], "norms or micro-batches that stage 1 lacks"),
+        ([norms_of(1, 3, norms=torch.zeros(1).double())], "that stage 1 lacks"),
+        ([norms_of(1, 3, norms=torch.zeros(()))], "that stage 1 lacks"),
+        ([gradients_of("b")], "stage 1 trains no 'b'"),
+        ([gradients_of("z", stage=3)], "stage 3 trains no 'z'"),
+        ([gradients_of("a"), gradients_of("x", "a")], "stage 1 came a second time"),
+    ],
+)
+def test_gradients_and_norms_that_are_not_its_own_name_the_worker(
+    told: list[Message], said: str
+) -> None:
+    host, _ = made(targets=({"x": "b"}, {}))
+    *before, last = told
+    for message in before:
+        host.receive(message, None)
+    with pytest.raises(ProtocolError, match=f"^worker 7: .*{said}"):
+        host.receive(last, None)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "weights"])
+def test_a_state_of_other_parameters_names_the_worker(kind: Any) -> None:
+    host, _ = made()
+    asked = (1, kind, 0, 2, ("a",) if kind == "weights" else ())
+    for name, right in {"a": True, "b": False}.items():
+        assert host.state(*asked) is None
+        entry = name if kind == "weights" else f"optimizer/exp_avg/{name}"
+        part = StatePart({entry: torch.ones(1)})
+        host.receive(messages.part_message(State, 1, kind, 0, part), None)
+        if right:
+            assert host.state(*asked) is not None
+            continue
+        with pytest.raises(ProtocolError, match="worker 7 gives a state of 'b' for stage 1"):
+            host.state(*asked)
+
+
+def test_a_kept_state_of_another_workers_stage_is_refused() -> None:
+    """Else that stage would not be sent the state to which the run goes back."""
+    host, _ = made()
+    assert host.rewind(2) is None
+    host.receive(Message(Rewound((KeptStage(1, "0f"), KeptStage(0, "1e")))), None)
+    with pytest.raises(ProtocolError, match="worker 7 has kept stages that it does not hold"):
+        host.rewind(2)

@@ -44,7 +44,8 @@ class Counting:
 
 
 def generation(prompts: Sequence[Sequence[int]], **settings: Any) -> TextGeneration:
-    kwargs = {"max_new_tokens": 3, "max_positions": None, "stop": (), "at_once": 2, "cached": True}
+    kwargs = {"max_new_tokens": 3, "max_positions": None, "stop": (), "vocabulary": 64}
+    kwargs |= {"at_once": 2, "cached": True}
     return TextGeneration(prompts, **{**kwargs, **settings})
 
 
@@ -84,3 +85,12 @@ def test_an_outcome_without_one_token_is_refused(named: Tensors) -> None:
     texts.next()
     with pytest.raises(ProtocolError, match="gave no token"):
         texts.take(Outcome(0.0, named))
+
+
+@pytest.mark.parametrize("token", [64, -1, 2**31, 2**62, -(2**63)])
+def test_a_token_that_there_is_not_is_refused(token: int) -> None:
+    texts = generation([[1, 2]])
+    texts.next()
+    with pytest.raises(ProtocolError, match=f"the last stage gave token {token} of 0 to 63"):
+        texts.take(Outcome(0.0, {TOKEN: torch.tensor([token])}))
+    assert texts.texts == [[]]

@@ -94,7 +94,8 @@ def test_positions_agree_after_the_same_commits_alone() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"step": "3"}, {"step": True}, {"lineage": None}, {"trains": 1}, {"done": 0},
+        {"step": "3"}, {"step": True}, {"step": -1}, {"step": 2**60},
+        {"lineage": None}, {"trains": 1}, {"done": 0},
         {"facts": 3}, {"says": "auto"}, {"facts": [1]},
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -23,7 +24,13 @@ from hetero_framework.core.identity import ISLANDS
 from hetero_framework.core.messages import FinishedRun, Member, Message
 from hetero_framework.core.threads import in_background
 from hetero_framework.core.timeouts import LinkDeadlines
-from hetero_framework.errors import ConfigError, IdentityError, NetworkError, PeerAwayError
+from hetero_framework.errors import (
+    ConfigError,
+    IdentityError,
+    NetworkError,
+    PeerAwayError,
+    ProtocolError,
+)
 from hetero_framework.islands import lighthouse as module
 from hetero_framework.islands import lighthouse_client
 from hetero_framework.islands.lighthouse import FinishedRuns, Lighthouse
@@ -487,3 +494,12 @@ def test_error_of_a_question_ends_the_lighthouse(opened: Islands) -> None:
     with pytest.raises(ZeroDivisionError):
         wait_until(lambda: lighthouse.wait(0.01) is not None)
     assert not asked.done()
+
+
+@pytest.mark.parametrize("names", ["", "b", "bb", "aab"])
+def test_a_view_in_which_this_island_cannot_be_is_refused(names: str) -> None:
+    with closing(nowhere()) as island:
+        island._asked = link = cast(Connection, object())
+        members = tuple(Member(name, "1", f"{name}.invalid:1") for name in names)
+        with pytest.raises(ProtocolError, match="a view without this island"):
+            island._received(link, Message(m.Members(members)))

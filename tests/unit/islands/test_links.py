@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from hetero_framework.core.messages import Member, Message
 from hetero_framework.core.tensors import to_wire
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import HeteroError, ProtocolError
+from hetero_framework.islands import links as module
 from hetero_framework.islands.links import LEAVES, IslandLinks, IslandSession, MemberLost
 from hetero_framework.islands.view import View
 from hetero_framework.security.access import LOOPBACK_ONLY
@@ -408,7 +409,7 @@ def admitted(a: IslandLinks, name: str = "b") -> tuple[Stranger, Future[IslandSe
     view = View.of([a.member, Member(name, "1", "127.0.0.1:1")])
     waiting = meeting(a, view)
     other = Stranger(a)
-    answer = other.connection.ask(Message(m.IslandHello(name, "1", "a", view.key, 1)), WAIT_S)
+    answer = other.connection.ask(Message(m.IslandHello(name, "1", "a", view.key, 1 << 20)), WAIT_S)
     assert answer is not None
     assert isinstance(answer.body, m.IslandWelcome)
     return other, waiting
@@ -434,7 +435,7 @@ WRONG: dict[str, Callable[[], Message]] = {
     "a tensor of another type": lambda: raw_share(
         tensors=(WireTensor("float1024", (2,), memoryview(bytes(8))),)
     ),
-    "another greeting": lambda: Message(m.IslandHello("c", "1", "a", "", 1)),
+    "another greeting": lambda: Message(m.IslandHello("c", "1", "a", "", 1 << 20)),
     "a message of workers": lambda: Message(m.Aborted(1, 1)),
 }
 
@@ -462,7 +463,7 @@ def test_a_share_right_behind_the_greeting_affects_that_link_alone(coast: Coast)
     a, b = coast.open("a"), coast.open("b")
     view = view_of(a, b)
     with Stranger(a) as (connection, _):
-        connection.link.send(Message(m.IslandHello("b", "1", "a", view.key, 1)))
+        connection.link.send(Message(m.IslandHello("b", "1", "a", view.key, 1 << 20)))
         with suppress(HeteroError):
             connection.link.send(raw_share())
     with suppress(MemberLost):
@@ -485,3 +486,17 @@ def test_a_link_that_comes_up_while_a_session_ends_is_no_error(
     monkeypatch.setattr(link, "send", sends)
     a.close("it ends")
     assert lost(b).name == "a"
+
+
+def test_islands_that_wait_for_another_session_are_few(
+    coast: Coast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_WAITING", 2)
+    a = coast.open("a")
+    with ExitStack() as stack:
+        for name in "bcd":
+            other, _ = stack.enter_context(Stranger(a))
+            hello = Message(m.IslandHello(name, "1", "a", "a view", 1 << 20))
+            answer = other.ask(hello, WAIT_S if name == "d" else 0.05)
+    assert answer is not None
+    assert answer.expect(m.Reject).message == "2 islands wait here"

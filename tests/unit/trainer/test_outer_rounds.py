@@ -10,7 +10,7 @@ import pytest
 from hetero_framework.errors import ProtocolError
 from hetero_framework.islands.ledger import Ledger
 from hetero_framework.islands.links import MemberLost
-from hetero_framework.trainer.outer_rounds import _decided, _refuse_other_weights
+from hetero_framework.trainer.outer_rounds import Round, _decided, _refuse_other_weights
 
 
 class IslandSession:
@@ -58,24 +58,32 @@ def test_an_island_that_finds_its_own_weights_wrong_ends() -> None:
         refuse({"a": "y", "b": "x", "c": "x"})
 
 
-RIGHT: dict[str, Any] = {"steps": {"a": [[4, 6]], "b": []}, "seconds": {"a": 1, "b": 0.5}}
+RIGHT: dict[str, Any] = {"steps": {"a": [[4, 6]], "b": []}}
+ROUND = Round(4, {"a": ((2, 7),), "b": ((7, 9),)}, last=False)
+
+
+def decided(decision: Mapping[str, Any]) -> dict[str, Any]:
+    return _decided(decision, ROUND, Ledger(((0, 4),)), IslandSession())  # type: ignore[arg-type]
 
 
 def test_a_decision_lists_the_steps_that_count() -> None:
-    steps, seconds = _decided(RIGHT, Ledger(((0, 4),)), IslandSession())  # type: ignore[arg-type]
-    assert steps == {"a": ((4, 6),), "b": ()}
-    assert seconds == {"a": 1.0, "b": 0.5}
+    assert decided(RIGHT) == {"a": ((4, 6),), "b": ()}
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "said"),
     [
-        {"steps": None}, {"steps": [1]}, {"steps": {"a": [[4]]}}, {"steps": {"a": [[6, 4]]}},
-        {"steps": {"a": [[3, 5]]}},  # one of them counts already
-        {"steps": {"a": [[4, 6]], "b": [[5, 6]]}},
-        {"seconds": None}, {"seconds": {"a": "quick"}},
+        ({"steps": None}, "sends no decision"),
+        ({"steps": [1]}, "sends no decision"),
+        ({"steps": {"a": [[4]]}}, "names no steps"),
+        ({"steps": {"a": [["x", 5]]}}, "names no steps"),
+        ({"steps": {"a": [[6, 4]]}}, "steps that it was not dealt"),
+        ({"steps": {"a": [[3, 5]]}}, "sends no decision"),  # one of them counts already
+        ({"steps": {"a": [[4, 6]], "b": [[5, 6]]}}, "island b has done steps"),
+        ({"steps": {"a": [[6, 8]]}}, "steps that it was not dealt"),
+        ({"steps": {"z": [[4, 5]]}}, "island z has done steps"),
     ],
-)  # fmt: skip
-def test_an_invalid_decision_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError, match="island a sends no decision"):
-        _decided({**RIGHT, **change}, Ledger(((0, 4),)), IslandSession())  # type: ignore[arg-type]
+)
+def test_an_invalid_decision_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ProtocolError, match=f"island [abz] .*{said}|{said}"):
+        decided({**RIGHT, **change})

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
 from hetero_framework.core import cache
 from hetero_framework.data.examples import Examples
 from hetero_framework.data.pairs import AnswerRows
+from hetero_framework.engine.stage_api import Outcome
+from hetero_framework.errors import NumericError, ProtocolError
+from hetero_framework.models.cut.preferences import LOGPS
 from hetero_framework.trainer.reference import Reference
 from hetero_framework.trainer.setup import Prepared
 
@@ -39,7 +44,7 @@ class Asked(Reference):
         super().__init__(cast(Prepared, prepared), labels)
         self.count = 0
 
-    def _asked(self, cluster: Any, data: Any, rows: AnswerRows) -> list[list[float]]:
+    def _asked(self, cluster: Any, data: Any, rows: AnswerRows, name: str) -> list[list[float]]:
         self.count += 1
         return [[0.0] * rows.each for _ in range(len(rows))]
 
@@ -104,3 +109,44 @@ def test_a_run_that_goes_on_elsewhere_keeps_what_it_was_told(
     moved = {"labels": {"local": "card", 1: "other"}, "training": {"torch_compile": True}}
     assert ask("run", step=1, origin="digest", **moved) == 0
     assert ask("run", step=0, origin="digest", **moved) == 1
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("second", "error", "rows"),
+    [
+        (torch.tensor([-1.0, NAN, -1.0, -1.0]), NumericError, "8"),
+        (torch.tensor([-INF, -1.0, INF, NAN]), NumericError, "3, 8"),
+        (torch.tensor([-1.0, -1.0, -1.0, 1e39], dtype=torch.float64), NumericError, "8"),
+        (torch.zeros(3), ProtocolError, "3, 8"),
+        (torch.zeros(6), ProtocolError, "3, 8"),
+        (torch.zeros(0), ProtocolError, "3, 8"),
+        (torch.zeros(2, 2), ProtocolError, "3, 8"),
+        (torch.zeros(4, dtype=torch.int64), ProtocolError, "3, 8"),
+        (torch.zeros(4, dtype=torch.bool), ProtocolError, "3, 8"),
+        (None, ProtocolError, "3, 8"),
+    ],
+)
+@pytest.mark.parametrize("precomputed", [True, False])
+def test_numbers_that_cannot_be_are_refused_with_their_rows(
+    second: Any, error: Any, rows: str, precomputed: bool, tmp_path: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
+    reference = Asked(
+        {"training": {"precompute_ref_log_probs": precomputed}}, LABELS, tmp_path, None
+    )
+    named = [{LOGPS: torch.zeros(4)}, {} if second is None else {LOGPS: second}]
+    pipeline = SimpleNamespace(
+        outcomes=[Outcome(0.0, of_one) for of_one in named],
+        judging_outcomes=nullcontext,
+        run=lambda batches: None,
+    )
+    cluster = SimpleNamespace(
+        pipeline=pipeline, begin=lambda info: None, retrying=lambda run: run()
+    )
+    numbers = [np.array([0, 5]), np.array([3, 8])]
+    with pytest.raises(error, match=rf"these examples of eval b, counted from 0: {rows}(\n|$)"):
+        reference._pass(cast(Any, cluster), [{}, {}], numbers, "eval b")
+    assert not list(tmp_path.rglob("*.json"))

@@ -1,0 +1,215 @@
+"""What a peer may get wrong, over the tables of messages and of their order: every value that a
+field may not have, every message where it is not legal, and floods of each where it is."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import pytest
+
+from hetero_framework.core import messages as m
+from hetero_framework.core import waiting
+from hetero_framework.core.connection import OPENING, Connection
+from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, PREFIX, pack_shapes
+from hetero_framework.core.messages import BODIES, Message, read_header
+from hetero_framework.core.session import ORDER, ROLES, Phase, Session, legal
+from hetero_framework.errors import ProtocolError
+from tests.unit.core.test_frames import EVALUATION, examples
+
+EXAMPLES = examples()
+NO_NUMBERS = [math.nan, math.inf, -math.inf]
+NO_COUNTS = [-1, 2**63, True, 0.5, "1", math.nan]
+FREE = {("LOSS", "loss"), ("CONTROL", "data")}
+"""Fields that may have any number."""
+PLAIN = ("config", "info", "spans")
+"""Maps whose integers mean nothing to the protocol."""
+BOUNDS: dict[str, list[Any]] = {
+    "max_frame_bytes": [0, 1, HANDSHAKE_MAX_FRAME_BYTES - 1, 2**41],
+    "max_boundary_bytes": [0, 2**41],
+    "port": [0, 65536],
+    "timeout_s": [-1.0, 1e7],
+    "order_timeout_s": [-0.5, 1e300],
+    "loss_scale": [0.0, -1.0, 1e300],
+    "temperature": [-1.0],
+    "top_p": [-0.1, 1.5],
+    "seconds": [-0.1, 1e10],
+    "since_s": [-1.0],
+    "bytes_per_s": [-1.0, 1e300],
+    **{f"{what}_s": [-1.0] for what in ("forward", "backward", "arrive_forward")},
+    "arrive_backward_s": [-1.0, 1e10],
+}
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The numbers in a message's map, with their places."""
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from leaves(item, (*path, key))
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield path, value
+
+
+def plain(value: Any) -> Any:
+    """As it travels: lists, which can be changed."""
+    return msgpack.unpackb(msgpack.packb(value))
+
+
+def received(name: str, fields: dict[str, Any]) -> None:
+    message = EXAMPLES[name]
+    header = msgpack.packb(
+        {"t": message.body.spec.number, "m": fields, "x": pack_shapes(message.tensors)}
+    )
+    prefix = PREFIX.pack(4 + len(header) + message.payload_bytes, len(header))
+    read_header(prefix, header, message.payload_bytes)
+
+
+def bad_values() -> Iterator[tuple[str, tuple[Any, ...], Any]]:
+    for name, message in EXAMPLES.items():
+        for path, good in leaves(plain(message._fields)):
+            if (name, path[0]) in FREE or path[-1] in ("worker_id", "id", "from_id"):
+                continue
+            if path[0] == "protocol":  # another version's greeting is answered
+                continue
+            wrong = list(NO_NUMBERS)
+            if isinstance(good, int) and path[0] not in PLAIN:
+                wrong += NO_COUNTS
+            for value in (*wrong, *BOUNDS.get(str(path[-1]), [])):
+                yield name, path, value
+
+
+def test_every_number_of_every_message_is_checked() -> None:
+    tried = set()
+    for name, path, value in bad_values():
+        fields = plain(EXAMPLES[name]._fields)
+        *before, last = path
+        place: Any = fields
+        for key in before:
+            place = place[key]
+        place[last] = value
+        with suppress(OverflowError):  # msgpack writes no such integer
+            with pytest.raises(ProtocolError, match=rf"^{name}: .*'?{path[0]}'?"):
+                received(name, fields)
+            tried.add((name, path[0]))
+    assert len(tried) > 60
+    of_step = {"temperature", "top_p"}  # of which there is no example above
+    assert set(BOUNDS) == of_step | {path[-1] for _, path, _ in bad_values()}.intersection(BOUNDS)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(-1.0, 1.0), (math.nan, 1.0), (1.0, 1.5), (1.0, -0.1)]
+)
+def test_a_choice_of_tokens_that_cannot_be_is_refused(temperature: float, top_p: float) -> None:
+    fields = plain(EXAMPLES["STEP"]._fields)
+    fields["decoding"] = {"temperature": temperature, "top_p": top_p, "seed": 1, "cached": True}
+    with pytest.raises(ProtocolError, match=r"^STEP: field 'decoding'"):
+        received("STEP", fields)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 1e308])
+def test_a_loss_may_be_any_number(loss: float) -> None:
+    received("LOSS", {**plain(EXAMPLES["LOSS"]._fields), "loss": loss})
+
+
+# ---- order
+
+
+def quiet(role: str | None, phase: Phase) -> tuple[Connection, list[Message]]:
+    """A connection of this role in this phase, without threads, and what its owner is given."""
+    stream = SimpleNamespace(set_tick=lambda seconds: None, peer="peer")
+    given: list[Message] = []
+
+    def take(connection: Connection, message: Message) -> None:
+        connection.waiting.came(message)
+        given.append(message)
+
+    connection = Connection(
+        stream,  # type: ignore[arg-type]
+        "peer",
+        role,
+        take,
+        lambda _, reason: None,
+        awaited=lambda _, frame: given.append(frame),  # type: ignore[arg-type]
+    )
+    if role is not None:
+        connection._session = session = Session(role)
+        session._phase = phase
+    return connection, given
+
+
+def everywhere() -> list[tuple[str, Phase]]:
+    return [(role, phase) for role in ROLES for phase in Phase]
+
+
+@pytest.mark.parametrize(("role", "phase"), everywhere())
+def test_a_message_where_it_is_not_legal_reaches_nobody(role: str, phase: Phase) -> None:
+    """Neither its header, before memory is taken for tensors, nor itself; and nothing changes."""
+    allowed = legal(ROLES[role], phase)
+    for name, message in EXAMPLES.items():
+        if type(message.body) in allowed:
+            continue
+        connection, given = quiet(role, phase)
+        said = re.escape(f"the {ROLES[role]} sent {name} out of order: {phase.name}")
+        with pytest.raises(ProtocolError, match=said):
+            connection._on_message(copy.copy(message))
+        with pytest.raises(ProtocolError, match=f"sends {name} out of order: {phase.name}"):
+            connection._on_header(SimpleNamespace(body=message.body))  # type: ignore[arg-type]
+        assert (given, connection.phase) == ([], phase)
+
+
+@pytest.mark.parametrize("role", [None, *ROLES])
+def test_of_a_stranger_nothing_but_a_greeting_is_decoded(role: str | None) -> None:
+    greetings = (
+        *("HELLO", "CALL", "PEER_HELLO", "ISLAND_HELLO", "LIGHTHOUSE_HELLO"),
+        *("WELCOME", "PEER_WELCOME", "ISLAND_WELCOME", "LIGHTHOUSE_WELCOME"),
+        *("REJECT", "ERROR", "BYE", "HEARTBEAT"),
+    )
+    assert {BODIES[number].spec.name for number in OPENING[role]} <= set(greetings)
+    for name, message in EXAMPLES.items():
+        if message.body.spec.number in OPENING[role]:
+            continue
+        header = msgpack.packb({"t": message.body.spec.number, "m": "never read", "x": "nor this"})
+        with pytest.raises(ProtocolError, match=f"^{name} came before a greeting"):
+            read_header(b"", header, 0, opening=OPENING[role])
+
+
+# ---- floods
+
+MOST = 40
+
+
+def flood(connection: Connection, message: Message) -> None:
+    for _ in range(MOST + 2):
+        connection._on_message(copy.copy(message))
+
+
+@pytest.mark.parametrize(("role", "phase"), everywhere())
+def test_a_flood_of_any_message_is_bounded(
+    role: str, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner is given no more than may wait, or the second one is out of order."""
+    monkeypatch.setattr(waiting, "MOST_MESSAGES", MOST)
+    for kind in legal(ROLES[role], phase):
+        if issubclass(kind, m.Signal):  # the link keeps none of them
+            continue
+        messages = [EXAMPLES[kind.spec.name]]
+        if kind is m.Step:
+            messages.append(EVALUATION)
+        for message in messages:
+            connection, given = quiet(role, phase)
+            with pytest.raises(ProtocolError, match=r"out of order|faster than it is heard"):
+                flood(connection, message)
+            assert len(given) <= MOST
+            assert connection.waiting.messages <= MOST
+
+
+def test_the_tables_have_every_message() -> None:
+    assert {body.spec.name for body in BODIES.values()} == set(EXAMPLES)
+    assert {kind for table in ORDER.values() for kind in table} == set(BODIES.values())
