@@ -299,6 +299,13 @@ class IslandSession:
             link.close(drain_s=timeouts.DRAIN_S if reason else 0)
 
 
+def check_finite(tensors: Mapping[str, Tensor], name: str) -> None:
+    """Raise ProtocolError for a number of island `name` that is not finite."""
+    for key, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise ProtocolError(f"island {name} sends {key!r}, which is not finite")
+
+
 def _messages(
     number: int,
     kind: ShareKind,

@@ -34,17 +34,12 @@ from hetero_framework.islands.forecast import short_run
 from hetero_framework.islands.fragments import Synchronisation
 from hetero_framework.islands.group import STATE
 from hetero_framework.islands.ledger import Ledger, Steps, count_steps, first_steps
-from hetero_framework.islands.links import SAME_VERSION, IslandSession
+from hetero_framework.islands.links import SAME_VERSION, IslandSession, check_finite
 from hetero_framework.islands.outer import OuterFragment, weighted_mean
 from hetero_framework.islands.shares import round_steps
 from hetero_framework.islands.wait_times import for_others
 from hetero_framework.trainer.replica_group import CountItems, StepPart
-from hetero_framework.trainer.summed_steps import (
-    SummedSteps,
-    check_finite,
-    seconds_in,
-    seconds_of_all,
-)
+from hetero_framework.trainer.summed_steps import SummedSteps, seconds_in, seconds_of_all
 from hetero_framework.trainer.train_state import TrainState
 
 _log = logging.getLogger(__name__)

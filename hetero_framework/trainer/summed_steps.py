@@ -27,7 +27,13 @@ from hetero_framework.islands.allreduce import SummedGradients
 from hetero_framework.islands.balance import Shares, given_shares
 from hetero_framework.islands.group import STATE, Group, Position, SessionStart
 from hetero_framework.islands.ledger import order_facts, split_step
-from hetero_framework.islands.links import SAME_VERSION, IslandSession, MemberLost, Received
+from hetero_framework.islands.links import (
+    SAME_VERSION,
+    IslandSession,
+    MemberLost,
+    Received,
+    check_finite,
+)
 from hetero_framework.islands.wait_times import for_others
 from hetero_framework.log import event
 from hetero_framework.trainer.replica_group import CountItems, ReplicaGroup, StepPart
@@ -353,7 +359,7 @@ class SummedSteps(ReplicaGroup):
             state = TrainState.load_state_dict(values.pop("position"))
             _, _ = state.group["lineage"], _shares_in(state.group)
             state = self._adopted(state, session)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, CheckpointError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"island {source} sends no state: {error!r}") from error
         check_finite(received.tensors, source)
         try:
@@ -488,13 +494,6 @@ def _decision(received: Received, session: IslandSession) -> tuple[dict[str, Any
         raise ProtocolError(f"island {session.leader} sends no decision")
     times = {key: seconds_of_all(received.info, key, session) for key in ("seconds", "for_others")}
     return {"commit": commit, **times}, norm
-
-
-def check_finite(tensors: Mapping[str, Tensor], name: str) -> None:
-    """Raise ProtocolError for a number of island `name` that is not finite."""
-    for key, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise ProtocolError(f"island {name} sends {key!r}, which is not finite")
 
 
 def seconds_of_all(info: Mapping[str, Any], key: str, session: IslandSession) -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero_framework.engine.loss_scale import LossScale
+from hetero_framework.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -85,5 +86,5 @@ class TrainState:
         later["due"] = tuple(state["due"]) if "due" in state else None
         numbers = [state[name] for name in counts] + [later["skipped"], later["jumped"]]
         if not all(type(n) is int and 0 <= n < 2**53 for n in numbers) or not scale.value > 0:
-            raise ValueError("a position has counts of steps, and a loss scale")
+            raise CheckpointError(f"{dict(state)!r:.200} is no position of a run")
         return cls(**{name: state[name] for name in counts}, **later, loss_scale=scale)

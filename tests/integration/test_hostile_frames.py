@@ -99,6 +99,7 @@ ROWS: dict[str, bytes] = {
     "15 not a number": hello(epoch=float("nan")),
     "15 a large number": hello(epoch=2**64 - 1),
     "15 a negative one": hello(epoch=-1),
+    **{f"15 frames of at most {n} bytes": hello(max_frame_bytes=n) for n in (0, 1, 65_535, 2**62)},
     "16 an unknown key": hello(trust_me=True),
     "16 a missing key": without("epoch"),
     "17 an unknown dtype": frame({"t": 12, "m": STEP, "x": [[77, [1]]]}),

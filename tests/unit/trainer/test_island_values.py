@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hetero_framework.errors import CheckpointError, ProtocolError
-from hetero_framework.islands.links import Received
-from hetero_framework.trainer.summed_steps import SummedSteps, _decision, check_finite
+from hetero_framework.islands.links import Received, check_finite
+from hetero_framework.trainer.summed_steps import SummedSteps, _decision
 from hetero_framework.trainer.train_state import TrainState
 
 NAN, INF = float("nan"), float("inf")
