@@ -54,7 +54,7 @@ def test_samples_that_fail_are_given_up_and_the_run_goes_on(
 def test_an_answer_that_fails_is_one_error(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     give({TOKEN: torch.tensor([-1])}, monkeypatch)
     talk = Talk(alone())
-    with talk.loaded(LOOPBACK_ONLY) as cluster:
+    with talk.loaded(LOOPBACK_ONLY, "chat") as cluster:
         [prompt] = talk.reader.read(["red"], alone().base_dir, "prompts")
         with pytest.raises(ProtocolError, match=r"^the coordinator: .* gave token -1 of 0 to"):
             talk.answer(cluster, [prompt], talk.choice(0.0, 1.0, max_new_tokens=3))
