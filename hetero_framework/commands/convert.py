@@ -24,7 +24,7 @@ from hetero_framework.commands.options import (
 from hetero_framework.commands.options import report as print_report
 from hetero_framework.commands.recipes import read_recipe
 from hetero_framework.config import Config
-from hetero_framework.config.convert import STATUSES, Conversion, as_messages
+from hetero_framework.config.convert import STATUSES, Conversion
 from hetero_framework.config.problems import shown
 from hetero_framework.core import addresses
 from hetero_framework.core.files import refuse_output, write_file
@@ -111,13 +111,12 @@ def _whole_file(made: Conversion, arguments: argparse.Namespace) -> dict[str, An
 
 
 def _write_rows(made: Conversion) -> None:
+    from hetero_framework.commands.rows import new_row
     from hetero_framework.data.sources import open_source, read_file
 
     for file in made.rewrites:
         rows = islice(read_file(open_source(str(file.source), file.source)), file.limit)
-        lines = (row.fields for row in rows)
-        if file.entry is not None:
-            lines = (as_messages(line, file.entry) for line in lines)
+        lines = (new_row(row.fields, file) for row in rows)
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         write_file(file.target, text.encode())
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -51,8 +51,12 @@ _INSTEAD = {
     "training.eval_strategy": "training.eval_steps",
     "training.bf16": "training.fp16",
 }
-_FIRST = ("trl", "rl", "stage", "pref_loss", "loss_type", "dpo_loss_type")
+_FIRST = ("trl", "rl", "reward_model", "stage", "pref_loss", "loss_type", "dpo_loss_type")
 _JUDGED = ("objective", "loss_type")
+_OF_EVALUATIONS = (
+    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    *("early_stopping_patience", "early_stopping_threshold"),
+)
 _METHODS = {
     "kto": {"desirable_weight", "undesirable_weight"},
     "cpo": {"cpo_alpha", "simpo_gamma"},
@@ -63,13 +67,17 @@ _SPLIT = re.compile(r"([\w.-]+)(?:\[:(\d+)%\])?")
 _LOADERS = ("json", "jsonl", "parquet", "text", "csv", "arrow")  # of `datasets`, beside data_files
 # Of axolotl: how many processes share the samples of one.
 _ONE_SAMPLE = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
+_SETS = ("datasets", "test_datasets", "pretraining_dataset")
 _INFO = "dataset_info.json"
 _HUBS = ("hf_hub_url", "ms_hub_url", "script_url")
-# Roles of LLaMA-Factory's tags; those of its default tags are read as they are.
-_TAGS = {
-    **{"user": "user", "assistant": "assistant", "system": "system"},
-    **{"observation": "tool", "function": "tool_call"},
+# axolotl's types of rows that are read here.
+_STYLES = {
+    **{"alpaca": "alpaca", "completion|pretrain": "text"},
+    "(chat_template|sharegpt)(\\..*)?": "chat",
 }
+_NAMING = re.compile(
+    r".*\.(type|field_\w+|roles|message_(property_mappings|field_(role|content|training)))"
+)
 
 
 @dataclass(frozen=True)
@@ -85,13 +93,15 @@ class ConvertedKey:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A file whose rows are to be written anew: as messages where its entry of dataset_info.json is
-    given, and how many at most."""
+    """A file whose rows are to be written anew, how many at most, and in which form (a value of
+    data.format): `entry` describes them as the style says."""
 
     source: Path
     target: Path
-    entry: dict[str, Any] | None
-    limit: int | None
+    style: str
+    entry: dict[str, Any]
+    form: str
+    limit: int | None = None
 
 
 @dataclass
@@ -157,11 +167,10 @@ class Conversion:
 
     def _take_key(self, key: str, value: Any) -> None:
         """One key of the file, or the keys inside it."""
-        if key in ("datasets", "test_datasets", "pretraining_dataset") and value:
-            entries = value if isinstance(value, list) else [value]
-            plain = {"type": "pretrain"} if key == "pretraining_dataset" else {}
-            entries = [{**plain, **(e if isinstance(e, dict) else {"path": e})} for e in entries]
+        if key in _SETS and value:
+            entries = _entries(key, value)
             for number, entry in enumerate(entries):
+                begin = len(self.rows)
                 for name, inner in entry.items():
                     rated = name == "type" and self._objective != "sft"
                     self._take(
@@ -169,8 +178,10 @@ class Conversion:
                         inner,
                         f"{key}[{number}].{name}",
                     )
+                if self.program == "axolotl":
+                    entries[number] = self._rewritten(f"{key}[{number}]", entry, begin)
             self._use_sets(key, entries, "eval" if key == "test_datasets" else "train")
-        elif value and any(n.startswith(f"{key}.") for n in self.table["keys"]):
+        elif value and any(f" {key}." in f" {n}" for n in self.table["keys"]):
             for name, inner in value.items():
                 self._take(f"{key}.{name}", inner, f"{key}.{name}")
         else:
@@ -248,6 +259,7 @@ class Conversion:
         smoothing = self.given.get("label_smoothing") or self.given.get("dpo_label_smoothing")
         made = {**self.settings, **to}
         found = {n: made[f"training.{n}"] for n in _JUDGED if f"training.{n}" in made}
+        found["eval_strategy"] = "steps"  # whether there are evaluations shows at the end
         if found.get("objective") == "kto":
             found |= {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
         return found | ({"label_smoothing": float(smoothing)} if smoothing else {})
@@ -275,8 +287,9 @@ class Conversion:
     def _drop(self, path: str, why: str) -> None:
         """Take a setting back; its row says why."""
         self.defaults.pop(path, None)
-        if self.settings.pop(path, None) is not None:
-            self._change(path, status="cannot be had", to=(), why=why)
+        taken = self.settings.pop(path, None)
+        status = "taken" if taken is False else "cannot be had"
+        self._change(path, status=status, to=(), why=why)
 
     def _change(self, path: str, **new: Any) -> None:
         """Say something else of the key that gave a setting."""
@@ -331,18 +344,27 @@ class Conversion:
         if self.program == "TRL" and strategy != "no" and has("data.train"):
             self.settings.setdefault("data.eval", has("data.train"))
         no_data, none = not has("data.eval"), "no evaluation data"
+        idle = no_data or strategy == "no"
         by_weights = has("adapter.init_lora_weights") in ("pissa", "olora")
         quantised = by_weights and has("model.quantization")
         for path, wrong, why in (
             ("training.eval_strategy", no_data and strategy != "no", none),
-            ("training.eval_on_start", no_data and has("training.eval_on_start"), none),
+            ("training.eval_on_start", idle and has("training.eval_on_start"), none),
             ("training.eval_steps", no_data or strategy != "steps", "nothing to evaluate"),
+            *((f"training.{name}", idle, "nothing is evaluated") for name in _OF_EVALUATIONS),
+            ("training.save_strategy", idle and has("training.save_strategy") == "best", none),
             ("training.warmup_ratio", has("training.warmup_steps"), "warmup_steps counts"),
             ("data.pad_to_multiple_of", has("data.padding_free"), "nothing is padded"),
             ("adapter.init_lora_weights", quantised, "it rewrites weights, which are quantised"),
         ):
             if wrong:
                 self._drop(path, why)
+        if has(best := "training.load_best_model_at_end"):
+            training = {
+                p.partition(".")[2]: v for p, v in self.settings.items() if "training." in p
+            }
+            if wrong := _fit(best, True, training)[1]:
+                self._drop(best, wrong)
         for path, name in _NEEDED.items():
             if path not in self.settings:
                 self.settings[path] = name
@@ -393,6 +415,38 @@ class Conversion:
                 sets = [self._named_set(n, info.get(n), found or Path(name)) for n in names]
                 self._use_sets(key, sets, role)
 
+    def _rewritten(self, key: str, entry: dict[str, Any], begin: int) -> dict[str, Any]:
+        """A set of axolotl with its rows written anew, where a run cannot read them as they are, or
+        has sets of several types. Its keys' rows are those from `begin` on."""
+        sets = [e for k in _SETS if self.given.get(k) for e in _entries(k, self.given[k])]
+        styles = {_style(one) for one in sets}
+        open_ = [row for row in self.rows[begin:] if row.status == "to do by hand"]
+        if len(styles) == 1 and not open_:
+            return entry
+        form = "messages" if "chat" in styles else "prompt_completion"
+        form = form if self._objective == "sft" else "preference"
+        style, files = _style(entry), _listed(entry.get("data_files") or entry.get("path"))
+        places = [Path(str(files[0])), self.folder / str(files[0])] if len(files) == 1 else []
+        source = next((place for place in places if place.is_file()), None)
+        readable = style and all(_NAMING.fullmatch(row.key) for row in open_)
+        if not readable or source is None or "[" in str(entry.get("split")):
+            if len(styles) > 1:
+                why = f"a run has sets of one format: save these rows as {form} in a file"
+                self._say(key, entry.get("path"), "to do by hand", why)
+            return entry
+        name = key.replace("datasets", "").replace("[", "").replace("]", "")
+        target = self.output.with_name(f"{self.output.stem}.{name}.{source.stem}.jsonl")
+        self.rewrites.append(Rewrite(source, target, style, entry, form))
+        self.settings["data.format"] = form
+        why = f"its rows are in {target.name}, as {form}"
+        if form == "messages" and style != "chat":
+            why += ", which the chat template writes"
+        self.rows[begin:] = [
+            replace(row, status="changed", to=(), why=why) if _NAMING.fullmatch(row.key) else row
+            for row in self.rows[begin:]
+        ]
+        return {"path": str(target)}
+
     def _named_set(self, name: str, entry: Any, folder: Path) -> dict[str, Any]:
         key, limit = f"dataset {name}", self.given.get("max_samples")
         if not isinstance(entry, dict):
@@ -416,9 +470,10 @@ class Conversion:
             return {"path": str(source)}
         target = self.output.with_name(f"{self.output.stem}.{name}.jsonl")
         most = min((int(n) for n in (limit, entry.get("num_samples")) if n), default=None)
-        self.rewrites.append(Rewrite(source, target, None if is_text else entry, most))
-        answers = self._objective != "sft"
-        self.settings.setdefault("data.format", "preference" if answers else "messages")
+        form = "messages" if self._objective == "sft" else "preference"
+        style = "as it is" if is_text else self.program
+        self.rewrites.append(Rewrite(source, target, style, entry, form, most))
+        self.settings.setdefault("data.format", form)
         form = "as they are" if is_text else "as messages"
         self._say(key, str(source), "changed", f"its rows are in {target.name}, {form}")
         return {"path": str(target)}
@@ -486,51 +541,23 @@ def _fit(path: str, value: Any, context: Mapping[str, Any]) -> tuple[Any, str]:
     return value, refused[0] if refused else ""
 
 
+def _entries(key: str, value: Any) -> list[dict[str, Any]]:
+    """The sets under a key of axolotl or TRL: each is an object, or only its path."""
+    plain = {"type": "pretrain"} if key == "pretraining_dataset" else {}
+    entries = value if isinstance(value, list) else [value]
+    return [{**plain, **(e if isinstance(e, dict) else {"path": e})} for e in entries]
+
+
+def _style(entry: Mapping[str, Any]) -> str:
+    """How the rows of one of axolotl's sets are read; "" for a way that is not known here."""
+    kind = entry.get("type")
+    text = "fields" if isinstance(kind, dict) else ""
+    styles = (style for types, style in _STYLES.items() if re.fullmatch(types, str(kind)))
+    return next(styles, text)
+
+
 def _listed(value: Any) -> list[Any]:
     """A list, or the parts of a text between commas."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",")]
     return list(value or ())
-
-
-def as_messages(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of LLaMA-Factory's data as messages: an instruction and its input are one turn of the
-    user, with a line break between. Raises UserError for a row without the columns."""
-    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
-    beside = {name: row.get(columns.get(name, "")) for name in ("system", "tools")}
-    try:
-        is_alpaca, ranked = entry.get("formatting", "alpaca") == "alpaca", entry.get("ranking")
-        if is_alpaca:
-            turns = [*_turns(row, columns, answered=not ranked)]
-        else:
-            role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
-            names = {role: "role", content: "content"}
-            roles = {tags.get(f"{tag}_tag"): role for tag, role in _TAGS.items()}
-            said = row[columns.get("messages", "conversations")]
-            turns = [{names.get(name, name): v for name, v in turn.items()} for turn in said]
-            turns = [{**turn, "role": roles.get(turn["role"], turn["role"])} for turn in turns]
-        made: dict[str, Any] = {"messages": turns}
-        if ranked:
-            made = {"prompt": turns}
-            for side in ("chosen", "rejected"):
-                answer = row[columns.get(side, side)]
-                answer = answer if is_alpaca else answer[content]
-                made[side] = [{"role": "assistant", "content": answer}]
-        elif tag := columns.get("kto_tag"):
-            made = {"prompt": turns[:-1], "completion": turns[-1:], "label": bool(row[tag])}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"a row is not as {_INFO} says: {error!r}: {shown(row)}") from error
-    return {**{name: value for name, value in beside.items() if value}, **made}
-
-
-def _turns(
-    row: Mapping[str, Any], columns: Mapping[str, str], *, answered: bool
-) -> Iterator[dict[str, Any]]:
-    for asked, answer in row.get(columns.get("history", "")) or ():
-        yield {"role": "user", "content": asked}
-        yield {"role": "assistant", "content": answer}
-    names = (columns.get("prompt"), columns.get("query")) if columns else ("instruction", "input")
-    parts = [row[name] for name in names if name and row.get(name)]
-    yield {"role": "user", "content": "\n".join(parts)}
-    if answered:
-        yield {"role": "assistant", "content": row[columns.get("response", "output")]}

@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
+import transformers
 import trl
 
 from hetero_framework.cli import main
 from hetero_framework.commands.recipes import read_recipe
+from hetero_framework.commands.rows import as_messages, new_row
 from hetero_framework.config import Config, load_config
-from hetero_framework.config.convert import STATUSES, as_messages
+from hetero_framework.config import convert as convert_module
+from hetero_framework.config.aliases import refusal_of
+from hetero_framework.config.convert import STATUSES, Rewrite
 from hetero_framework.data.sources import find_sources
 from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import UserError
@@ -44,6 +49,7 @@ BY_HAND = {
     "trl_kto.json": [],
     "trl_recipe.yaml": ["datasets[1]", "chat_template_path"],
 }
+FIELDS = {name: cls.model_fields for name, cls in convert_module._SECTIONS.items()}
 KEPT = ("taken", "changed", "no effect here")
 Report = dict[str, Any]
 
@@ -177,8 +183,8 @@ def test_history_comes_before_the_turn() -> None:
     said = as_messages(row, entry)
     assert [turn["content"] for turn in said["messages"]] == ["1?", "2", "3?", "4"]
     assert said["system"] == "Count."
-    with pytest.raises(UserError, match="is not as dataset_info"):
-        as_messages({"text": "x"}, {})
+    with pytest.raises(UserError, match="is not as its description"):
+        new_row({"text": "x"}, Rewrite(Path("x"), Path("y"), "LLaMA-Factory", {}, "messages"))
 
 
 def test_the_rows_of_axolotls_alpaca_are_rendered(convert, tmp_path) -> None:
@@ -484,3 +490,239 @@ def test_noise_smoothing_and_grouping_are_taken(convert) -> None:
         assert rows(report)["group_by_length"]["status"] == "taken"
         _, config = convert(name, text + "group_by_length: false\n")
         assert config.training.train_sampling_strategy == "random"
+
+
+PUBLISHED: dict[str, dict[str, list[str]]] = {
+    "TRL": {},  # those of the installed version
+    **json.loads(Path(__file__).with_name("published_keys.json").read_text()),
+}
+CONTAINERS = {"datasets", "test_datasets", "pretraining_dataset", "special_tokens", "trl"}
+
+
+def published(program: str) -> list[str]:
+    """The keys of a program's own schema, as its tables have them."""
+    made: list[str] = []
+    for place, lines in next(v for k, v in PUBLISHED.items() if k.startswith(program)).items():
+        inside = f"{place}." if place in CONTAINERS else ""
+        made += [inside + name for line in lines for name in line.split()]
+    classes: list[Any] = []
+    if program == "LLaMA-Factory":
+        classes = [transformers.Seq2SeqTrainingArguments]
+    if program == "TRL":
+        classes = [trl.SFTConfig, trl.RewardConfig, trl.ModelConfig, trl.ScriptArguments]
+        classes += [trl_classes(objective)[1] for objective in ("dpo", "orpo", "cpo", "kto")]
+    made += [field.name for cls in classes for field in dataclasses.fields(cls)]
+    return sorted(set(made) - CONTAINERS)
+
+
+@pytest.mark.parametrize("program", ["axolotl", "LLaMA-Factory", "TRL"])
+def test_every_published_key_is_in_exactly_one_group(program: str) -> None:
+    """In the table: taken (or said by its value), without effect, impossible. Fields of
+    transformers and PEFT that it does not have are settings here or refused by name."""
+    table = convert_module._table(program)
+    for name in published(program):
+        rules = [k for k in table["keys"] if any(re.fullmatch(p, name) for p in k.split())]
+        for group in ("idle", "never"):
+            rules += [why for why, names in table[group].items() if re.fullmatch(names, name)]
+        if not rules:
+            here = [s for s in ("adapter", "data", "training") if name in FIELDS[s]]
+            rules += here if program != "axolotl" else []
+            rules += [refusal_of("training", name)] * (not rules)
+        assert len(rules) == 1, (name, rules)
+        assert rules[0], name
+
+
+AXOLOTL = "base_model: m\nmicro_batch_size: 1\nadapter: lora\nlora_r: 4\n"
+
+
+def written(config: Config) -> list[list[dict[str, Any]]]:
+    """The rows of each file of the training data."""
+    names = [config.data.train] if isinstance(config.data.train, str) else config.data.train
+    files = [config.base_dir / name for name in names]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def test_sets_of_several_types_are_written_in_one_format(convert) -> None:
+    for name, row in (
+        ("al.jsonl", {"instruction": "Add", "input": "1 and 2", "output": "3"}),
+        ("chat.jsonl", {"talk": [{"who": "bot", "says": "Hi", "learn": False}], "x": 1}),
+        ("texts.jsonl", {"body": "Once."}),
+        ("own.jsonl", {"q": "Why?", "a": "So.", "system": "Be brief."}),
+    ):
+        Path(name).write_text(json.dumps(row) + "\n")
+    alpaca, plain = (
+        "{path: al.jsonl, type: alpaca}",
+        "{path: texts.jsonl, type: completion, field: body}",
+    )
+    chat = (
+        "{path: chat.jsonl, type: chat_template, field_messages: talk,"
+        " message_field_training: learn, message_property_mappings: {role: who, content: says},"
+        " roles: {assistant: [bot]}}"
+    )
+    own = (
+        "{path: own.jsonl, type: {field_instruction: q, field_output: a, no_input_format:"
+        ' "Q: {instruction}\\nA: ", system_format: "{system}\\n"}}'
+    )
+    report, config = convert("a.yml", f"{AXOLOTL}datasets: [{alpaca}, {chat}, {plain}, {own}]\n")
+    assert config.data.format == "messages"
+    asked, said = ({"role": role} for role in ("user", "assistant"))
+    assert written(config) == [
+        [{"messages": [asked | {"content": "Add\n1 and 2"}, said | {"content": "3"}]}],
+        [{"messages": [said | {"content": "Hi", "weight": 0}]}],
+        [{"messages": [said | {"content": "Once."}]}],
+        [{"messages": [asked | {"content": "Be brief.\nQ: Why?\nA: "}, said | {"content": "So."}]}],
+    ]
+    assert "to do by hand" not in {row["status"] for row in report["keys"]}
+    assert "the chat template writes" in rows(report)["datasets[2].type"]["why"]
+    _, config = convert("a.yml", f"{AXOLOTL}datasets: [{alpaca}, {plain}]\n")
+    assert config.data.format == "prompt_completion"
+    (first,), (second,) = written(config)
+    assert first["prompt"].endswith("### Input:\n1 and 2\n\n### Response:\n")
+    assert (first["completion"], second) == ("3", {"prompt": "", "completion": "Once."})
+    _, config = convert("a.yml", f"{AXOLOTL}datasets: [{alpaca}]\ntest_datasets: [{plain}]\n")
+    assert (config.data.format, config.data.eval) == ("prompt_completion", "c.test_0.texts.jsonl")
+    report, config = convert(
+        "a.yml", f"{AXOLOTL}datasets: [{alpaca}, {{path: o/hub, type: pretrain}}]\n"
+    )
+    found = rows(report)["datasets[1]"]
+    assert (found["status"], found["value"]) == ("to do by hand", "o/hub")
+
+
+def test_answers_under_other_names_are_written_as_pairs(convert) -> None:
+    row = {
+        "talk": [{"role": "user", "content": "?"}],
+        "good": "Y",
+        "bad": {"role": "x", "content": "N"},
+    }
+    Path("p.jsonl").write_text(json.dumps(row) + "\n")
+    rated = "rl: dpo\ndatasets: [{path: p.jsonl, "
+    names = "field_messages: talk, field_chosen: good, field_rejected: bad, roles: {assistant: [x]}"
+    report, config = convert("a.yml", f"{AXOLOTL}{rated}type: chat_template.default, {names}}}]\n")
+    assert config.data.format == "preference"
+    yes, no = ([{"role": "assistant", "content": text}] for text in "YN")
+    assert written(config) == [[{"prompt": row["talk"], "chosen": yes, "rejected": no}]]
+    assert "to do by hand" not in {row["status"] for row in report["keys"]}
+    Path("p.jsonl").write_text(json.dumps({"q": "?", "good": "Y", "bad": "N"}) + "\n")
+    own = '{field_prompt: q, field_chosen: good, field_rejected: bad, prompt_format: "[{prompt}]"}'
+    _, config = convert("a.yml", f"{AXOLOTL}{rated}type: {own}}}]\n")
+    assert written(config) == [[{"prompt": "[?]", "chosen": "Y", "rejected": "N"}]]
+    report, _ = convert("a.yml", f"{AXOLOTL}rl: dpo\ndatasets: [{{path: o/hub, {names}}}]\n")
+    assert rows(report)["datasets[0].field_chosen"]["status"] == "to do by hand"
+    _, config = convert("a.yml", f"{AXOLOTL}reward_model: true\ncenter_rewards_coefficient: 0.1\n")
+    assert (config.training.objective, config.training.center_rewards_coefficient) == (
+        "reward",
+        0.1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.yml", "shuffle_merged_datasets: false\n", {"train_sampling_strategy": "random"}),
+        (
+            "a.yml",
+            "group_by_length: true\nshuffle_merged_datasets: false\n",
+            {"train_sampling_strategy": "group_by_length"},
+        ),
+        ("a.yml", "curriculum_sampling: true\n", {"train_sampling_strategy": "sequential"}),
+        (
+            "a.yml",
+            "",
+            {"save_total_limit": 4, "eval_on_start": False, "load_best_model_at_end": False},
+        ),
+        ("a.yml", "hub_model_id: me/x\n", {"hub_private_repo": True}),
+        ("a.yml", "early_stopping_patience: 3\n", {"early_stopping_patience": None}),
+        (
+            "a.yml",
+            "early_stopping_patience: 3\nval_set_size: 0.1\neval_steps: 10\nsave_steps: 20\n",
+            {"early_stopping_patience": 3, "load_best_model_at_end": True, "eval_on_start": True},
+        ),
+        (
+            "a.yml",
+            "early_stopping_patience: 3\nval_set_size: 0.1\neval_steps: 10\nsave_steps: 15\n",
+            {"early_stopping_patience": 3, "load_best_model_at_end": False},
+        ),
+        ("a.yml", "val_set_size: 0.1\neval_strategy: 'no'\n", {"eval_on_start": False}),
+        ("l.yaml", "disable_shuffling: true\n", {"train_sampling_strategy": "sequential"}),
+        (
+            "l.yaml",
+            "early_stopping_steps: 2\nval_size: 0.1\neval_strategy: steps\neval_steps: 5\n"
+            "load_best_model_at_end: true\nsave_steps: 5\nmetric_for_best_model: eval_loss\n",
+            {"early_stopping_patience": 2, "load_best_model_at_end": True},
+        ),
+        (
+            "t.yaml",
+            "eval_strategy: epoch\nsave_strategy: epoch\nload_best_model_at_end: true\n",
+            {"load_best_model_at_end": True, "eval_strategy": "epoch"},
+        ),
+        ("t.yaml", "load_best_model_at_end: true\n", {"load_best_model_at_end": False}),
+        ("a.yml", "tensor_parallel_size: 2\n", {"gradient_accumulation_steps": 2}),
+    ],
+)
+def test_orders_and_ends_of_training_are_those_of_the_program(
+    name: str, text: str, expected: dict[str, Any], convert
+) -> None:
+    Path("t.jsonl").write_text('{"text": "a"}\n')
+    begin = {
+        "a.yml": AXOLOTL + "datasets: [{path: t.jsonl, type: completion}]\n",
+        "l.yaml": "stage: sft\nmodel_name_or_path: m\ndataset: lora_one\n",
+        "t.yaml": "model_name_or_path: m\ndataset_name: t.jsonl\n",
+    }
+    _, config = convert(name, begin[name] + text, "--world-size", "4")
+    found = config.training.model_dump()
+    expected = {"gradient_accumulation_steps": 4} | expected
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_files_called_as_the_example_or_given_as_a_list_are_taken(convert) -> None:
+    data = "datasets: [{path: train.jsonl, type: completion}]\n"
+    report, config = convert("a.yml", AXOLOTL + data)
+    assert "to do by hand" not in {row["status"] for row in report["keys"]}
+    text = "model_name_or_path: m\ntrain_file: [a.jsonl, b.jsonl]\nvalidation_file: v.jsonl\n"
+    _, config = convert("t.yaml", text + "learning_rate: 1e-4\neval_strategy: epoch\n")
+    assert (config.data.train, config.data.eval) == (("a.jsonl", "b.jsonl"), "v.jsonl")
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:This class will be removed:FutureWarning")
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "reward", "orpo", "cpo"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--learning_rate 3e-4 --lr_scheduler_type cosine --warmup_steps 7 --weight_decay 0.1"
+        " --adam_beta2 0.95 --max_grad_norm 0.5 --optim adamw_torch --max_length 64 --seed 7",
+        "--eval_strategy steps --eval_steps 5 --save_steps 10 --load_best_model_at_end --bf16 false"
+        " --metric_for_best_model eval_loss --per_device_train_batch_size 2 --num_train_epochs 2"
+        " --gradient_checkpointing false --logging_steps 3 --max_steps 20 --save_total_limit 2",
+    ],
+)
+def test_command_lines_mean_what_trls_own_parser_says(
+    method: str, options: str, convert, tmp_path
+) -> None:
+    classes = {"sft": trl.SFTConfig, "reward": trl.RewardConfig}
+    cls: Any = classes[method] if method in classes else trl_classes(method)[1]
+    parser = transformers.HfArgumentParser(cls)
+    line = f"{options} --output_dir out"
+    (theirs,) = parser.parse_args_into_dataclasses([*line.split(), "--use_cpu"])
+    command = f"trl {method} --model_name_or_path m --dataset_name d {line}"
+    _, config = convert("a.sh", command + "\n")
+    ours = {**config.data.model_dump(), **config.training.model_dump()}
+    differs = {
+        *("report_to", "run_name", "logging_dir", "hub_strategy", "log_level", "loss_type"),
+        *(
+            "precompute_ref_log_probs",
+            "pad_token",
+            "lr_scheduler_kwargs",
+            "train_sampling_strategy",
+        ),
+        *("bf16", "project", "pad_to_multiple_of", "eval_steps", "metric_for_best_model"),
+        *("assistant_only_loss", "completion_only_loss", "greater_is_better", "eval_strategy"),
+    }
+    names = {field.name for field in dataclasses.fields(cls)} & ours.keys() - differs
+    assert len(names) > 30
+    assert {n: ours[n] for n in names} == {n: getattr(theirs, n) for n in names}
+    assert config.training.evaluation == theirs.eval_strategy
+    if theirs.eval_strategy != "no":
+        assert ours["eval_steps"] == theirs.eval_steps
+    assert ours["bf16"] == ("--bf16 false" not in options)
