@@ -321,13 +321,13 @@ def told_objectives(data: str | None) -> tuple[list[str], str]:
     if data is None:
         return [], ""
     from hetero_framework.data.kinds import objectives_of  # imports torch
-    from hetero_framework.data.sources import find_sources, read_file
+    from hetero_framework.data.sources import find_sources, listed, read_file
 
     with suppress(DataError):  # `hetero check` reports it
         for source in find_sources(data, Path.cwd()):
             if source.is_file:
                 first = next(read_file(source))
-                return objectives_of(first), ", ".join(first.fields)
+                return objectives_of(first), listed(first.fields)
     return [], ""
 
 

@@ -122,6 +122,8 @@ class ChatRenderer:
     def ids(self, chat: Conversation, *, generation_prompt: bool = False) -> list[int]:
         """Token ids of a conversation, as `apply_chat_template(tokenize=True)` gives them."""
         text = self._apply(chat, add_generation_prompt=generation_prompt)
+        if not generation_prompt:
+            self._check(chat)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def ids_and_mask(self, chat: Conversation) -> TokensAndMask:

@@ -41,6 +41,7 @@ _MASKS = ("loss", "train", "training", "trainable", "mask", "masked")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _NOT_SAID = ("role", "from", "type", "weight")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_OF_CHAT = re.compile(r"\s*\[\s*\{\s*['\"](role|from|content|value)['\"]\s*:")
 _REMARKS = 20  # that are said
 _WRAPPED = re.compile(r"\s*<(tool_\w+)>(.*)</\1>\s*", re.DOTALL)
 _MESSAGE_HINT = 'a message is {"role": "user", "content": "..."}'
@@ -245,6 +246,12 @@ def as_messages(record: Record, *answers: str) -> Record:
         if waits and not fields.get("prompt"):
             fields["prompt"] = fields.pop(name)
     given = {name: fields[name] for name in ("prompt", *answers) if name in fields}
+    for name, value in given.items():
+        if isinstance(value, str) and _TEXT_OF_CHAT.match(value):
+            raise DataError(
+                f"{record.where}: {name} is messages written as one text",
+                hint="make a list of it, as json.loads does; " + _MESSAGE_HINT,
+            )
     if not any(isinstance(value, (list, dict)) for value in given.values()):
         return record
     for name, value in given.items():

@@ -61,10 +61,12 @@ _MESSAGES = ("messages", "conversations")
 _PART = re.compile(
     r"(user_)?(prompt|question|query|instructions?|inputs?)|problem|context|history|messages"
     r"|conversations?|dialog(ue)?|system(_(prompt|message|instructions?))?|tools|functions"
-    r"|chat_template_kwargs|(sentence|text|question)_?[12]|premise|hypothesis",
+    r"|chat_template_kwargs|(sentence|text|question)_?[12ab]|documents|premise|hypothesis",
     re.IGNORECASE,
 )
-_WEIGHT = re.compile(r"((sample|example|row|loss)_)?weights?", re.IGNORECASE)
+_WEIGHT = re.compile(
+    r"((sample|example|row|loss|token|chosen|rejected|completion)_)?weights?", re.IGNORECASE
+)
 _TOKENS = re.compile(
     r"((prompt|chosen|rejected|completion)_)?(input_ids|attention_mask|labels)|token_type_ids"
     r"|(prompt|chosen|rejected|(KL_)?completion|position)_ids|ref_\w*logps"

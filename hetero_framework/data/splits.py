@@ -18,6 +18,7 @@ from hetero_framework.data.sources import (
     Record,
     Source,
     class_names,
+    listed,
     open_source,
     plain_rows,
     read_file,
@@ -121,7 +122,7 @@ class SplitReader:
         for split in names:
             if split not in splits:
                 raise DataError(
-                    f"{name} has no split {split!r}, only {', '.join(map(repr, splits))}", hint=hint
+                    f"{name} has no split {split!r}, only {listed(map(repr, splits))}", hint=hint
                 )
 
 

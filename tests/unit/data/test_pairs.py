@@ -3,6 +3,7 @@ does, or refused with the field that would be lost."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +130,8 @@ def test_layouts_are_read_as_trl_reads_the_plain_one(
         ({"messages": [turn("user", "Who?"), turn("assistant", "I")]}, "messages"),
         ({"weight": 0}, "weight"),
         ({"sample_weight": 0.5}, "sample_weight"),
+        ({"chosen_weight": 0.0}, "chosen_weight"),
+        ({"documents": ["A fox is red."]}, "documents"),
         ({"weights": [1, 0]}, "weights"),
         ({"input_ids": [1, 2]}, "input_ids"),
         ({"prompt_ids": [1, 2]}, "prompt_ids"),
@@ -173,6 +176,9 @@ def test_a_field_that_would_be_lost_is_refused(
         ({"text": "a", "label": 1, "question": "What?"}, "classification", "field question"),
         ({"text": "a", "label": 1, "hypothesis": "b"}, "classification", "field hypothesis"),
         ({**TEXTS, "chosen": ["A fox.", "fox"]}, "dpo", "chosen.0. must be an object, found a te"),
+        ({**TEXTS, "chosen": json.dumps([GOOD])}, "dpo", "chosen is messages written as one text"),
+        ({**RATED, "prompt": str([ASKED])}, "kto", "prompt is messages written as one text"),
+        ({**SFT, "prompt": json.dumps([SHAREGPT])}, "sft", "prompt is messages written as one"),
         ({**TEXTS, "rejected": 5}, "dpo", "rejected must be a string, found a number"),
         ({**CHATS, "rejected": 5}, "dpo", "rejected must be a list of messages, found a number"),
         ({**TEXTS, "completion": "A fox.", "label": True}, "kto", "a pair .* and a completion"),
@@ -258,6 +264,13 @@ def test_pairs_that_teach_nothing_are_counted_and_alone_refused(
                 objective,
                 **data,
             )
+
+
+@pytest.mark.parametrize("objective", ["dpo", "reward", "kto", "classification"])
+def test_what_the_template_leaves_out_is_said(objective: str, tmp_path: Path) -> None:
+    row = {"messages": [ASKED], "label": 1} if objective == "classification" else CHATS
+    report = load(tmp_path, [{**row, "tools": [{"name": "f"}]}] * 2, objective).report
+    assert any("the chat template leaves out tools (first" in line for line in report)
 
 
 def test_an_answer_that_only_calls_a_tool_is_not_empty(tmp_path: Path) -> None:
