@@ -279,21 +279,19 @@ def is_blank(value: Any) -> bool:
     """Whether a text, a message or a list of these says nothing."""
     if isinstance(value, dict):
         return all(is_blank(part) for name, part in value.items() if name not in _NOT_SAID)
-    return (
-        not value.strip()
-        if isinstance(value, str)
-        else value is None or (isinstance(value, list) and all(map(is_blank, value)))
-    )
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, list) and all(map(is_blank, value)))
 
 
 def texts_of(value: Any) -> Iterator[str]:
     """The texts in a field: its own, those of messages, of parts, of turns in pairs."""
     if isinstance(value, str):
         yield value.strip()
-    elif isinstance(value, (list, dict)):
-        names = ("content", "value", "text")
-        parts = map(value.get, names) if isinstance(value, dict) else value
-        for part in parts:
+    elif isinstance(value, dict):
+        yield from texts_of([value.get(name) for name in ("content", "value", "text")])
+    elif isinstance(value, list):
+        for part in value:
             yield from texts_of(part)
 
 

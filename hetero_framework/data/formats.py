@@ -359,9 +359,9 @@ def parts(record: Record, used: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """The fields with a part of the text beside those used, and whether these hold all of its
     texts in what is asked (of messages in an answer, too), or it holds the whole example."""
     for name in filter(_PART.fullmatch, record.fields):
-        texts = [*texts_of(record.fields[name])]
         if name in used or is_blank(record.fields[name]):
             continue
+        texts = [*texts_of(record.fields[name])]
         said = {name: [*texts_of(record.fields.get(name))] for name in used}
         whole = {text for found in said.values() for text in found if text}
         asked = "\n".join(

@@ -190,10 +190,11 @@ def with_prompt(record: Record) -> Record:
     texts = [fields[name] for name in PAIR[1:] if isinstance(fields[name], str)]
     if fields.get("prompt", []) == [] and len(texts) == 2:
         fields |= _split(*texts)
+    if fields.get("prompt"):
+        return pair
     others = {name: " ".join(texts_of(fields[name])).split() for name in fields.keys() - {*PAIR}}
     lost = sorted(name for name, words in others.items() if len(words) > 1)
-    is_lost = bool(lost) and record.fields.get("prompt") is None
-    if not fields.get("prompt") and (is_lost or isinstance(fields["chosen"], list)):
+    if isinstance(fields["chosen"], list) or (lost and record.fields.get("prompt") is None):
         raise DataError(
             f"{record.where}: there is no prompt: chosen and rejected begin differently"
             + f", and the fields {listed(lost)} are not learned from" * bool(lost),
