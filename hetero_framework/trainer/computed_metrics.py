@@ -16,7 +16,7 @@ from hetero_framework.engine.stage_api import Outcome
 from hetero_framework.errors import CallbackError, ConfigError, ProtocolError
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objectives import objective_of
-from hetero_framework.models.cut.predictions import PREPROCESS, predictions
+from hetero_framework.models.cut.predictions import PLAIN, PREPROCESS, predictions
 from hetero_framework.trainer.given import COMPUTE, Given
 from hetero_framework.trainer.setup import Prepared
 
@@ -55,9 +55,10 @@ class ComputedMetrics:
         from transformers.trainer_utils import denumpify_detensorize
 
         parts = self.predictions(outcomes)
-        rows = [(part.shape[:1], told.shape[:1]) for part, told in zip(parts, labels, strict=True)]
-        if not self._preprocesses and any(made != told for made, told in rows):
-            raise ProtocolError("the last stage gave predictions of other rows than it was given")
+        for one, told in zip(outcomes, labels, strict=True):
+            shapes = [one.named[name].shape for name in PLAIN & one.named.keys()]
+            if any(shape[:1] != told.shape[:1] for shape in shapes):
+                raise ProtocolError("the last stage gave predictions of other rows than its own")
         with control.users_code(f"{COMPUTE} failed"):
             made: Any = _joined(parts) if isinstance(parts[0], Tensor) else None
             if made is None:

@@ -85,6 +85,6 @@ class TrainState:
         later["jumped"] = state.get("jumped", 0)
         later["due"] = tuple(state["due"]) if "due" in state else None
         numbers = [state[name] for name in counts] + [later["skipped"], later["jumped"]]
-        if not all(type(n) is int and 0 <= n < 2**53 for n in numbers) or not scale.value > 0:
+        if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or not scale.value > 0:
             raise CheckpointError(f"{dict(state)!r:.200} is no position of a run")
         return cls(**{name: state[name] for name in counts}, **later, loss_scale=scale)

@@ -23,6 +23,8 @@ _ARGMAX, _LOGITS, _MADE, _FAILED = (
     "predictions",
     "failed",
 )  # names of tensors beside a loss
+PLAIN = {_ARGMAX, _LOGITS}
+"""Those that no function of the user's has made."""
 _MOST_BYTES = 64 << 20  # of a micro-batch; fits into a message of any run
 
 

@@ -21,7 +21,9 @@ from transformers import (
 
 from hetero_framework import control
 from hetero_framework.config import Config
-from hetero_framework.errors import CallbackError, ConfigError
+from hetero_framework.engine.stage_api import Outcome
+from hetero_framework.errors import CallbackError, ConfigError, ProtocolError
+from hetero_framework.trainer.computed_metrics import ComputedMetrics
 from hetero_framework.trainer.coordinator import train
 from tests.cases import seldom
 from tests.integration.oracles import tokenized
@@ -240,3 +242,14 @@ def test_an_objective_without_predictions_is_refused(alone: Alone, tmp_path: Pat
 def test_what_train_does_not_take_is_refused(alone: Alone) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'compute_loss_func'"):
         train(alone(), compute_loss_func=print)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 4), (0, 4), ()])
+@pytest.mark.parametrize("name", ["argmax", "logits"])
+def test_predictions_of_other_rows_are_no_fault_of_the_users_function(
+    shape: tuple[int, ...], name: str
+) -> None:
+    metrics, labels = ComputedMetrics(lambda prediction: {}), [torch.zeros(2, 4)]
+    assert metrics.of_set([Outcome(0.0, {name: torch.zeros(2, 4)})], labels, "", ()) == {}
+    with pytest.raises(ProtocolError, match="predictions of other rows"):
+        metrics.of_set([Outcome(0.0, {name: torch.zeros(shape)})], labels, "", ())
