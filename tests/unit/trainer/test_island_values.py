@@ -83,7 +83,7 @@ def test_a_state_is_taken_over() -> None:
         (None, None),
         ([1], None),
         ({}, None),
-        *[({**POSITION, "step": step}, None) for step in (-1, 2**60, "3", 1.0, True, None)],
+        *[({**POSITION, "step": step}, None) for step in (-1, 2**63, "3", 1.0, True, None)],
         ({**POSITION, "tokens": -1}, None),
         ({**POSITION, "skipped": "x"}, None),
         ({**POSITION, "loss_scale": -2.0}, None),
