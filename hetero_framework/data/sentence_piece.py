@@ -7,9 +7,15 @@ from the file itself, so that the ids are those of `SentencePieceProcessor.encod
 
 from __future__ import annotations
 
+import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_framework.data.sources import shorten
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
@@ -19,6 +25,7 @@ if TYPE_CHECKING:
 MODEL = "tokenizer.model"
 _CONVERTED = ("tokenizer.json", "tokenizer_config.json")
 _SPACE = "▁"
+_APART = "\ufdd0"  # no letter
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # SentencePiece.Type
 _ROLES = ("bos", "eos", "unk", "pad")
 
@@ -59,10 +66,85 @@ def read_sentence_piece(path: Path) -> PreTrainedTokenizerBase:
     numbers = {f"{role}_token": getattr(trained, f"{role}_id") for role in _ROLES}
     named = {r: model.pieces[n].piece for r, n in numbers.items() if 0 <= n < len(model.pieces)}
     named["clean_up_tokenization_spaces"] = False
-    return PreTrainedTokenizerFast(tokenizer_object=_tokenizer(model), **named)
+    rules = _rules(model, path)
+    with TokenizersErrors():
+        tokenizer = _tokenizer(model, composes=rules("\u1112\u1161\u11ab") == "\ud55c")
+        return _checked(PreTrainedTokenizerFast, rules)(tokenizer_object=tokenizer, **named)
 
 
-def _tokenizer(model: Any) -> Tokenizer:
+@dataclass(frozen=True)
+class TokenizersErrors(AbstractContextManager[None]):
+    """DataError, which begins with `what`, for what tokenizers raises for a file that it cannot
+    use: a bare `Exception`, or that of a panic in Rust, which is none."""
+
+    what: str = "the tokenizer cannot be used"
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if kind is Exception or getattr(kind, "__module__", "") == "pyo3_runtime":
+            hint = "get its files again, or choose another tokenizer in model.tokenizer"
+            raise DataError(f"{self.what}: {error}", hint=hint) from error
+
+
+def _rules(model: Any, path: Path) -> Callable[[str], str]:
+    """How SentencePiece normalises, spaces and user-defined symbols aside. Raises DataError for a
+    model that it does not take."""
+    from sentencepiece import SentencePieceProcessor
+
+    bare = type(model).FromString(model.SerializeToString())
+    bare.normalizer_spec.add_dummy_prefix = False
+    for piece in bare.pieces:
+        piece.type = _NORMAL if piece.type == _USER_DEFINED else piece.type
+    try:
+        own = SentencePieceProcessor(model_proto=bare.SerializeToString())
+    except RuntimeError as error:
+        raise DataError(f"{path}: not a SentencePiece model ({error})") from error
+    return lambda text: str(own.normalize(text)).replace(_SPACE, "")
+
+
+def _checked(base: Any, rules: Callable[[str], str]) -> Any:
+    """A class of tokenizers that refuses the rare texts (several marks on one letter in an unusual
+    order) which tokenizers normalises otherwise than SentencePiece."""
+
+    def same(tokenizer: Any, text: str) -> bool:
+        ours = tokenizer.backend_tokenizer.normalizer.normalize_str(text)
+        return bool(ours.replace(_SPACE, "") == rules(text))
+
+    def call(self: Any, text: Any = None, *others: Any, **options: Any) -> Any:
+        with TokenizersErrors():
+            for each in _texts([text, *others, *options.values()]):
+                if not same(self, each):
+                    raise DataError(
+                        f"the text is not read as SentencePiece does: {shorten(each)}",
+                        hint="write its letters composed (unicodedata.normalize, NFC)",
+                    )
+            return base.__call__(self, text, *others, **options)
+
+    return type(base.__name__, (base,), {"__call__": call})  # it is saved by this name
+
+
+def _texts(given: Any) -> Iterator[str]:
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        yield from chain.from_iterable(map(_texts, given))
+
+
+def _composed() -> list[Any]:
+    """Composes letters and the marks that follow. As in SentencePiece's rules, what is composed
+    already takes no further mark: a sign between them holds them apart."""
+    from tokenizers import Regex, normalizers
+
+    several = (c for c in map(chr, range(0x30000)) if len(unicodedata.normalize("NFD", c)) > 1)
+    letters = "".join(c for c in several if not "\uac00" <= c <= "\ud7a3")
+    apart = f"(?<=[\uac00-\ud7a3{letters}])(?=[\\p{{M}}\u1160-\u11ff])"
+    return [
+        normalizers.Replace(Regex(apart), _APART),
+        normalizers.NFC(),
+        normalizers.Replace(_APART, ""),
+    ]
+
+
+def _tokenizer(model: Any, *, composes: bool) -> Tokenizer:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import Metaspace, Sequence
 
@@ -76,6 +158,8 @@ def _tokenizer(model: Any) -> Tokenizer:
         tokenizer = Tokenizer(models.BPE(numbers, _merges(pieces), fuse_unk=True, **found))
     charsmap = spec.precompiled_charsmap
     rules: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    if composes:  # Precompiled takes letters one by one
+        rules = [*_composed(), *rules, *_composed()]
     if spec.remove_extra_whitespaces:
         # Of leading spaces one stays where one is due: the place of the first word is 0 then.
         ends = r" +\z" if spec.add_dummy_prefix else r"\A +| +\z"

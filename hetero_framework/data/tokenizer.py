@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,7 +82,7 @@ def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     if Path(name).is_dir():
         _check_folder(Path(name))
     try:
-        with _TokenizersErrors():
+        with sentence_piece.TokenizersErrors(f"cannot load a tokenizer from {name}"):
             tokenizer = _read(name, revision)
     except _ERRORS as error:
         raise DataError(f"cannot load a tokenizer from {name}: {error}", hint=_HINT) from error
@@ -110,14 +109,6 @@ def _processors_template(name: str, revision: str | None) -> str | None:
         if path.name == wanted:
             template = repository.read_json(path, DataError).get("chat_template")
     return template if isinstance(template, str) else None
-
-
-class _TokenizersErrors(AbstractContextManager[None]):
-    """ValueError for the bare `Exception` that tokenizers raises for a file that it cannot use."""
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if kind is Exception:
-            raise ValueError(str(error)) from error
 
 
 def settle_pad_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

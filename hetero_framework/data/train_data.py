@@ -29,6 +29,7 @@ from hetero_framework.data.labels import Labels, Stated, find_labels
 from hetero_framework.data.megatron import Corpus, Samples, find_corpus
 from hetero_framework.data.pairs import AnswerRows
 from hetero_framework.data.ratings import balance
+from hetero_framework.data.sentence_piece import TokenizersErrors
 from hetero_framework.data.sources import Record, Source, find_sources, listed, shorten
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.token_cache import find_entry
@@ -332,7 +333,7 @@ class _Reader:
         """Counts the examples read, cut to max_length and left out ("dropped")."""
         builder = ExamplesBuilder()
         most = self.data.max_length
-        with display(f"tokenising data.{name}") as show:
+        with TokenizersErrors(), display(f"tokenising data.{name}") as show:
             while batch := list(islice(records, _CHUNK)):
                 made = zip(batch, formatter.rows(batch), formatter.targets(batch), strict=True)
                 for record, rows, targets in made:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import unicodedata
 from itertools import product
 from pathlib import Path
 
@@ -69,6 +70,71 @@ def test_ids_and_texts_are_those_of_sentencepiece(tmp_path, kind, normalization_
             assert tokenizer(text)["input_ids"] == ids, (text, fallback, squeeze, prefix)
             if own.unk_id() not in ids:
                 assert tokenizer.decode(ids) == own.decode(ids)
+
+
+WORDS = [
+    "한국어 문장",
+    "Tiếng Việt có dấu ệ ậ ữ",
+    "ガギグ パピプ ヴ が",
+    "naïve Å ñ ǖ",
+    "ᾧ ἄνθρωπος",
+]
+WORDS += ["ｶﾞｷﾞ ﾊﾟ ｳﾞ", "カﾞ ｶ\u3099", "하\u11ab", "â\u0301 ơ\u0323", "ﬁ ① Ω K", "क़ নั้"]
+ODD = ["a\u0302\u0323", "ﬁ\u0301", "X\u0302", "c\u0323\u0302", "ab", "\ufdd0\u0301"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "odd"),
+    [
+        ("nfkc", "xx=x=x"),
+        ("nmt_nfkc", "xx=x=x"),
+        ("nfkc_cf", "xxxx=x"),
+        ("nmt_nfkc_cf", "xxxx=x"),
+        ("identity", "======"),
+        ("own", "===xx="),
+    ],
+)
+def test_decompositions_have_the_ids_of_sentencepiece_or_are_refused(tmp_path, rule, odd):
+    options = {"normalization_rule_name": rule}
+    if rule == "own":
+        (tmp_path / "rules.tsv").write_text("61 62\t78\n63\t79\n")  # ab -> x, c -> y
+        options = {"normalization_rule_tsv": str(tmp_path / "rules.tsv")}
+    folder = train(tmp_path / "model", "unigram", byte_fallback=True, **options)
+    own = sys.modules["sentencepiece"].SentencePieceProcessor(str(folder / "tokenizer.model"))
+    tokenizer = read_tokenizer(str(folder), None)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    again = read_tokenizer(str(tmp_path / "saved"), None)
+    for form, word in product(("NFC", "NFD", "NFKC", "NFKD", None), WORDS):
+        text = word if form is None else unicodedata.normalize(form, word)
+        ids = own.encode(text)
+        assert tokenizer(text)["input_ids"] == again(text)["input_ids"] == ids, (text, form)
+    for text, sign in zip(ODD, odd, strict=True):
+        if sign == "=":
+            assert tokenizer([text])["input_ids"] == [own.encode(text)], text
+            continue
+        with pytest.raises(DataError, match=f"not read as SentencePiece does: {text}"):
+            tokenizer([text])
+
+
+def test_a_model_that_is_damaged_is_refused(tmp_path):
+    """A trie that points outside of itself, and a score that is no number."""
+    folder = train(tmp_path, "unigram", normalization_rule_name="nfkc")
+    from sentencepiece import sentencepiece_model_pb2
+
+    good = (folder / "tokenizer.model").read_bytes()
+    for damage in ("trie", "length", "score"):
+        model = sentencepiece_model_pb2.ModelProto.FromString(good)
+        spec = model.normalizer_spec
+        if damage == "trie":
+            spec.precompiled_charsmap = b"\4\0\0\0" + b"\xff" * 4 + b"x" * 10
+        elif damage == "length":
+            spec.precompiled_charsmap = b"\xff" * 14
+        else:
+            model.pieces[5].score = float("nan")
+        (folder / "tokenizer.model").write_bytes(model.SerializeToString())
+        with pytest.raises(DataError, match=r"tokenizer\.model: not a SentencePiece model"):
+            read_tokenizer(str(folder), None)
 
 
 def test_special_tokens_are_those_that_the_model_names_and_none_is_added(tmp_path):

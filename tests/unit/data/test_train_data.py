@@ -7,6 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
 
@@ -208,6 +209,15 @@ def test_two_beginnings_or_ends_are_those_of_trl_and_are_named(tmp_path, row, ob
         text = row["text"] if row["text"].endswith("</s>") else row["text"] + "</s>"
         ids = tokenizer(text)["input_ids"]
         assert load(tmp_path, [row], tokenizer=tokenizer).examples[0][0].tolist() == ids
+
+
+def test_a_tokenizer_whose_library_panics_is_refused(tmp_path):
+    """Its rules for letters point outside of themselves, which shows once a text is read."""
+    tokenizer = tiny_tokenizer()
+    rules = normalizers.Precompiled(b"\4\0\0\0" + b"\xff" * 4 + b"x" * 10)
+    tokenizer._tokenizer.normalizer = rules
+    with pytest.raises(DataError, match="the tokenizer cannot be used: index out of bounds"):
+        load(tmp_path, ROWS, tokenizer=tokenizer)
 
 
 def test_step_batches_use_data_seed_before_seed(tmp_path):
