@@ -35,6 +35,7 @@ _IDLE = re.compile(
     r"set|echo|printf|mkdir|sleep|wait|date|pip3?|conda|source|module|ulimit|nvidia-smi|tee|exit"
     r"|trap|unset|hash|which|fi|done|for|case|esac|test|true|shift|elif|\W+"
 )
+_PYTHON = re.compile(r"^(from [\w.]+ )?import \w", re.MULTILINE)
 _BY_HAND = "to do by hand"
 
 
@@ -54,16 +55,17 @@ class Recipe:
 
 def read_recipe(file: Path) -> Recipe:
     """A YAML or JSON file, or a script with a command line. Raises UserError."""
-    if file.suffix in (".py", ".ipynb"):
+    text = _text(file)
+    is_script = file.suffix not in _FILES
+    if file.suffix in (".py", ".ipynb") or (is_script and _PYTHON.search(text)):
         raise UserError(
             f"{file} is a program in Python, which is neither run nor read",
             hint="have it write what it gives to its trainer, as in"
             ' json.dump({"SFTConfig": args.to_dict(), "LoraConfig": peft_config.to_dict()}, file,'
             " default=list), and convert that file with --model and --data",
         )
-    text = _text(file)
     try:
-        commands = [] if file.suffix in _FILES else read_commands(text)
+        commands = read_commands(text) if is_script else []
     except ValueError as error:
         raise UserError(f"{file}: {error}") from error
     if any(_program(command.words) for command in commands):
@@ -164,18 +166,20 @@ def _of_command(command: ShellCommand, file: Path) -> Recipe:
             recipe.keys[outer] = {**(recipe.keys.get(outer) or {}), inner: value}
         else:
             recipe.keys[key] = value
-    recipe.keys |= {n: v for n, v in command.environment.items() if n == "WANDB_PROJECT"}
+    environment = {n: v for n, v in command.environment.items() if UNKNOWN not in v}
+    recipe.keys |= {n: v for n, v in environment.items() if n == "WANDB_PROJECT"}
     _name_method(recipe, name)
     launcher, _ = _options(before, single=True)
     given = {n: v for n, v in {**recipe.keys, **launcher}.items() if n in _LAUNCHING}
     by_name = [word for word in before if _LAUNCHERS.fullmatch(Path(word).name)]
     if {"torchrun", "torch.distributed.run", "torch.distributed.launch"} & {*by_name}:
         given = {"nproc_per_node": 1} | given
-    _count_processes(recipe, given, command.environment, file.parent)
+    _count_processes(recipe, given, environment, file.parent)
     if by_name or "FORCE_TORCHRUN" in command.environment or recipe.processes is not None:
         known = recipe.processes is not None
         why = f"{recipe.processes} processes, whose samples a step has; shard_plan spreads layers"
         why = why if known else "how many processes there were it does not tell: --world-size N"
+        given = {name: str(value).replace(UNKNOWN, "") for name, value in given.items()}
         recipe.say("launcher", given, "changed" if known else _BY_HAND, why)
     return recipe
 

@@ -83,27 +83,34 @@ def _instruction(
 
 
 def _chat(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of axolotl's type chat_template, with or without two answers."""
+    """A row of axolotl's type chat_template."""
+    field = next((name for name in ("messages", "conversations") if name in row), "messages")
+    said = row[entry.get("field_messages") or field]
+    turns = _turn("user", said) if isinstance(said, str) else _said(said, *_names(entry))
+    tools = row.get(entry.get("field_tools") or "tools")
+    return {"messages": turns, "tools": tools, "system": row.get("system")}
+
+
+def _pair(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of axolotl's type chat_template with two answers."""
+    whole = _chat(row, entry)
+    made = {"prompt": whole.pop("messages"), **whole}
+    for side in ("chosen", "rejected"):
+        answer = row[entry.get(f"field_{side}") or side]
+        last = answer[-1] if isinstance(answer, list) else answer
+        is_text = isinstance(last, str)
+        made[side] = _turn("assistant", last) if is_text else _said([last], *_names(entry))
+    return made
+
+
+def _names(entry: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """What an entry of axolotl says of the names of messages' fields and of roles."""
     names = {"from": "role", "value": "content"}
     names |= {theirs: name for name, theirs in _given(entry, "message_property_mappings").items()}
     for name, key in (("role", "role"), ("content", "content"), ("weight", "training")):
         if theirs := entry.get(f"message_field_{key}"):
             names[theirs] = name
-    roles = {name: role for role, theirs in _given(entry, "roles").items() for name in theirs}
-    field = next((n for n in ("messages", "conversations") if n in row), "messages")
-    said = row[entry.get("field_messages") or field]
-    turns = _turn("user", said) if isinstance(said, str) else _said(said, names, roles)
-    tools = row.get(entry.get("field_tools") or "tools")
-    chosen, rejected = (entry.get(f"field_{side}") or side for side in ("chosen", "rejected"))
-    if chosen not in row:
-        return {"messages": turns, "tools": tools, "system": row.get("system")}
-    made: dict[str, Any] = {"prompt": turns, "tools": tools}
-    for side, name in (("chosen", chosen), ("rejected", rejected)):
-        answer = row[name]
-        last = answer[-1] if isinstance(answer, list) else answer
-        is_text = isinstance(last, str)
-        made[side] = _turn("assistant", last) if is_text else _said([last], names, roles)
-    return made
+    return names, {n: role for role, theirs in _given(entry, "roles").items() for n in theirs}
 
 
 def _given(entry: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -152,6 +159,6 @@ def _filled(text: str, fields: Mapping[str, Any]) -> str:
 
 
 _STYLES = {
-    **{"LLaMA-Factory": as_messages, "chat": _chat, "alpaca": _alpaca},
+    **{"LLaMA-Factory": as_messages, "chat": _chat, "pair": _pair, "alpaca": _alpaca},
     **{"text": _text, "fields": _fields},
 }

@@ -25,6 +25,7 @@ _HERE = re.compile(r"(?<!<)<<-?\s*(['\"]?)(\w+)\1([^\n]*)\n(?:.*?\n)??\s*\2(?=\n
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=?](.*))?\}|(\w+))", re.DOTALL)
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _PREFIXES = ("then", "do", "else", "if", "while", "time", "nohup", "exec", "sudo", "env", "!", "{")
+_SHELL = {"sh", "bash", "zsh"}
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
@@ -127,7 +128,10 @@ class _Script:
                 self.exported.add(word.partition("=")[0].rstrip("+"))
         elif words:
             shared = {n: self.variables[n] for n in self.exported if n in self.variables}
-            yield ShellCommand(words, shared | own)
+            inner = words[-1] if words[-2:-1] == ["-c"] and _SHELL.intersection(words) else ""
+            for command in read_commands(inner) or [ShellCommand(words)]:
+                command.environment = shared | own | command.environment
+                yield command
         else:
             self.variables |= own
 

@@ -76,7 +76,7 @@ _STYLES = {
     "(chat_template|sharegpt)(\\..*)?": "chat",
 }
 _NAMING = re.compile(
-    r".*\.(type|field_\w+|roles|message_(property_mappings|field_(role|content|training)))"
+    r".*\.(type|field_(messages|tools|chosen|rejected)|roles|message_(property_mappings|field_(role|content|training)))"
 )
 
 
@@ -280,7 +280,11 @@ class Conversion:
             made["training.train_sampling_strategy"] = "sequential"
         for path, value in made.items():
             self.settings[path] = value
-            self._change(path, status="changed", why="as the trainer of this objective sets it")
+            is_order = path == "training.train_sampling_strategy"
+            why = (
+                "KTO takes the order of the file" if is_order else "dropout is off in this training"
+            )
+            self._change(path, status="changed", why=why)
             if not any(path in row.to for row in self.rows):
                 self.defaults[path] = value
 
@@ -428,6 +432,9 @@ class Conversion:
         style, files = _style(entry), _listed(entry.get("data_files") or entry.get("path"))
         places = [Path(str(files[0])), self.folder / str(files[0])] if len(files) == 1 else []
         source = next((place for place in places if place.is_file()), None)
+        if self._objective != "sft":
+            pairs = style == "chat" and self._objective != "kto"
+            style = "pair" if pairs else style if style == "fields" else ""
         readable = style and all(_NAMING.fullmatch(row.key) for row in open_)
         if not readable or source is None or "[" in str(entry.get("split")):
             if len(styles) > 1:

@@ -573,6 +573,7 @@ def test_sets_of_several_types_are_written_in_one_format(convert) -> None:
         [{"messages": [asked | {"content": "Be brief.\nQ: Why?\nA: "}, said | {"content": "So."}]}],
     ]
     assert "to do by hand" not in {row["status"] for row in report["keys"]}
+    assert len(rendered(config, tiny_tokenizer(CHATML_MARKED))) == 3  # one has nothing to learn
     assert "the chat template writes" in rows(report)["datasets[2].type"]["why"]
     _, config = convert("a.yml", f"{AXOLOTL}datasets: [{alpaca}, {plain}]\n")
     assert config.data.format == "prompt_completion"

@@ -85,6 +85,9 @@ SCRIPT = "examples/scripts/sft.py --model_name_or_path m --dataset_name d"
         (f"deepspeed --include a:0,1@b:0,1,3 {SCRIPT}", 5),
         (f"deepspeed --include a@b {SCRIPT}", None),
         (f"deepspeed --hostfile hosts {SCRIPT}", None),
+        (f"torchrun --nproc_per_node $1 {SCRIPT}", None),
+        (f"export CUDA_VISIBLE_DEVICES=$1\naccelerate launch {SCRIPT}", None),
+        (f'srun --nodes 2 bash -c "torchrun --nnodes 2 --nproc_per_node 4 {SCRIPT}"', 8),
         (f"mpirun -np 4 python {SCRIPT}", 4),
         ("FORCE_TORCHRUN=1 NNODES=2 NPROC_PER_NODE=4 llamafactory-cli train l.yaml", 8),
         ("CUDA_VISIBLE_DEVICES=0,1 llamafactory-cli train l.yaml", 2),
@@ -143,7 +146,7 @@ def test_parts_that_are_not_taken_are_named(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["train.py", "train.ipynb"])
+@pytest.mark.parametrize("name", ["train.py", "train.ipynb", "train"])
 def test_a_program_in_python_is_told_what_to_write(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("from trl import SFTConfig\n")
     with pytest.raises(UserError, match="a program in Python") as caught:
