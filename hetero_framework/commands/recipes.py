@@ -122,7 +122,7 @@ def _program(words: list[str]) -> tuple[int, str, str] | None:
 def _of_script(commands: list[ShellCommand], file: Path) -> Recipe:
     """The first command that trains; the others are named."""
     read = {n: _of_command(c, file) for n, c in enumerate(commands) if _program(c.words)}
-    known = {n: 3 if r.program else min(max(marks(r.keys).values()), 2) for n, r in read.items()}
+    known = {n: 2 if r.program else min(max(marks(r.keys).values()), 2) for n, r in read.items()}
     taken = max(read, key=lambda number: (known[number], -number))
     recipe = read[taken]
     recipe.program = recipe.program or program_of(recipe.keys, str(file))

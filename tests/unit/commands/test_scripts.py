@@ -146,6 +146,14 @@ def test_parts_that_are_not_taken_are_named(tmp_path: Path) -> None:
     }
 
 
+def test_the_first_of_two_commands_that_train_is_taken(tmp_path: Path) -> None:
+    script = tmp_path / "two.sh"
+    script.write_text(f"python {SCRIPT} --seed 1\nfor s in 1 2; do {TRL} --seed $s; done\n")
+    recipe = read_recipe(script)
+    assert recipe.keys["seed"] == "1"
+    assert "trl sft" in [row.key for row in recipe.rows]
+
+
 @pytest.mark.parametrize("name", ["train.py", "train.ipynb", "train"])
 def test_a_program_in_python_is_told_what_to_write(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("from trl import SFTConfig\n")
