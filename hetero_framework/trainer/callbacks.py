@@ -60,6 +60,7 @@ from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.visualizer.progress import StageRow
 
 _STATES, _STOPPED, _TOLD = "stateful_callbacks", "stopped", "evaluated"  # lines of their own
+_EPOCH = "epoch_end"
 _RUN, _MLFLOW_RUN = "remote_run", "mlflow_run"
 _OWN = {"loss", "token_loss", "perplexity", "samples", "batches", "tokens", "seconds"}
 """An evaluation's metrics that the user does not compute."""
@@ -115,6 +116,7 @@ class Callbacks(Observer):
         self._first_tokens = self._padded_tokens = 0
         self._means = _Means(training)
         self._stopped_at: int | None = None
+        self._is_epoch_told = False
         self._untold: Mapping[str, Any] | None = None  # an evaluation that callbacks do not know
         self._is_evaluated = False
         self._began_s = 0.0
@@ -156,22 +158,35 @@ class Callbacks(Observer):
         output = self._prepared.config.output_dir.name
         self._arguments.run_name = training.run_name or f"{output}-{self._run}"
         self._call("on_init_end")
+        self._control.should_training_stop = False
         self._first_tokens = self.state.num_input_tokens_seen
-        if run.is_continued and self._stopped_at == state.step:
-            due.stop = True
-        due.log &= bool(self._losses)
+        if run.is_continued:
+            self._take_up(state, due)
         with remote_run(self._run, training, self._mlflow_run):
             self._call("on_train_begin")
+        if run.is_continued:
+            due.stop |= self._control.should_training_stop
+        else:
+            self._tell_flags(due)
         if self._reporters and (begun := mlflow_run()) not in (None, self._mlflow_run):
             self._mlflow_run = begun
             self._history.write({"step": 0, _MLFLOW_RUN: begun})
         if self._untold is not None:
             self.evaluated(state, self._untold, due)
 
+    def _take_up(self, state: TrainState, due: Due) -> None:
+        """Note what is done after the last step of a run that was cut short."""
+        due.stop |= self._stopped_at == state.step
+        due.done |= {"log"} if not self._losses else set()
+        due.done |= {"epoch"} if self._is_epoch_told else set()
+        if self._arguments.save_strategy == SaveStrategy.BEST:
+            due.mark("save", self._store.best_steps[-1:] == [state.step])
+
     def went_back(self, state: TrainState) -> None:
         self._read(state)
+        self._control = TrainerControl()
 
-    def step_begin(self, state: TrainState) -> None:
+    def step_begin(self, state: TrainState, due: Due) -> None:
         epoch = state.position // self._prepared.data.steps_per_epoch
         if epoch != self._epoch:
             self._epoch = epoch
@@ -180,12 +195,20 @@ class Callbacks(Observer):
         control = self._control
         control.should_log = control.should_evaluate = control.should_save = False
         self._call("on_step_begin")
+        self._tell_flags(due)
 
-    def before_commit(self, state: TrainState) -> None:
-        self._call("on_pre_optimizer_step")
+    def substep_end(self, state: TrainState, due: Due) -> None:
+        self._decide("on_substep_end", due)
 
-    def after_commit(self, state: TrainState) -> None:
-        self._call("on_optimizer_step")
+    def given_up(self, line: Mapping[str, Any]) -> None:
+        self._losses.append((line["step"], line["loss"]))
+        self._count(line)
+
+    def before_commit(self, state: TrainState, due: Due) -> None:
+        self._decide("on_pre_optimizer_step", due)
+
+    def after_commit(self, state: TrainState, due: Due) -> None:
+        self._decide("on_optimizer_step", due)
 
     def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
         self._line, self._is_evaluated = line, False
@@ -199,6 +222,7 @@ class Callbacks(Observer):
     def epoch_end(self, state: TrainState, due: Due) -> None:
         self._decide("on_epoch_end", due)
         self._write_states()
+        self._history.write({"step": state.step, _EPOCH: True})
         if noted := self._noted_stop(state, due):
             self._history.write({"step": state.step, **noted})
 
@@ -210,17 +234,21 @@ class Callbacks(Observer):
         return {_STOPPED: True}
 
     def log(self, state: TrainState, due: Due) -> None:
-        if not self._losses:  # the step was logged already
+        count = state.step - self._losses[0][0] + 1 if self._losses else 0
+        if count < 1:  # the step was logged already
             return
-        count = state.step - self._losses[0][0] + 1
         mean = self._take_losses() / count
         self._store_flos()
         names = ("grad_norm", "learning_rate")
         logs = {"loss": mean, **{name: self._line[name] for name in names}}
         self._report(logs | self._means.take(), due, speed=True)
 
+    def predicted(self, state: TrainState, due: Due) -> None:
+        self._decide("on_prediction_step", due)
+
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
         self._is_evaluated = True
+        due.evaluate = due.was_evaluate  # until on_evaluate
         for of_set, found in by_set(metrics).items():
             seconds = found["eval_seconds"]
             beside = {key.removeprefix("eval_"): value for key, value in found.items()}
@@ -261,6 +289,9 @@ class Callbacks(Observer):
     def saved(self, state: TrainState, due: Due) -> None:
         self._store_flos()
         self._name_best()
+        training = self._prepared.config.training
+        if training.push_to_hub and training.hub_strategy != "end":
+            self._decide("on_push_begin", due)
         self._decide("on_save", due)
         self._write_states()
         self._write_state()
@@ -286,19 +317,19 @@ class Callbacks(Observer):
             },
             due,
         )
+
+    def exported(self, state: TrainState) -> None:
         self._name_best()
-        best, wanted = self.state.best_model_checkpoint, self._arguments.load_best_model_at_end
-        due.take_best = wanted and best is not None and self._store.best_step != state.step
-        if wanted and best is None:
-            _log.warning("there is no checkpoint of a best model: the last state is the result")
-        if self._store.save_total_limit == 1 and best is not None:
+        if self._store.save_total_limit == 1 and (best := self._store.best_step) is not None:
             for step in self._store.complete_steps():
-                if step != self._store.best_step:
+                if step != best:
                     self._store.delete(step)
 
     def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
-        self._call("on_train_end")
-        self._write_state()
+        try:
+            self._call("on_train_end")
+        finally:
+            self._write_state()
 
     def _judge(self, metrics: Mapping[str, Any], step: int) -> bool:
         """Whether an evaluation is better than all before, which is then remembered."""
@@ -313,20 +344,23 @@ class Callbacks(Observer):
             return False
         self.state.best_metric = value
         if self._arguments.save_strategy != SaveStrategy.NO:
-            self.state.best_global_step = self._store.best_step = step
+            self.state.best_global_step = step
+            self._store.best_steps.append(step)
         return True
 
     def _name_best(self) -> None:
-        """Name the checkpoint of the best step, once it is there."""
-        step = self.state.best_global_step
-        if step is not None and step in self._store.complete_steps():
-            self.state.best_model_checkpoint = str(self._store.root / f"step_{step}")
+        """Name the checkpoint of the best step that has one."""
+        step, root = self._store.best_step, self._store.root
+        self.state.best_model_checkpoint = None if step is None else str(root / f"step_{step}")
 
     def _decide(self, event: str, due: Due, **details: Any) -> None:
         """Call the callbacks with the flags of `due`, which they may change."""
         for flag, name in _FLAGS.items():
             setattr(self._control, flag, getattr(due, name))
         self._call(event, **details)
+        self._tell_flags(due)
+
+    def _tell_flags(self, due: Due) -> None:
         for flag, name in _FLAGS.items():
             setattr(due, name, getattr(self._control, flag))
 
@@ -335,7 +369,8 @@ class Callbacks(Observer):
         losses, self._losses = self._losses, []
         is_filtered = self._prepared.config.training.logging_nan_inf_filter
         total = _filtered(losses) if is_filtered else sum(loss for _, loss in losses)
-        self._logged.append((len(losses), total))
+        steps = {step for step, _ in losses if step <= self.state.global_step}  # not given up
+        self._logged.append((len(steps), total))
         return total
 
     def _report(self, logs: dict[str, Any], due: Due, *, speed: bool = False) -> None:
@@ -350,6 +385,7 @@ class Callbacks(Observer):
         entry = {**logs, "step": self.state.global_step}
         self.state.log_history.append(entry)
         self._history.write(entry)
+        due.log = False
         self._decide("on_log", due, logs=logs)
 
     def _call(self, event: str, **details: Any) -> None:
@@ -406,17 +442,18 @@ class Callbacks(Observer):
         self._untold = evaluations.get(state.step) if state.step not in told else None
         if self._untold is not None:
             lines = self._history.resume(state.step, partial(_precedes_evaluation, state.step))
-        own = {_STATES, _STOPPED, _TOLD, _RUN, _MLFLOW_RUN}
+        own = {_STATES, _STOPPED, _EPOCH, _TOLD, _RUN, _MLFLOW_RUN}
         self._run = next((line[_RUN] for line in lines if _RUN in line), None)
         begun = (line[_MLFLOW_RUN] for line in lines if _MLFLOW_RUN in line)
         self._mlflow_run = next(begun, None)
         history = [line for line in lines if own.isdisjoint(line)]
         self.state.best_metric = self.state.best_global_step = None
-        self.state.best_model_checkpoint = self._store.best_step = None
+        self._store.best_steps.clear()
         for step in sorted(told & evaluations.keys()):
             self._judge(evaluations[step], step)
         self._name_best()
         self._stopped_at = next((line["step"] for line in lines if _STOPPED in line), None)
+        self._is_epoch_told = any(_EPOCH in line and line["step"] == state.step for line in lines)
         self.state.log_history = history
         self.state.global_step = state.step
         self.state.epoch = self._prepared.data.epoch_of(state.position - 1) if state.step else 0

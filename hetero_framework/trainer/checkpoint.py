@@ -78,10 +78,18 @@ class CheckpointStore:
         self.root = Path(root)
         self.save_total_limit = save_total_limit
         self.lasting = lasting
-        self.best_step: int | None = None
-        """The checkpoint that no rotation deletes."""
+        self.best_steps: list[int] = []
+        """Steps that were the best when they were evaluated, also those without a checkpoint."""
         self._held: int | None = None
         self._waiting: set[int] = set()  # to be deleted when it is not held any more
+
+    @property
+    def best_step(self) -> int | None:
+        """The best one that exists, which no rotation deletes."""
+        with suppress(CheckpointError):
+            complete = self.complete_steps() if self.best_steps else []
+            return next((step for step in reversed(self.best_steps) if step in complete), None)
+        return None
 
     def hold(self, step: int | None) -> None:
         """Delete checkpoint `step` no earlier than the next call, since it is being read."""
@@ -226,8 +234,8 @@ class CheckpointStore:
             _log.warning("%s", error.message)
             return
         limit = self.save_total_limit
-        if self.best_step in others:
-            others.remove(self.best_step)
+        if (best := self.best_step) in others:
+            others.remove(best)
             limit = max(1, limit - 1)
         for step in others[: max(0, len(others) + 1 - limit)]:
             self.delete(step)

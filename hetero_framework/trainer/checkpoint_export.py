@@ -44,12 +44,17 @@ _log = logging.getLogger(__name__)
 
 
 def export_last_checkpoint(
-    prepared: Prepared, checkpoints: RunCheckpoints, state: TrainState, lost: PeerLostError
+    prepared: Prepared,
+    checkpoints: RunCheckpoints,
+    state: TrainState,
+    lost: PeerLostError,
+    best: CheckpointReader | None = None,
 ) -> Path:
-    """Write the result from the last checkpoint and return its directory. Raises `lost`
-    where there is none, and a like error that names the result where it lacks the last steps."""
+    """Write the result from the last checkpoint, or the best, and return its directory. Raises
+    `lost` where there is none, and a like error that names the result where it lacks the last
+    steps."""
     try:
-        reader = checkpoints.last()
+        reader = best or checkpoints.last()
         if reader is None:
             raise lost
         config, plan, directory = prepared.config, prepared.adapter_plan, prepared.config.result_dir
@@ -63,10 +68,11 @@ def export_last_checkpoint(
         raise lost from error
     total = prepared.data.total_steps
     what = f"step {reader.step} of {total}" + (", the last one" if reader.step == total else "")
+    what += ", the best one" * (reader is best)
     text = f"{directory} is made of the checkpoint of {what}"
     rescued = event("result rescued", "made of a checkpoint", step=reader.step, reason=lost.message)
     _log.warning("%s; %s", lost.message, text, extra=rescued)
-    if reader.step < state.step:
+    if reader.step < state.step and reader is not best:
         raise PeerLostError(f"{lost.message}; {text}", hint=lost.hint)
     return directory
 

@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -221,9 +221,9 @@ def train(
                     observers += [Screen(show), Curves(config)]
                     if prepared.sampler is not None:
                         observers.append(SamplesFile(config))
+                    observers += [uploads] * config.training.push_to_hub
                     callbacks = control.as_list(given.get("callbacks") or ())
                     observers += _callbacks(prepared, store, callbacks)
-                    observers += [uploads] * config.training.push_to_hub
                     replanning = Replanning(prepared, facts, survivors=replan)
                     replanning.move_s = load_s
                     replicas = _replicas(prepared, cluster, checkpoints, stop, islands)
@@ -298,6 +298,8 @@ class Coordinator:
         self._losses: list[tuple[int, float]] = []  # and the steps
         self._metrics: dict[str, float] = {}
         self._due = Due()
+        self._result: Path | None = None
+        self._is_finished = False
         self._deaths: Counter[tuple[WorkerId, int]] = Counter()  # by worker and step
         self._memory = _memory_by_owner(prepared)
         self._may_last_s = math.inf
@@ -320,11 +322,7 @@ class Coordinator:
             where = f"stopped by {self._stop.requested} while {what}"
             raise errors.StoppedEarly(where, hint=self._checkpoints.advice()) from None
         except errors.CallbackError as error:
-            self._cluster.retrying(self._cluster.pipeline.abort)
-            self._checkpoints.keep(self._state)
-            raise errors.CallbackError(
-                error.message, hint=self._checkpoints.advice(error)
-            ) from error
+            raise errors.CallbackError(error.message, hint=self._rescued(error)) from error
         except errors.PeerLostError as error:
             # How to go on depends on what has been saved.
             self._checkpoints.keep_newest()
@@ -364,9 +362,9 @@ class Coordinator:
             unit=self._objective.unit,
         )
         self._epoch = self._epoch_before(self._state)
+        self._tell(Observer.begin, self._state, run, self._stage_rows(), self._due)
         if goes_on and self._state.step > 0:
             self._note_what_is_left()
-        self._tell(Observer.begin, self._state, run, self._stage_rows(), self._due)
 
     def _draw_diagram(self) -> None:
         outputs.draw_diagram(self._prepared, self._replanning.facts, self._cluster.loaded.direct)
@@ -513,7 +511,7 @@ class Coordinator:
                 self.evaluate()
             self._has_begun = True
         self._do_what_is_due()
-        while self._state.position < total and not self._due.stop:
+        while self._state.position < total and not self._due.is_over:
             self._cluster.pipeline.check = self._heed_stop
             if self._stop.requested is not None:
                 self._stop_early()
@@ -533,14 +531,15 @@ class Coordinator:
                 self._cluster.retrying(self._cluster.pipeline.abort)
                 _log.warning("the step under way was given up; it is repeated when the run goes on")
                 self._stop_early()
-            control.step_done(self._state.step, self._cluster)
+            if not self._due.is_given_up:
+                control.step_done(self._state.step, self._cluster)
             try:
                 self._do_what_is_due()
             except errors.PeerLostError as lost:
                 if self._state.position < total:
                     raise
                 return self.finish(lost)
-            if (left := total - self._state.position) > 0 and not self._due.stop:
+            if (left := total - self._state.position) > 0 and not self._due.is_over:
                 self._take_back()
                 if (change := self._replanning.wanted(left)) is not None:
                     self._take_plan_now(change)
@@ -561,46 +560,54 @@ class Coordinator:
             steps = interval(steps, total)
             return bool(state.step // steps > before.step // steps)
 
-        due.is_open, due.stop_epoch = True, False
+        due.is_open = True
         due.is_epoch_over = state.position // every > before.position // every
-        due.stop |= state.position >= total
+        due.stop |= (ends := state.step >= total)  # the data may end earlier, as in the Trainer
         if training.logging_strategy == "steps":
-            due.log |= due_after(training.logging_steps)
-        due.log |= training.logging_first_step and state.step == 1
+            due.mark("log", due_after(training.logging_steps))
+        due.mark("log", training.logging_first_step and state.step == 1)
         if training.evaluation == "steps" and state.step >= training.eval_delay:
-            due.evaluate |= due_after(training.eval_steps or training.logging_steps) or due.stop
+            steps = training.eval_steps or training.logging_steps
+            due.mark("evaluate", due_after(steps) or ends)
         if training.save_strategy == "steps":
-            due.save |= due_after(training.save_steps) or due.stop
+            due.mark("save", due_after(training.save_steps) or ends)
         if self._prepared.sampler is not None:
-            due.sample |= due_after(training.sample_steps) or due.stop
+            due.mark("sample", due_after(training.sample_steps) or state.position >= total)
 
     def _note_what_is_left(self) -> None:
-        """Note what was due after the last step of a run that was cut short, as callbacks wanted it,
-        too. What was done then, observers know."""
-        state, due, training = self._state, self._due, self._config.training
+        """Note what was due after the last step of a run that was cut short, also by callbacks, and
+        is not done. Of that, a checkpoint comes last."""
+        state, due = self._state, self._due
         self._note_what_is_due(replace(state, step=state.step - 1))
         if state.due is not None:
             due.stop |= "stop" in state.due
             for mark in _MARKS:
-                setattr(due, mark, mark in state.due)
-        due.evaluate |= self._is_evaluated_by_epoch and due.is_epoch_over
-        due.save |= training.save_strategy == "epoch" and due.is_epoch_over
-        due.save &= state.step not in self._directories.store.complete_steps()
-        due.is_open = False
+                setattr(due, mark, mark in state.due and mark not in due.done)
+        of_epoch = self._is_evaluated_by_epoch and (due.is_epoch_over or due.stop)
+        is_left = due.evaluate or due.sample or (of_epoch and "evaluate" not in due.done)
+        if not is_left and state.step in self._directories.store.complete_steps():
+            due.done.add("save")
+            due.save = False
 
     def _do_what_is_due(self) -> None:
         """Do what is due after a step, then after its epoch, and is not done yet."""
         due = self._due
-        self._do_marked()
-        if due.is_open and (due.is_epoch_over or due.stop or due.stop_epoch):
-            due.log |= self._config.training.logging_strategy == "epoch"
-            due.evaluate |= self._is_evaluated_by_epoch
-            due.save |= self._config.training.save_strategy == "epoch"
-            self._tell(Observer.epoch_end, self._state, due)
+        if not due.is_open:
+            return
+        if not due.is_given_up:
             self._do_marked()
-        if due.is_open and due.stop_epoch:
+        if due.is_epoch_over or due.stop or due.stop_epoch:
+            if not due.is_epoch_told:
+                due.mark("log", self._config.training.logging_strategy == "epoch")
+                due.mark("evaluate", self._is_evaluated_by_epoch)
+                due.mark("save", self._config.training.save_strategy == "epoch")
+                due.is_epoch_told = True
+                if "epoch" not in due.done:
+                    self._tell(Observer.epoch_end, self._state, due)
+            self._do_marked()
+        if due.stop_epoch:
             self._leave_epoch()
-        due.is_open = False
+        due.is_open, due.is_over = False, due.stop
 
     @property
     def _is_evaluated_by_epoch(self) -> bool:
@@ -614,19 +621,22 @@ class Coordinator:
             self._tell(Observer.log, self._state, due)
         if due.evaluate and self._data.eval_sets:
             self.evaluate()
-        due.evaluate = False
+        else:
+            due.evaluate = False
         if due.sample:
             self.sample()
         due.sample = False
         if due.save and self._replicas.saves:
             self.save()
-            due.save = False
 
     def _leave_epoch(self) -> None:
         """Go on with the next epoch, as a callback wants it."""
         if self._config.island is not None:
             _log.warning("an island cannot leave an epoch early: all train on one order of data")
-        elif rest := -self._state.position % self._data.steps_per_epoch:
+            return
+        due, every = self._due, self._data.steps_per_epoch
+        if rest := -self._state.position % every or every * due.is_given_up:
+            due.is_given_up = False
             self._state = self._state.after_jump(rest)
             self._checkpoints.begin(self._state)
 
@@ -639,7 +649,8 @@ class Coordinator:
         started, traffic = time.perf_counter(), self._cluster.traffic()
         state = self._state
         log.set_step(state.step + 1)
-        self._tell(Observer.step_begin, state)
+        due = Due()
+        self._tell(Observer.step_begin, state, due)
         part = self._part = self._replicas.part(state, self._data, self._count_items)
         batches = part.batches
         tokens = sum(map(token_count, batches))
@@ -652,6 +663,9 @@ class Coordinator:
                 what = f"step {state.step + 1}, whose largest micro-batch has"
                 raise advised(error, largest, self._config.training, what) from error
         losses, reports, stages = computed
+        if (count := self._count_of_substeps(due, len(batches))) < len(batches):
+            self._give_up(due, batches[:count], losses[:count])
+            return
         measured = self._measured()
         forecast = self._cluster.loaded.forecast
         everywhere = self._replicas.losses(losses)
@@ -662,7 +676,7 @@ class Coordinator:
         # The decision. After a yes the step counts, whatever breaks from here on.
         finite = math.isfinite(loss) and bool(norm.isfinite())
         commits, norm = self._replicas.decide(finite, norm)
-        self._tell(Observer.before_commit, state)
+        self._tell(Observer.before_commit, state, due)
         if commits:
             factor = clip_factor(norm, self._config.training.max_grad_norm)
             self._cluster.pipeline.commit(rate, factor, self._cluster.recovery.recover)
@@ -675,7 +689,8 @@ class Coordinator:
         self._part = None
         self._state = self._replicas.after_step(state, self._state)
         self._epoch = self._data.epoch_of(state.position)
-        self._tell(Observer.after_commit, self._state)
+        self._due = due
+        self._tell(Observer.after_commit, self._state, due)
         self._note_what_is_due(state)
 
         self._losses.append((self._state.step, loss))
@@ -706,13 +721,33 @@ class Coordinator:
         predicted = stage_predictions(forecast, self._memory, [spec.owner for spec in specs])
         line["stages"] = stage_lines(specs, stages, *moved, predicted)
         self._metrics |= _numbers(line)
-        self._tell(Observer.step_end, self._state, line, self._due)
-        if self._due.stop_epoch:
+        self._tell(Observer.step_end, self._state, line, due)
+        if due.stop_epoch:
             self._leave_epoch()
-        marks = _MARKS if self._state.position >= self._data.total_steps else (*_MARKS, "stop")
-        left = tuple(mark for mark in marks if getattr(self._due, mark))
-        self._state = replace(self._state, due=left)
+        self._state = self._with_due()
         self._checkpoints.after_step(self._state, seconds)
+
+    def _with_due(self) -> TrainState:
+        """The state, with what is due after its step."""
+        marks = _MARKS if self._state.position >= self._data.total_steps else (*_MARKS, "stop")
+        return replace(self._state, due=tuple(m for m in marks if getattr(self._due, m)))
+
+    def _count_of_substeps(self, due: Due, count: int) -> int:
+        """How many of a step's micro-batches are done when a callback ends the training or the
+        epoch between two. They run at the same time, so this is looked at when all are computed."""
+        for number in range(1, count):
+            self._tell(Observer.substep_end, self._state, due)
+            if (due.stop or due.stop_epoch) and self._config.island is None:
+                return number
+        return count
+
+    def _give_up(self, due: Due, batches: Sequence[MicroBatch], losses: Sequence[float]) -> None:
+        """End the step under way after these micro-batches, without a change of the weights."""
+        self._cluster.retrying(self._cluster.pipeline.abort)
+        self._due, due.is_open, due.is_given_up = due, True, True
+        line = {"step": self._state.step + 1, "loss": math.fsum(losses)}
+        line["padded_tokens"] = sum(map(padded_count, batches))
+        self._tell(Observer.given_up, {**line, "tokens": sum(map(token_count, batches))})
 
     def _gradients(
         self, part: StepPart
@@ -744,8 +779,9 @@ class Coordinator:
         except _Interrupted:
             self._cluster.retrying(self._cluster.pipeline.abort)
             _log.warning("the evaluation is cut short; the run does it again when it goes on")
-            return
+            self._stop_early()
         self._metrics |= _numbers(line)
+        self._due.was_evaluate, self._due.evaluate = self._due.evaluate, False
         self._tell(Observer.evaluated, self._state, line, self._due)
 
     def _evaluated(self, name: str) -> dict[str, float]:
@@ -779,6 +815,8 @@ class Coordinator:
 
         with self._ending_within(0.0):
             sums = self._cluster.retrying(losses)
+        for _ in sums:
+            self._tell(Observer.predicted, self._state, self._due)
         mean = _total(sums) / sum(items)
         of_tokens = {
             "token_loss": mean,
@@ -829,7 +867,7 @@ class Coordinator:
                 samples = sampler.run(self._cluster, self._config, self._state.step)
         except _Interrupted:
             self._cluster.retrying(self._cluster.pipeline.abort)
-            return
+            self._stop_early()
         self._tell(Observer.sampled, self._state, samples)
 
     def _measured(self) -> dict[str, float]:
@@ -846,8 +884,7 @@ class Coordinator:
         """Write a checkpoint of this step. The run ends after _MAX_FAILED_SAVES failures."""
         error = self._checkpoints.save(self._state)
         if error is not None and self._checkpoints.failures >= _MAX_FAILED_SAVES:
-            self._checkpoints.keep(self._state)
-            raise errors.ResourceError(error.message, hint=self._checkpoints.advice(error))
+            raise errors.ResourceError(error.message, hint=self._rescued(error))
         self._due.save = False
         if self._checkpoints.has(self._state):
             self._tell(Observer.saved, self._state, self._due)
@@ -856,34 +893,17 @@ class Coordinator:
         """Gather and write the result, and show the paths of all files. With a worker `lost` after
         the last step, the last checkpoint becomes the result."""
         self._cluster.pipeline.check = self._heed_stop
-        self._due.take_best, self._due.is_saver = False, self._replicas.saves
-        saves = self._config.training.save_strategy != "no" and self._due.is_saver
+        self._due.is_saver = self._replicas.saves
         self._replicas.close("its training is done")
         self._tell(Observer.trained, self._state, self._due)
-        try:
-            if lost is not None:
-                raise lost
-            saves &= self._config.training.save_strategy != "best"
-            if saves and not self._checkpoints.has(self._state):
-                self._checkpoints.save(self._state)  # the result matters more than the checkpoint
-                if self._checkpoints.has(self._state):
-                    self._tell(Observer.saved, self._state, self._due)
-            with self._ending_within(timeouts.STEP_END_S):
-                if self._due.take_best:
-                    self._checkpoints.take_best()
-                result = self._export()
-        except _Interrupted:
-            self._stop_early()
-        except errors.PeerLostError as error:
-            lost = error
-            self._checkpoints.keep_newest()
-            result = export_last_checkpoint(self._prepared, self._checkpoints, self._state, lost)
-        else:
-            self._cluster.retrying(self._cluster.pipeline.drain_commits)
-        self._keep_spans()
-        self._tell(Observer.exported, self._state)
+        if lost is None:
+            self._save_at_the_end()
+        self._result = result = self._make_result(lost)
         self._checkpoints.finished()
         self._directories.mark_finished()
+        self._is_finished = True
+        self._keep_spans()
+        self._tell(Observer.exported, self._state)
         files = outputs.result_files(self._config, result)
         shown: dict[str, str | Path] = {**files, **outputs.what_next(self._prepared, files)}
         self._tell(Observer.finished, self._state, shown)
@@ -892,6 +912,53 @@ class Coordinator:
         best = None if store.best_step is None else store.root / f"step_{store.best_step}"
         output = self._config.output_dir
         return RunSummary(self._state.step, losses, files, self._metrics, best, output)
+
+    def _save_at_the_end(self) -> None:
+        """Save what was due and is not saved. The result matters more than the checkpoint."""
+        strategy, ends = self._config.training.save_strategy, self._config.island is not None
+        ends |= self._state.step >= self._data.total_steps
+        is_due = strategy == "epoch" or (strategy == "steps" and ends)
+        if is_due and self._due.is_saver and not self._checkpoints.has(self._state):
+            self._checkpoints.save(self._state)
+            if self._checkpoints.has(self._state):
+                self._tell(Observer.saved, self._state, self._due)
+
+    def _make_result(self, lost: errors.PeerLostError | None = None) -> Path:
+        """Write the result, of the best checkpoint where it is wanted and exists; with a worker
+        `lost`, of a checkpoint. Returns its directory."""
+        best, wanted = None, self._config.training.load_best_model_at_end
+        if wanted and (best := self._checkpoints.best()) is None:
+            _log.warning("there is no checkpoint of a best model: the last state is the result")
+        try:
+            if lost is not None:
+                raise lost
+            with self._ending_within(timeouts.STEP_END_S):
+                if best is not None and best.step != self._state.step:
+                    self._checkpoints.take(best)
+                result = self._export()
+        except _Interrupted:
+            self._stop_early()
+        except errors.PeerLostError as error:
+            self._checkpoints.keep_newest()
+            about = (self._prepared, self._checkpoints, self._state)
+            return export_last_checkpoint(*about, error, best)
+        with suppress(errors.PeerLostError):  # nothing of it is missing
+            self._cluster.retrying(self._cluster.pipeline.drain_commits)
+        return result
+
+    def _rescued(self, error: errors.HeteroError) -> str:
+        """Keep the state in spite of an error and, after the last step, make the result of it.
+        Returns the hint of the error, and where to find this."""
+        if self._is_finished:
+            return ". ".join(filter(None, [error.hint, f"the result is complete: {self._result}"]))
+        self._cluster.retrying(self._cluster.pipeline.abort)
+        self._checkpoints.keep(self._state)
+        advice = self._checkpoints.advice(error)
+        if self._result is None and (
+            self._due.stop or self._state.position >= self._data.total_steps
+        ):
+            self._result = self._make_result()
+        return advice if self._result is None else f"the result is in {self._result}. {advice}"
 
     def _export(self) -> Path:
         """Write the result. If that fails, a checkpoint keeps the work; while neither can be
@@ -957,6 +1024,8 @@ class Coordinator:
     def _stop_early(self) -> NoReturn:
         """After a signal: save, unless the user at the terminal says no, then end in order."""
         where = f"stopped by {self._stop.requested} after step {self._state.step}"
+        if self._due.is_open and not self._due.is_given_up:
+            self._state = self._with_due()
         if self._state.step > 0 and not self._checkpoints.has(self._state):
             self._progress.close()
             if self._stop.wants_checkpoint(f"{where}. Save a checkpoint?"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Due:
-    """What follows a step. Observers may change all but the last three, in `begin`, `step_end`,
-    `epoch_end`, `evaluated` and `saved`."""
+    """What follows a step, or was left of it by an earlier process. Observers may change the first
+    six in every event that has it, and in `begin` `done`."""
 
     log: bool = False
     evaluate: bool = False
@@ -45,10 +45,19 @@ class Due:
     save: bool = False
     stop_epoch: bool = False
     stop: bool = False
-    take_best: bool = False  # make the result of the best checkpoint
+    done: set[str] = field(default_factory=set)  # names of those, and "epoch": what is not left
+    was_evaluate: bool = False  # `evaluate` before the evaluation that is told
     is_epoch_over: bool = False
+    is_epoch_told: bool = False
+    is_given_up: bool = False  # a callback ended the step between two micro-batches
     is_open: bool = False  # not everything that follows the step is done
+    is_over: bool = False  # the training, since it was stopped
     is_saver: bool = True  # of several islands, the one that saves; known when all steps are done
+
+    def mark(self, name: str, wanted: bool) -> None:
+        """Note that something is wanted, unless it is done."""
+        if wanted and name not in self.done:
+            setattr(self, name, True)
 
 
 @dataclass(frozen=True)
@@ -68,8 +77,8 @@ class Observer:
     """Told of the events of one run, in the coordinator's thread. Each does nothing by itself."""
 
     def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
-        """The stages have the state that the run begins or goes on with. What `due` holds may have
-        been done after that step already."""
+        """The stages have the state that the run begins or goes on with. `due` is told what was
+        done after that step already."""
 
     def went_back(self, state: TrainState) -> None:
         """The stages have an earlier state again; the steps after it are repeated."""
@@ -77,13 +86,19 @@ class Observer:
     def replanned(self, rows: Sequence[StageRow], stages: Sequence[StageSpec]) -> None:
         """Other stages run the steps from now on."""
 
-    def step_begin(self, state: TrainState) -> None:
+    def step_begin(self, state: TrainState, due: Due) -> None:
         """A step begins."""
 
-    def before_commit(self, state: TrainState) -> None:
+    def substep_end(self, state: TrainState, due: Due) -> None:
+        """A micro-batch of a step is done, and not the last."""
+
+    def given_up(self, line: Mapping[str, Any]) -> None:
+        """The step ends without a decision, as a callback wants it; `line` has what was done."""
+
+    def before_commit(self, state: TrainState, due: Due) -> None:
         """The gradients of a step are complete, and it is decided whether weights will change."""
 
-    def after_commit(self, state: TrainState) -> None:
+    def after_commit(self, state: TrainState, due: Due) -> None:
         """All stages were told to change their weights, or that the step is skipped."""
 
     def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
@@ -94,6 +109,9 @@ class Observer:
 
     def log(self, state: TrainState, due: Due) -> None:
         """It is time to log."""
+
+    def predicted(self, state: TrainState, due: Due) -> None:
+        """A micro-batch of an evaluation is done."""
 
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
         """An evaluation is done; `metrics` are its line of metrics.jsonl."""
@@ -167,7 +185,7 @@ class MetricsFile(Observer):
 
     def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
         if self._writer.resume(state.step) == state.step:
-            due.evaluate = False
+            due.done.add("evaluate")
 
     def went_back(self, state: TrainState) -> None:
         self._writer.resume(state.step)
@@ -191,8 +209,8 @@ class SamplesFile(Observer):
         self._lines = StepLines(config.output_dir / SAMPLES_FILE)
 
     def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
-        lines = self._lines.resume(state.step)
-        due.sample &= all(line["step"] != state.step for line in lines)
+        if any(line["step"] == state.step for line in self._lines.resume(state.step)):
+            due.done.add("sample")
 
     def went_back(self, state: TrainState) -> None:
         self._lines.resume(state.step)
@@ -249,5 +267,5 @@ class Curves(Observer):
     def __init__(self, config: Config) -> None:
         self._config = config
 
-    def trained(self, state: TrainState, due: Due) -> None:
+    def exported(self, state: TrainState) -> None:
         outputs.draw_curves(self._config)

@@ -150,13 +150,22 @@ class RunCheckpoints:
         """Whether the last checkpoint is of this step."""
         return self._last is not None and self._last[0] == state.step
 
-    def take_best(self) -> None:
-        """Give the stages the state of the best checkpoint; the run's position stays."""
-        assert self._store.best_step is not None
+    def best(self) -> CheckpointReader | None:
+        """The best checkpoint that can be read; None where there is none."""
+        while (step := self._store.best_step) is not None:
+            try:
+                return self._store.resolve(step)
+            except CheckpointError as error:
+                _log.warning("%s", error.message)
+                self._store.best_steps.remove(step)
+        return None
+
+    def take(self, reader: CheckpointReader) -> None:
+        """Give the stages the state of a checkpoint; the run's position stays."""
         last = self._last
         self._cluster.retrying(lambda: self._cluster.pipeline.rewind(None, {}))
         try:
-            self.restore(self._store.resolve(self._store.best_step))
+            self.restore(reader)
         finally:
             self._last = last
 

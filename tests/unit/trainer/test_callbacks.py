@@ -9,10 +9,13 @@ import json
 import math
 import os
 import runpy
+import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ from transformers import (
 
 from hetero_framework import control
 from hetero_framework.config import Config
-from hetero_framework.errors import CallbackError, ConfigError
+from hetero_framework.errors import CallbackError, ConfigError, StoppedEarly
 from hetero_framework.trainer import coordinator
 from hetero_framework.trainer.coordinator import train
 from tests.cases import seldom
@@ -68,10 +71,11 @@ class Recorder(TrainerCallback):
 
 
 EVENTS = (
-    *("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin"),
-    *("on_step_end", "on_pre_optimizer_step", "on_optimizer_step", "on_log", "on_evaluate"),
-    "on_save",
+    *("on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end"),
+    *("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"),
+    *("on_step_end", "on_log", "on_prediction_step", "on_evaluate", "on_save"),
 )
+"""Of a training; on_predict and on_push_begin are others'."""
 for _event in EVENTS:
     setattr(
         Recorder,
@@ -237,7 +241,47 @@ FLAGS: dict[str, tuple[str, int, dict[str, bool]]] = {
 }
 
 
-@pytest.mark.parametrize("flag", seldom(FLAGS, "no_log", "stop_after_a_log"))
+OBEYED = [
+    f"{event} {flag.name.removeprefix('should_')}"
+    for event in EVENTS
+    for flag in fields(TrainerControl)
+]
+FEW = {
+    *("on_train_begin training_stop", "on_epoch_begin training_stop", "on_evaluate training_stop"),
+    *("on_step_begin epoch_stop", "on_substep_end epoch_stop", "on_optimizer_step evaluate"),
+    *("on_pre_optimizer_step save", "on_evaluate evaluate", "on_save evaluate", "on_log save"),
+    *("on_epoch_end log", "on_prediction_step save"),
+}
+assert set(OBEYED) >= FEW
+
+
+@pytest.mark.parametrize("case", seldom(OBEYED, *(set(OBEYED) - FEW)))
+def test_every_event_may_set_every_flag_as_for_the_trainer(
+    case: str, alone: Alone, tmp_path: Path
+) -> None:
+    event, flag = case.split()
+    # Two micro-batches a step, and one: the Trainer looks at some flags between two alone.
+    accumulated, strategy = (2, "steps") if flag != "save" else (1, "epoch")
+    training = {
+        **{"logging_steps": 2, "max_steps": -1, "num_train_epochs": 2, "eval_on_start": True},
+        **{"gradient_accumulation_steps": accumulated, "save_total_limit": 2},
+        **{"eval_strategy": strategy, "save_strategy": strategy},
+        **({"eval_steps": 2, "save_steps": 2} if strategy == "steps" else {}),
+    }
+    config = told_about(alone, tmp_path, training)
+    step = 0 if event in ("on_init_end", "on_train_begin") else 2
+    ours, other = Recorder(), Recorder()
+    acts = [At(event, step, **{f"should_{flag}": True}) for _ in range(2)]
+    train(config, callbacks=[acts[0], ours])
+    trainer = theirs(config, acts[1], tmp_path / "trainer", other)
+    assert ours.events == other.events
+    assert ours.state is not None
+    compare(ours.state, trainer.state)
+    kept = {number(path) for path in (tmp_path / "trainer").glob("checkpoint-*")}
+    assert steps_of(config) == kept
+
+
+@pytest.mark.parametrize("flag", seldom(FLAGS, *(set(FLAGS) - {"no_log", "leave_an_epoch"})))
 def test_flags_of_the_control_are_obeyed_as_by_the_trainer(
     flag: str, alone: Alone, tmp_path: Path
 ) -> None:
@@ -284,9 +328,10 @@ def test_what_was_due_when_a_run_was_killed_is_done_when_it_goes_on(
             raise _Killed
         usual(self)
 
-    with monkeypatch.context() as patch, pytest.raises(_Killed):
+    with monkeypatch.context() as patch:
         patch.setattr(coordinator.Coordinator, method, die)
-        train(again, callbacks=asking)
+        with pytest.raises(_Killed):
+            train(again, callbacks=asking)
     train(again, callbacks=[TrainerCallback()])
     for file in ("log_history.jsonl", "samples.jsonl"):
         assert logged(again.output_dir / file) == logged(whole.output_dir / file)
@@ -307,30 +352,123 @@ BEST: dict[str, dict[str, Any]] = {
     },
     "not_before_the_third": {"eval_steps": 1, "save_steps": 1, "eval_delay": 3},
     "the_worst": {"eval_steps": 2, "save_steps": 2, "greater_is_better": True},
+    "not_saved": {
+        **{"eval_steps": 1, "save_steps": 1, "greater_is_better": True, "save_total_limit": 2}
+    },
 }
 
 
-@pytest.mark.parametrize("case", seldom(BEST, "steps", "two_are_kept"))
+@pytest.mark.parametrize("case", seldom(BEST, "steps", "two_are_kept", "by_epoch"))
 def test_the_best_model_is_that_of_the_trainer(case: str, alone: Alone, tmp_path: Path) -> None:
     steps = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
     # So large a rate that the loss goes up and down.
     training = {**steps, "max_steps": 8, "learning_rate": 0.3, "warmup_steps": 1, **BEST[case]}
     config, ours = told_about(alone, tmp_path, training), Recorder()
-    train(config, callbacks=[ours])
+    unsaved = [At("on_step_end", 2, should_save=False)] * (case == "not_saved")
+    train(config, callbacks=[*unsaved, ours])
     patience = config.training.early_stopping_patience
     threshold = config.training.early_stopping_threshold
     early = [EarlyStoppingCallback(patience, threshold)] if patience else []
-    trainer = theirs(config, Recorder(), tmp_path / "trainer", *early)
+    trainer = theirs(config, Recorder(), tmp_path / "trainer", *early, *unsaved)
     assert ours.state is not None
     compare(ours.state, trainer.state)
     assert ours.state.best_metric == pytest.approx(trainer.state.best_metric, rel=1e-6)
     assert ours.state.best_global_step == trainer.state.best_global_step
     kept = {number(path) for path in (tmp_path / "trainer").glob("checkpoint-*")}
     assert {number(path) for path in config.checkpoints.glob("step_*")} == kept
-    assert number(ours.state.best_model_checkpoint) == ours.state.best_global_step
+    best, other = ours.state.best_model_checkpoint, trainer.state.best_model_checkpoint
+    assert number(best) == number(other)
+    assert (number(best) == ours.state.best_global_step) != case.startswith("not_saved")
     result = load_file(config.result_dir / "model.safetensors")
     for name, tensor in trainer.model.state_dict().items():
         torch.testing.assert_close(result[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+class Acting(TrainerCallback):
+    """Does something at an event after step 4, the last."""
+
+    def __init__(self, event: str, act: Callable[..., None]) -> None:
+        def told(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4 and (event != "on_log" or "train_loss" in kwargs["logs"]):
+                act()
+
+        setattr(self, event, told)
+
+
+LAST: dict[str, Any] = {
+    **{"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 2},
+    **{"load_best_model_at_end": False, "logging_steps": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "event",
+    seldom(
+        ("on_step_end", "on_evaluate", "on_save", "on_epoch_end", "on_log", "on_train_end"),
+        *("on_step_end", "on_epoch_end"),
+    ),
+)
+def test_a_callback_that_fails_after_the_last_step_costs_no_result(
+    event: str, alone: Alone, tmp_path: Path
+) -> None:
+    def fail() -> None:
+        raise KeyError("no such dial")
+
+    config, whole = (told_about(partial(alone, n), tmp_path, LAST) for n in ("run", "whole"))
+    train(whole)
+    with pytest.raises(CallbackError, match=f"failed in {event}") as raised:
+        train(config, callbacks=[Acting(event, fail)])
+    assert str(config.result_dir) in str(raised.value)
+    name = "model.safetensors"
+    assert (config.result_dir / name).read_bytes() == (whole.result_dir / name).read_bytes()
+    if event != "on_train_end":  # the same command does what is missing
+        train(config, callbacks=[TrainerCallback()])
+    assert not (config.output_dir / ".unfinished").exists()
+    assert steps_of(config) == {2, 4}
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_evaluate", "on_save", "on_log"])
+def test_a_stop_after_the_last_step_leaves_nothing_out(
+    event: str, alone: Alone, tmp_path: Path
+) -> None:
+    """Before the last evaluation, after it, and before the result is written."""
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+    config, whole = (told_about(partial(alone, n), tmp_path, LAST) for n in ("run", "whole"))
+    train(whole, callbacks=[TrainerCallback()])
+    stopped = pytest.raises(StoppedEarly) if event == "on_step_end" else contextlib.nullcontext()
+    with stopped:
+        train(config, callbacks=[Acting(event, stop)])
+    if event == "on_step_end":
+        again = Recorder()
+        train(config, callbacks=[again])
+        told = [name for name, *_ in again.events if name not in ("on_init_end", "on_train_begin")]
+        evaluated = ["on_prediction_step"] * 2 + ["on_log", "on_evaluate"]
+        assert told == [*evaluated, "on_save", "on_epoch_end", "on_log", "on_train_end"]
+    for file in ("log_history.jsonl", "metrics.jsonl"):
+        ours, other = logged(config.output_dir / file), logged(whole.output_dir / file)
+        assert [timeless(line) for line in ours] == [timeless(line) for line in other]
+    assert steps_of(config) == steps_of(whole) == {2, 4}
+    ours, other = (c.result_dir / "model.safetensors" for c in (config, whole))
+    assert ours.read_bytes() == other.read_bytes()
+
+
+def timeless(line: dict[str, Any]) -> dict[str, Any]:
+    own = ("loss", "grad", "rate", "epoch", "step", "total_flos")
+    return {k: v for k, v in line.items() if k.endswith(own)}
+
+
+@pytest.mark.parametrize("damage", [shutil.rmtree, lambda path: next(path.glob("s*")).unlink()])
+def test_a_best_checkpoint_that_is_gone_gives_way_to_the_one_before(
+    damage: Any, alone: Alone, tmp_path: Path
+) -> None:
+    training = {**LAST, "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    config = told_about(alone, tmp_path, training)
+    best = Acting("on_epoch_end", lambda: damage(config.checkpoints / "step_4"))
+    train(config, callbacks=[best])
+    result = load_file(config.result_dir / "model.safetensors")
+    state = load_file(next((config.checkpoints / "step_3").glob("*.safetensors")))
+    for name, tensor in result.items():
+        assert torch.equal(tensor, state[f"weights/{name}"])
 
 
 def number(path: str | Path | None) -> int:
