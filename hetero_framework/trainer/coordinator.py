@@ -360,6 +360,7 @@ class Coordinator:
         run = RunStart(
             *(self._cluster.run_id, total, logging_steps, is_resumed, goes_on),
             unit=self._objective.unit,
+            measures=self._objective.shown,
         )
         self._epoch = self._epoch_before(self._state)
         self._tell(Observer.begin, self._state, run, self._stage_rows(), self._due)

@@ -62,8 +62,9 @@ class Due:
 
 @dataclass(frozen=True)
 class RunStart:
-    """A run as it begins or goes on: its number, all its steps, how often it logs, and in what its
-    speed is counted. `is_continued`: it was cut short, and the same command goes on."""
+    """A run as it begins or goes on: its number, all its steps, how often it logs, in what its
+    speed is counted, and the metrics that are shown. `is_continued`: it was cut short, and the
+    same command goes on."""
 
     run_id: str
     total_steps: int
@@ -71,6 +72,7 @@ class RunStart:
     is_resumed: bool
     is_continued: bool = False
     unit: str = "tokens"
+    measures: tuple[str, ...] = ()
 
 
 class Observer:
@@ -156,7 +158,8 @@ class Screen(Observer):
         self._progress = progress
 
     def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
-        self._progress.start(run.total_steps, rows, state.step, run.logging_steps, run.unit)
+        shown = run.logging_steps, run.unit, run.measures
+        self._progress.start(run.total_steps, rows, state.step, *shown)
 
     def replanned(self, rows: Sequence[StageRow], stages: Sequence[StageSpec]) -> None:
         self._progress.replanned(rows)

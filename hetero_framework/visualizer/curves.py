@@ -1,4 +1,5 @@
-"""The curves of runs: loss and evaluation, learning rate and gradient norm, by step.
+"""The curves of runs: loss and evaluation, learning rate and gradient norm, and what the objective
+measures, by step.
 
 Read from metrics.jsonl, drawn by matplotlib (the extra "pictures").
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,11 @@ from hetero_framework.visualizer.pictures import heading_pt, save, text_pt
 CURVES_FILE = "curves.png"
 _METRICS = "metrics.jsonl"
 _PANELS = {"loss": "loss", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
+_MEASURES = {
+    "accuracy": re.compile("(rewards/)?accurac(y|ies)|mean_token_accuracy"),
+    "reward": re.compile("rewards/(margins|chosen|rejected)|margin|(min|mean|max)_reward"),
+}
+"""Panels of what objectives measure, where a run has any."""
 _PAPER, _INK, _FAINT, _GRID = "#fdfdfb", "#222222", "#5f6670", "#d9d8d3"
 # Okabe and Ito's colours, which people with any common colour blindness tell apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555")
@@ -57,8 +64,18 @@ class Run:
             if key != loss_of()
             else "evaluation"
             for key in self.curves
-            if key.startswith("eval_")
+            if key.startswith("eval_") and key.endswith("_loss")
         }
+
+    def measures(self, panel: str) -> dict[str, str]:
+        """The curves of one of _MEASURES, and how they are called."""
+        found = {}
+        for key in self.curves:
+            match = re.fullmatch(rf"(eval_(?:.*_)?)?({_MEASURES[panel].pattern})", key)
+            if match is not None:
+                of_set = (match[1] or "").replace("eval_", "evaluation ").replace("_", " ")
+                found[key] = of_set + match[2].removeprefix("rewards/").replace("_", " ")
+        return found
 
 
 def loss_of(name: str = "") -> str:
@@ -74,7 +91,7 @@ def read_run(place: Path, name: str) -> Run:
         with file.open(encoding="utf-8") as lines:
             for line in (json.loads(line) for line in lines if line.endswith("\n")):
                 known = {*_PANELS, *map(loss_of, line.get("sets", [""]))}
-                for key in (key for key in line if key in known):
+                for key in (key for key in line if key in known or _is_measure(key)):
                     steps, values = curves.setdefault(key, ([], []))
                     steps.append(int(line["step"]))
                     values.append(math.nan if line[key] is None else float(line[key]))
@@ -86,6 +103,10 @@ def read_run(place: Path, name: str) -> Run:
     if not curves:
         raise UserError(f"{file} holds no step yet")
     return Run(name, curves)
+
+
+def _is_measure(key: str) -> bool:
+    return any(re.fullmatch(f"(eval_.*)?({p.pattern})", key) for p in _MEASURES.values())
 
 
 def draw(runs: Sequence[Run], path: Path) -> Path:
@@ -105,11 +126,13 @@ def figure(runs: Sequence[Run]) -> Any:
     labels = [f"{name}: {run.summary}" for name, run in zip(names, runs, strict=True)]
     title = names[0] if is_one else f"{len(runs)} runs"
     width = max(_WIDTH_PT, heading_pt(title, ""), *(90 + text_pt(text, 9) for text in labels))
-    height = _HEIGHT_PT + (0 if is_one else 16 * len(runs))
+    more = [panel for panel in _MEASURES if any(run.measures(panel) for run in runs)]
+    height = _HEIGHT_PT * (1.4 if more else 1.0) + (0 if is_one else 16 * len(runs))
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
     drawn = Figure(figsize=(width / 72, height / 72), facecolor=_PAPER, layout=layout)
-    places = drawn.subplot_mosaic("AA;BC", height_ratios=(3, 2))
-    for axes, key in zip(places.values(), _PANELS, strict=True):
+    rows = ["AA", "BC", *(["DE"[: len(more)] * (3 - len(more))] if more else [])]
+    places = drawn.subplot_mosaic(";".join(rows), height_ratios=(3, 2, 2)[: len(rows)])
+    for axes, key in zip(places.values(), (*_PANELS, *more), strict=True):
         _draw_panel(axes, runs, key)
     drawn.suptitle(title, x=0.015, ha="left", fontsize=14, weight="bold", color=_INK)
     look: dict[str, Any] = {"frameon": False, "labelcolor": _INK}
@@ -135,17 +158,29 @@ def _draw_panel(axes: Any, runs: Sequence[Run], panel: str) -> None:
     axes.grid(color=_GRID, linewidth=0.5)
     axes.tick_params(length=0, labelsize=9, labelcolor=_FAINT)
     axes.set_xlabel("step", fontsize=9.5, color=_FAINT)
-    axes.set_ylabel(_PANELS[panel], fontsize=9.5, color=_FAINT)
+    label = "margin" if panel == "reward" and len(runs) > 1 else panel
+    axes.set_ylabel(_PANELS.get(panel, label), fontsize=9.5, color=_FAINT)
     axes.xaxis.set_major_locator(
         MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
     )
     finite: list[float] = []
+    is_one, names = len(runs) == 1, {panel: ""}
     for number, run in enumerate(runs):
-        for other, key in enumerate((panel, *(run.evaluations if panel == "loss" else ()))):
+        if panel in _MEASURES:  # colours tell several runs apart, so there is one measure of each
+            found = run.measures(panel).items()
+            names = {k: v for k, v in found if is_one or re.search("accurac|margin", k)}
+        shown = {**names, **run.evaluations} if panel == "loss" else names
+        whats = list(dict.fromkeys(name.removeprefix("evaluation ") for name in shown.values()))
+        for key, name in shown.items():
             steps, values = run.curves.get(key, ([], []))
             finite += filter(math.isfinite, values)
-            color = _COLOURS[(number + other * (len(runs) == 1)) % len(_COLOURS)]
-            _draw_curve(axes, steps, values, color, _EVALUATION if other else {})
+            other = whats.index(name.removeprefix("evaluation ")) if is_one else 0
+            look = _EVALUATION if key.startswith("eval_") else {}
+            _draw_curve(axes, steps, values, _COLOURS[(number + other) % len(_COLOURS)], look)
+    if panel in _MEASURES and is_one:
+        above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3}
+        look = {"frameon": False, "labelcolor": _INK, "fontsize": 8.5, **above}
+        axes.legend(axes.get_lines(), names.values(), **look)
     if not finite:
         axes.set(xticks=[], yticks=[])
         axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=_FAINT)

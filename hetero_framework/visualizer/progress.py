@@ -70,6 +70,7 @@ class Progress:
         self._redrawn_at = float("-inf")
         self._stages: list[StageRow] = []
         self._logging_steps, self._unit = 1, "tokens"
+        self._measures: Sequence[str] = ()
         self._total_steps = 0
         self._step = 0
         self._first: Mapping[str, Any] = {}
@@ -89,11 +90,13 @@ class Progress:
         resumed_step: int = 0,
         logging_steps: int = 1,
         unit: str = "tokens",
+        measures: Sequence[str] = (),
     ) -> None:
         """Begin; `resumed_step` is the last step that an earlier run completed. Without a terminal
-        a line is printed every `logging_steps` steps, and at the end. Speed is shown in `unit`s."""
+        a line is printed every `logging_steps` steps, and at the end. Speed is shown in `unit`s,
+        and of the metrics those that `measures` names."""
         with self._lock:
-            self._unit = unit
+            self._unit, self._measures = unit, measures
             self._logging_steps = max(1, logging_steps)
             self._total_steps = total_steps
             self._step = resumed_step
@@ -133,7 +136,7 @@ class Progress:
                     self._redrawn_at = time.monotonic()
                     self._guard(self._live.refresh)
             elif self._num_steps == 1 or self._is_logged(before) or is_last:
-                self._print("  ".join((self._place(), *self._facts())))
+                self._print("  ".join((self._place(), *self._facts(), *self._measured())))
 
     def evaluation(self, metrics: Mapping[str, Any], name: str = "") -> None:
         """Report the evaluation (step, eval_loss, eval_perplexity) of the set of this name."""
@@ -218,13 +221,16 @@ class Progress:
             facts.append(f"grad_norm {_number(last['grad_norm'])}")
         if last.get("learning_rate") is not None:
             facts.append(f"lr {last['learning_rate']:.3g}")
-        if last.get("mean_token_accuracy") is not None:
-            facts.append(f"token accuracy {last['mean_token_accuracy']:.4f}")
         if last.get("step_seconds"):
             facts.append(f"{last['step_seconds']:.3g} s/step")
         if "island" in last:
             facts.append(f"islands {', '.join(last['island']['members'])}")
         return facts
+
+    def _measured(self) -> list[str]:
+        found = ((name, self._last.get(name)) for name in self._measures)
+        names = ((name.removeprefix("mean_").replace("_", " "), x) for name, x in found)
+        return [f"{name} {value:.4f}" for name, value in names if value is not None]
 
     def _start_live(self) -> None:
         self._live = Live(
@@ -253,6 +259,8 @@ class Progress:
             )
         )
         parts: list[Any] = [head, bar]
+        if measured := self._measured():
+            parts.append(Text("  ".join(measured), no_wrap=True, overflow="ellipsis"))
         for told in self._evaluations.values():
             parts.append(Text(f"evaluation loss {told}", no_wrap=True))
         if self._stages:

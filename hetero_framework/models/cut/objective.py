@@ -95,6 +95,11 @@ class Objective(ABC):
         return {}
 
     @property
+    def shown(self) -> tuple[str, ...]:
+        """The metrics on the screen; metrics.jsonl has all."""
+        return tuple(name for name in self.metric_names if name not in ("entropy", "kl"))
+
+    @property
     def evaluated(self) -> tuple[str, ...]:
         """The metrics of an evaluation, beside its loss."""
         of_tokens = ("token_loss", "perplexity") if self.counts_tokens else ()

@@ -51,6 +51,12 @@ class PairObjective(ChunkedObjective):
         self.metric_names = (*METRICS, *further, *LOGITS)
         self._measures = False
 
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """What decides, first: the shares of pairs that are in order, margins and rewards."""
+        first = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
+        return tuple(name for name in first if name in self.metric_names)
+
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
         """Micro-batches, each the mean of its examples, as TRL divides them."""
         return len

@@ -126,3 +126,26 @@ def test_plot_does_not_import_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_what_an_objective_measures_has_panels_of_its_own(tmp_path: Path) -> None:
+    told = {"rewards/accuracies": 0.5, "rewards/margins": 0.1, "rewards/chosen": 0.2, "logps/x": 3}
+    places = []
+    for name, measured in (("dpo", told), ("labels", {"accuracy": 0.75}), ("plain", {})):
+        place = save_run(tmp_path / name, [3.0, 2.0])
+        lines: list[dict[str, Any]] = [{"step": n, "loss": 1.0, **measured} for n in (1, 2)]
+        eval_of = {f"eval_math_{key}": value for key, value in measured.items()}
+        lines.append({"step": 2, "sets": ["math"], "eval_math_loss": 1.0, **eval_of})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (place / "metrics.jsonl").write_text(text)
+        places.append(place)
+    alone = drawn(places[0])
+    assert [axes.get_ylabel() for axes in alone.axes][3:] == ["accuracy", "reward"]
+    named = [[text.get_text() for text in axes.get_legend().texts] for axes in alone.axes[3:]]
+    assert named[0] == ["accuracies", "evaluation math accuracies"]
+    assert set(named[1]) >= {"margins", "chosen", "evaluation math chosen"}
+    (labels,) = drawn(places[1]).axes[3:]
+    assert labels.get_lines()[0].get_ydata().tolist() == [0.75, 0.75]
+    assert len(drawn(places[2]).axes) == 3
+    both = drawn(*places)
+    assert [axes.get_ylabel() for axes in both.axes][3:] == ["accuracy", "margin"]

@@ -388,3 +388,15 @@ def test_speed_of_pictures_is_in_examples() -> None:
     progress.close({})
     assert stream.getvalue().count("200 examples/s") == 3
     assert "tokens/s" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_measures_of_the_objective_are_shown(live: bool) -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, live=live)
+    progress.start(1, measures=("rewards/accuracies", "rewards/margins", "mean_token_accuracy"))
+    progress.step({"step": 1, "loss": 0.5, "rewards/accuracies": 0.75, "rewards/margins": -0.125})
+    progress.close()
+    assert "rewards/accuracies 0.7500  rewards/margins -0.1250" in " ".join(
+        stream.getvalue().split(" ")
+    )
