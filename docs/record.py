@@ -122,7 +122,7 @@ def draw(frames: list[Frame], title: str) -> str:
     rules.append(f"#all{{animation-name:scroll}}@keyframes scroll{{{scrolls}}}")
     width, height = round(COLUMNS * CHARACTER + 2 * EDGE), TOP + ROWS * LINE + EDGE
     return f"""\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">
+<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width} {height}">
 <title>{html.escape(title)}</title>
 <style>
 text{{font:14px {FONT};fill:#d0d3d1;white-space:pre}}

@@ -49,7 +49,11 @@ class PromptReader:
         """The prompts of a file (its lines or records), or those of a list. Raises DataError for
         one that is none."""
         if isinstance(given, str):
-            sources = find_sources(given, base_dir)
+            try:
+                sources = find_sources(given, base_dir)
+            except DataError as error:
+                hint = 'a prompt itself stands in a list or a file: ["..."]'
+                raise DataError(f"{setting}: {error.message}", hint=hint) from error
             if strange := [source.name for source in sources if not source.is_file]:
                 raise DataError(f"{setting}: {strange[0]} is no file of prompts", hint=_HINT)
             records = [record for source in sources for record in read_file(source)]

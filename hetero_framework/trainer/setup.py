@@ -364,9 +364,9 @@ def check_objective(
                 )
     if introspect(model_config).reports and not objective.adds_routing:
         raise ConfigError(
-            f"what the routers of a {model_config.model_type} model report has no part in"
-            f" training.objective {training.objective!r}",
-            hint='set "model.router_aux_loss_coef": 0',
+            f"training.objective {training.objective!r} leaves out the load-balancing loss of the"
+            f" routers, which the {model_config.model_type} model's configuration switches on",
+            hint='set "router_aux_loss_coef": 0 in "model" to train without it',
         )
     asks = objective.has_reference and not training.precompute_ref_log_probs
     if asks and not can_switch(plan):

@@ -20,7 +20,7 @@ How = Literal["inside", "direct", "relay", "auto"]
 PER_ROW = 4
 """Machines beside each other: what a page shows without shrinking the text."""
 _MAX_CHARS = 30
-_FONT = "Helvetica,Arial,sans-serif"
+_FONT = "DejaVu Sans,Verdana,sans-serif"  # as wide in each system, so that boxes fit
 _INK, _FAINT, _PAPER = "#222222", "#5f6670", "#fdfdfb"
 _COORDINATOR, _WORKER = ("#e6eefa", "#2f5f9e"), ("#e8f4ea", "#3c8350")
 _STAGE_EDGE, _LINE = "#b8c2cc", "#c2571a"

@@ -61,6 +61,12 @@ def test_a_system_prompt_beside_it_comes_first() -> None:
     )
 
 
+def test_a_prompt_in_place_of_a_file_is_said_with_its_setting(tmp_path: Path) -> None:
+    reader = PromptReader(TOKENIZER, None, chat=True)
+    with pytest.raises(DataError, match=r"^training.sample_prompts: .*the star\n.*in a list"):
+        reader.read("the star", tmp_path, "training.sample_prompts")
+
+
 def test_files_and_lists_are_read_alike(tmp_path: Path) -> None:
     reader = PromptReader(TOKENIZER, None, chat=True)
     listed = reader.read(("What is it?", tuple(ASKED)), tmp_path, "prompts")

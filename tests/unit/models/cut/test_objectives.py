@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.config.objectives import needs_of
+from hetero_framework.config.objectives import ROWS, needs_of
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.cut.objectives import objective_of
 
@@ -67,3 +69,9 @@ def test_an_unknown_objective_is_said_with_its_key_and_what_is_meant(name: str, 
     with pytest.raises(ConfigError, match=r"^training.objective: there is no") as error:
         needs_of(name)
     assert hint in (error.value.hint or "")
+
+
+def test_the_page_has_each_kind_of_data_with_its_rows() -> None:
+    page = (Path(__file__).resolve().parents[4] / "docs" / "objectives.md").read_text()
+    found = re.findall(r'^\| `"(\w+)"` \| [^|]+\| (\d)', page, re.MULTILINE)
+    assert {kind: int(rows) for kind, rows in found} == ROWS
