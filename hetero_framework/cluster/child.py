@@ -33,20 +33,44 @@ from hetero_framework.errors import PeerLostError
 from hetero_framework.file_trust import refuse_link
 
 PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
-_SECRET = re.compile(r"\w+_API_(KEY|TOKEN|SECRET_KEY)|MLFLOW_TRACKING_(TOKEN|PASSWORD)", re.I)
-"""What reporters find their servers with; only the coordinator reports."""
-_HUB_TOKEN = re.compile(r"HF_TOKEN|HUGGING_FACE_HUB_TOKEN|HF_OIDC_\w+", re.I)
+_PASSED = re.compile(
+    # where things are, and how this user writes
+    r"PATH|HOME|USER|LOGNAME|LANG(UAGE)?|LC_\w+|TZ|TMPDIR|TE?MP|XDG_\w+|VIRTUAL_ENV|CONDA_\w+"
+    r"|(LD|DYLD)_\w+|LIB(RARY_?PATH|PATH)?|\w*INCLUDE(_PATH)?|CPATH|CC|CXX|__CF_USER_TEXT_ENCODING"
+    r"|SYSTEM(ROOT|DRIVE)|WINDIR|COMSPEC|PATHEXT|OS|(LOCAL)?APPDATA|USER(PROFILE|NAME)|ALLUSERSPROFILE"
+    r"|HOME(DRIVE|PATH)|(COMMON)?PROGRAM(DATA|FILES|W6432)(\(X86\))?|PUBLIC|PROCESSOR_\w+"
+    r"|NUMBER_OF_PROCESSORS|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|COVERAGE_\w+|COV_CORE_\w+"
+    # Python, this package, and the libraries below
+    r"|(PYTHON|TORCH)\w*|(HETERO|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|SAFETENSORS|PYTORCH|TRITON"
+    r"|BNB|BITSANDBYTES|OMP|GOMP|MKL|KMP|OPENBLAS|VECLIB|NUMEXPR|ATEN|DNNL|ONEDNN|MALLOC|CUDA|NVIDIA"
+    r"|CUBLAS|CUDNN|NCCL|GLOO|HIP|ROCR|ROCM|RCCL|HSA|MIOPEN|AMD|GPU|ZE|SYCL|ONEAPI|MPS|MTL)_\w+",
+    re.IGNORECASE,
+)
+"""The variables that a worker gets, unless they are named like a secret; of the user's own, those
+that begin with HETERO_."""
+_SECRET = re.compile(
+    r"(\w*_)?(API|ACCESS|PRIVATE|SECRET|AUTH|PASS|KEY|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?"
+    r"|APIKEY|OIDC|JWT|COOKIE|DSN)S?(_\w*)?",
+    re.IGNORECASE,
+)
+_HUB = re.compile(
+    r"HF_(TOKEN(_PATH)?|OIDC_\w+)|HUGGING_FACE_HUB_TOKEN|ACTIONS_ID_TOKEN_\w+|\w+_PROXY",
+    re.IGNORECASE,
+)
+"""What a model of the hub, or an upload, needs beside; a proxy's address may hold a password."""
 
 
 def environment(*, hub_token: bool = True) -> dict[str, str]:
-    """That of a child which runs this package, without secrets that it has no use for."""
+    """That of a child which runs this package: what it needs, and no secret that it has no use
+    for."""
     package_parent = str(Path(hetero_framework.__file__).parents[1])
     paths = [package_parent, os.environ.get("PYTHONPATH", "")]
     return {
         **{
             name: value
             for name, value in os.environ.items()
-            if not _SECRET.fullmatch(name) and (hub_token or not _HUB_TOKEN.fullmatch(name))
+            if (_PASSED.fullmatch(name) and not _SECRET.fullmatch(name))
+            or (hub_token and _HUB.fullmatch(name))
         },
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONUNBUFFERED": "1",

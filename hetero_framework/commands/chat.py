@@ -75,7 +75,8 @@ def talk_of(arguments: argparse.Namespace) -> tuple[Any, AbstractContextManager[
     """The model that the options name, and the context in which it is loaded."""
     config = load(arguments)
     config.require("model")
-    check_coordinator(config, arguments)
+    if not arguments.local:
+        check_coordinator(config, arguments)
     from hetero_framework.trainer.talking import Talk, with_result
 
     result = Path(arguments.result) if arguments.result else None
@@ -165,4 +166,7 @@ def _answer(talk: Any, cluster: Any, said: list[dict[str, str]], choice: Any) ->
     except _Ended:
         cluster.retrying(cluster.pipeline.abort)
     streamer.end()
-    return str(talk.tokenizer.decode(tokens, skip_special_tokens=True))
+    answer = str(talk.tokenizer.decode(tokens, skip_special_tokens=True))
+    if not answer.strip():
+        print("(the answer is empty)")
+    return answer

@@ -50,4 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
         write_file(output, text.encode())
     except OSError as error:
         raise ResourceError(f"cannot write {output}: {error.strerror}") from error
-    print(f"wrote {output}: {plural(len(samples), 'text')}")
+    empty = sum(not sample.text.strip() for sample in samples)
+    print(
+        f"wrote {output}: {plural(len(samples), 'text')}" + f", {empty} of them empty" * bool(empty)
+    )

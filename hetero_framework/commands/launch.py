@@ -34,7 +34,7 @@ EXAMPLES = """
 
 
 def _way(name: str, help: str) -> Option:
-    return option(f"--{name}", action="store_const", const=name, dest="how", help=help)
+    return option(f"--{name}", action="append_const", const=name, dest="how", help=help)
 
 
 OPTIONS = (
@@ -75,6 +75,7 @@ def run(given: argparse.Namespace) -> int:
     for names, settings in train.OPTIONS:
         parser.add_argument(*names, **settings)
     parser.parse_args(given.train_options)
+    given.how = given.how[0] if len(given.how or ()) == 1 else None
     if given.how is None or (given.run and given.how not in ("ssh", "compose")):
         raise UserError(
             "give one of --ssh, --slurm, --compose and --sky, and --run with --ssh or --compose"
@@ -91,7 +92,8 @@ def run(given: argparse.Namespace) -> int:
     given.config, given.output = map(os.path.abspath, (given.config, given.output))
     given.imports = [os.path.abspath(file) for file in given.imports]
     given.directory = given.directory or f"hetero_launch/{Path(given.config).stem}"
-    processes = launch_files.planned(config, given)
+    processes, given.written = launch_files.planned(config, given), config.output_dir
+    given.named = launch_files.named_paths(config)
     if given.how == "ssh" and given.run:
         return launch_ssh.run(given, processes)
     command = {

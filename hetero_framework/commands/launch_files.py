@@ -99,6 +99,49 @@ def _by_id(given: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     return values
 
 
+def named_paths(config: Config) -> dict[str, dict[str, Path]]:
+    """By section, what strings of the configuration name on this machine: what is there, and all
+    that leads out of the configuration's folder. Without results, which a run writes."""
+    base, found = config.base_dir.absolute(), dict[str, dict[str, Path]]()
+    for section, content in config.to_dict().items():
+        texts, left = list[str](), [content]
+        while left:
+            match left.pop():
+                case str(text) if text and "\n" not in text and len(text) < 1024:
+                    texts.append(text)
+                case dict(parts):
+                    left += parts.values()
+                case list(parts) | tuple(parts):
+                    left += parts
+        paths = {text: Path(os.path.normpath(base / text)) for text in texts}
+        found[section] = {
+            text: path
+            for text, path in paths.items()
+            if path.exists() or not path.is_relative_to(base)
+        }
+    return found
+
+
+def _mounts(given: Namespace) -> dict[str, str]:
+    """What the configuration names outside of its folder, by its place in a container; where it is
+    not there yet, its folder. Raises UserError."""
+    base, mounts = Path(given.config).parent.resolve(), dict[str, str]()
+    for text, path in (item for named in given.named.values() for item in named.items()):
+        if path.exists() and path.resolve().is_relative_to(base):
+            continue
+        target = Path(os.path.normpath(Path("/project") / text))
+        if target.is_relative_to("/project"):  # a link that leads out of the folder
+            target = path.resolve()
+        source = path
+        while not source.exists():
+            source, target = source.parent, target.parent
+        if Path("/") in (source, target) or ":" in f"{source}{target}":
+            hint = "put it beside the configuration, or name what a container can be given"
+            raise UserError(f"{text}, which the configuration names, cannot be mounted", hint=hint)
+        mounts[str(target)] = str(source.resolve())
+    return mounts
+
+
 def imported(given: Namespace, folder: str) -> dict[str, str]:
     """The files of --import, by their places in a folder elsewhere."""
     return {f"{folder}/{k}.py": file for k, file in enumerate(given.imports)}
@@ -134,7 +177,7 @@ def compose(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]
     hidden = {output, *file.parent.glob(FOLDER), *(key.parent for key in processes[0].keys)}
     inside = sorted(p.relative_to(file.parent) for p in hidden if p.is_relative_to(file.parent))
     settings = _settings(processes, lambda process: process.name)
-    imports = imported(given, "/imports")
+    imports, outside = imported(given, "/imports"), _mounts(given)
     template, user = _template("compose.yaml"), f"{os.getuid()}:{os.getgid()}"
     groups = sorted({str(device.stat().st_gid) for device in _DRI.glob("render*")})
     services: dict[str, Any] = {}
@@ -148,7 +191,7 @@ def compose(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]
         service["command"] = words + ["--keep"] * (
             process.id != "local"
         )  # the coordinator ends all
-        volumes = {"/project": file.parent, "/cache": "cache", **imports}
+        volumes = {"/project": file.parent, "/cache": "cache", **outside, **imports}
         volumes |= {"/keys": output / "keys" / process.name} if process.keys else {}
         service["volumes"] = [f"{source}:{target}" for target, source in volumes.items()]
         service["tmpfs"] = [f"/project/{path}" for path in inside]
@@ -165,6 +208,17 @@ def sky(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
     if addresses.is_loopback(home.entry.ip):
         text = f"rented machines cannot dial coordinator.ip, {home.entry.ip}"
         raise UserError(text, hint="write an address of this machine that they reach")
+    away = given.named if home.host is not None else {"model": given.named.get("model", {})}
+    written = given.written
+    lacking = [
+        text
+        for named in away.values()
+        for text, path in named.items()
+        if not path.is_relative_to(written)
+    ]
+    if lacking:
+        text = f"the rented machines have no {', '.join(lacking)}, which the configuration names"
+        raise UserError(text, hint="name it as the hub does, or train with --ssh or --compose")
     settings = _settings(processes, lambda p: home.entry.ip if p is home else p.name)
     settings += [f"{process.path}.port=null" for process in processes[1:]]
     settings += ["training.connect_timeout_s=3600"]  # machines are rented one after the other

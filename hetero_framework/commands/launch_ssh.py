@@ -46,8 +46,20 @@ def run(given: Namespace, processes: Sequence[Launched]) -> int:
     """Check all machines and copy their files, then start all processes and wait; the exit code of
     the coordinator. Raises NetworkError that names the machines that cannot take part."""
     remote = [process for process in processes if process.host is not None]
-    with ThreadPoolExecutor(max(1, len(remote))) as pool:
-        problems = list(filter(None, pool.map(lambda process: _problem(given, process), remote)))
+    running, stopped = set[subprocess.Popen[bytes]](), threading.Event()
+
+    def stop(name: str) -> None:
+        stopped.set()
+        for child in list(running):
+            child.kill()
+
+    def problem(process: Launched) -> str | None:
+        return _problem(given, process, running, stopped)
+
+    with signals_passed_to(stop), ThreadPoolExecutor(max(1, len(remote))) as pool:
+        problems = list(filter(None, pool.map(problem, remote)))
+    if stopped.is_set():
+        raise StoppedEarly("stopped before anything was started")
     if problems:
         raise NetworkError("\n  ".join(["nothing was started", *problems]))
     _log.info("all machines answer, and have the configuration and their keys")
@@ -104,20 +116,38 @@ def _quoted(path: str) -> str:
     return home + shlex.quote(path.removeprefix(home))
 
 
-def _problem(given: Namespace, process: Launched) -> str | None:
-    """Why a machine cannot take part, with what to do; None once it has its files."""
+def _problem(
+    given: Namespace,
+    process: Launched,
+    running: set[subprocess.Popen[bytes]],
+    stopped: threading.Event,
+) -> str | None:
+    """Why a machine cannot take part, with what to do; None once it has its files. `running` has
+    the ssh that is waited for."""
     where = f"{process_name(process.id)} ({process.host})"
     for number, (command, source) in enumerate(_preparations(given, process)):
         what = f"copying {source.name} failed" if number else "hetero --version failed"
         try:
             with source.open("rb") as data:
-                done = subprocess.run(command, stdin=data, capture_output=True, timeout=_ANSWER_S)
+                pipe = subprocess.PIPE
+                child = subprocess.Popen(
+                    command, stdin=data, stdout=pipe, stderr=pipe, start_new_session=True
+                )
+            running.add(child)
+            try:
+                if stopped.is_set():
+                    child.kill()
+                out, wrong = child.communicate(timeout=_ANSWER_S)
+            finally:
+                child.kill()
+                running.discard(child)
         except (subprocess.TimeoutExpired, OSError) as error:
             return f"{where}: {what}: {error}"
-        text = (done.stdout if done.returncode == 0 else done.stderr).decode("utf-8", "replace")
-        said = one_line(next(filter(None, reversed(text.split("\n"))), "it said nothing"))
-        if done.returncode:
-            return f"{where} {_REASONS.get(done.returncode, what).format(given.hetero)}: {said}"
+        text = (wrong if child.returncode else out).decode("utf-8", "replace")
+        lines = map(str.strip, reversed(text.split("\n")))  # ssh ends its lines with \r\n
+        said = one_line(next(filter(None, lines), "it said nothing"))
+        if child.returncode:
+            return f"{where} {_REASONS.get(child.returncode, what).format(given.hetero)}: {said}"
         if not number and said.split()[-1:] != [__version__]:
             return f"{where} has {said}, and here is hetero {__version__}; install the same"
     return None

@@ -19,6 +19,7 @@ import errno
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,12 +124,28 @@ class MetricsWriter:
         self._logging_dir, self._board_dir = logging_dir, logging_dir
         self._run_id = run_id
         self._board: Any = None
+        self._hook = threading.excepthook
         self._resumed_step = 0
 
     def __enter__(self) -> MetricsWriter:
+        self._hook, threading.excepthook = threading.excepthook, self._on_thread
         return self
 
     def __exit__(self, *exc: object) -> None:
+        try:
+            self._close()
+        finally:
+            threading.excepthook = self._hook
+
+    def _on_thread(self, failure: threading.ExceptHookArgs) -> None:
+        """Say in a line that a thread of TensorBoard, or of another reporter, cannot write."""
+        if not isinstance(failure.exc_value, OSError):
+            self._hook(failure)
+            return
+        name = failure.thread.name if failure.thread is not None else "a thread"
+        _log.warning("a reporter (%s) cannot write: %s; the run goes on", name, failure.exc_value)
+
+    def _close(self) -> None:
         if self._board is not None:
             with _tolerated("the last TensorBoard events"):
                 self._board.close()

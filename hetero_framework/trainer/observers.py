@@ -173,7 +173,7 @@ class Screen(Observer):
 
     def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            told = (shorten(text, _SHOWN) for text in (sample.prompt, sample.text))
+            told = (shorten(text, _SHOWN) or "(empty)" for text in (sample.prompt, sample.text))
             self._progress.message("step {}: {} -> {}".format(state.step, *told))
 
     def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from hetero_framework.config import Config
 from hetero_framework.data.sources import find_sources
 from hetero_framework.errors import DataError, UserError
-from hetero_framework.models.files.card import TAGS, base_facts, model_card
+from hetero_framework.models.files.card import TAGS, base_facts, code, is_hub_name, model_card
 from hetero_framework.visualizer.curves import loss_of, read_run
 
 # What shapes the result, without what may hold a path or a name of a machine.
@@ -44,7 +44,7 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
         if names and (key := loss_of(name)) in last
     ]
     settings = [
-        f"{section}.{name}: `{json.dumps(raw[section][name])}`"
+        f"{section}.{name}: {code(json.dumps(raw[section][name]))}"
         for section, names in _SETTINGS.items()
         for name in names.split()
         if raw[section]
@@ -91,4 +91,4 @@ def _hub_names(config: Config, spec: str | tuple[str, ...]) -> list[str]:
         sources = find_sources(spec, config.base_dir)
     except DataError:  # a file that is no longer here
         return []
-    return [source.name for source in sources if source.kind == "hub"]
+    return [source.name for source in sources if source.kind == "hub" and is_hub_name(source.name)]

@@ -6,6 +6,7 @@ a disk. Models and data sets are named where they are the hub's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -114,6 +115,17 @@ def model_card(
     )
 
 
+def code(text: str) -> str:
+    """A text as Markdown's code, whatever it holds."""
+    ticks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{ticks} {text} {ticks}" if len(ticks) > 1 else f"`{text}`"
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether the hub could have a repository of this name; others hold paths or markup."""
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII) is not None
+
+
 def base_facts(
     name_or_path: str | None, revision: str | None, base_dir: Path
 ) -> tuple[str | None, dict[str, str]]:
@@ -131,4 +143,4 @@ def base_facts(
         data = {}
     terms = {key: data.get(key) for key in ("license", "license_name")}
     kept = {key: value for key, value in terms.items() if isinstance(value, str)}
-    return None if is_here else source, kept
+    return source if not is_here and is_hub_name(source) else None, kept

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from hetero_framework.cluster import oom_killer
+from hetero_framework.cluster.child import environment
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config
 from hetero_framework.core.dial import Listener
@@ -118,6 +119,39 @@ def test_workers_start_with_their_threads_and_stop(
         workers.report()
     assert not any(psutil.pid_exists(pid) for pid in first.values())
     assert [note.split(":")[0] for note in logged] == ["worker 1", "worker 2"]
+
+
+SECRETS = """
+AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN AZURE_CLIENT_SECRET AZURE_STORAGE_KEY
+ANTHROPIC_AUTH COMET_API_KEY DAGSHUB_USER_TOKEN DATABASE_URL DATABRICKS_HOST DATABRICKS_TOKEN
+CONDA_TOKEN GH_TOKEN GITHUB_TOKEN GOOGLE_APPLICATION_CREDENTIALS HETERO_API_KEY HF_API_TOKEN
+HF_OIDC_ID_TOKEN HF_TOKEN HUGGINGFACE_TOKEN HUGGING_FACE_HUB_TOKEN KAGGLE_KEY LD_SECRET
+MLFLOW_TRACKING_PASSWORD MY_PASSWORD NEPTUNE_API_TOKEN NVIDIA_API_KEY OPENAI_API_KEY PGPASSWORD
+PYTHON_KEYRING_PASSWORD SLURM_JWT SSH_AUTH_SOCK VAULT_TOKEN WANDB_API_KEY XDG_SESSION_COOKIE
+https_proxy HTTPS_PROXY all_proxy npm_config__auth
+"""
+NEEDED = """
+PATH HOME USER LANG LC_ALL TZ TMPDIR TEMP XDG_CACHE_HOME VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH
+LD_PRELOAD DYLD_LIBRARY_PATH CC SYSTEMROOT APPDATA LOCALAPPDATA USERPROFILE PATHEXT COMSPEC
+SSL_CERT_FILE REQUESTS_CA_BUNDLE PYTHONPATH PYTHONHASHSEED TORCHINDUCTOR_CACHE_DIR TORCH_LOGS
+PYTORCH_CUDA_ALLOC_CONF PYTORCH_MPS_HIGH_WATERMARK_RATIO CUDA_VISIBLE_DEVICES
+CUBLAS_WORKSPACE_CONFIG NVIDIA_TF32_OVERRIDE HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES
+HSA_OVERRIDE_GFX_VERSION
+ZE_AFFINITY_MASK OMP_NUM_THREADS MKL_NUM_THREADS KMP_AFFINITY GOMP_CPU_AFFINITY NCCL_SOCKET_IFNAME
+TRITON_CACHE_DIR BNB_CUDA_VERSION HETERO_CACHE HETERO_DATA HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE
+TRANSFORMERS_CACHE TOKENIZERS_PARALLELISM
+"""
+
+
+def test_children_get_what_they_need_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets, needed = set(SECRETS.split()), set(NEEDED.split())
+    for name in secrets | needed:
+        monkeypatch.setenv(name, "x")
+    got = environment(hub_token=False).keys()
+    assert (got & secrets, needed - got) == (set(), set())
+    of_hub = {"HF_TOKEN", "HF_OIDC_ID_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
+    of_hub |= {"https_proxy", "HTTPS_PROXY", "all_proxy"}
+    assert environment(hub_token=True).keys() & secrets == of_hub
 
 
 @pytest.mark.parametrize("of_hub", [False, True])

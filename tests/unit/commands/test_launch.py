@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hetero_framework import cli, control
 from hetero_framework._version import __version__
@@ -168,6 +169,9 @@ def test_a_directory_of_others_is_never_replaced(
     ("words", "problem"),
     [
         ((), "give one of --ssh, --slurm"),
+        (("--slurm", "--compose"), "give one of --ssh, --slurm"),
+        (("--sky", "--set=model.name_or_path=/opt"), "the rented machines have no /opt"),
+        (("--compose", "--set=data.train=/gone.jsonl"), "/gone.jsonl, which the configuration"),
         (("--sky",), "--resources 1=NAME:COUNT has to say which accelerator"),
         (
             ("--slurm", '--set=island={"name": "a", "lighthouse": "10.0.0.1:1"}'),
@@ -186,6 +190,49 @@ def test_what_cannot_be_launched_says_why(
     assert launch(*words) == 2
     assert problem in capsys.readouterr().err
     assert not Path("launch").exists()
+
+
+def test_compose_mounts_what_the_configuration_names(launch: Launch, tmp_path: Path) -> None:
+    outside, place = tmp_path / "outside", Path.cwd()
+    outside.mkdir()
+    (outside / "data.jsonl").touch()
+    (place / "train.jsonl").symlink_to(outside / "data.jsonl")
+    settings = {"data.eval": "../outside/data.jsonl", "training.output_dir": f"{outside}/new/run"}
+    settings["training.sample_prompts"] = f"{outside}/data.jsonl"
+    assert launch("--compose", *(f"--set={name}={value}" for name, value in settings.items())) == 0
+    services = yaml.safe_load(Path("launch/compose.yaml").read_text())["services"]
+    for service in services.values():
+        assert {
+            f"{outside}/data.jsonl:{outside}/data.jsonl",
+            f"{outside}/data.jsonl:/outside/data.jsonl",
+            f"{outside}:{outside}",
+        } <= set(service["volumes"])
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        ("printf 'no way in\\r\\n' >&2; exit 255", 2, "cannot be reached"),
+        ('kill -TERM "$PPID"; exec sleep 300', 75, "stopped: before anything was started"),
+    ],
+)
+def test_ssh_that_fails_or_hangs_ends_with_the_launch(
+    launch: Launch,
+    script: str,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ssh = Path("bin/ssh")
+    ssh.parent.mkdir()
+    ssh.write_text(f"#!/bin/sh\n{script}\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path.cwd()}/bin{os.pathsep}{os.environ['PATH']}")
+    assert launch("--ssh", "--run") == code
+    text = capsys.readouterr().err
+    assert said in text
+    assert "\\r" not in text
 
 
 def test_options_that_train_does_not_have_end_the_command(launch: Launch) -> None:

@@ -8,11 +8,14 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hetero_framework.cli import build_parser, main
 from hetero_framework.commands import SUMMARIES
+from hetero_framework.commands.chat import _answer
 from hetero_framework.commands.options import OutputFile, OutputFolder
 
 FILES = {
@@ -167,3 +170,26 @@ def test_rows_that_a_conversion_writes_are_outputs_too(folder: Path) -> None:
     source = (data / "rows.json").read_bytes()
     assert main([*words[:2], "-o", "data/rows.json", "--overwrite"]) == 2
     assert (data / "rows.json").read_bytes() == source
+
+
+def test_a_machine_without_a_role_generates_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = json.loads((folder / "in" / "hetero_config.json").read_text())
+    raw["coordinator"] |= {"ip": "203.0.113.9", "hostname": "elsewhere"}
+    raw["model"] = {"name_or_path": "org/model"}
+    (folder / "in" / "hetero_config.json").write_text(json.dumps(raw))
+    words = ["generate", "--config", "in/hetero_config.json", "--prompts", "p", "--output", "o"]
+    for more, said in (([], "names this machine"), (["--local"], "no adapter or model")):
+        assert main([*words, *more]) != 0
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "yes"])
+def test_an_empty_answer_is_said_to_be_empty(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing: Any = SimpleNamespace(prompt_of=lambda said: said, pipeline=SimpleNamespace())
+    tokenizer = SimpleNamespace(decode=lambda tokens, **settings: text)
+    ways = {"check": lambda prompts: None, "answer": lambda *asked: []}
+    talk = SimpleNamespace(tokenizer=tokenizer, reader=nothing, **ways)
+    assert _answer(talk, nothing, [], None) == text
+    assert ("the answer is empty" in capsys.readouterr().out) == (text == "")

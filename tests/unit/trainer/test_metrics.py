@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,29 @@ def test_tensorboard_that_cannot_be_written_ends_nothing(
         writer.write(metrics_of(2))
     assert lines_of(tmp_path) == [metrics_of(1), metrics_of(2)]
     assert caplog.text.count("cannot write TensorBoard events") == 1
+
+
+def test_a_full_disk_ends_tensorboard_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(self: Any, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    hook = threading.excepthook
+    with (
+        caplog.at_level(logging.WARNING),
+        MetricsWriter(tmp_path, logging_dir=tmp_path / "tensorboard") as writer,
+    ):
+        assert threading.excepthook != hook
+        writer.write(metrics_of(1))
+        writer.write(metrics_of(2))
+    assert threading.excepthook == hook
+    assert lines_of(tmp_path) == [metrics_of(1), metrics_of(2)]
+    assert "cannot write: [Errno 28] No space left on device; the run goes on" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_missing_tensorboard_is_reported(

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig
 
 from hetero_framework.config import Config
+from hetero_framework.models.files.card import code, is_hub_name
 from hetero_framework.models.files.export import OutputDirectory
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.run_card import run_card
@@ -125,3 +126,13 @@ def test_a_card_of_somebody_else_stays_and_an_own_one_is_replaced(tmp_path: Path
     assert write("two", "theirs") == "mine"
     files = json.loads((tmp_path / "theirs" / "hetero_export.json").read_text())["files"]
     assert files == ["weights"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("a", "`a`"), ("a`b", "`` a`b ``"), ("``` <img>", "```` ``` <img> ````")],
+)
+def test_code_holds_any_text(text: str, shown: str) -> None:
+    assert code(text) == shown
+    assert is_hub_name("org/model-1.b")
+    assert not any(map(is_hub_name, ('m", x="', "a](b)", "<img src=x>", "")))
