@@ -42,6 +42,7 @@ from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.cut.objective import COUNT
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.trainer.checkpoint import CheckpointStore
+from hetero_framework.trainer.computed_metrics import check_best
 from hetero_framework.trainer.generation import Sample
 from hetero_framework.trainer.metrics import (
     HISTORY_FILE,
@@ -268,11 +269,9 @@ class Callbacks(Observer):
             self._report(logs, due)
             due.evaluate = False
             self._decide("on_evaluate", due, metrics={**every, "epoch": self.state.epoch})
-        if self._metric is not None and self._metric not in metrics:
-            raise CallbackError(
-                f"training.metric_for_best_model is {self._metric}, which no evaluation gives; they"
-                f" give {', '.join(name for name in metrics if name.startswith('eval_'))}"
-            )
+        # What is read again is null where it was not finite.
+        if self._metric is not None and metrics.get(self._metric, 0) is not None:
+            check_best(self._metric, metrics)
         # An evaluation before the first step decides nothing, as in the Trainer.
         is_best = state.step > 0 and self._judge(metrics, state.step)
         if self._arguments.save_strategy == SaveStrategy.BEST:

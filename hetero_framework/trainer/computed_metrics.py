@@ -75,6 +75,17 @@ class ComputedMetrics:
         return found
 
 
+def check_best(metric: str, line: Mapping[str, Any]) -> None:
+    """Raise CallbackError where an evaluation's `line` has no number for the metric that decides on
+    the best model."""
+    what = f"training.metric_for_best_model is {metric}, which"
+    if metric not in line:
+        found = ", ".join(name for name in line if name.startswith("eval_"))
+        raise CallbackError(f"{what} no evaluation gives; they give {found}")
+    if not isinstance(line[metric], int | float):
+        raise CallbackError(f"{what} {COMPUTE} gives as {line[metric]!r:.60}, not as a number")
+
+
 def of_run(given: Given, prepared: Prepared) -> ComputedMetrics | None:
     """The metrics that the user computes in a run; None where there is no function for it. Raises
     ConfigError where the predictions cannot be made."""

@@ -841,22 +841,42 @@ class Coordinator:
         return metrics
 
     def _try_predictions(self) -> None:
-        """Have one micro-batch's predictions made, so that a process without the user's function
-        for it, or a function that fails, ends the run before its first step."""
-        if self._computed is None or not self._data.eval_sets:
+        """Have the user's functions work on one micro-batch, so that a process without them, or one
+        that fails, ends the run before its first step. What fails on so few labels is tried on all
+        of them."""
+        sets = self._data.eval_sets
+        if self._computed is None or not sets:
             return
-        batch = self._data.eval_batches(next(iter(self._data.eval_sets)))[0]
+        name = next(iter(sets))
+        batch = self._data.eval_batches(name)[0]
 
         def run() -> None:
             self._cluster.begin(StepInfo(self._state.step, 0, False, 1, 1, predicts=True))
             self._cluster.pipeline.run([batch])
 
         self._cluster.retrying(run)
+        outcomes = self._cluster.pipeline.outcomes
+        about = [batch[self._objective.label_name]], metric_name(name, ""), SPEED
         try:
             with self._cluster.pipeline.judging_outcomes():
-                self._computed.predictions(self._cluster.pipeline.outcomes)
+                self._computed.predictions(outcomes)
+            try:
+                made = self._computed.of_set(outcomes, *about)
+                self._check_best({metric_name(of, m): v for of in sets for m, v in made.items()})
+            except errors.CallbackError:
+                every = {of: self._evaluated(of).items() for of in sets}
+                self._check_best({metric_name(of, m): v for of in sets for m, v in every[of]})
         except errors.CallbackError as error:
             raise errors.ConfigError(error.message, hint=error.hint) from error
+
+    def _check_best(self, line: Mapping[str, Any]) -> None:
+        """Raise CallbackError for a metric of the best model that neither every evaluation gives
+        nor `line` has as a number."""
+        try:
+            self._config.check_metric(self._objective.evaluated)
+        except errors.ConfigError:
+            metric = str(self._config.training.metric).removeprefix("eval_")
+            computed_metrics.check_best(f"eval_{metric}", line)
 
     def sample(self) -> None:
         """Have the model continue the sample_prompts, through the same pipeline. A request to stop

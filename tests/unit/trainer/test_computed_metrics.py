@@ -22,7 +22,7 @@ from transformers import (
 from hetero_framework import control
 from hetero_framework.config import Config
 from hetero_framework.engine.stage_api import Outcome
-from hetero_framework.errors import CallbackError, ConfigError, ProtocolError
+from hetero_framework.errors import ConfigError, ProtocolError
 from hetero_framework.trainer.computed_metrics import ComputedMetrics
 from hetero_framework.trainer.coordinator import train
 from tests.cases import seldom
@@ -120,8 +120,9 @@ def test_metrics_and_what_they_are_computed_of_are_the_trainers(
     assert recorder.state is not None
     compare(recorder.state, state)
     assert any("accuracy" in name for name in summary.metrics)
-    assert len(ours.seen) == len(others.seen) > 1
-    for one, two in zip(ours.seen, others.seen, strict=True):
+    seen = ours.seen[1:]  # one micro-batch comes before the run
+    assert len(seen) == len(others.seen) > 1
+    for one, two in zip(seen, others.seen, strict=True):
         np.testing.assert_array_equal(one.label_ids, two.label_ids)
         pairs = [(one.predictions, two.predictions)]
         if isinstance(two.predictions, tuple):
@@ -198,15 +199,30 @@ def test_predictions_that_cannot_be_made_end_a_run_before_its_first_step(
         (lambda given: {"a": object()}, "not JSON serializable"),
         (lambda given: {"perplexity": 1.0}, "gives 'perplexity', as every evaluation does"),
         (lambda given: {"runtime": 1.0}, "gives 'runtime', as every evaluation does"),
+        (lambda given: {"a": "high"}, "is eval_a, which compute_metrics gives as 'high', not as a"),
+        (lambda given: {"b": 1.0}, "is eval_a, which no evaluation gives; they give eval_loss"),
     ],
 )
-def test_a_function_that_fails_ends_the_run_with_its_work_saved(
+def test_a_function_that_fails_ends_a_run_before_its_first_step(
     compute: Any, said: str, alone: Alone, tmp_path: Path
 ) -> None:
-    config = evaluating(alone, tmp_path)
-    with pytest.raises(CallbackError, match=said) as raised:
+    config = evaluating(alone, tmp_path, metric_for_best_model="a")
+    with pytest.raises(ConfigError, match=said):
         train(config, compute_metrics=compute)
-    assert "continue after step 2" in str(raised.value)
+    assert not (config.output_dir / "metrics.jsonl").exists()
+
+
+def test_a_function_that_needs_more_than_one_micro_batch_is_given_all(
+    alone: Alone, tmp_path: Path
+) -> None:
+    def of_many(given: EvalPrediction) -> dict[str, Any]:
+        if len(given.label_ids) < 11:
+            raise ValueError("only one class is present")
+        return {"many": 1.0}
+
+    training = {"per_device_eval_batch_size": 3, "metric_for_best_model": "many"}
+    config = evaluating(alone, tmp_path, **training)
+    assert train(config, compute_metrics=of_many).metrics["eval_many"] == 1.0
 
 
 def test_a_metric_that_is_not_computed_is_named_with_those_that_are(
@@ -216,7 +232,7 @@ def test_a_metric_that_is_not_computed_is_named_with_those_that_are(
     with pytest.raises(ConfigError, match='is "f1", which no evaluation gives') as raised:
         train(config)
     assert "compute_metrics any" in str(raised.value)
-    with pytest.raises(CallbackError, match="is eval_f1, which no evaluation gives") as failed:
+    with pytest.raises(ConfigError, match="is eval_f1, which no evaluation gives") as failed:
         train(config, compute_metrics=Accuracy())
     assert "eval_accuracy" in failed.value.message
 
