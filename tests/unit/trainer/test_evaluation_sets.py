@@ -12,7 +12,7 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hetero_framework.config import Config
-from hetero_framework.errors import CallbackError, ConfigError, DataError
+from hetero_framework.errors import CallbackError, ConfigError, DataError, StoppedEarly
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.metrics import by_set
 from hetero_framework.visualizer.curves import draw, read_run
@@ -173,7 +173,9 @@ def test_an_evaluation_cut_short_between_sets_leaves_no_line(
 
     monkeypatch.setattr(coordinator.Coordinator, "_evaluated", cut)
     config = with_sets(alone, tmp_path)
-    with contextlib.suppress(KeyboardInterrupt):
-        train(config)
-    lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines if '"sets"' in line] == [4]
+    for steps in ([], [2, 4]):
+        with contextlib.nullcontext() if steps else pytest.raises(StoppedEarly):
+            train(config)
+        lines = (config.output_dir / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines if '"sets"' in line] == steps
+        monkeypatch.undo()
