@@ -15,11 +15,10 @@ from hetero_framework.commands.init import Answers, beside, prepare_machines, pr
 from hetero_framework.commands.options import (
     DEFAULT_CONFIG,
     JSON,
-    OutputFile,
     at_least,
     option,
-    overwrite,
     repeated,
+    writes,
 )
 from hetero_framework.commands.options import report as print_report
 from hetero_framework.commands.recipes import read_recipe
@@ -41,19 +40,12 @@ _OUTPUT = f"default: {DEFAULT_CONFIG}"
 _WORLD_SIZE = "processes of the other run: a step had the samples of all"
 OPTIONS = (
     option("file", metavar="FILE", help="a YAML or JSON file, or a script with a command line"),
-    option(
-        *("-o", "--output"),
-        default=DEFAULT_CONFIG,
-        type=OutputFile,
-        metavar="FILE",
-        help=_OUTPUT,
-    ),
+    *writes(_OUTPUT, "-o", "--output", default=DEFAULT_CONFIG),
     option("--model", metavar="NAME", help="model, where FILE names none"),
     option("--data", metavar="FILE", help="training data, where FILE names none"),
     option("--world-size", type=at_least(1), metavar="N", help=_WORLD_SIZE),
     repeated("--worker", _HOST, "a worker, as in hetero init; may be repeated", dest="workers"),
     option("--coordinator", metavar=_HOST, help="the coordinator (default: this machine)"),
-    overwrite("replace files that are there, those with rewritten rows too"),
     JSON,
 )
 

@@ -5,14 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hetero_framework.commands.options import (
-    CONFIG,
-    OutputFile,
-    check_outputs,
-    load,
-    option,
-    overwrite,
-)
+from hetero_framework.commands.options import CONFIG, check_outputs, load, option, writes
 from hetero_framework.errors import UserError
 
 EXAMPLES = """
@@ -27,13 +20,7 @@ OPTIONS = (
         help="default: by --output, else training.visualization_format; mmd is Mermaid text, and"
         " without Graphviz the others are plainer",
     ),
-    option(
-        "--output",
-        type=OutputFile,
-        metavar="PATH",
-        help='file to write, "-" for Mermaid text on the screen (default: architecture.FORMAT)',
-    ),
-    overwrite(),
+    *writes('file, or "-" for Mermaid text on the screen (default: architecture.FORMAT)'),
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hetero_framework.commands.chat import DECODING, chosen, talk_of
-from hetero_framework.commands.options import OutputFile, option, overwrite
+from hetero_framework.commands.options import option, writes
 from hetero_framework.errors import ResourceError
 from hetero_framework.units import plural
 
@@ -24,14 +24,7 @@ OPTIONS = (
         help="a text or a record (prompt, messages, instruction) per line; .txt, .jsonl, .json or"
         " .parquet",
     ),
-    option(
-        "--output",
-        required=True,
-        type=OutputFile,
-        metavar="FILE",
-        help="JSON lines: prompt, text, tokens",
-    ),
-    overwrite(),
+    *writes("JSON lines: prompt, text, tokens", required=True),
     *DECODING,
 )
 

@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 from hetero_framework.commands.options import (
     DEFAULT_CONFIG,
     IMPORT,
-    OutputFile,
     flag,
     load,
     option,
-    overwrite,
     repeated,
+    writes,
 )
 from hetero_framework.config import (
     AUTO,
@@ -80,14 +79,7 @@ OPTIONS = (
         metavar="HOST:PORT",
         help="address where islands find each other (default: 127.0.0.1:29510)",
     ),
-    option(
-        "--output",
-        default=DEFAULT_CONFIG,
-        type=OutputFile,
-        metavar="FILE",
-        help=f"default: {DEFAULT_CONFIG}",
-    ),
-    overwrite(),
+    *writes(f"default: {DEFAULT_CONFIG}", default=DEFAULT_CONFIG),
 )
 ADAPTERS = ("lora", "qlora", "none")
 _USUAL_DATA = "data/train.jsonl"

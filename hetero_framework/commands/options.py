@@ -41,6 +41,12 @@ def overwrite(help: str = "replace a file that is there") -> Option:
     return option("--overwrite", "--force", action="store_true", help=help)
 
 
+def writes(help: str, *names: str, metavar: str = "FILE", **settings: Any) -> tuple[Option, Option]:
+    """The option of a file that the command writes (--output), and --overwrite."""
+    names = names or ("--output",)
+    return option(*names, type=OutputFile, metavar=metavar, help=help, **settings), overwrite()
+
+
 def check_outputs(arguments: argparse.Namespace, *more: str | Path) -> None:
     """Raise UserError where a file that the options name, or one of `more`, is there already and is
     not to be replaced, or is read by the command."""

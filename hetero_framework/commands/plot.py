@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hetero_framework.commands.options import OutputFile, check_outputs, option, overwrite
+from hetero_framework.commands.options import check_outputs, option, writes
 
 EXAMPLES = """
     hetero plot runs/default
@@ -13,13 +13,7 @@ EXAMPLES = """
     """
 OPTIONS = (
     option("runs", nargs="+", metavar="RUN", help="output_dir of a run, or its metrics.jsonl"),
-    option(
-        "--output",
-        type=OutputFile,
-        metavar="FILE",
-        help="png, svg or pdf (default: curves.png, of one run in its directory, else here)",
-    ),
-    overwrite(),
+    *writes("png, svg or pdf (default: curves.png, of one run in its directory, else here)"),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hetero_framework.commands.options import OutputFile, flag, option, overwrite, report
+from hetero_framework.commands.options import flag, option, report, writes
 from hetero_framework.errors import UserError
 
 EXAMPLES = """
@@ -17,13 +17,7 @@ OPTIONS = (
     option("place", metavar="RUN", help="output_dir of a run, or its timeline.json"),
     option("--step", type=int, metavar="N", help="step to draw (default: the last recorded)"),
     option("--format", choices=("png", "svg", "pdf"), help="default: by --output"),
-    option(
-        "--output",
-        type=OutputFile,
-        metavar="PATH",
-        help="picture to write (default: timeline.png beside timeline.json)",
-    ),
-    overwrite(),
+    *writes("picture to write (default: timeline.png beside timeline.json)", metavar="PATH"),
     flag("--json", "print JSON; draw only with --output"),
 )
 

@@ -11,12 +11,11 @@ from typing import Any
 from hetero_framework.commands.options import (
     DEFAULT_CONFIG,
     IMPORT,
-    OutputFile,
     check_outputs,
     flag,
     load,
     option,
-    overwrite,
+    writes,
 )
 from hetero_framework.config.objectives import needs_of
 from hetero_framework.errors import UserError
@@ -50,13 +49,7 @@ OPTIONS = (
     ),
     flag("--all", "verify all language models, multimodal classes and classifiers"),
     option("--cuts", type=_cuts, metavar="2,5", help="cut before these layers"),
-    option(
-        "--output",
-        type=OutputFile,
-        metavar="FILE",
-        help="with --all: file for the table (default: docs/architectures.md)",
-    ),
-    overwrite(),
+    *writes("with --all: file for the table (default: docs/architectures.md)"),
 )
 
 

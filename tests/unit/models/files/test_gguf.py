@@ -175,8 +175,8 @@ def test_wrong_places_are_named(
         return capsys.readouterr().err
 
     there, tool = ("--gguf", str(base)), ("--llama-cpp", str(llama_cpp))
-    assert "needs --checkpoint DIR or --gguf DIR" in refused()
-    assert "needs --checkpoint DIR or --gguf DIR" in refused(*there, "--checkpoint", "x")
+    assert "--gguf DIR; neither was given" in refused()
+    assert "--gguf DIR; both were given" in refused(*there, "--checkpoint", "x")
     assert "--gguf and --llama-cpp go together" in refused(*there)
     assert "--gguf and --llama-cpp go together" in refused("--checkpoint", "x", *tool)
     assert "there is no directory" in refused("--gguf", str(tmp_path / "no"), *tool)
