@@ -143,7 +143,7 @@ class Callbacks(Observer):
     def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
         training = self._prepared.config.training
         total, data = run.total_steps, self._prepared.data
-        self._began_s, self._first_step = time.time(), state.step
+        self._began_s, self._first_step = time.monotonic(), state.step
         self.state = TrainerState(
             max_steps=total,
             num_train_epochs=math.ceil(total / data.steps_per_epoch),
@@ -297,7 +297,7 @@ class Callbacks(Observer):
 
     def trained(self, state: TrainState, due: Due) -> None:
         self._store_flos()
-        seconds, steps = time.time() - self._began_s, state.step - self._first_step
+        seconds, steps = time.monotonic() - self._began_s, state.step - self._first_step
         self._take_losses()
         num_losses = sum(number for number, _ in self._logged)
         training = self._prepared.config.training
@@ -377,7 +377,7 @@ class Callbacks(Observer):
         if self._counted is not None:
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
             if speed:
-                seconds = time.time() - self._began_s
+                seconds = time.monotonic() - self._began_s
                 logs["train_runtime"] = round(seconds, 4)
                 tokens = self.state.num_input_tokens_seen - self._first_tokens
                 logs["train_tokens_per_second"] = round(tokens / seconds, 3)

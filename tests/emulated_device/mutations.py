@@ -164,6 +164,15 @@ MUTATIONS = (
         "                self._write_segment(outgoing, segment)\n",
     ),
     Mutation(
+        "a frame is told to be written when it is queued",
+        links,
+        "        self._queue.add(outgoing, urgent)\n",
+        "        self._queue.add(outgoing, urgent)\n"
+        "        if outgoing.done is not None:\n"
+        "            outgoing.done()\n"
+        "            outgoing.done = None\n",
+    ),
+    Mutation(
         "a receive buffer is given back when its message is handed on",
         links,
         "                self._on_message(message)\n",

@@ -73,6 +73,9 @@ class Site:
                 "eval_steps": 4,
                 "save_strategy": "steps",
                 "save_steps": 5,
+                "sample_prompts": ["a model trains"],
+                "sample_steps": 3,
+                "sample_max_new_tokens": 4,
                 "report_to": "none",
                 "visualize": False,
                 "verify_architecture": False,
@@ -193,11 +196,13 @@ def test_coordinator_is_stopped(
     assert finished(site) == whole
 
 
+@pytest.mark.parametrize("doing", ["forward@3", "evaluation"])
 def test_a_paused_worker_frees_its_machine_and_the_run_is_finished_later(
-    made: Any, whole: bytes, figure: Any
+    doing: str, made: Any, whole: bytes, figure: Any
 ) -> None:
-    site: Site = made("pause")
-    failpoint = "worker-1/forward@3:sleep:2"
+    """In a step, and while the samples after it are written."""
+    site: Site = made(f"pause {doing}")
+    failpoint = f"worker-1/{doing}:sleep:2"
     supervisor = site.worker("--keep", failpoint=failpoint)
     site.await_text("worker 1 listens on")
     coordinator = site.coordinator()
@@ -205,7 +210,7 @@ def test_a_paused_worker_frees_its_machine_and_the_run_is_finished_later(
     (child,) = psutil.Process(supervisor.pid).children()
     began = time.monotonic()
     assert site.start("pause", "pause", "1").wait(WAIT_S) == 0, site.said()
-    figure("hetero pause in a step", f"{time.monotonic() - began:.1f} s", "as soon as it can")
+    figure(f"hetero pause, {doing}", f"{time.monotonic() - began:.1f} s", "as soon as it can")
     assert not child.is_running()
     assert "worker 1 is paused: its process has ended" in site.said()
     assert "paused by its owner" in site.said()
@@ -215,3 +220,6 @@ def test_a_paused_worker_frees_its_machine_and_the_run_is_finished_later(
         assert coordinator.returncode == 75, site.said()
         assert site.coordinator().wait(WAIT_S) == 0, site.said()
     assert site.weights() == whole
+    ours, theirs = site.place, site.place.with_name("undisturbed")
+    samples = [(place / "run" / "samples.jsonl").read_bytes() for place in (ours, theirs)]
+    assert samples[0] == samples[1]

@@ -1,0 +1,43 @@
+"""Runs of several objectives, and one with everything switched on, killed at random moments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.random_kills import KILLS, KINDS, STEPS, schedule
+
+ROOT = Path(__file__).parents[2]
+SEEDS = range(3)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+def test_a_run_killed_at_random_moments_leaves_what_the_undisturbed_one_does(
+    kind: str, tmp_path: Path, figure: Any
+) -> None:
+    """7 kills of a process or both for each seed: 126 in all, of which some find nobody."""
+    seeds = list(map(str, SEEDS))
+    command = [sys.executable, "-m", "tests.faults.random_kills", kind, str(tmp_path), *seeds]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    kills = sum(line["kills"] for line in found)
+    seconds = sum(line["seconds"] for line in found)
+    figure(f"kills at random: {kind}", f"{kills} kills, equal, {seconds:.0f} s", "equal")
+    assert [line["different"] for line in found] == [[]] * len(SEEDS), found
+    assert kills >= 3 * len(SEEDS), found
+
+
+def test_kills_at_random_come_at_every_time_of_a_run() -> None:
+    kills = [kill for kind in KINDS for seed in SEEDS for kill in schedule(kind, seed)]
+    assert len(kills) == len(KINDS) * len(SEEDS) * KILLS > 100
+    assert {step for step, _, _ in kills} == set(range(STEPS + 1))
+    assert {who for _, _, who in kills} == {"coordinator", "worker", "both"}
