@@ -1,5 +1,5 @@
-"""What no setting may contain: secrets, since the file is copied to every machine, characters that
-no name or path has, and numbers beyond those of machines."""
+"""Values that no setting may have: secrets, since the file is copied to every machine, characters
+that no name or path has, and numbers beyond those of machines."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ OTHERS = {
     "WireGuard, WSL and Docker": "[Interface] [Peer] .wslconfig [wsl2]",
     "datasets and its hub": "ClassLabel Json configs load_dataset remove_none_values save_to_disk"
     " tatsu-lab/alpaca train+validation HF_TOKEN",
-    "pydantic": "model_copy use_attribute_docstrings",
+    "pydantic": "model_copy",
     "torchft": "Manager",
     "a chat template of Gemma": "<|tool_response>",
     "Megatron-LM": "preprocess_data.py MMIDIDX TNTIDX seq-length GPTDataset"
