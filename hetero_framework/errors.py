@@ -164,6 +164,15 @@ def as_hetero_error(error: BaseException) -> HeteroError | None:
     return None
 
 
+def in_words(error: BaseException) -> str:
+    """The reason why a file or a program could not be used, without numbers and names of codecs."""
+    if isinstance(error, UnicodeError):
+        return "it is no text in UTF-8"
+    if isinstance(error, LookupError):
+        return f"it lacks {error}"
+    return getattr(error, "strerror", None) or _first_line(error)
+
+
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

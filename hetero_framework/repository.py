@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.errors import ModelError, UserError
+from hetero_framework.errors import ModelError, UserError, in_words
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -129,7 +129,7 @@ def read_json(
             raise kind(f"{path} is {mistaken[0]}, not the file", hint=mistaken[1])
         fields = json.loads(content.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise kind(f"{path} is not readable JSON: {error}", hint=hint) from error
+        raise kind(f"{path} is not readable JSON: {in_words(error)}", hint=hint) from error
     if not isinstance(fields, dict):
         raise kind(f"{path} is not a JSON object", hint=hint)
     return fields

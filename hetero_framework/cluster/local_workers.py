@@ -23,7 +23,7 @@ from hetero_framework.cluster.restart_policy import MAX_DEATHS, RestartPolicy, i
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly, UserError
+from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly, UserError, in_words
 from hetero_framework.log import event, not_through_links
 
 _log = logging.getLogger(__name__)
@@ -87,7 +87,9 @@ class LocalWorkers:
                 self._start(worker_id, self._spawner)
         except OSError as error:
             self.stop()
-            raise ResourceError(f"cannot start the workers of this machine: {error}") from error
+            raise ResourceError(
+                f"cannot start the workers of this machine: {in_words(error)}"
+            ) from error
 
     def revive(self, worker_id: WorkerId, stop: threading.Event) -> None:
         """Start a local worker again that has died, unless another process serves in its place,
@@ -119,7 +121,9 @@ class LocalWorkers:
         try:
             self._start(worker_id, self._spawner)
         except OSError as error:
-            raise ResourceError(f"cannot start worker {worker_id} again: {error}") from error
+            raise ResourceError(
+                f"cannot start worker {worker_id} again: {in_words(error)}"
+            ) from error
 
     def was_told_to_end(self, worker_id: WorkerId) -> bool:
         """Whether a local worker was ended by a signal, at once or in order."""

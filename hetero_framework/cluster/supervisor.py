@@ -29,7 +29,7 @@ from hetero_framework.cluster.stop_signals import signals_passed_to, stopped_by
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly
+from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly, in_words
 from hetero_framework.log import event, one_line
 
 PAUSED = "paused by its owner"
@@ -67,7 +67,9 @@ def run_workers(
             spawner = Spawner(config, [*program, *["--keep"] * keep], debug=debug)
             return _Supervisor(workers, spawner).run()
         except OSError as error:
-            raise ResourceError(f"cannot start the workers of this machine: {error}") from error
+            raise ResourceError(
+                f"cannot start the workers of this machine: {in_words(error)}"
+            ) from error
 
 
 @dataclass
@@ -186,7 +188,7 @@ class _Supervisor:
         except OSError as error:
             if worker.starts == 0:
                 raise
-            self._died(worker, f"it could not be started again: {error}")
+            self._died(worker, f"it could not be started again: {in_words(error)}")
             return
         worker.starts += 1
         name = f"worker {worker.id} | " if len(self._workers) > 1 else ""

@@ -28,7 +28,7 @@ from hetero_framework.core.files import refuse_output, rename, write_file
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background
-from hetero_framework.errors import IdentityError, UserError
+from hetero_framework.errors import IdentityError, UserError, in_words
 from hetero_framework.security import authority as x509
 from hetero_framework.security import certificates
 from hetero_framework.security.acceptor import Acceptor
@@ -215,7 +215,7 @@ def _write_configuration(file: Path, text: str) -> None:
             _log.info("the %s that was here is now %s", file.name, before.name)
         write_file(file, text.encode())
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot write {file}: {error}") from error
+        raise UserError(f"cannot write {file}: {in_words(error)}") from error
 
 
 def listing(keys: KeyDirectory) -> str:

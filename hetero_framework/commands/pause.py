@@ -10,7 +10,7 @@ from hetero_framework import units
 from hetero_framework.cluster.pausing import PausableWorker, PauseFile, PauseState, supervised
 from hetero_framework.commands.options import option
 from hetero_framework.core import timeouts
-from hetero_framework.errors import PeerLostError, UserError
+from hetero_framework.errors import PeerLostError, UserError, in_words
 
 EXAMPLES = """
     hetero pause 1
@@ -79,7 +79,7 @@ def _want(pause_file: PauseFile, paused: bool) -> bool:
     try:
         return pause_file.want_pause(paused)
     except OSError as error:
-        raise UserError(f"cannot tell the worker's supervisor: {error}") from error
+        raise UserError(f"cannot tell the worker's supervisor: {in_words(error)}") from error
 
 
 def _await(

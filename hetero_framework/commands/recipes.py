@@ -13,7 +13,7 @@ from typing import Any
 from hetero_framework.commands.scripts import UNKNOWN, ShellCommand, read_commands
 from hetero_framework.config.convert import ConvertedKey, marks, program_of
 from hetero_framework.config.strict_json import parse_object
-from hetero_framework.errors import ConfigError, UserError
+from hetero_framework.errors import ConfigError, UserError, in_words
 
 # Names that stand around fields of classes.
 _CLASSES = re.compile(
@@ -80,7 +80,7 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
+        raise UserError(f"cannot read {file}: {in_words(error)}") from error
 
 
 def _keys(text: str, file: Path) -> dict[str, Any]:

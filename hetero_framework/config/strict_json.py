@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from hetero_framework.config import strict_yaml
-from hetero_framework.errors import ConfigError
+from hetero_framework.errors import ConfigError, in_words
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
 _SHOWN_COLUMNS = 100
@@ -127,8 +127,7 @@ def _read_bytes(path: Path) -> bytes:
             hint="create one with `hetero init`, or name it with --config FILE",
         ) from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read {path}: {reason}") from None
+        raise ConfigError(f"cannot read {path}: {in_words(error)}") from None
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(
             f"{path} has more than the {MAX_FILE_BYTES >> 20} MiB of the largest configuration;"

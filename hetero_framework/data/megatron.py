@@ -30,7 +30,7 @@ from hetero_framework.config import DataConfig
 from hetero_framework.core.cache import cache_directory
 from hetero_framework.data.sources import MEGATRON, Source
 from hetero_framework.data.splits import SplitReader
-from hetero_framework.errors import DataError
+from hetero_framework.errors import DataError, in_words
 
 _MMAP, _CACHED = b"MMIDIDX\0\0", b"TNTIDX\0\0"
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are no integers
@@ -153,7 +153,7 @@ def _mapped(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: it is empty
-        raise DataError(f"cannot read {path}: {error}") from error
+        raise DataError(f"cannot read {path}: {in_words(error)}") from error
 
 
 def _chunks(count: int) -> Iterator[slice]:
@@ -187,7 +187,7 @@ def _stored(parts: Iterable[np.ndarray]) -> np.ndarray:
             file.flush()
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), part.dtype)
     except OSError as error:
-        text = f"cannot write the index of the samples into {directory}: {error}"
+        text = f"cannot write the index of the samples into {directory}: {in_words(error)}"
         hint = "HETERO_CACHE names another folder for caches; empty, the index is kept in memory"
         raise DataError(text, hint=hint) from error
 

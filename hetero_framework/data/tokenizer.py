@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hetero_framework import repository
 from hetero_framework.config import Config
 from hetero_framework.data import sentence_piece
-from hetero_framework.errors import DataError
+from hetero_framework.errors import DataError, in_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,9 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
             try:
                 tokenizer.chat_template = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"data.chat_template_path: cannot read {path}: {error}") from error
+                raise DataError(
+                    f"data.chat_template_path: cannot read {path}: {in_words(error)}"
+                ) from error
     return tokenizer
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.errors import UserError
+from hetero_framework.errors import UserError, in_words
 from hetero_framework.units import plural, seconds, share, size
 
 
@@ -57,7 +57,7 @@ def read_between(folder: Path) -> BetweenIslands | None:
         steps = [line for line in lines if "island" in line]
         return _sums(steps) if steps else None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"cannot read {file}: {type(error).__name__}: {error}") from None
+        raise UserError(f"cannot read {file}: {in_words(error)}") from None
 
 
 def _sums(lines: list[Mapping[str, Any]]) -> BetweenIslands:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.config import process_name
-from hetero_framework.errors import UserError
+from hetero_framework.errors import UserError, in_words
 from hetero_framework.planner.schedule.simulator import Edge, Profile, simulate
 from hetero_framework.planner.schedule.tuning import TunedSchedule, default_max_in_flight
 from hetero_framework.profiling.island_stats import data_step
@@ -115,7 +115,7 @@ def read_account(folder: Path, steps: Collection[int]) -> Account | None:
         known = [one for one in lines if data_step(one) in steps and one.get("predicted_s")]
         return _account(known) if known else None
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(f"cannot read {file}: {type(error).__name__}: {error}") from None
+        raise UserError(f"cannot read {file}: {in_words(error)}") from None
 
 
 def _account(lines: Sequence[Mapping[str, Any]]) -> Account:

@@ -37,7 +37,7 @@ from hetero_framework.core.spans import (
     SEND,
     Span,
 )
-from hetero_framework.errors import ProtocolError, UserError
+from hetero_framework.errors import ProtocolError, UserError, in_words
 from hetero_framework.log import not_through_links
 from hetero_framework.profiling.timeline import (
     Process,
@@ -358,8 +358,7 @@ def read_timeline(run: str | os.PathLike[str]) -> Trace:
             "training.timeline_steps says how many are recorded (0: none)",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"cannot read {path}: {reason}") from None
+        raise UserError(f"cannot read {path}: {in_words(error)}") from None
     try:
         trace = _parse(_json(text))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

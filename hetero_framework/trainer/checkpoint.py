@@ -40,7 +40,7 @@ from hetero_framework.core.files import (
     sync_directory,
     sync_file,
 )
-from hetero_framework.errors import CheckpointError, ResourceError
+from hetero_framework.errors import CheckpointError, ResourceError, in_words
 from hetero_framework.file_trust import untrusted_reason
 from hetero_framework.units import size
 
@@ -393,7 +393,9 @@ class CheckpointReader:
                     # Copies, not views of the mapped file: rotation may delete the file.
                     yield from ((name, file.get_tensor(name).clone()) for name in chosen)
             except (OSError, SafetensorError, RuntimeError) as error:  # torch maps the file
-                raise self._damaged(f"{entry['name']} cannot be read ({error})") from error
+                raise self._damaged(
+                    f"{entry['name']} cannot be read ({in_words(error)})"
+                ) from error
 
     def _refuse_planted(self, path: Path) -> None:
         try:
@@ -417,7 +419,7 @@ class CheckpointReader:
             incomplete = f"checkpoint {self.step} is incomplete: it has no {MANIFEST}"
             raise CheckpointError(incomplete) from error
         except (OSError, ValueError, RecursionError) as error:
-            raise self._damaged(f"{MANIFEST} cannot be read ({error})") from error
+            raise self._damaged(f"{MANIFEST} cannot be read ({in_words(error)})") from error
         if not isinstance(content, dict):
             raise self._damaged(f"{MANIFEST} is not an object")
         version = content.get("format_version")

@@ -990,7 +990,7 @@ class Coordinator:
                 return self._cluster.retrying(write)
             except (OSError, errors.UserError, errors.ResourceError) as error:
                 known = errors.as_hetero_error(error)
-                problem = known or errors.ResourceError(f"cannot write: {error}")
+                problem = known or errors.ResourceError(f"cannot write: {errors.in_words(error)}")
             if self._checkpoints.keep(self._state) or self._stop.requested or pause_s is None:
                 break
             _log.warning("%s. Free space; next try in %.0f s", problem.message, pause_s)

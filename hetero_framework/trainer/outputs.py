@@ -30,7 +30,7 @@ from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
 from hetero_framework.config import RESULT_DIRS, Config
 from hetero_framework.core.files import write_file
 from hetero_framework.engine.pipeline import Pipeline
-from hetero_framework.errors import ConfigError, HeteroError
+from hetero_framework.errors import ConfigError, HeteroError, in_words
 from hetero_framework.file_trust import other_writers, refuse_link
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
@@ -259,7 +259,7 @@ def _owner(directory: Path) -> dict[str, str] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"cannot read {directory / OWNER_FILE}: {error}",
+            f"cannot read {directory / OWNER_FILE}: {in_words(error)}",
             hint="delete it if this directory is this run's own, or choose another directory",
         ) from error
 

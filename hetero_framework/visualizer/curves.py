@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.errors import UserError
+from hetero_framework.errors import UserError, in_words
 from hetero_framework.units import plural
 from hetero_framework.visualizer.pictures import heading_pt, save, text_pt
 
@@ -99,7 +99,7 @@ def read_run(place: Path, name: str) -> Run:
         hint = "give the output_dir of a run"
         raise UserError(f"there is no {_METRICS} in {place}", hint=hint) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"cannot read {file}: {type(error).__name__}: {error}") from None
+        raise UserError(f"cannot read {file}: {in_words(error)}") from None
     if not curves:
         raise UserError(f"{file} holds no step yet")
     return Run(name, curves)

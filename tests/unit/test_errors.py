@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from hetero_framework.errors import ResourceError, as_hetero_error
+from hetero_framework.errors import ResourceError, as_hetero_error, in_words
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,17 @@ def test_memory_that_ran_out_is_recognised(text: str) -> None:
 
 def test_another_error_of_a_device_is_a_bug() -> None:
     assert as_hetero_error(RuntimeError("CUDA error: device-side assert triggered")) is None
+
+
+def test_reasons_are_told_in_words(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"\xe9")
+    found = []
+    for path in (tmp_path / "absent", tmp_path, tmp_path / "latin"):
+        try:
+            path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            found.append(in_words(error))
+    assert found[0] == "No such file or directory"
+    assert found[2] == "it is no text in UTF-8"
+    assert [in_words(KeyError("step")), in_words(OSError("gone"))] == ["it lacks 'step'", "gone"]
+    assert not any("Errno" in text for text in found)

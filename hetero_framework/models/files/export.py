@@ -33,7 +33,7 @@ from hetero_framework.core.files import (
     sync_file,
 )
 from hetero_framework.data.tokenizer import settle_pad_token
-from hetero_framework.errors import CheckpointError, ModelError, ResourceError
+from hetero_framework.errors import CheckpointError, ModelError, ResourceError, in_words
 from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS, PEFT_TASKS, AdapterPlan
 from hetero_framework.models.cut.image_chain import ImageConfig, as_saved
 from hetero_framework.models.cut.language import meta_model, model_class
@@ -342,7 +342,7 @@ class OutputDirectory:
             self._finish()
         except (OSError, SafetensorError) as error:
             raise ResourceError(
-                f"cannot write {self.path}: {error}",
+                f"cannot write {self.path}: {in_words(error)}",
                 hint=f"{self._partial} is complete; rename it" if self._is_complete() else None,
             ) from error
         finally:

@@ -17,7 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
 from hetero_framework import repository
-from hetero_framework.errors import ModelError, UserError
+from hetero_framework.errors import ModelError, UserError, in_words
 from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS
 from hetero_framework.models.files.export import OutputDirectory
 
@@ -76,7 +76,7 @@ def _lost(config: Mapping[str, Any], weights: Path) -> Iterator[str]:
         with safe_open(weights, framework="pt") as file:
             names = [name for name in file.keys() if not _CONVERTED.fullmatch(name)]  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read {weights}: {error}") from error
+        raise ModelError(f"cannot read {weights}: {in_words(error)}") from error
     if names:
         yield f"the {'tensor' if len(names) == 1 else 'tensors'} {', '.join(names[:4])}" + (
             f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -111,7 +111,7 @@ def _run(command: list[str], made: Path) -> None:
     try:
         code = subprocess.run(command, timeout=_LONGEST_S, check=False).returncode
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"{name} could not be run: {error}") from error
+        raise UserError(f"{name} could not be run: {in_words(error)}") from error
     if code or not _is_gguf(made):
         how = f"ended with exit code {code}" if code else f"wrote no GGUF file {made.name}"
         hint = f"its lines above say why; by hand: {subprocess.list2cmdline(command)}"
