@@ -88,8 +88,10 @@ class RatingFormatter(PairFormatter):
         """Whether each is desirable."""
         for record in records:
             label = record.fields.get("label")
-            if label not in (True, False):
+            names = getattr(label, "names", ())  # of classes, in an order that may be any
+            if label not in (True, False) or names:
                 found = "there is none" if label is None else f"found {json_type(label)}"
+                found = f"found one of the classes {listed(names)}" if names else found
                 raise DataError(
                     f"{record.where}: label must be true or false, {found}",
                     hint="it says whether the completion is desirable",

@@ -151,3 +151,13 @@ def test_pairs_need_both_answers(tmp_path: Path) -> None:
 def test_their_end_is_cut(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="rated answers keep their start"):
         load(tmp_path, TEXTS, truncation_mode="keep_end")
+
+
+def test_numbers_of_classes_do_not_say_which_answer_is_desirable(tmp_path: Path) -> None:
+    label = datasets.ClassLabel(names=["good", "bad"])
+    text = datasets.Value("string")
+    features = datasets.Features({"prompt": text, "completion": text, "label": label})
+    columns = {"prompt": ["a"], "completion": ["b"], "label": [0]}
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="found one of the classes good, bad"):
+        load(tmp_path, [], train="rows.parquet")
