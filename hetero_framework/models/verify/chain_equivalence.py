@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut.chain import (
     INPUT,
     ChainConfig,
@@ -49,7 +50,9 @@ def chain_problem(config: ChainConfig, ranges: Sequence[ShardRange]) -> str | No
         shards = [build_chain(config, r, dtype=torch.float32, device=cpu, seed=0) for r in ranges]
         try:
             actual = _of_shards(shards, batch, bundles(config)[-1])
-        except LIBRARY_ERRORS as error:
+        except ArchitectureError:
+            raise
+        except (ModelError, *LIBRARY_ERRORS) as error:
             return f"a part does not run alone ({one_line(error)}): something goes around the cut"
     different = [name for name, value in expected.items() if not _same(actual.get(name), value)]
     return f"{different[0]} differs from that of the whole" if different else None

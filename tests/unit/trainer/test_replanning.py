@@ -89,7 +89,7 @@ def test_f18_a_slow_stage_is_reported_once_with_a_better_plan(
     (line,) = logged
     assert "worker 1 holds up the others" in line
     assert "20%, 60%, 20%" in line
-    assert "with coordinator 0-" in line
+    assert "with layers 0-2 on coordinator" in line
     assert "less (training.replan" in line
 
 
