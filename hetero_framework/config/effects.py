@@ -70,5 +70,6 @@ def of_config(config: Config) -> dict[str, Any]:
 
 
 def agreed(config: Config) -> dict[str, Any]:
-    """The settings on which all islands have to agree."""
-    return {k: v for k, v in of_config(config).items() if SCOPES[k] is Scope.ALL_ISLANDS}
+    """The settings within sections on which all islands have to agree."""
+    found = of_config(config)
+    return {k: v for k, v in found.items() if "." in k and SCOPES[k] is Scope.ALL_ISLANDS}

@@ -307,7 +307,9 @@ class SummedSteps(ReplicaGroup):
         group = state.group
         self._position = replace(self._stand(state), trains=True)
         settings = {}
-        for name, position in joined.positions.items():
+        facts = joined.positions[joined.source].facts
+        agreeing = {name: p for name, p in joined.positions.items() if p.facts == facts}
+        for name, position in agreeing.items():  # the others are about to end
             with session.judging(name):
                 settings[name] = _share(position, name)
         numbers = given_shares(settings)
@@ -391,8 +393,8 @@ class SummedSteps(ReplicaGroup):
         }
         return {
             **order_facts(data.order, data.fingerprint),
-            **settings,
             "adapter": "none" if given.adapter is None else "an adapter",
+            **settings,
             "weights of the model": self._cluster.fingerprint,
             "adapter to start from": plan.origin if plan is not None else None,
             "kind of island.share": "auto" if self._island.share == "auto" else "a number",

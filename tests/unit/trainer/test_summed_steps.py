@@ -26,7 +26,9 @@ BASE: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def same_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summed_steps, "order_facts", lambda order, fingerprint: {})
+    monkeypatch.setattr(
+        summed_steps, "order_facts", lambda order, fingerprint: {"data": fingerprint}
+    )
 
 
 def facts(**sections: Any) -> dict[str, Any]:
@@ -34,11 +36,11 @@ def facts(**sections: Any) -> dict[str, Any]:
     return facts_of(Config.from_dict({**BASE, **merged}))
 
 
-def facts_of(config: Any) -> dict[str, Any]:
+def facts_of(config: Any, tokens: str = "") -> dict[str, Any]:
     prepared = SimpleNamespace(
         config=config,
         resolved=SimpleNamespace(given=config),
-        data=SimpleNamespace(order=None, fingerprint=""),
+        data=SimpleNamespace(order=None, fingerprint=tokens),
         adapter_plan=SimpleNamespace(origin=None),
     )
     island = SimpleNamespace(
@@ -68,6 +70,11 @@ def test_another_setting_is_named(sections: dict[str, Any], key: str) -> None:
     else:
         other = facts(**sections)
     assert differing(facts(), other) == [key]
+
+
+def test_other_data_are_named() -> None:
+    config = Config.from_dict(BASE)
+    assert differing(facts_of(config, "some"), facts_of(config, "others")) == ["data"]
 
 
 def test_machines_and_paths_may_differ() -> None:
