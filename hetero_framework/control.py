@@ -80,7 +80,7 @@ FAILURES = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError),
 )
-"""What the user's code raises as a rule."""
+"""Errors that the user's code raises as a rule."""
 
 
 def on(name: str) -> Callable[[_H], _H]:

@@ -57,7 +57,7 @@ _HUB = re.compile(
     r"HF_(TOKEN(_PATH)?|OIDC_\w+)|HUGGING_FACE_HUB_TOKEN|ACTIONS_ID_TOKEN_\w+|\w+_PROXY",
     re.IGNORECASE,
 )
-"""What a model of the hub, or an upload, needs beside; a proxy's address may hold a password."""
+"""Needed beside for a model of the hub or an upload; a proxy's address may hold a password."""
 
 
 def environment(*, hub_token: bool = True) -> dict[str, str]:

@@ -123,8 +123,8 @@ def named_paths(config: Config) -> dict[str, dict[str, Path]]:
 
 
 def _mounts(given: Namespace) -> dict[str, str]:
-    """What the configuration names outside of its folder, by its place in a container; where it is
-    not there yet, its folder. Raises UserError."""
+    """Files that the configuration names outside its own folder, by their places in a container;
+    of one that is not there yet its folder. Raises UserError."""
     base, mounts = Path(given.config).parent.resolve(), dict[str, str]()
     for text, path in (item for named in given.named.values() for item in named.items()):
         if path.exists() and path.resolve().is_relative_to(base):

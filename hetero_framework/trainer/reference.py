@@ -140,7 +140,7 @@ class Reference:
         ]
 
     def _identity(self, cluster: Cluster, rows: AnswerRows) -> list[Any]:
-        """What the numbers are of: the model, the adapter that it begins with, and the answers."""
+        """The model, the adapter that it begins with, and the answers."""
         config, plan = self._prepared.config, self._prepared.adapter_plan
         settings = {
             name: value

@@ -140,7 +140,7 @@ def without_times(value: Any) -> Any:
 
 
 def found(output: Path) -> dict[str, Any]:
-    """What a run has left, by the part of it."""
+    """The records and weights that a run has left, by part."""
     parts: dict[str, Any] = {}
     for name in ("metrics.jsonl", "log_history.jsonl", "samples.jsonl"):
         lines = (output / name).read_text().splitlines() if (output / name).exists() else []
@@ -176,7 +176,7 @@ def scalars(output: Path) -> set[tuple[str, int, float]]:
 
 
 def stand_still(seconds: float) -> None:
-    """The fault itself lasts so long."""
+    """Let the fault last for this time."""
     time.sleep(seconds)
 
 

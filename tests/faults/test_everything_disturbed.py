@@ -49,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(place: Path) -> dict[str, Any]:
-    """What a run that nobody disturbs has left."""
+    """The records and weights of an undisturbed run."""
     ended(begin("everything", place, "whole"))
     return found(place / "whole")
 

@@ -1,4 +1,4 @@
-"""What a peer may get wrong, over the tables of messages and of their order: every value that a
+"""Mistakes of a peer, over the tables of messages and of their order: every value that a
 field may not have, every message where it is not legal, and floods of each where it is."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What is read of preferences, in the layouts that people have: each is trained on whole, as TRL
-does, or refused with the field that would be lost."""
+"""Preferences in the layouts that people have: each is trained on whole, as TRL does, or refused
+with the field that would be lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reference said is used again only where the same numbers would be computed."""
+"""Numbers of a reference are used again only where the same ones would be computed."""
 
 from __future__ import annotations
 
