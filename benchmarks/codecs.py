@@ -140,7 +140,7 @@ def training(options: argparse.Namespace) -> list[Result]:
 def _train(folder: Path, machines: Result, run: str, steps: int) -> Result:
     from hetero_framework.config import Config
     from hetero_framework.trainer.coordinator import train
-    from hetero_framework.visualizer.progress import Progress
+    from hetero_framework.trainer.progress import Progress
 
     output = folder / run.replace(" ", "-")
     config = Config.from_dict(_config(folder, output, machines, run, steps), folder)

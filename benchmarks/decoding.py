@@ -30,8 +30,8 @@ from hetero_framework.config import Config
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.messages import Decoding
 from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.engine.text_generation import TextGeneration
 from hetero_framework.errors import HeteroError
+from hetero_framework.extras.talking.text_generation import TextGeneration
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import Shard, load_shard
 from hetero_framework.models.cut.side import Bundle

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from hetero_framework.planner import FleetProfile
+from hetero_framework.extras.planner import FleetProfile
 
 GIGABIT = 117e6
 _LAYER_BYTES = 4e8

@@ -33,10 +33,10 @@ from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, DeviceEvent, open_device
 from hetero_framework.core.spans import COMPUTE, RECEIVE, SEND
 from hetero_framework.errors import HeteroError
-from hetero_framework.profiling.timeline import Trace
-from hetero_framework.profiling.trace_file import read_timeline
+from hetero_framework.extras.observe.timeline import Trace
+from hetero_framework.extras.observe.trace_file import read_timeline
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.visualizer.progress import Progress
+from hetero_framework.trainer.progress import Progress
 
 WORKERS = 3
 _HOST = "127.0.0.1"

@@ -64,19 +64,19 @@ from benchmarks.network import DATA_SHARE, DelayLine, open_network
 from benchmarks.replanning import LAYERS, Here, save_model
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config, StageSpec
-from hetero_framework.config.island import LIGHTHOUSE_PORT
 from hetero_framework.core.devices import Device
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import HeteroError
-from hetero_framework.islands import lighthouse_client, links
-from hetero_framework.islands.lighthouse import Lighthouse
-from hetero_framework.islands.quorums import Quorums
+from hetero_framework.extras.islands import lighthouse_client, links
+from hetero_framework.extras.islands.lighthouse import Lighthouse
+from hetero_framework.extras.islands.quorums import Quorums
+from hetero_framework.extras.islands.settings import LIGHTHOUSE_PORT
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.security.access import Plaintext
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.visualizer.progress import Progress
+from hetero_framework.trainer.progress import Progress
 
 NEEDED = ["transformers.models.llama.modeling_llama", "peft"]
 SILENT_S = 120.0

@@ -45,10 +45,10 @@ from hetero_framework.core.checksum import CHECKSUM_BYTES
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.engine.pipeline import StageStatistics
+from hetero_framework.engine.schedule.bounds import step_bound
+from hetero_framework.engine.schedule.simulator import Profile
 from hetero_framework.engine.stage_api import StepInfo, Tensors
 from hetero_framework.errors import HeteroError, UserError
-from hetero_framework.planner.schedule.bounds import step_bound
-from hetero_framework.planner.schedule.simulator import Profile
 from hetero_framework.security.access import Access, KeyOptions, Plaintext, access_of
 
 _START_S = 120.0

@@ -33,13 +33,13 @@ import numpy as np
 
 from benchmarks.environment import describe, save
 from benchmarks.fleets import GIGABIT, random_fleet
+from hetero_framework.engine.schedule.bounds import step_bound
+from hetero_framework.engine.schedule.simulator import simulate
 from hetero_framework.errors import PlanError
-from hetero_framework.planner import FleetProfile, Result, evaluate, plan
-from hetero_framework.planner.evaluated import evaluated
-from hetero_framework.planner.layout import Fleet, Layout, Part
-from hetero_framework.planner.planning import ALLOWED
-from hetero_framework.planner.schedule.bounds import step_bound
-from hetero_framework.planner.schedule.simulator import simulate
+from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
+from hetero_framework.extras.planner.evaluated import evaluated
+from hetero_framework.extras.planner.layout import Fleet, Layout, Part
+from hetero_framework.extras.planner.planning import ALLOWED
 
 VTRAIN = Path(__file__).parent / "data" / "vtrain_pipeline.json"
 _FORWARD = 1 / 3  # of a layer's seconds

@@ -34,10 +34,10 @@ from benchmarks.network import DATA_SHARE, Network, open_network
 from benchmarks.pipeline import Engine, Product, time_limit
 from benchmarks.planner import split
 from benchmarks.stages import Llama, Load
+from hetero_framework.engine.schedule.simulator import Profile
+from hetero_framework.engine.schedule.tuning import tune
 from hetero_framework.errors import HeteroError
-from hetero_framework.planner import FleetProfile, Result, evaluate, plan
-from hetero_framework.planner.schedule.simulator import Profile
-from hetero_framework.planner.schedule.tuning import tune
+from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
 
 MBIT = 1e6
 GOAL = 0.05

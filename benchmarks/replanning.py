@@ -35,7 +35,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.codecs import save_texts, save_tokenizer
 from benchmarks.machines import Machines, run_program
 from benchmarks.network import free_ports
-from hetero_framework import planner
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config, StageSpec
@@ -44,10 +43,11 @@ from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
+from hetero_framework.extras import planner
 from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS as ADAPTER
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.visualizer.progress import Progress
+from hetero_framework.trainer.progress import Progress
 
 LAYERS = 12
 FORWARD_S, BACKWARD_S = 0.01, 0.02

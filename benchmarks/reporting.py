@@ -38,7 +38,7 @@ from examples import demo
 from hetero_framework.config import load_config
 from hetero_framework.errors import HeteroError
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.visualizer.progress import Progress
+from hetero_framework.trainer.progress import Progress
 
 MICRO_BATCHES = 4
 WARM_UP_STEPS = 10

@@ -20,6 +20,7 @@ from hetero_framework import control
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device
 from hetero_framework.engine.loading import load_stages
+from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.engine.stage_api import (
     GradientReport,
     Outcome,
@@ -33,7 +34,6 @@ from hetero_framework.errors import UserError
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.models.sizing.footprint import Form
-from hetero_framework.planner.schedule.simulator import Edge, Profile
 
 _ROW_ELEMENTS = 1024
 _STATE_FLOATS = 1 << 20

@@ -1,6 +1,6 @@
 """The `hetero` command: its parser, and `main`, which turns exceptions into exit codes.
 
-The subcommands are in commands/.
+registry.py knows the subcommands.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import importlib
 import os
 import sys
 import textwrap
@@ -16,9 +15,8 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, cast
 
-from hetero_framework import errors, versions
+from hetero_framework import errors, registry, versions
 from hetero_framework._version import __version__
-from hetero_framework.commands import SUMMARIES
 from hetero_framework.commands.options import (
     Option,
     check_outputs,
@@ -49,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: Sequence[str], stop: StopRequest | None) -> int:
     _prepare_screens()
-    parser = build_parser(only=next((word for word in words if word in SUMMARIES), ""))
-    if words and not words[0].startswith("-") and words[0] not in SUMMARIES:
-        near = _did_you_mean(words[0], SUMMARIES)
+    known = registry.names("commands")
+    parser = build_parser(only=next((word for word in words if word in known), ""))
+    if words and not words[0].startswith("-") and words[0] not in known:
+        near = _did_you_mean(words[0], known)
         parser.error(f"there is no command {words[0]!r}{near or '; hetero --help lists them'}")
     arguments, unknown = parser.parse_known_args(words)
     if unknown:  # print the usage of this command, not of all
@@ -114,7 +113,7 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 class Command(Protocol):
-    """A module of commands/."""
+    """The module of a command."""
 
     EXAMPLES: str
     OPTIONS: Sequence[Option]
@@ -123,7 +122,7 @@ class Command(Protocol):
 
 
 def _command(name: str) -> Command:
-    return cast(Command, importlib.import_module(f"hetero_framework.commands.{name}"))
+    return cast(Command, registry.command(name))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -147,7 +146,8 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hetero {__version__}")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, summary in SUMMARIES.items():
+    for name, entry in registry.entries("commands").items():
+        summary = entry.text
         command = commands.add_parser(
             name,
             help=summary,

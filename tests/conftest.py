@@ -16,6 +16,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.log import Lines, log_to
 from tests import greedy_buffers
 
+pytest_plugins = ["tests.pools", "tests.alone"]
 greedy_buffers.install()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # One thread per process: parity to the last bit is promised for equal thread counts.

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from hetero_framework.islands.quorums import import_torchft
+from hetero_framework.extras.islands.quorums import import_torchft
 
 
 def need_torchft() -> None:

@@ -41,6 +41,7 @@ from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.hosts import LinkLost, StopWanted, WorkerId
 from hetero_framework.engine.loading import BuildStages, load_stages, take_apart
 from hetero_framework.engine.pipeline import Pipeline
+from hetero_framework.engine.schedule.simulator import Profile
 from hetero_framework.engine.stage_api import GradientSum, StageInterface, StepInfo
 from hetero_framework.errors import (
     HeteroError,
@@ -52,7 +53,6 @@ from hetero_framework.errors import (
 )
 from hetero_framework.log import event
 from hetero_framework.models.files import fingerprint
-from hetero_framework.planner.schedule.simulator import Profile
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.security.access import Access, access_of
 

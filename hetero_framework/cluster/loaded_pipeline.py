@@ -20,6 +20,9 @@ from hetero_framework.engine.boundary_io import ArrivalMeter
 from hetero_framework.engine.hosts import StepResults, WorkerId
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.remote_host import RemoteHost
+from hetero_framework.engine.schedule.simulator import Profile
+from hetero_framework.engine.schedule.tuner import StageSeconds, Tuner, make_profile
+from hetero_framework.engine.schedule.tuning import TunedSchedule
 from hetero_framework.engine.stage_api import (
     GradientSum,
     Outcome,
@@ -31,9 +34,6 @@ from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import ProtocolError, UserError
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.files import fingerprint
-from hetero_framework.planner.schedule.simulator import Profile
-from hetero_framework.planner.schedule.tuner import StageSeconds, Tuner, make_profile
-from hetero_framework.planner.schedule.tuning import TunedSchedule
 
 Trainable = list[list[tuple[str, tuple[int, ...]]]]
 

@@ -53,6 +53,7 @@ from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.expectation import check_sender
 from hetero_framework.engine.loading import BuildStages, take_apart
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.stage_api import (
     GradientPart,
     Outcome,
@@ -69,7 +70,6 @@ from hetero_framework.errors import (
     StoppedEarly,
 )
 from hetero_framework.models.cut.reuse import ReusePool
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
 from hetero_framework.security.acceptor import Acceptor
 from hetero_framework.security.access import Access, access_of
 

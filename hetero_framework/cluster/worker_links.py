@@ -52,6 +52,7 @@ from hetero_framework.engine.hosts import (
     WorkerLeaving,
 )
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -61,7 +62,6 @@ from hetero_framework.errors import (
     ProtocolError,
 )
 from hetero_framework.log import said_by
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
 from hetero_framework.security.access import LOOPBACK_ONLY, Access
 
 _log = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = load(arguments)
     preflight(config, data=False)
     from hetero_framework.commands.check_report import check, text
-    from hetero_framework.visualizer.token_view import print_examples
+    from hetero_framework.extras.observe.token_view import print_examples
 
     facts = check(config, show=arguments.show)
     report(arguments, facts, text)

@@ -19,11 +19,13 @@ from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.shown import shown_examples
 from hetero_framework.data.sources import find_sources
+from hetero_framework.engine.schedule.tuner import assumed_profile
+from hetero_framework.engine.schedule.tuning import tune
 from hetero_framework.errors import ConfigError, DeviceError
-from hetero_framework.islands.forecast import island_lines
+from hetero_framework.extras.islands.forecast import island_lines
+from hetero_framework.extras.pictures.image_chain import as_saved
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.attention import check_attention
-from hetero_framework.models.cut.image_chain import as_saved
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import tower_lines
 from hetero_framework.models.cut.objectives import objective_of
@@ -37,9 +39,8 @@ from hetero_framework.models.sizing.memory import (
     recomputing,
 )
 from hetero_framework.models.verify.boundary_contents import check_codec, crossing_lines
-from hetero_framework.planner.schedule.tuner import assumed_profile
-from hetero_framework.planner.schedule.tuning import tune
 from hetero_framework.security.access import key_directory
+from hetero_framework.tables import table
 from hetero_framework.trainer.given import COMPUTE
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import (
@@ -50,7 +51,6 @@ from hetero_framework.trainer.setup import (
     resolve_loss_chunk,
 )
 from hetero_framework.units import share, size
-from hetero_framework.visualizer.tables import table
 
 WorkerId = int | str
 _LARGE_BUBBLE = 0.2

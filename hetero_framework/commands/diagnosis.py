@@ -28,8 +28,6 @@ from hetero_framework import control, versions
 from hetero_framework.cluster import link_probe, worker_info
 from hetero_framework.cluster.roles import Role, decide_role, machine_of
 from hetero_framework.cluster.worker_links import WorkerLinks
-from hetero_framework.commands import island_diagnosis
-from hetero_framework.commands.key_management import problems as key_problems
 from hetero_framework.config import Config, Machine, WorkerConfig, process_name
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
@@ -40,6 +38,9 @@ from hetero_framework.core.threads import in_background
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.hosts import LinkLost
 from hetero_framework.errors import ConfigError, HeteroError, NetworkError, PeerLostError, UserError
+from hetero_framework.extras.islands import island_diagnosis
+from hetero_framework.extras.observe.pictures import can_draw
+from hetero_framework.extras.pairing.key_management import problems as key_problems
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
@@ -48,7 +49,6 @@ from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, 
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.security.access import Access, Keyed, KeyOptions, access_of, key_directory
 from hetero_framework.units import bit_rate, seconds, size
-from hetero_framework.visualizer.pictures import can_draw
 
 WorkerId = int | str
 

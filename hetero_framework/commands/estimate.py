@@ -18,7 +18,6 @@ import psutil
 import torch
 from transformers import PretrainedConfig
 
-from hetero_framework.commands.fleet_profile import profile_of
 from hetero_framework.commands.init import LORA, QLORA, Answers, propose
 from hetero_framework.config import (
     AUTO,
@@ -35,13 +34,19 @@ from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.measuring import ModelCost, PartCost
 from hetero_framework.errors import UserError
+from hetero_framework.extras.planner import FleetProfile
+from hetero_framework.extras.planner.fleet_profile import profile_of
+from hetero_framework.extras.planner.known_devices import (
+    KnownDevice,
+    describe,
+    factor,
+    known_device,
+)
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, stored_quantization
 from hetero_framework.models.sizing.memory import DEFAULT_TOKENS
 from hetero_framework.models.sizing.work import ModelWork, PartWork, model_work
-from hetero_framework.planner import FleetProfile
-from hetero_framework.planner.known_devices import KnownDevice, describe, factor, known_device
 from hetero_framework.units import bit_rate, share
 
 DEFAULT_BANDWIDTH = "1Gbit/s"

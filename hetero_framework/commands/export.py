@@ -76,8 +76,8 @@ def _convert(arguments: argparse.Namespace) -> None:
     source = Path(arguments.gguf).expanduser()
     if not source.is_dir():
         raise UserError(f"there is no directory {source}", hint="give an adapter or a model")
+    from hetero_framework.extras.foreign_formats.gguf import MODELFILE, convert_to_gguf
     from hetero_framework.models.files.export import OutputDirectory
-    from hetero_framework.models.files.gguf import MODELFILE, convert_to_gguf
 
     output = OutputDirectory(Path(arguments.output), overwrite=arguments.overwrite)
     file = convert_to_gguf(

@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def prepare_machines(config: Config, output: Path) -> None:
     """Make the keys that other machines need, and print how they get them."""
-    from hetero_framework.commands.key_management import prepare_keys
+    from hetero_framework.extras.pairing.key_management import prepare_keys
     from hetero_framework.security.keys import FOLDER, KeyDirectory
 
     keys = KeyDirectory(output.absolute().parent / FOLDER)

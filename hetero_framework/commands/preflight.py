@@ -17,7 +17,7 @@ from hetero_framework.config.optimizers import optimizer_problems
 from hetero_framework.data.sources import find_sources
 from hetero_framework.data.tokenizer import tokenizer_place
 from hetero_framework.errors import ConfigError, DataError, ModelError, UserError
-from hetero_framework.trainer import hub_upload, reporters
+from hetero_framework.extras.reporting import hub_upload, reporters
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Names of the number of layers in config.json."""

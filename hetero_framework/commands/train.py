@@ -133,6 +133,6 @@ def _planned(config: Any, arguments: argparse.Namespace, access: Any) -> Any:
         config = with_saved_plan(config)
     if config.is_planned:
         return config
-    from hetero_framework.commands.auto_plan import plan_run
+    from hetero_framework.extras.planner.auto_plan import plan_run
 
     return plan_run(config, access)

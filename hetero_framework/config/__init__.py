@@ -3,7 +3,6 @@
 # ruff: noqa: F401  (what is imported here is what the package offers)
 
 from hetero_framework.config.host_names import host_and_port, normal_host, split_address
-from hetero_framework.config.island import LIGHTHOUSE_PORT, IslandConfig, island_name
 from hetero_framework.config.load import (
     PLAN_FILE,
     apply_override,
@@ -32,3 +31,4 @@ from hetero_framework.config.schema import (
     interval,
 )
 from hetero_framework.config.section import Section
+from hetero_framework.extras.islands.settings import LIGHTHOUSE_PORT, IslandConfig, island_name

@@ -34,7 +34,6 @@ from pydantic import (
 from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
 from hetero_framework.config.host_names import checked_host, host_and_port, normal_host
 from hetero_framework.config.idle import GivenNames, idle_lines
-from hetero_framework.config.island import IslandConfig
 from hetero_framework.config.objectives import (
     DPO_LOSSES,
     NEEDS,
@@ -72,6 +71,7 @@ from hetero_framework.config.section import (
 )
 from hetero_framework.config.text_limits import text_problems
 from hetero_framework.errors import ConfigError, PlanError
+from hetero_framework.extras.islands.settings import IslandConfig
 
 _log = logging.getLogger(__name__)
 

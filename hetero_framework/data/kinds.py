@@ -17,7 +17,9 @@ from hetero_framework.config.objectives import NEEDS, DataKind
 from hetero_framework.data.batches import MicroBatch, collate, pack
 from hetero_framework.data.examples import Examples, Rows
 from hetero_framework.data.formats import Formatter, detect_format
-from hetero_framework.data.labelled import (
+from hetero_framework.data.sources import Record
+from hetero_framework.errors import DataError
+from hetero_framework.extras.classification.labelled import (
     WORDS,
     LabelledTexts,
     LabelledWords,
@@ -25,16 +27,14 @@ from hetero_framework.data.labelled import (
     WordFormatter,
     collate_texts,
 )
-from hetero_framework.data.labels import OF_TEXTS, OF_TOKENS, Labels
-from hetero_framework.data.pairs import (
+from hetero_framework.extras.classification.labels import OF_TEXTS, OF_TOKENS, Labels
+from hetero_framework.extras.preferences.pairs import (
     AnswerRows,
     ComparisonFormatter,
     PairFormatter,
     collate_answers,
 )
-from hetero_framework.data.ratings import RatingFormatter, unpaired, with_neighbours
-from hetero_framework.data.sources import Record
-from hetero_framework.errors import DataError
+from hetero_framework.extras.preferences.ratings import RatingFormatter, unpaired, with_neighbours
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

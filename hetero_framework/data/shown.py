@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from hetero_framework.config import Config, DataConfig
 from hetero_framework.data.formats import Formatter
 from hetero_framework.data.kinds import KINDS, formatter_for
-from hetero_framework.data.megatron import Samples
 from hetero_framework.data.rendered import LEFT_OUT
 from hetero_framework.data.sources import MEGATRON, Record, find_sources, listed
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.train_data import kept_part, load_data
+from hetero_framework.extras.foreign_formats.megatron import Samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

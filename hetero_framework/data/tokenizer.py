@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from hetero_framework import repository
 from hetero_framework.config import Config
-from hetero_framework.data import sentence_piece
 from hetero_framework.errors import DataError, in_words
+from hetero_framework.extras.foreign_formats import sentence_piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,16 +25,16 @@ from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder, ExampleSet, Rows
 from hetero_framework.data.formats import Formatter
 from hetero_framework.data.kinds import KINDS, collated, formatter_for
-from hetero_framework.data.labels import Labels, Stated, find_labels
-from hetero_framework.data.megatron import Corpus, Samples, find_corpus
-from hetero_framework.data.pairs import AnswerRows
-from hetero_framework.data.ratings import balance
-from hetero_framework.data.sentence_piece import TokenizersErrors
 from hetero_framework.data.sources import Record, Source, find_sources, listed, shorten
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.token_cache import find_entry
 from hetero_framework.data.tokenizer import choose_pad_token
 from hetero_framework.errors import DataError
+from hetero_framework.extras.classification.labels import Labels, Stated, find_labels
+from hetero_framework.extras.foreign_formats.megatron import Corpus, Samples, find_corpus
+from hetero_framework.extras.foreign_formats.sentence_piece import TokenizersErrors
+from hetero_framework.extras.preferences.pairs import AnswerRows
+from hetero_framework.extras.preferences.ratings import balance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,10 +18,10 @@ from hetero_framework.core.spans import Recorder
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.boundary_io import BoundaryIO
 from hetero_framework.engine.out_of_memory import failed
+from hetero_framework.engine.schedule.readiness import BACKWARD, FORWARD, Readiness, Task
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.errors import ProtocolError
 from hetero_framework.models.cut.side import Bundle
-from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD, Readiness, Task
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 _AHEAD = 2  # tasks that may be queued on a device that computes behind our back
 

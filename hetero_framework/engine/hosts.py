@@ -18,8 +18,8 @@ from hetero_framework.core.messages import Commit, LoadKind, Message, StateKind
 from hetero_framework.core.spans import Span
 from hetero_framework.engine import messages
 from hetero_framework.engine import stage_api as api
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.errors import ProtocolError, StoppedEarly
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 
 class StepTrouble(Exception):

@@ -33,8 +33,8 @@ from hetero_framework.data import padded_count
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
+from hetero_framework.extras.chains.chain import ChainConfig
 from hetero_framework.models.adapters.trainable import export_parts
-from hetero_framework.models.cut.chain import ChainConfig
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import ShardRange, load_shard

@@ -13,8 +13,8 @@ from hetero_framework.core.messages import Message
 from hetero_framework.core.planned_order import packed, unpacked
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.engine import stage_api as api
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.errors import ProtocolError
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 PackedInput = WireTensor | tuple[int, ...]  # bytes, or the shape of a tensor of ones
 

@@ -23,13 +23,13 @@ from hetero_framework.core.spans import Span
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, Stalled, StepResults
 from hetero_framework.engine.remote_host import RemoteHost
+from hetero_framework.engine.schedule.readiness import Admission
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.engine.summing import Summing
-from hetero_framework.engine.text_generation import TextGeneration
 from hetero_framework.engine.ties import TiedGradients, Ties
 from hetero_framework.errors import NumericError, ProtocolError
-from hetero_framework.planner.schedule.readiness import Admission
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
+from hetero_framework.extras.talking.text_generation import TextGeneration
 
 if TYPE_CHECKING:
     from hetero_framework.models.cut.objective import Objective  # imports transformers

@@ -15,9 +15,9 @@ from hetero_framework.core.spans import Span
 from hetero_framework.engine import messages
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, StepResults
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.errors import ProtocolError
 from hetero_framework.log import one_lines
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 
 @dataclass(frozen=True)

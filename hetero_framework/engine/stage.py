@@ -31,15 +31,15 @@ from hetero_framework.engine.stage_api import (
     Tensors,
 )
 from hetero_framework.engine.state_snapshot import Entry, StateSnapshot, in_parts
-from hetero_framework.engine.text_generation import SEQUENCE, TOKEN
 from hetero_framework.errors import CheckpointError, ProtocolError
+from hetero_framework.extras.chains.chain import put_back
+from hetero_framework.extras.talking.decoding import ShardCache, next_token
+from hetero_framework.extras.talking.text_generation import SEQUENCE, TOKEN
 from hetero_framework.models.adapters.trainable import (
     export_parts,
     tied_parameters,
     trainable_parameters,
 )
-from hetero_framework.models.cut.chain import put_back
-from hetero_framework.models.cut.decoding import ShardCache, next_token
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.predictions import PREPROCESS, Predictions

@@ -29,9 +29,9 @@ from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.hosts import BatchInputs, Host
 from hetero_framework.engine.out_of_memory import explaining
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.errors import ProtocolError
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 
 class StageHost(Host):

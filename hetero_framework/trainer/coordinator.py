@@ -41,27 +41,25 @@ from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
+from hetero_framework.extras.islands.opening import open_islands
+from hetero_framework.extras.observe.prediction_error import stage_predictions
+from hetero_framework.extras.observe.trace_file import Timeline
+from hetero_framework.extras.planner import saved_plan
+from hetero_framework.extras.planner.replanning import AUTO, PlanChange, Replanning, absence_s
+from hetero_framework.extras.preferences.reference import Reference
+from hetero_framework.extras.reporting import computed_metrics, hub_upload
+from hetero_framework.extras.reporting.computed_metrics import ComputedMetrics
+from hetero_framework.extras.reporting.hub import HubUploads
+from hetero_framework.extras.reporting.reporters import reporters
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.predictions import PREPROCESS
-from hetero_framework.profiling.prediction_error import stage_predictions
-from hetero_framework.profiling.trace_file import Timeline
 from hetero_framework.security.access import Access, access_of, island_access
-from hetero_framework.trainer import (
-    computed_metrics,
-    hub_upload,
-    outputs,
-    saved_plan,
-    setup,
-    skipped_step,
-)
+from hetero_framework.trainer import outputs, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.checkpoint_export import export_last_checkpoint
-from hetero_framework.trainer.computed_metrics import ComputedMetrics
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
 from hetero_framework.trainer.given import COMPUTE, Given, with_objects
-from hetero_framework.trainer.hub import HubUploads
-from hetero_framework.trainer.islands import open_islands
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import SPEED, MetricsWriter, metric_name, stage_lines
 from hetero_framework.trainer.observers import (
@@ -77,10 +75,8 @@ from hetero_framework.trainer.observers import (
     TimelineFile,
 )
 from hetero_framework.trainer.outputs import RunDirectories
-from hetero_framework.trainer.reference import Reference
-from hetero_framework.trainer.replanning import AUTO, PlanChange, Replanning, absence_s
+from hetero_framework.trainer.progress import Progress, StageRow
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single, StepPart
-from hetero_framework.trainer.reporters import reporters
 from hetero_framework.trainer.run_checkpoint import (
     RunCheckpoints,
     newest_state,
@@ -90,7 +86,6 @@ from hetero_framework.trainer.run_checkpoint import (
 from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.units import plural
-from hetero_framework.visualizer.progress import Progress, StageRow
 
 _MARKS = ("log", "evaluate", "sample", "save")
 """Of `Due`: kept with the state of a step, and "stop" before the last one."""
@@ -1061,7 +1056,9 @@ def _callbacks(
     callbacks, training = [*given, *control.imported_callbacks()], prepared.config.training
     reporting = reporters(training)
     if callbacks or reporting or training.metric is not None:
-        from hetero_framework.trainer.callbacks import Callbacks  # it imports the Trainer's parts
+        from hetero_framework.extras.reporting.callbacks import (
+            Callbacks,  # it imports the Trainer's parts
+        )
 
         yield Callbacks(prepared, store, callbacks, reporting)
 

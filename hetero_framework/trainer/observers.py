@@ -16,9 +16,9 @@ from hetero_framework import errors, log
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.spans import Span, is_span
 from hetero_framework.data.sources import shorten
-from hetero_framework.profiling.trace_file import Timeline
+from hetero_framework.extras.observe.trace_file import Timeline
+from hetero_framework.extras.talking.generation import Sample
 from hetero_framework.trainer import outputs
-from hetero_framework.trainer.generation import Sample
 from hetero_framework.trainer.metrics import (
     SAMPLES_FILE,
     MetricsWriter,
@@ -26,8 +26,8 @@ from hetero_framework.trainer.metrics import (
     by_set,
     metric_name,
 )
+from hetero_framework.trainer.progress import Progress, StageRow
 from hetero_framework.trainer.train_state import TrainState
-from hetero_framework.visualizer.progress import Progress, StageRow
 
 P = ParamSpec("P")
 _SHOWN = 200  # letters of a prompt and of a sample on the screen

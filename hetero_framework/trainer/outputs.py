@@ -31,11 +31,17 @@ from hetero_framework.config import RESULT_DIRS, Config
 from hetero_framework.core.files import write_file
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.errors import ConfigError, HeteroError, in_words
+from hetero_framework.extras.chains.chain import ChainConfig, made
+from hetero_framework.extras.observe import curves, pictures
+from hetero_framework.extras.observe.curves import CURVES_FILE
+from hetero_framework.extras.observe.diagram import DiagramDetails
+from hetero_framework.extras.observe.diagram_file import draw
+from hetero_framework.extras.observe.trace_file import TIMELINE_FILE
+from hetero_framework.extras.pictures.image_chain import as_saved
+from hetero_framework.extras.preferences.reference import REFERENCES
 from hetero_framework.file_trust import other_writers, refuse_link
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
-from hetero_framework.models.cut.chain import ChainConfig, made
-from hetero_framework.models.cut.image_chain import as_saved
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import stock_class
 from hetero_framework.models.files.export import (
@@ -46,17 +52,11 @@ from hetero_framework.models.files.export import (
     write_checkpoint,
 )
 from hetero_framework.models.files.non_text_modules import non_text_weights
-from hetero_framework.profiling.trace_file import TIMELINE_FILE
 from hetero_framework.repository import CONFIG, resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.metrics import HISTORY_FILE, METRICS_FILE, TRAINER_STATE_FILE
-from hetero_framework.trainer.reference import REFERENCES
 from hetero_framework.trainer.run_card import run_card
 from hetero_framework.trainer.setup import Facts, Prepared
-from hetero_framework.visualizer import curves, pictures
-from hetero_framework.visualizer.curves import CURVES_FILE
-from hetero_framework.visualizer.diagram import DiagramDetails
-from hetero_framework.visualizer.diagram_file import draw
 
 _log = logging.getLogger(__name__)
 OWNER_FILE = ".hetero-run"

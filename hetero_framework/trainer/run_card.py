@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 from hetero_framework.config import Config
 from hetero_framework.data.sources import find_sources
 from hetero_framework.errors import DataError, UserError
+from hetero_framework.extras.observe.curves import loss_of, read_run
 from hetero_framework.models.files.card import TAGS, base_facts, code, is_hub_name, model_card
-from hetero_framework.visualizer.curves import loss_of, read_run
 
 # What shapes the result, without what may hold a path or a name of a machine.
 _SETTINGS = {

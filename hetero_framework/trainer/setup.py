@@ -19,15 +19,17 @@ from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.devices import open_device
 from hetero_framework.data import TrainData, load_data, load_tokenizer
-from hetero_framework.data.labels import Stated, stated_names
-from hetero_framework.data.own import load_own_data
 from hetero_framework.engine.pipeline import Pipeline
+from hetero_framework.engine.schedule.tuning import default_max_in_flight
 from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanError
+from hetero_framework.extras.chains.chain import ChainConfig, example_bytes
+from hetero_framework.extras.chains.chain_objective import with_forms
+from hetero_framework.extras.chains.own import load_own_data
+from hetero_framework.extras.classification.labels import Stated, stated_names
+from hetero_framework.extras.talking.generation import Sampler
 from hetero_framework.models.adapters.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.cut.attention import check_attention
-from hetero_framework.models.cut.chain import ChainConfig, example_bytes
-from hetero_framework.models.cut.chain_objective import with_forms
 from hetero_framework.models.cut.chunked_loss import chunk_tokens
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, tower_lines
@@ -59,9 +61,7 @@ from hetero_framework.models.verify.equivalence import (
     admit_packing,
     why_not_chunked,
 )
-from hetero_framework.planner.schedule.tuning import default_max_in_flight
 from hetero_framework.trainer.continuation import contents
-from hetero_framework.trainer.generation import Sampler
 from hetero_framework.trainer.resolved import Resolved
 
 Facts = Mapping[str | int, MachineFacts]

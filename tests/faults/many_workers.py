@@ -27,8 +27,8 @@ NEEDED = ["tests.faults.networked", "transformers.models.llama.modeling_llama", 
 def main(count: int, steps: int, at: Path) -> dict[str, Any]:
     machines._PRELOAD += NEEDED
     from tests.faults import networked
-    from tests.integration.conftest import read_metrics
     from tests.integration.test_parity import weights
+    from tests.pools import read_metrics
     from tests.samples import save_llama, save_texts
 
     model = save_llama(at / "llama", layers=count + 1)

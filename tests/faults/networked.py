@@ -37,7 +37,7 @@ from hetero_framework.config import Config
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.security.access import Access, KeyOptions, Plaintext, access_of
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.visualizer.progress import Progress
+from hetero_framework.trainer.progress import Progress
 from tests.integration.test_parity import LORA
 
 NETWORK = "100mbit"

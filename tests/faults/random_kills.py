@@ -28,12 +28,12 @@ from typing import Any
 import psutil
 
 from hetero_framework.trainer.checkpoint import CheckpointStore
+from tests.extras.classification.test_classification_runs import KINDS as CLASSES
+from tests.extras.classification.test_classification_runs import save_rows
+from tests.extras.preferences.test_preference_runs import KTO, save_pairs, save_ratings
 from tests.faults.soak import Command
 from tests.integration.test_parity import LORA
 from tests.samples import free_ports, save_llama, save_texts
-from tests.unit.trainer.test_classification import KINDS as CLASSES
-from tests.unit.trainer.test_classification import save_rows
-from tests.unit.trainer.test_preferences import KTO, save_pairs, save_ratings
 
 STEPS = 16
 KILLS = 7

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hetero_framework.trainer.coordinator import train
-from tests.integration.conftest import Notes, is_listening, read_metrics, with_end
 from tests.integration.test_parity import assert_same, weights
 from tests.integration.test_recovery import configuration
+from tests.pools import Notes, is_listening, read_metrics, with_end
 from tests.samples import save_llama, save_texts
 
 pytestmark = pytest.mark.faults

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from benchmarks.islands import Islands
 from benchmarks.machines import Machines
 from benchmarks.replanning import Here
-from hetero_framework.islands.lighthouse import Lighthouse
+from hetero_framework.extras.islands.lighthouse import Lighthouse
 from tests.faults.test_islands import (
     DEATHS,
     NAMES,

@@ -24,11 +24,11 @@ from benchmarks.replanning import Here
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
 from hetero_framework.engine.loading import load_stages
-from hetero_framework.islands.lighthouse import Lighthouse
+from hetero_framework.extras.islands.lighthouse import Lighthouse
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy
-from tests.integration.conftest import Notes
 from tests.optional import need_torchft
+from tests.pools import Notes
 from tests.samples import free_ports, save_llama, save_texts, save_tokenizer
 
 pytestmark = pytest.mark.islands

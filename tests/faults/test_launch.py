@@ -1,5 +1,5 @@
 """`hetero launch`: real runs on machines with a network of their own, over a real ssh server and in
-a real Slurm. What it says and sends by ssh is in tests/integration/test_launch_ssh.py."""
+a real Slurm. What it says and sends by ssh is in tests/extras/launch/test_launch_over_ssh.py."""
 
 from __future__ import annotations
 

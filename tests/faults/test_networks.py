@@ -17,8 +17,8 @@ import pytest
 from hetero_framework.config import TrainingConfig
 from tests.faults import networked
 from tests.faults.networked import Cluster, event_after, events
-from tests.integration.conftest import read_metrics
 from tests.integration.test_parity import assert_same, weights
+from tests.pools import read_metrics
 from tests.samples import save_llama, save_texts
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]

@@ -18,8 +18,8 @@ from hetero_framework.errors import ResourceError
 from hetero_framework.trainer import run_checkpoint
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.visualizer.progress import Progress
-from tests.unit.trainer.conftest import Alone, alone, alone_model  # noqa: F401
+from hetero_framework.trainer.progress import Progress
+from tests.alone import Alone, alone, alone_model  # noqa: F401
 
 pytestmark = pytest.mark.faults
 STEPS = 8

@@ -28,7 +28,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from trl import SFTConfig, SFTTrainer
 
 from hetero_framework.models.rng import forward_seed
-from tests.integration.conftest import TRAINING
+from tests.pools import TRAINING
 
 Step = tuple[float, float, float]  # loss, norm of the gradient, learning rate
 Steps = list[Step]

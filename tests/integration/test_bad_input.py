@@ -24,7 +24,7 @@ from hetero_framework.core.frames import PROTOCOL_VERSION
 from hetero_framework.core.messages import Message, Welcome
 from hetero_framework.trainer import checkpoint
 from tests.framed import framed
-from tests.integration.conftest import Pool
+from tests.pools import Pool
 from tests.samples import free_ports, save_llama
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]

@@ -13,7 +13,7 @@ from hetero_framework.cli import main
 from hetero_framework.config import Config
 from hetero_framework.errors import UserError
 from hetero_framework.trainer.coordinator import train
-from tests.integration.conftest import TRAINING
+from tests.pools import TRAINING
 from tests.samples import free_ports
 
 pytestmark = pytest.mark.xdist_group("pool")

@@ -25,7 +25,7 @@ from hetero_framework.security.keys import KeyDirectory
 from hetero_framework.trainer.coordinator import train
 from tests.certificates import keys_of
 from tests.fault_proxy import FaultProxy
-from tests.integration.conftest import TRAINING, Notes, read_metrics
+from tests.pools import TRAINING, Notes, read_metrics
 from tests.samples import free_ports
 
 PLAN = [

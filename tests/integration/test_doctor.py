@@ -13,7 +13,7 @@ from hetero_framework import cli, control
 from hetero_framework.cluster import roles, worker_info
 from hetero_framework.commands import diagnosis
 from hetero_framework.config import Config
-from tests.integration.conftest import Pool
+from tests.pools import Pool
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 

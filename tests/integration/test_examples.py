@@ -12,10 +12,10 @@ import pytest
 from hetero_framework import cli
 from hetero_framework.core import timeouts
 from hetero_framework.core.timeouts import LinkDeadlines
-from hetero_framework.islands import lighthouse
-from tests.integration.conftest import Pool, read_metrics
+from hetero_framework.extras.islands import lighthouse
+from tests.extras.islands.helpers import StandIn, serving, train_islands
 from tests.integration.test_parity import assert_same, weights
-from tests.islands import StandIn, serving, train_islands
+from tests.pools import Pool, read_metrics
 from tests.samples import DEVICE, free_ports, save_llama
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]

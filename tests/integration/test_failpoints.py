@@ -9,9 +9,9 @@ import pytest
 from hetero_framework.config import Config
 from hetero_framework.core import failpoints
 from hetero_framework.trainer.coordinator import train
-from tests.integration.conftest import Notes, Pool
 from tests.integration.test_faults import with_own_worker
 from tests.integration.test_parity import LORA
+from tests.pools import Notes, Pool
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 

@@ -41,9 +41,9 @@ from hetero_framework.trainer import outputs
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
-from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.integration.test_resume import evals
+from tests.pools import Notes, Pool, is_listening, read_metrics
 from tests.samples import free_ports, save_tiny
 
 LONG = pytest.mark.long

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
-from hetero_framework.planner.schedule.tuner import Tuner
-from hetero_framework.planner.schedule.tuning import TunedSchedule
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
+from hetero_framework.engine.schedule.tuner import Tuner
+from hetero_framework.engine.schedule.tuning import TunedSchedule
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy
-from tests.integration.conftest import NUM_WORKERS, Notes, Pool, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.integration.test_resume import evals
+from tests.pools import NUM_WORKERS, Notes, Pool, read_metrics
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 

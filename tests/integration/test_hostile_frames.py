@@ -37,8 +37,8 @@ from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.trainer.coordinator import train
 from tests.framed import checksum, framed
-from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
+from tests.pools import Notes, Pool, is_listening, read_metrics
 from tests.samples import free_ports
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]

@@ -33,8 +33,8 @@ from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 from hetero_framework.trainer.coordinator import train
 from tests.framed import checksum, framed
-from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
 from tests.integration.test_parity import assert_same, weights
+from tests.pools import Notes, Pool, is_listening, read_metrics
 from tests.samples import free_ports
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left_here")]

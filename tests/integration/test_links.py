@@ -28,8 +28,8 @@ from hetero_framework.errors import NetworkError
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
-from tests.integration.conftest import Notes, Pool, is_listening, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
+from tests.pools import Notes, Pool, is_listening, read_metrics
 from tests.samples import free_ports
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]

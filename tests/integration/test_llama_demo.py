@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from tests.integration.conftest import read_metrics
+from tests.pools import read_metrics
 from tests.samples import save_llama, save_tokenizer
 
 pytestmark = pytest.mark.xdist_group("pool")

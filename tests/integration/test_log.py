@@ -19,7 +19,7 @@ from hetero_framework.core.messages import Message
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
-from tests.integration.conftest import Notes, Pool, is_listening
+from tests.pools import Notes, Pool, is_listening
 from tests.samples import free_ports
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]

@@ -16,9 +16,9 @@ from trl import SFTConfig
 
 from hetero_framework.cli import main
 from hetero_framework.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT
-from tests.integration.conftest import TRAINING
 from tests.integration.oracles import assert_agree, assert_close, save_adapter, sft_run
 from tests.integration.test_parity import weights
+from tests.pools import TRAINING
 from tests.samples import WORDS, save_llama
 from tests.unit.data_helpers import CHATML_MARKED, tiny_tokenizer, write_jsonl
 

@@ -16,7 +16,7 @@ from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
 from hetero_framework.trainer.coordinator import train
 from tests.cases import seldom
-from tests.integration.conftest import read_metrics
+from tests.pools import read_metrics
 from tests.samples import save_llama
 
 pytestmark = pytest.mark.xdist_group("pool")

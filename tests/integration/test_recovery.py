@@ -22,8 +22,8 @@ from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.errors import OutOfMemory, PeerLostError
 from hetero_framework.trainer.coordinator import train
-from tests.integration.conftest import TRAINING, Notes, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
+from tests.pools import TRAINING, Notes, read_metrics
 from tests.samples import DEVICE, free_ports
 
 pytestmark = [pytest.mark.usefixtures("nothing_left_here")]

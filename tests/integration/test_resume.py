@@ -12,8 +12,8 @@ from hetero_framework.config import Config
 from hetero_framework.data import num_items
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.coordinator import train
-from tests.integration.conftest import Pool, read_metrics
 from tests.integration.test_parity import LORA, assert_same, weights
+from tests.pools import Pool, read_metrics
 
 pytestmark = pytest.mark.xdist_group("pool")
 
@@ -62,7 +62,7 @@ def test_resume_under_other_plans_equals_the_uninterrupted_run(
 
 def stop_after(config: Config, steps: int) -> None:
     """Train and die after so many steps, as a crash would: nothing is saved on the way out."""
-    from hetero_framework.visualizer.progress import Progress
+    from hetero_framework.trainer.progress import Progress
 
     class Crash(Exception):
         pass

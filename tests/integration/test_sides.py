@@ -11,9 +11,9 @@ import pytest
 from hetero_framework.config import Config
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.trainer.coordinator import train
-from tests.integration.conftest import Pool, read_metrics
 from tests.integration.test_parity import assert_same, weights
 from tests.integration.test_resume import stop_after
+from tests.pools import Pool, read_metrics
 from tests.samples import save_tiny, save_tokenizer
 
 LORA = {"r": 4, "target_modules": "all-linear"}

@@ -14,7 +14,7 @@ from hetero_framework.config import Config
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.data.batches import MicroBatch
 from hetero_framework.engine.stage_api import StatePart, StepInfo
-from tests.integration.conftest import Pool
+from tests.pools import Pool
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.xdist_group("pool")]
 

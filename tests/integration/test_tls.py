@@ -31,7 +31,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.certificates import authority, keys_of
 from tests.fault_proxy import FaultProxy
 from tests.framed import framed
-from tests.integration.conftest import TRAINING, Notes, Pool, is_listening, read_metrics, with_end
+from tests.pools import TRAINING, Notes, Pool, is_listening, read_metrics, with_end
 from tests.samples import free_ports
 
 WAIT_S = 30.0

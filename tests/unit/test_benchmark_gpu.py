@@ -15,7 +15,7 @@ import torch
 from benchmarks import gpu, gpu_checks
 from benchmarks.gpu_checks import Run, covered, hidden_share, mixed_up, verdict
 from hetero_framework.core.devices import Device
-from hetero_framework.profiling.timeline import Process, StageInfo, Trace, TraceEvent
+from hetero_framework.extras.observe.timeline import Process, StageInfo, Trace, TraceEvent
 
 WHOLE = Run([(2.0, 1.0), (1.5, 0.9)], [10.0, 11.0], {"w": torch.ones(3)}, None)
 

@@ -20,10 +20,10 @@ from benchmarks.planner import (
     splits,
     vtrain,
 )
-from hetero_framework.planner import evaluate
-from hetero_framework.planner.evaluated import evaluated
-from hetero_framework.planner.layout import Fleet
-from tests.unit.planner.fleets import device, fleet_of
+from hetero_framework.extras.planner import evaluate
+from hetero_framework.extras.planner.evaluated import evaluated
+from hetero_framework.extras.planner.layout import Fleet
+from tests.extras.planner.fleets import device, fleet_of
 
 
 def test_random_fleets_are_the_same_for_the_same_seed() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.predictions import errors, random_fleet, shared
-from hetero_framework.planner.schedule.simulator import Edge, Profile
+from hetero_framework.engine.schedule.simulator import Edge, Profile
 
 
 def test_fleets_are_unequal_and_always_the_same() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hetero_framework import cli
+from hetero_framework import cli, registry
 from hetero_framework.cluster.local_workers import LocalWorkers
-from hetero_framework.commands import SUMMARIES, check, schema
+from hetero_framework.commands import check, schema
 from hetero_framework.config import load_config
 from hetero_framework.errors import (
     NetworkError,
@@ -26,10 +26,10 @@ from hetero_framework.errors import (
     UserError,
 )
 from hetero_framework.security.access import LOOPBACK_ONLY
-from tests.unit.timeline_samples import record
+from tests.extras.observe.timeline_samples import record
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = tuple(SUMMARIES)
+COMMANDS = tuple(registry.names("commands"))
 SEED: dict[str, Any] = {
     "coordinator": {"ip": "127.0.0.1"},
     "workers": [{"id": 1, "ip": "127.0.0.1", "port": 29511}],

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.cut.chain import ChainConfig, ChainModel, bundles, statistics
+from hetero_framework.extras.chains.chain import ChainConfig, ChainModel, bundles, statistics
 from hetero_framework.models.cut.codebooks import for_model, ids_per_token
 from hetero_framework.models.cut.language import (
     WeightUses,

@@ -8,12 +8,12 @@ from hetero_framework import control
 from hetero_framework.config import TrainingConfig
 from hetero_framework.config.objectives import NEEDS, DataKind, Needs, Task, needs_of
 from hetero_framework.errors import ConfigError
+from hetero_framework.extras.chains.chain_objective import ChainLoss, ImageLoss
+from hetero_framework.extras.classification.classification import Classification, Rewards
+from hetero_framework.extras.preferences.preferences import Preferences, Ratings
+from hetero_framework.extras.preferences.unreferenced import Contrastive, OddsRatio
 from hetero_framework.models.cut.causal_lm import CausalLM
-from hetero_framework.models.cut.chain_objective import ChainLoss, ImageLoss
-from hetero_framework.models.cut.classification import Classification, Rewards
 from hetero_framework.models.cut.objective import Objective
-from hetero_framework.models.cut.preferences import Preferences, Ratings
-from hetero_framework.models.cut.unreferenced import Contrastive, OddsRatio
 
 Make = Callable[[TrainingConfig, frozenset[int]], Objective]
 

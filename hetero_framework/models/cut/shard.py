@@ -41,12 +41,12 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hetero_framework.core import frames
 from hetero_framework.errors import ArchitectureError, ModelError
+from hetero_framework.extras.chains.chain import ChainConfig, modules_of
+from hetero_framework.extras.pictures.image_chain import ImageConfig
+from hetero_framework.extras.talking.decoding import ShardCache
 from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.attention import check_installed
-from hetero_framework.models.cut.chain import ChainConfig, modules_of
 from hetero_framework.models.cut.codebooks import for_model
-from hetero_framework.models.cut.decoding import ShardCache
-from hetero_framework.models.cut.image_chain import ImageConfig
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.known_masks import knowing, register_known_masks
 from hetero_framework.models.cut.language import lies_in

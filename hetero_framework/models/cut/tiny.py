@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 
 from hetero_framework.config.objectives import Task
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.cut.chain import ChainConfig, ChainModel
+from hetero_framework.extras.chains.chain import ChainConfig, ChainModel
 from hetero_framework.models.library import OWN_CLASS_HINT
 
 TINY_LAYERS = 6

@@ -15,8 +15,8 @@ from huggingface_hub import EvalResult, ModelCardData, metadata_load, try_to_loa
 from transformers import PretrainedConfig
 
 from hetero_framework._version import __version__
-from hetero_framework.models.cut.chain import ChainConfig
-from hetero_framework.models.cut.image_chain import as_saved
+from hetero_framework.extras.chains.chain import ChainConfig
+from hetero_framework.extras.pictures.image_chain import as_saved
 from hetero_framework.models.cut.language import stock_class
 from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.export import CARD

@@ -34,8 +34,8 @@ from hetero_framework.core.files import (
 )
 from hetero_framework.data.tokenizer import settle_pad_token
 from hetero_framework.errors import CheckpointError, ModelError, ResourceError, in_words
+from hetero_framework.extras.pictures.image_chain import ImageConfig, as_saved
 from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS, PEFT_TASKS, AdapterPlan
-from hetero_framework.models.cut.image_chain import ImageConfig, as_saved
 from hetero_framework.models.cut.language import meta_model, model_class
 from hetero_framework.models.files.non_text_modules import NonTextWeights, copy_processor
 from hetero_framework.models.files.weights import checkpoint_form

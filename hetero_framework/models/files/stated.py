@@ -16,7 +16,7 @@ import torch
 
 from hetero_framework.config import ModelConfig
 from hetero_framework.errors import ModelError
-from hetero_framework.models.cut.image_chain import ImageConfig
+from hetero_framework.extras.pictures.image_chain import ImageConfig
 from hetero_framework.models.cut.introspect import introspect, tied_names
 from hetero_framework.models.cut.language import lies_in, meta_model, towers
 from hetero_framework.models.cut.partition import Skeleton

@@ -29,7 +29,7 @@ from transformers.utils.hub import cached_file
 from hetero_framework import repository
 from hetero_framework.core import frames
 from hetero_framework.errors import ModelError
-from hetero_framework.models.cut.chain import ChainModel
+from hetero_framework.extras.chains.chain import ChainModel
 from hetero_framework.models.library import LIBRARY_ERRORS, OWN_CLASS_HINT
 
 SINGLE_FILE = "model.safetensors"

@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
+from hetero_framework.extras.chains.chain import ChainConfig, bundle_forms_of
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import attach_adapter
-from hetero_framework.models.cut.chain import ChainConfig, bundle_forms_of
 from hetero_framework.models.cut.introspect import (
     LIBRARY_ERRORS,
     PROBE_ROWS,

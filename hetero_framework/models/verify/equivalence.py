@@ -35,11 +35,12 @@ from hetero_framework.core.files import write_file
 from hetero_framework.data.batches import collate, num_items, pack
 from hetero_framework.data.examples import ExamplesBuilder
 from hetero_framework.errors import ArchitectureError, ConfigError
+from hetero_framework.extras.chains.chain import ChainConfig
+from hetero_framework.extras.chains.chain_equivalence import chain_problem
+from hetero_framework.extras.pictures.image_chain import ImageConfig
 from hetero_framework.models.adapters.trainable import attach_adapter
-from hetero_framework.models.cut.chain import ChainConfig
 from hetero_framework.models.cut.chunked_loss import chunked_loss, spans
 from hetero_framework.models.cut.codebooks import for_model
-from hetero_framework.models.cut.image_chain import ImageConfig
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, towers
 from hetero_framework.models.cut.partition import ShardRange, Skeleton, ranges_between
@@ -72,7 +73,6 @@ from hetero_framework.models.files.stated import as_held
 from hetero_framework.models.files.weights import Checkpoint
 from hetero_framework.models.library import LIBRARY_ERRORS, one_line, quiet_library
 from hetero_framework.models.verify.boundary_contents import tiny_crossing
-from hetero_framework.models.verify.chain_equivalence import chain_problem
 from hetero_framework.repository import resolve_model_path
 
 if TYPE_CHECKING:

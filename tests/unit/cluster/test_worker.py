@@ -61,6 +61,7 @@ from hetero_framework.core.messages import (
 from hetero_framework.core.session import Phase
 from hetero_framework.engine.messages import step_message
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
 from hetero_framework.errors import (
     HeteroError,
@@ -70,7 +71,6 @@ from hetero_framework.errors import (
     StoppedEarly,
 )
 from hetero_framework.models.cut.reuse import ReusePool
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
 from hetero_framework.security import acceptor
 from tests.framed import framed
 from tests.samples import free_ports

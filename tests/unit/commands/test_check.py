@@ -15,8 +15,8 @@ from hetero_framework.commands.check_report import check, forecast, text
 from hetero_framework.config import Config, load_config
 from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.errors import ConfigError, DataError, PlanError
+from hetero_framework.extras.observe.token_view import print_examples
 from hetero_framework.trainer.setup import prepare
-from hetero_framework.visualizer.token_view import print_examples
 from tests.unit.data_helpers import CHATML, tiny_tokenizer
 
 LLAMA = {

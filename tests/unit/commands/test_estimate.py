@@ -10,7 +10,7 @@ import pytest
 
 from hetero_framework.cli import main
 from hetero_framework.commands import estimate
-from hetero_framework.planner import load_profile
+from hetero_framework.extras.planner import load_profile
 from tests.samples import save_texts, save_tokenizer
 
 FIELDS = {

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from hetero_framework import registry
 from hetero_framework.cli import build_parser, main
-from hetero_framework.commands import SUMMARIES
-from hetero_framework.commands.chat import _answer
 from hetero_framework.commands.options import OutputFile, OutputFolder
+from hetero_framework.extras.talking.commands.chat import _answer
 
 FILES = {
     ("init", "--output"): ["--non-interactive", "--layers", "4"],
@@ -47,7 +47,7 @@ PLACES = ("FILE", "DIR", "PATH", "RUN")
 def actions() -> Iterator[tuple[str, str, argparse.Action]]:
     subparsers = next(a for a in build_parser()._actions if a.dest == "command")
     assert isinstance(subparsers.choices, dict)
-    assert list(subparsers.choices) == list(SUMMARIES)
+    assert list(subparsers.choices) == registry.names("commands")
     for command, parser in subparsers.choices.items():
         for action in parser._actions:
             yield command, (action.option_strings or [action.dest])[-1], action

@@ -15,8 +15,8 @@ from hetero_framework.config import Config, load_config
 from hetero_framework.config.effects import settings
 from hetero_framework.config.objectives import DPO_LOSSES, NEEDS, ONE_LOSS, Needs
 from hetero_framework.config.section import ReadIf
-from hetero_framework.data.pairs import MARGIN, REFERENCE
 from hetero_framework.engine.optimizer import LearningRate
+from hetero_framework.extras.preferences.pairs import MARGIN, REFERENCE
 from hetero_framework.models.cut.objectives import objective_of
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

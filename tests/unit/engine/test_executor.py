@@ -18,6 +18,16 @@ from hetero_framework.core.messages import BoundaryTensor, Forward, StageFigures
 from hetero_framework.core.spans import BACKWARD, COMMIT, FORWARD, FORWARD_BACKWARD, Recorder
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
+from hetero_framework.engine.schedule.policies import by_depth, due_dates, forwards_ahead
+from hetero_framework.engine.schedule.readiness import (
+    BACKWARD_FIRST,
+    Admission,
+    Policy,
+    Task,
+)
+from hetero_framework.engine.schedule.simulator import Edge, Profile
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
+from hetero_framework.engine.schedule.tuning import TunedSchedule
 from hetero_framework.engine.stage_api import (
     Arrival,
     GradientReport,
@@ -30,16 +40,6 @@ from hetero_framework.engine.state_snapshot import StateSnapshot
 from hetero_framework.errors import HeteroError, ModelError, ProtocolError
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.models.sizing.footprint import Form
-from hetero_framework.planner.schedule.policies import by_depth, due_dates, forwards_ahead
-from hetero_framework.planner.schedule.readiness import (
-    BACKWARD_FIRST,
-    Admission,
-    Policy,
-    Task,
-)
-from hetero_framework.planner.schedule.simulator import Edge, Profile
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
-from hetero_framework.planner.schedule.tuning import TunedSchedule
 from tests.unit.device_helpers import QueuedDevice
 
 POLICIES = (BACKWARD_FIRST, forwards_ahead(6), by_depth(6))  # of up to six stages

@@ -28,8 +28,8 @@ from hetero_framework.engine.optimizer import (
     state_tensors,
 )
 from hetero_framework.errors import ConfigError
+from hetero_framework.extras.chains.chain import ChainConfig, ChainModel
 from hetero_framework.models.adapters.trainable import trainable_parameters
-from hetero_framework.models.cut.chain import ChainConfig, ChainModel
 from tests.unit.adapter_helpers import save_model, shards, stock
 
 STEPS = 20

@@ -36,6 +36,8 @@ from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.hosts import HostEvent, LinkLost, Stalled, StepResults
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.remote_host import RemoteHost
+from hetero_framework.engine.schedule.readiness import BACKWARD, FORWARD
+from hetero_framework.engine.schedule.step_schedule import StepSchedule, Transfer
 from hetero_framework.engine.stage_api import (
     GradientPart,
     GradientReport,
@@ -49,8 +51,6 @@ from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import HeteroError, NumericError, ProtocolError
 from hetero_framework.models.cut.causal_lm import CausalLM
-from hetero_framework.planner.schedule.readiness import BACKWARD, FORWARD
-from hetero_framework.planner.schedule.step_schedule import StepSchedule, Transfer
 from tests.samples import boundary_message
 from tests.unit.engine.test_executor import FakeStage
 

@@ -24,6 +24,7 @@ from hetero_framework.core.messages import (
 from hetero_framework.engine import messages
 from hetero_framework.engine.hosts import HostEvent, LinkLost, StepResults
 from hetero_framework.engine.remote_host import RemoteHost
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.stage_api import (
     GradientPart,
     GradientReport,
@@ -32,7 +33,6 @@ from hetero_framework.engine.stage_api import (
     StepInfo,
 )
 from hetero_framework.errors import ProtocolError
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
 
 INFO = StepInfo(step=2, attempt=5, train=True, micro_batches=1, num_items=8)
 

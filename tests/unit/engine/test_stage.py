@@ -47,6 +47,7 @@ from hetero_framework.core.tensors import from_wire
 from hetero_framework.engine import early_gradients, messages, state_snapshot
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.optimizer import build_optimizer
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.stage_api import (
     GradientPart,
     GradientReport,
@@ -58,7 +59,6 @@ from hetero_framework.engine.stage_api import (
 from hetero_framework.engine.ties import TiedGradients, Ties
 from hetero_framework.errors import CheckpointError, DeviceError, ProtocolError
 from hetero_framework.models.cut.side import Bundle
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
 from tests.samples import boundary_message, free_ports, save_llama, save_tiny
 
 # A Llama of four layers, cut so that the stage under test has layers 1 and 2, or 1 to the head.

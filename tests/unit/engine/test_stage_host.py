@@ -13,6 +13,7 @@ from hetero_framework.core.spans import Recorder
 from hetero_framework.engine.boundary_io import ArrivalMeter, Done, inputs_in
 from hetero_framework.engine.hosts import BatchInputs, StepResults
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
+from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.stage_api import (
     Arrival,
     Outcome,
@@ -25,7 +26,6 @@ from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import build_shard
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.models.cut.varlen_attention import VARLEN, sample_lengths
-from hetero_framework.planner.schedule.step_schedule import StepSchedule
 from tests.samples import boundary_message
 from tests.unit.device_helpers import QueuedDevice, Reads
 from tests.unit.engine.test_executor import FakeStage

@@ -23,7 +23,7 @@ from hetero_framework.cli import main
 from hetero_framework.trainer import disk_space
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointStore
 from hetero_framework.trainer.outputs import RunDirectories
-from tests.unit.trainer.conftest import Alone
+from tests.alone import Alone
 
 FILE = "stage-0.0.safetensors"
 Tensors = dict[str, torch.Tensor]

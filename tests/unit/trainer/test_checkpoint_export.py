@@ -12,7 +12,7 @@ from hetero_framework.errors import PeerLostError
 from hetero_framework.trainer import outputs
 from hetero_framework.trainer.coordinator import Coordinator, train
 from hetero_framework.trainer.run_checkpoint import RunCheckpoints
-from tests.unit.trainer.conftest import Alone
+from tests.alone import Alone
 
 LORA = {"r": 4, "target_modules": "all-linear"}
 

@@ -18,8 +18,8 @@ from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.continuation import check_identity, contents, identity, versions
 from hetero_framework.trainer.resolved import Resolved
+from tests.alone import Alone
 from tests.samples import save_texts
-from tests.unit.trainer.conftest import Alone
 
 STEP = 1
 ALL = {

@@ -34,11 +34,11 @@ from hetero_framework.trainer import (
     signals,
 )
 from hetero_framework.trainer.coordinator import Coordinator, sample_mean, train
+from hetero_framework.trainer.progress import Progress
 from hetero_framework.trainer.replica_group import StepPart
 from hetero_framework.trainer.train_state import TrainState
-from hetero_framework.visualizer.progress import Progress
+from tests.alone import Alone
 from tests.samples import save_texts
-from tests.unit.trainer.conftest import Alone
 
 
 class Notes(Progress):

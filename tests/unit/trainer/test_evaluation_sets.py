@@ -13,12 +13,12 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hetero_framework.config import Config
 from hetero_framework.errors import CallbackError, ConfigError, DataError, StoppedEarly
+from hetero_framework.extras.observe.curves import draw, read_run
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.metrics import by_set
-from hetero_framework.visualizer.curves import draw, read_run
+from tests.alone import Alone
+from tests.extras.reporting.test_callbacks import Recorder, compare, logged, number, theirs
 from tests.samples import save_texts
-from tests.unit.trainer.conftest import Alone
-from tests.unit.trainer.test_callbacks import Recorder, compare, logged, number, theirs
 
 SETS = {"math": 5, "math_hard": 3, "chat": 7}
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hetero_framework.errors import DataError
 from hetero_framework.trainer.coordinator import train
-from tests.unit.trainer.conftest import Alone
+from tests.alone import Alone
 
 RECORDS = [{"text": f"a model of {number} words and " * (1 + number % 4)} for number in range(9)]
 

@@ -17,8 +17,8 @@ from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import OutOfMemory
 from hetero_framework.trainer.coordinator import train
+from tests.alone import Alone
 from tests.samples import WORDS, save_llama
-from tests.unit.trainer.conftest import Alone
 
 SHAPES = {
     "torch": torch.OutOfMemoryError(

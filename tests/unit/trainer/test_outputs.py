@@ -15,7 +15,7 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.trainer import outputs
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.outputs import RunDirectories
-from tests.unit.trainer.conftest import Alone
+from tests.alone import Alone
 
 
 @contextmanager
@@ -218,7 +218,7 @@ def test_a_run_goes_on_where_its_curves_cannot_be_drawn(
     config.output_dir.mkdir()
     metrics.write_text('{"step": 1, "loss": 2.0, "learning_rate": 0.1, "grad_norm": null}\n')
     outputs.draw_curves(alone())  # which wants none
-    monkeypatch.setattr("hetero_framework.visualizer.pictures.can_draw", lambda: False)
+    monkeypatch.setattr("hetero_framework.extras.observe.pictures.can_draw", lambda: False)
     outputs.draw_curves(config)
     assert not curves.exists()
     monkeypatch.undo()

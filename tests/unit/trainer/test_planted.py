@@ -25,9 +25,9 @@ from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointStore, durab
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.metrics import MetricsWriter
 from hetero_framework.trainer.outputs import OWNER_FILE, RunDirectories
-from hetero_framework.visualizer.progress import Progress
+from hetero_framework.trainer.progress import Progress
+from tests.alone import Alone
 from tests.planting import STRANGER, plant
-from tests.unit.trainer.conftest import Alone
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no modes, links need a right")
 as_root = pytest.mark.skipif(

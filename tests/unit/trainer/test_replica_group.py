@@ -19,7 +19,7 @@ from hetero_framework.trainer import coordinator
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.replica_group import CountItems, Single, StepPart
 from hetero_framework.trainer.train_state import TrainState
-from tests.unit.trainer.conftest import Alone
+from tests.alone import Alone
 
 
 class Recorded(Single):

@@ -9,7 +9,7 @@ import pytest
 import hetero_framework
 from hetero_framework.errors import ConfigError
 from hetero_framework.trainer.resolved import Decision, Resolved
-from tests.unit.trainer.conftest import Alone
+from tests.alone import Alone
 
 
 def test_decide_sets_the_setting_and_keeps_the_reason(alone: Alone) -> None:

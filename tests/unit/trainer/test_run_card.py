@@ -17,7 +17,7 @@ from hetero_framework.models.files.card import code, is_hub_name
 from hetero_framework.models.files.export import OutputDirectory
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.run_card import run_card
-from tests.unit.trainer.conftest import Alone
+from tests.alone import Alone
 
 LORA = {"r": 4, "target_modules": "all-linear"}
 

@@ -21,7 +21,7 @@ from hetero_framework.errors import NumericError
 from hetero_framework.trainer import skipped_step
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.train_state import TrainState
-from tests.unit.trainer.conftest import Alone
+from tests.alone import Alone
 
 STAGES = Config.from_dict(
     {

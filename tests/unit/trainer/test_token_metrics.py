@@ -17,11 +17,11 @@ from trl import SFTConfig, SFTTrainer
 from hetero_framework.config import Config
 from hetero_framework.errors import CallbackError
 from hetero_framework.trainer.coordinator import train
+from tests.alone import Alone
 from tests.cases import seldom
+from tests.extras.reporting.test_callbacks import Failing, Recorder, compare, number
 from tests.integration.oracles import read_rows
 from tests.samples import save_texts
-from tests.unit.trainer.conftest import Alone
-from tests.unit.trainer.test_callbacks import Failing, Recorder, compare, number
 
 NAMES = {"entropy", "mean_token_accuracy", "num_tokens"}
 

@@ -1,0 +1,138 @@
+"""Lower bounds on a step's length, from single machines, as for job shops.
+
+Of any set J of tasks that one machine does, the step lasts at least
+
+    least head of J + sum of the work of J + least tail of J     (Carlier 1982),
+
+where a task's head is the earliest moment that it can begin and its tail the least time from its
+end to the end of the step. Machines are the devices and each direction of their NICs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hetero_framework.engine.schedule.readiness import BACKWARD, FORWARD
+from hetero_framework.engine.schedule.simulator import Nic, Profile
+
+
+class _Flow(NamedTuple):
+    """The forwards or the backwards of all micro-batches on one machine, in seconds: the work of
+    each, the head of the first, the tail of the last. One comes (a backward: goes) no sooner than
+    `pace_s` after the one before: what the slowest in front of it takes for one."""
+
+    kind: str
+    work_s: float
+    head_s: float
+    tail_s: float
+    pace_s: float
+
+
+class _Load:
+    """The work of one machine. `limit` is the fewest forwards that a stage up to here stores."""
+
+    __slots__ = ("flows", "limit")
+
+    def __init__(self, limit: int) -> None:
+        self.flows: list[_Flow] = []
+        self.limit = limit
+
+
+def step_bound(
+    profile: Profile, micro_batches: int, in_flight_limits: Sequence[int] | None = None
+) -> float:
+    """Least seconds of a step under any schedule; 0 without micro-batches. `in_flight_limits[k]` is
+    how many forwards stage k may store, by default all.
+
+    For equal stages and free transfers that is (m + p - 1)(F + B), which 1F1B reaches, and with v
+    stages per device m(F + B) + (p - 1)(F + B) / v (Narayanan et al. 2021, section 2.2).
+    """
+    if not micro_batches:
+        return 0.0
+    return max(machine_bounds(profile, micro_batches, in_flight_limits))
+
+
+def machine_bounds(
+    profile: Profile, micro_batches: int, in_flight_limits: Sequence[int] | None = None
+) -> list[float]:
+    """Seconds by which the path of one micro-batch, each stage's in-flight limit, each device and
+    each NIC bound a step of at least one micro-batch; `step_bound` is the largest of them.
+
+    A stage of limit h begins a forward only when the h-th before it has come back. So its last one
+    begins (m - 1) // h rounds after its first, each as long as the way of one micro-batch from this
+    stage to the end and back: path + (m - 1) // h * round.
+    """
+    m, last, path_s = micro_batches, profile.num_stages - 1, profile.path_s
+    bounds = [path_s]
+    loads: dict[int | Nic, _Load] = {}
+    head_s = tail_s = 0.0  # of the stage: of its first forward, and of its last backward
+    forward_pace_s = backward_pace_s = 0.0  # of the slowest stage or edge so far
+    limit = m
+    for stage, device in enumerate(profile.devices):
+        forward_s, backward_s = profile.forward_s[stage], profile.backward_s[stage]
+        load = loads.setdefault(device, _Load(limit))
+        if stage == last:
+            load.flows.append(_Flow("", forward_s + backward_s, head_s, tail_s, 0.0))
+            break
+        if in_flight_limits is not None and in_flight_limits[stage] < m:
+            round_s = path_s - head_s - tail_s
+            bounds.append(path_s + (m - 1) // in_flight_limits[stage] * round_s)
+            limit = min(limit, in_flight_limits[stage])
+            if not load.flows:
+                load.limit = limit
+        # A task's head and tail are what is left of the path without it, in front and behind.
+        after_s, before_s = path_s - head_s - forward_s, path_s - tail_s - backward_s
+        load.flows.append(_Flow(FORWARD, forward_s, head_s, after_s, forward_pace_s))
+        load.flows.append(_Flow(BACKWARD, backward_s, before_s, tail_s, backward_pace_s))
+        head_s, tail_s = head_s + forward_s, tail_s + backward_s
+        forward_pace_s = max(forward_pace_s, forward_s)
+        backward_pace_s = max(backward_pace_s, backward_s)
+        if profile.devices[stage + 1] == device:
+            continue
+        edge = profile.edges[stage]
+        after_s = path_s - head_s - edge.forward_s
+        there = _Flow(FORWARD, edge.forward_s, head_s, after_s, forward_pace_s)
+        head_s += edge.forward_s + edge.latency_s
+        tail_s += edge.backward_s + edge.latency_s
+        after_s = tail_s - edge.backward_s
+        back = _Flow(BACKWARD, edge.backward_s, path_s - tail_s, after_s, backward_pace_s)
+        for flow in (there, back):
+            for nic in profile.nics(stage, flow.kind):
+                loads.setdefault(nic, _Load(limit)).flows.append(flow)
+        forward_pace_s = max(forward_pace_s, edge.forward_s)
+        backward_pace_s = max(backward_pace_s, edge.backward_s)
+    return bounds + [_one_machine_s(load.flows, m, load.limit) for load in loads.values()]
+
+
+def _one_machine_s(flows: Sequence[_Flow], m: int, limit: int) -> float:
+    """The bound from one machine: J are all its tasks. Of a machine with the forwards and
+    the backwards of one stage or edge alone, J is that without the first few forwards and the last
+    few backwards, as far as that gives more (`_idle_s`)."""
+    if len(flows) == 2 and flows[0].kind != flows[1].kind:
+        there, back = flows if flows[0].kind == FORWARD else reversed(flows)
+        before_s, first = _idle_s(there, back.head_s - there.head_s, limit)
+        after_s, last = _idle_s(back, there.tail_s - back.tail_s, limit)
+        # With all forwards and all backwards left out J is empty: both may be the same idle time.
+        idle_s = max(before_s, after_s) if first == last == m else before_s + after_s
+        return there.head_s + m * (there.work_s + back.work_s) + idle_s + back.tail_s
+    head_s = min(flow.head_s for flow in flows)
+    tail_s = min(flow.tail_s for flow in flows)
+    return head_s + m * sum(flow.work_s for flow in flows) + tail_s
+
+
+def _idle_s(flow: _Flow, span_s: float, limit: int) -> tuple[float, int]:
+    """The growth of the bound if the first k tasks of a flow are not in J, for the best k up to
+    `limit`, and that k; 0 for none.
+
+    For forwards (for backwards the same from the end of the step): without the first k of them the
+    least head of J is later by min(k pace, span), since forward k + 1 comes k pace after the first,
+    and the first backward, without which no forward after the `limit`-th begins, comes after
+    `span_s`. The work of J is less by k work. Of min(k pace, span) - k work the largest is at the
+    last k with k pace <= span or at the next one.
+    """
+    count = min(limit, int(span_s / flow.pace_s)) if flow.pace_s > 0 else limit
+    in_time = (count * (flow.pace_s - flow.work_s), count)
+    count = min(limit, count + 1)
+    idle_s, count = max(in_time, (span_s - count * flow.work_s, count))
+    return (idle_s, count) if idle_s > 0 else (0.0, 0)

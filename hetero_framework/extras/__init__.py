@@ -1,0 +1,1 @@
+"""Extras: one folder for each thing beyond an ordinary run. The heart imports none of them."""

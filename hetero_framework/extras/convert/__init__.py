@@ -1,0 +1,1 @@
+"""Conversion of configurations of axolotl, LLaMA-Factory and TRL."""

@@ -1,0 +1,145 @@
+"""`hetero convert`: makes a configuration from one of axolotl, LLaMA-Factory or TRL."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.commands.init import Answers, beside, prepare_machines, propose
+from hetero_framework.commands.options import (
+    DEFAULT_CONFIG,
+    JSON,
+    at_least,
+    option,
+    repeated,
+    writes,
+)
+from hetero_framework.commands.options import report as print_report
+from hetero_framework.config import Config
+from hetero_framework.config.problems import shown
+from hetero_framework.core import addresses
+from hetero_framework.core.files import refuse_output, write_file
+from hetero_framework.errors import UserError
+from hetero_framework.extras.convert.convert import STATUSES, Conversion
+from hetero_framework.extras.convert.recipes import read_recipe
+
+EXAMPLES = """
+    hetero convert qlora.yml
+    hetero convert sft.sh --worker 192.168.1.20 --worker 192.168.1.30:9999:mps --output cluster.json
+    hetero convert llama3_lora_sft.yaml --world-size 4
+    hetero convert sft_config.json --model Qwen/Qwen2.5-0.5B --data train.jsonl
+    """
+_HOST = "HOST[:PORT[:DEVICE]]"
+_OUTPUT = f"default: {DEFAULT_CONFIG}"
+_WORLD_SIZE = "processes of the other run: a step had the samples of all"
+OPTIONS = (
+    option("file", metavar="FILE", help="a YAML or JSON file, or a script with a command line"),
+    *writes(_OUTPUT, "-o", "--output", default=DEFAULT_CONFIG),
+    option("--model", metavar="NAME", help="model, where FILE names none"),
+    option("--data", metavar="FILE", help="training data, where FILE names none"),
+    option("--world-size", type=at_least(1), metavar="N", help=_WORLD_SIZE),
+    repeated("--worker", _HOST, "a worker, as in hetero init; may be repeated", dest="workers"),
+    option("--coordinator", metavar=_HOST, help="the coordinator (default: this machine)"),
+    JSON,
+)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    file, output = Path(arguments.file), Path(arguments.output)
+    made = _converted(file, arguments)
+    read = [one.source for one in made.rewrites]
+    for target in (output, *(one.target for one in made.rewrites)):
+        refuse_output(target, overwrite=arguments.overwrite, inputs=[file, *read])
+    _write_rows(made)
+    raw = _whole_file(made, arguments)
+    config = Config.from_dict(raw, output.absolute().parent, name=f"what {file} becomes")
+    write_file(output, json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
+    data = {
+        "program": made.program,
+        "output": str(output),
+        "keys": [{**vars(row), "to": {p: made.settings[p] for p in row.to}} for row in made.rows],
+        "defaults": made.defaults,
+        "notes": list(_notes(config, made.world_size)),
+    }
+    print_report(arguments, data, _text)
+    if config.workers:
+        with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+            prepare_machines(config, output)
+    return 0
+
+
+def _converted(file: Path, arguments: argparse.Namespace) -> Conversion:
+    recipe = read_recipe(file)
+    if arguments.world_size:  # what the launcher does not tell is told
+        recipe.rows = [row for row in recipe.rows if row.key != "launcher"]
+    named = {"model.name_or_path": arguments.model, "data.train": arguments.data}
+    given = {name: value for name, value in named.items() if value}
+    folder, output = file.absolute().parent, Path(arguments.output).absolute()
+    try:
+        world_size = arguments.world_size or recipe.processes or 1
+        program, rows = recipe.program, recipe.rows
+        return Conversion(program, recipe.keys, folder, output, world_size, given, rows)
+    except (AttributeError, TypeError, ValueError) as error:
+        problem = f"{file} has a value of another kind than {recipe.program} takes: {error}"
+        raise UserError(problem, hint="--debug shows where") from error
+
+
+def _whole_file(made: Conversion, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The converted sections with the machines of the options; the plan is left to the run."""
+    sections = made.sections(lambda text: str(beside(text, made.output)))
+    model = sections["model"]
+    adapter = "qlora" if model.get("quantization") else "lora"
+    answers = Answers(
+        model["name_or_path"], arguments.workers, arguments.coordinator, adapter=adapter
+    )
+    hostname, own = addresses.local_hostnames()[0], addresses.primary_address()
+    return {**propose(answers, None, hostname=hostname, own_address=own), **sections}
+
+
+def _write_rows(made: Conversion) -> None:
+    from hetero_framework.data.sources import open_source, read_file
+    from hetero_framework.extras.convert.rows import new_row
+
+    for file in made.rewrites:
+        rows = islice(read_file(open_source(str(file.source), file.source)), file.limit)
+        lines = (new_row(row.fields, file) for row in rows)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        write_file(file.target, text.encode())
+
+
+def _notes(config: Config, world_size: int) -> Iterator[str]:
+    micro = config.training.per_device_train_batch_size
+    count = config.training.gradient_accumulation_steps
+    there = "" if world_size > 1 else "; there of each GPU, and --world-size N counts N of them"
+    yield f"a step has {micro} x {count} = {micro * count} samples on any number of machines{there}"
+    if not config.workers:
+        yield "no workers yet: convert again with --worker HOST, or add them to the file"
+
+
+def _text(data: dict[str, Any]) -> str:
+    lines = [f"{data['program']}: {len(data['keys'])} keys"]
+    for status in STATUSES:
+        rows = [row for row in data["keys"] if row["status"] == status]
+        lines += ["", f"{status}:"] * bool(rows)
+        for row in (row for row in rows if row["to"]):
+            to = (p + f" = {shown(v)}" * (status == "changed") for p, v in row["to"].items())
+            why = f": {row['why']}" if row["why"] else ""
+            lines.append(f"  {row['key']} {shown(row['value'])} -> {', '.join(to)}{why}")
+        without = sorted((row for row in rows if not row["to"]), key=lambda row: row["why"])
+        for why, group in groupby(without, key=lambda row: row["why"]):
+            bare = why == "empty"
+            keys = [
+                r["key"] + f" {shown(r['value'])}" * (not bare and r["value"] is not None)
+                for r in group
+            ]
+            lines.append(f"  {', '.join(keys)}: {why}")
+    lines += ["", "its defaults, which differ from those here:"] * bool(data["defaults"])
+    lines += [f"  {path} = {shown(value)}" for path, value in data["defaults"].items()]
+    done = f"wrote {data['output']}; next: hetero check --config {data['output']}"
+    return "\n".join([*lines, "", *data["notes"], done])

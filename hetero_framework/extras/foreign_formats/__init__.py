@@ -1,0 +1,1 @@
+"""Foreign formats: Megatron's indexed data, SentencePiece tokenizers and GGUF files."""

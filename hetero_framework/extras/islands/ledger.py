@@ -1,0 +1,136 @@
+"""The samples that each island trains: computed alike by every member, and each sample once.
+
+The steps of the run, numbered over all epochs as in `SampleOrder`, are dealt to the islands: step k
+is a batch of the whole group, the same samples on every island, and an epoch's last one may be
+short. Where islands sum their gradients in every step, they share the samples of one step; where
+they train alone for a while, each takes steps of its own. A step counts once the group has
+committed it. A step that was dealt and not committed, since an island died or a reduction failed,
+is dealt again. So each sample of an epoch is trained once, whichever islands join, leave or return.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from hetero_framework.data.batches import SampleOrder
+from hetero_framework.extras.islands.shares import apportion
+
+Steps = tuple[tuple[int, int], ...]
+"""Steps in order, as ranges [first, after the last)."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The steps that are committed: a value that each commit replaces, the same on all islands."""
+
+    committed: Steps = ()
+
+    def open_steps(self, count: int, total: int) -> Steps:
+        """The first `count` steps of a run of `total` that are not committed; fewer at its end."""
+        ends = [0, *(end for _, end in self.committed)]
+        starts = [*(start for start, _ in self.committed), total]
+        free = [(a, min(b, total)) for a, b in zip(ends, starts, strict=True) if a < min(b, total)]
+        return first_steps(free, count)
+
+    def deal(self, counts: Mapping[str, int], total: int) -> dict[str, Steps]:
+        """For each island its part of the open steps, one part behind the other in the order of
+        names: as many as `counts` says, and when fewer are left, in proportion to that."""
+        open_steps = self.open_steps(sum(counts.values()), total)
+        left = count_steps(open_steps)
+        if left < sum(counts.values()):
+            counts = apportion(left, counts)
+        ends = list(accumulate((counts[name] for name in sorted(counts)), initial=0))
+        parts = [_part(open_steps, start, end) for start, end in pairwise(ends)]
+        return dict(zip(sorted(counts), parts, strict=True))
+
+    def commit(self, steps: Iterable[tuple[int, int]]) -> Ledger:
+        """The ledger with these steps, too. Raises ValueError for one that is committed already."""
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted([*self.committed, *steps]):
+            if not 0 <= start < end:
+                raise ValueError(f"[{start}, {end}) is not a range of steps")
+            if merged and start < merged[-1][1]:
+                raise ValueError(f"step {start} was committed before")
+            if merged and start == merged[-1][1]:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        return Ledger(tuple(merged))
+
+    @property
+    def count(self) -> int:
+        """Steps that are committed."""
+        return count_steps(self.committed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON data, for a checkpoint and for an island that joins."""
+        return {"committed": [list(steps) for steps in self.committed]}
+
+    @classmethod
+    def load_state_dict(cls, state: Mapping[str, Any]) -> Ledger:
+        return cls().commit((int(start), int(end)) for start, end in state["committed"])
+
+    @property
+    def digest(self) -> str:
+        """sha256, in hex: equal where islands agree on what has been trained."""
+        return hashlib.sha256(json.dumps(self.state_dict()).encode()).hexdigest()
+
+
+def count_steps(steps: Iterable[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in steps)
+
+
+def first_steps(steps: Iterable[tuple[int, int]], count: int) -> Steps:
+    """The first `count` of these steps: what an island has done of its part."""
+    return _part(steps, 0, count)
+
+
+def _part(steps: Iterable[tuple[int, int]], first: int, last: int) -> Steps:
+    """The steps from number `first` to before number `last`."""
+    parts, before = [], 0
+    for start, end in steps:
+        a, b = max(start, start + first - before), min(end, start + last - before)
+        if a < b:
+            parts.append((a, b))
+        before += end - start
+    return tuple(parts)
+
+
+def split_step(
+    order: SampleOrder, step: int, shares: Mapping[str, float]
+) -> dict[str, list[np.ndarray]]:
+    """For each island its samples of a step that all take together, as micro-batches.
+
+    The parts follow each other in the order of names and are as large as their shares say, by
+    largest remainder; one may be empty. `order` is this island's own: its micro-batches have the
+    size of its own `per_device_train_batch_size`, the others' may have another one.
+    """
+    samples = np.concatenate(order.step_indices(step))
+    rows = order.training.per_device_train_batch_size
+    parts = apportion(len(samples), shares)
+    ends = list(accumulate(parts.values(), initial=0))
+    return {
+        name: [samples[k : min(k + rows, end)] for k in range(start, end, rows)]
+        for name, (start, end) in zip(parts, pairwise(ends), strict=True)
+    }
+
+
+def order_facts(order: SampleOrder, fingerprint: str) -> dict[str, Any]:
+    """The facts that must be equal on all islands for a step to have the same samples on each, by
+    the names that errors use. `fingerprint` is that of the examples."""
+    training = order.training
+    return {
+        "data": fingerprint,
+        "samples of a step": order.samples_per_step,
+        "samples of an epoch": order.samples_per_epoch,
+        "steps": order.total_steps,
+        "train_sampling_strategy": training.train_sampling_strategy,
+        "data_seed": order.seed,
+    }

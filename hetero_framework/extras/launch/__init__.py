@@ -1,0 +1,1 @@
+"""Launching: the files and commands that start every process of a configuration."""

@@ -1,0 +1,303 @@
+"""The processes of a configuration for `hetero launch`, and what it writes for Slurm, Compose and
+SkyPilot, where each process has a machine of its own and sees no key but its own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import yaml
+
+from hetero_framework._version import __version__
+from hetero_framework.cluster.roles import MachineNames, local_worker_ids, this_machine
+from hetero_framework.commands.options import key_directory
+from hetero_framework.config import Config, Machine, process_name
+from hetero_framework.core import addresses
+from hetero_framework.core.files import discard, replace_directory, write_private
+from hetero_framework.errors import UserError, in_words
+from hetero_framework.security import certificates
+from hetero_framework.security.keys import FOLDER, REVOKED
+
+_DRI = Path("/dev/dri")
+_REPOSITORY = Path(__file__).parents[3]
+_MARK = b"# Made by hetero launch, which replaces this directory as a whole. It may hold keys.\n*\n"
+
+
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """A process to start: its entry in the configuration, where ssh reaches its machine (None: it
+    is this one), the value of --resources, and the key files of its machine's processes."""
+
+    id: str
+    entry: Machine
+    path: str
+    host: str | None
+    needs: str | None
+    keys: Sequence[Path]
+
+    @property
+    def name(self) -> str:
+        """For files, services and jobs."""
+        return process_name(self.id).replace(" ", "-")
+
+    def words(
+        self, given: Namespace, file: str, keys: str, imports: Iterable[str], *settings: str
+    ) -> list[str]:
+        """The words behind `hetero` that start it, with the paths that these have there."""
+        is_coordinator = self.id == "local"
+        words = ["train", "--role=coordinator"] if is_coordinator else ["worker"]
+        words += [f"--worker-id={self.id}"] * (not is_coordinator) + [f"--config={file}"]
+        words += ["--insecure-plaintext"] if given.insecure_plaintext else [f"--keys={keys}"]
+        words += [f"--set={setting}" for setting in (*given.set, *settings)]
+        words += [f"--import={path}" for path in imports]
+        return words + given.train_options * is_coordinator
+
+
+def planned(config: Config, given: Namespace) -> list[Launched]:
+    """The coordinator, then the workers that it does not start: over ssh it starts those of its
+    own machine, otherwise each process gets a machine of its own. Makes missing keys. Raises
+    UserError for wrong options, IdentityError for keys that cannot be made here."""
+    here = addresses.is_local_address(config.coordinator.ip)
+    here = here and not any(text.startswith("local=") for text in given.hosts)
+    machine = this_machine() if here else MachineNames(frozenset(), frozenset())
+    beside = local_worker_ids(config, machine) if given.how == "ssh" else ()
+    if config.island is not None and not (given.how == "ssh" and here):
+        text = "the key of an island stays with its coordinator"
+        raise UserError(text, hint="launch it with --ssh on the coordinator's machine")
+    owners = ["local", *(str(w.id) for w in config.planned_workers if w.id not in beside)]
+    hosts, needs = _by_id(given.hosts, owners), _by_id(given.resources, owners)
+    keys, held = key_directory(given), [*owners, *map(str, beside)]
+    if not given.insecure_plaintext and not all(map(keys.has, held)):
+        certificates.ensure_authority(keys)
+        certificates.issue_missing(keys, held[1:])
+    paths = {str(worker.id): f"workers[{k}]" for k, worker in enumerate(config.workers)}
+    paths["local"] = "coordinator"
+    given.port = config.coordinator.port
+    processes = []
+    for owner in owners:
+        entry, files = config.machine(owner), [keys.bundle(owner)]
+        if owner == "local":
+            files += [*map(keys.bundle, beside), *[keys.path / REVOKED] * keys.holds(REVOKED)]
+        files *= not given.insecure_plaintext
+        host = hosts.get(owner, None if addresses.is_local_address(entry.ip) else entry.ip)
+        processes.append(Launched(owner, entry, paths[owner], host, needs.get(owner), files))
+    return processes
+
+
+def _by_id(given: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+    """The values of a repeated option ID=VALUE, by id. Raises UserError."""
+    values = {owner: value for owner, _, value in (text.partition("=") for text in given)}
+    for owner, value in values.items():
+        if owner not in known or not value:
+            raise UserError(f"{owner}={value} is not ID=VALUE with an ID of: {', '.join(known)}")
+    return values
+
+
+def named_paths(config: Config) -> dict[str, dict[str, Path]]:
+    """By section, what strings of the configuration name on this machine: what is there, and all
+    that leads out of the configuration's folder. Without results, which a run writes."""
+    base, found = config.base_dir.absolute(), dict[str, dict[str, Path]]()
+    for section, content in config.to_dict().items():
+        texts, left = list[str](), [content]
+        while left:
+            match left.pop():
+                case str(text) if text and "\n" not in text and len(text) < 1024:
+                    texts.append(text)
+                case dict(parts):
+                    left += parts.values()
+                case list(parts) | tuple(parts):
+                    left += parts
+        paths = {text: Path(os.path.normpath(base / text)) for text in texts}
+        found[section] = {
+            text: path
+            for text, path in paths.items()
+            if path.exists() or not path.is_relative_to(base)
+        }
+    return found
+
+
+def _mounts(given: Namespace) -> dict[str, str]:
+    """Files that the configuration names outside its own folder, by their places in a container;
+    of one that is not there yet its folder. Raises UserError."""
+    base, mounts = Path(given.config).parent.resolve(), dict[str, str]()
+    for text, path in (item for named in given.named.values() for item in named.items()):
+        if path.exists() and path.resolve().is_relative_to(base):
+            continue
+        target = Path(os.path.normpath(Path("/project") / text))
+        if target.is_relative_to("/project"):  # a link that leads out of the folder
+            target = path.resolve()
+        source = path
+        while not source.exists():
+            source, target = source.parent, target.parent
+        if Path("/") in (source, target) or ":" in f"{source}{target}":
+            hint = "put it beside the configuration, or name what a container can be given"
+            raise UserError(f"{text}, which the configuration names, cannot be mounted", hint=hint)
+        mounts[str(target)] = str(source.resolve())
+    return mounts
+
+
+def imported(given: Namespace, folder: str) -> dict[str, str]:
+    """The files of --import, by their places in a folder elsewhere."""
+    return {f"{folder}/{k}.py": file for k, file in enumerate(given.imports)}
+
+
+def slurm(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
+    """A batch script: a heterogeneous job with a component for each process. Its nodes see the
+    files of the one where it is written."""
+    components, nodes, starts = [], [], []
+    for k, process in enumerate(processes):
+        needs = process.needs or "--gpus-per-node=1" * (process.entry.device != "cpu")
+        components.append(f"#SBATCH --nodes=1 --ntasks=1 {needs}".rstrip())
+        nodes.append(f'node{k}=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_{k}")')
+        own_keys = f"{given.output}/keys/{process.name}"
+        words = [given.hetero, *process.words(given, given.config, own_keys, given.imports)]
+        log = f'--output="hetero-$SLURM_JOB_ID-{process.name}.log"'
+        starts.append(f'srun --het-group={k} {log} {shlex.join(words)} "$@"')
+    settings = _settings(processes, lambda process: f"$node{processes.index(process)}")
+    script = _template("slurm.sh").substitute(
+        components="\n#SBATCH hetjob\n".join(components),
+        nodes="\n".join(nodes),
+        names=" ".join(f'"$node{k}"' for k in range(len(processes))),
+        settings=" ".join(f'--set "{setting}"' for setting in settings),
+        workers="".join(f"{start} &\n" for start in starts[1:]),
+        coordinator=starts[0],
+    )
+    return {"slurm.sh": script.encode(), **_keys(processes)}
+
+
+def compose(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
+    """Services of one machine. They see the configuration's folder, without keys and launches."""
+    file, output = Path(given.config), Path(given.output)
+    hidden = {output, *file.parent.glob(FOLDER), *(key.parent for key in processes[0].keys)}
+    inside = sorted(p.relative_to(file.parent) for p in hidden if p.is_relative_to(file.parent))
+    settings = _settings(processes, lambda process: process.name)
+    imports, outside = imported(given, "/imports"), _mounts(given)
+    template, user = _template("compose.yaml"), f"{os.getuid()}:{os.getgid()}"
+    groups = sorted({str(device.stat().st_gid) for device in _DRI.glob("render*")})
+    services: dict[str, Any] = {}
+    for process in processes:
+        kind, _, index = process.entry.device.partition(":")
+        kind = kind if kind in ("cuda", "rocm") else "cpu"
+        filled = template.substitute(kind=kind, index=index or "0", user=user, groups=groups)
+        service = services[process.name] = yaml.safe_load(filled)[kind]
+        service["build"]["context"] = str(_REPOSITORY)
+        words = process.words(given, f"/project/{file.name}", "/keys", imports, *settings)
+        service["command"] = words + ["--keep"] * (
+            process.id != "local"
+        )  # the coordinator ends all
+        volumes = {"/project": file.parent, "/cache": "cache", **outside, **imports}
+        volumes |= {"/keys": output / "keys" / process.name} if process.keys else {}
+        service["volumes"] = [f"{source}:{target}" for target, source in volumes.items()]
+        service["tmpfs"] = [f"/project/{path}" for path in inside]
+    # Compose then stops the coordinator first, which saves while the workers are there.
+    services["coordinator"]["depends_on"] = [process.name for process in processes[1:]]
+    whole = {"services": services, "volumes": {"cache": {}}}
+    return {"compose.yaml": _yaml(whole).replace(b"$", b"$$"), **_keys(processes)}
+
+
+def sky(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
+    """A task for each machine, and a script that launches them. Workers dial the coordinator, which
+    has no task where it is on this machine: the script ends with it."""
+    home, name, files = processes[0], Path(given.config).name, _keys(processes)
+    if addresses.is_loopback(home.entry.ip):
+        text = f"rented machines cannot dial coordinator.ip, {home.entry.ip}"
+        raise UserError(text, hint="write an address of this machine that they reach")
+    away = given.named if home.host is not None else {"model": given.named.get("model", {})}
+    written = given.written
+    lacking = [
+        text
+        for named in away.values()
+        for text, path in named.items()
+        if not path.is_relative_to(written)
+    ]
+    if lacking:
+        text = f"the rented machines have no {', '.join(lacking)}, which the configuration names"
+        raise UserError(text, hint="name it as the hub does, or train with --ssh or --compose")
+    settings = _settings(processes, lambda p: home.entry.ip if p is home else p.name)
+    settings += [f"{process.path}.port=null" for process in processes[1:]]
+    settings += ["training.connect_timeout_s=3600"]  # machines are rented one after the other
+    lines = ["#!/bin/sh", "set -eu", 'cd "$(dirname "$0")"', f"address={home.entry.ip}"]
+    imports = imported(given, "imports")
+    for process in processes if home.host is not None else processes[1:]:
+        if process.needs is None and process.entry.device != "cpu":
+            text = f"--resources {process.id}=NAME:COUNT has to say which accelerator it gets"
+            raise UserError(text, hint="or set its device to cpu")
+        needs = {"accelerators": process.needs} if process.needs else {"cpus": "4+"}
+        mounts = {name: given.config, **imports}
+        for file in process.keys:
+            mounts[f"{FOLDER}/{file.name}"] = f"keys/{process.name}/{file.name}"
+        task: dict[str, Any] = {"name": f"hetero-{process.name}", "resources": needs}
+        task["file_mounts"] = {f"~/hetero/{at}": file for at, file in mounts.items()}
+        task["setup"] = f"pip install hetero-framework=={__version__}"
+        launch, address = f"sky launch -y -d -c {task['name']} {process.name}.yaml", "$ADDRESS"
+        if process is home:
+            needs["ports"], address = given.port, "$(hostname -I | cut -d ' ' -f 1)"
+            lines += [launch, f"address=$(sky status --ip {task['name']})"]
+        else:
+            task["envs"] = {"ADDRESS": None}
+            lines.append(f'{launch} --env ADDRESS="$address"')
+        words = shlex.join(process.words(given, name, FOLDER, imports, *settings))
+        start = f'exec hetero {words} --set "coordinator.ip={address}"'
+        task["run"] = f"cd ~/hetero && chmod -R go= . && {start}"
+        files[f"{process.name}.yaml"] = _yaml(task)
+    if home.host is None:
+        own_keys = f"{given.output}/keys/{home.name}"
+        words = shlex.join(home.words(given, given.config, own_keys, given.imports, *settings))
+        lines.append(f"exec hetero {words}")
+    return {"sky.sh": "\n".join([*lines, ""]).encode(), **files}
+
+
+def _template(name: str) -> Template:
+    return Template(Path(__file__).with_name(f"launch_{name}").read_text(encoding="utf-8"))
+
+
+def _keys(processes: Sequence[Launched]) -> dict[str, bytes]:
+    files = ((process, file) for process in processes for file in process.keys)
+    return {f"keys/{process.name}/{file.name}": file.read_bytes() for process, file in files}
+
+
+def _settings(processes: Sequence[Launched], address: Callable[[Launched], str]) -> list[str]:
+    """Where the processes are. Their machines show them one device, as the first."""
+    found = []
+    for process in processes:
+        kind = process.entry.device.partition(":")[0]
+        values = (f"ip={address(process)}", "hostname=null", f"device={kind}")
+        found += [f"{process.path}.{value}" for value in values]
+    return found
+
+
+def _yaml(content: dict[str, Any]) -> bytes:
+    text: str = yaml.safe_dump(content, sort_keys=False, width=1000)
+    return text.encode()
+
+
+def write(folder: Path, files: Mapping[str, bytes], *, force: bool) -> None:
+    """Make `folder` hold exactly these files, for this user alone, in one step. Raises UserError
+    where it holds others, unless `force`d, and where no launch has made it."""
+    files, mark = {".gitignore": _MARK, **files}, folder / ".gitignore"
+    is_ours = mark.is_file() and mark.read_bytes() == _MARK
+    if folder.exists() and not is_ours:
+        raise UserError(f"{folder} is there already", hint="--output DIR chooses another")
+    present = [path for path in folder.rglob("*") if path.is_file()]
+    there = {path.relative_to(folder).as_posix(): path.read_bytes() for path in present}
+    if there == files:
+        return
+    if there and not force:
+        differing = sorted(name for name in there | files if there.get(name) != files.get(name))
+        text = f"{folder} differs from what would be written: {', '.join(differing[:5])}"
+        raise UserError(text, hint="--overwrite replaces it; --output DIR chooses another")
+    new, old = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
+    try:
+        discard(new)
+        for name, content in files.items():
+            (new / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(new / name, content)
+        replace_directory(new, folder, old)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {in_words(error)}") from error

@@ -1,0 +1,61 @@
+"""`hetero timeline`: how the time of a run's steps was spent, and which change would help most."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hetero_framework.commands.options import flag, option, report, writes
+from hetero_framework.errors import UserError
+
+EXAMPLES = """
+    hetero timeline runs/default
+    hetero timeline runs/default --json
+    hetero timeline runs/default --step 3 --output step3.svg
+    """
+OPTIONS = (
+    option("place", metavar="RUN", help="output_dir of a run, or its timeline.json"),
+    option("--step", type=int, metavar="N", help="step to draw (default: the last recorded)"),
+    option("--format", choices=("png", "svg", "pdf"), help="default: by --output"),
+    *writes("picture to write (default: timeline.png beside timeline.json)", metavar="PATH"),
+    flag("--json", "print JSON; draw only with --output"),
+)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from hetero_framework.extras.islands.island_stats import read_between
+    from hetero_framework.extras.observe import prediction_error
+    from hetero_framework.extras.observe.bottleneck import diagnose, text
+    from hetero_framework.extras.observe.picture import picture
+    from hetero_framework.extras.observe.pictures import can_draw
+    from hetero_framework.extras.observe.timeline_picture import draw
+    from hetero_framework.extras.observe.trace_file import read_timeline
+
+    trace = read_timeline(arguments.place)
+    diagnosis = diagnose(trace)
+    steps = [step + 1 for step in trace.steps]
+    step = arguments.step if arguments.step is not None else diagnosis.steps[-1]
+    if step not in steps:
+        raise UserError(
+            f"step {step} was not recorded",
+            hint=f"recorded: {', '.join(map(str, steps))}; training.timeline_steps sets which",
+        )
+    place = Path(arguments.place)
+    folder = place if place.is_dir() else place.parent
+    held = prediction_error.read_account(folder, diagnosis.steps)
+    between = read_between(folder)
+    figures = {**diagnosis.to_dict(), "account": held.to_dict() if held is not None else None}
+    if between is not None:
+        figures["islands"] = between.to_dict()
+    shown = [text(diagnosis), *(["", *prediction_error.text(held)] if held is not None else [])]
+    shown += ["", *between.text()] if between is not None else []
+    report(arguments, figures, lambda _: "\n".join(shown))
+    if arguments.output is None and arguments.json:
+        return
+    if arguments.output is None and not can_draw():
+        print('\nno picture: it needs matplotlib (pip install "hetero-framework[pictures]")')
+        return
+    output = arguments.output or folder / f"timeline.{arguments.format or 'png'}"
+    file = draw(picture(trace, step - 1), output, arguments.format)
+    if not arguments.json:
+        print(f"\ndrawn: step {step} in {file}")

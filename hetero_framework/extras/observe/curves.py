@@ -1,0 +1,207 @@
+"""The curves of runs: loss and evaluation, learning rate and gradient norm, and what the objective
+measures, by step.
+
+Read from metrics.jsonl, drawn by matplotlib (the extra "pictures").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.errors import UserError, in_words
+from hetero_framework.extras.observe.pictures import heading_pt, save, text_pt
+from hetero_framework.units import plural
+
+CURVES_FILE = "curves.png"
+_METRICS = "metrics.jsonl"
+_PANELS = {"loss": "loss", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
+_MEASURES = {
+    "accuracy": re.compile("(rewards/)?accurac(y|ies)|mean_token_accuracy"),
+    "reward": re.compile("rewards/(margins|chosen|rejected)|margin|(min|mean|max)_reward"),
+}
+"""Panels of what objectives measure, where a run has any."""
+_PAPER, _INK, _FAINT, _GRID = "#fdfdfb", "#222222", "#5f6670", "#d9d8d3"
+# Okabe and Ito's colours, which people with any common colour blindness tell apart.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555")
+_EVALUATION: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 4}
+_WIDTH_PT, _HEIGHT_PT, _NAME = 760.0, 520.0, 90
+_MARKED = 40  # points: of a shorter curve each one is marked
+_DRAWN = 500  # points: of a longer curve means are drawn, between the least and the greatest value
+_LOGARITHMIC = 100.0  # the greatest value over the least
+Points = tuple[list[int], list[float]]  # steps and values, NaN where one was not finite
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's name and curves, by the names of metrics.jsonl."""
+
+    name: str
+    curves: Mapping[str, Points]
+
+    @property
+    def summary(self) -> str:
+        """Steps, and the last loss and evaluation."""
+        losses = self.curves.get("loss", ([], []))[1]
+        parts = [plural(len(losses), "step")]
+        for key, what in {"loss": "loss", **self.evaluations}.items():
+            if values := self.curves.get(key, ([], []))[1]:
+                parts.append(f"last {what} {values[-1]:.4g}")
+        if unknown := sum(map(math.isnan, losses)):
+            parts.append(f"{plural(unknown, 'loss')} not finite")
+        return ", ".join(parts)
+
+    @property
+    def evaluations(self) -> dict[str, str]:
+        """The curves of evaluation losses, and how they are called."""
+        return {
+            key: f"evaluation {key[len('eval_') : -len('_loss')]}"
+            if key != loss_of()
+            else "evaluation"
+            for key in self.curves
+            if key.startswith("eval_") and key.endswith("_loss")
+        }
+
+    def measures(self, panel: str) -> dict[str, str]:
+        """The curves of one of _MEASURES, and how they are called."""
+        found = {}
+        for key in self.curves:
+            match = re.fullmatch(rf"(eval_(?:.*_)?)?({_MEASURES[panel].pattern})", key)
+            if match is not None:
+                of_set = (match[1] or "").replace("eval_", "evaluation ").replace("_", " ")
+                found[key] = of_set + match[2].removeprefix("rewards/").replace("_", " ")
+        return found
+
+
+def loss_of(name: str = "") -> str:
+    """The name of the loss of an evaluation set; "" is one without a name."""
+    return f"eval_{name}_loss" if name else "eval_loss"
+
+
+def read_run(place: Path, name: str) -> Run:
+    """The curves of an `output_dir` or a metrics.jsonl. Raises UserError where there are none."""
+    file = place / _METRICS if place.is_dir() else place
+    curves: dict[str, Points] = {}
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for line in (json.loads(line) for line in lines if line.endswith("\n")):
+                known = {*_PANELS, *map(loss_of, line.get("sets", [""]))}
+                for key in (key for key in line if key in known or _is_measure(key)):
+                    steps, values = curves.setdefault(key, ([], []))
+                    steps.append(int(line["step"]))
+                    values.append(math.nan if line[key] is None else float(line[key]))
+    except FileNotFoundError:
+        hint = "give the output_dir of a run"
+        raise UserError(f"there is no {_METRICS} in {place}", hint=hint) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"cannot read {file}: {in_words(error)}") from None
+    if not curves:
+        raise UserError(f"{file} holds no step yet")
+    return Run(name, curves)
+
+
+def _is_measure(key: str) -> bool:
+    return any(re.fullmatch(f"(eval_.*)?({p.pattern})", key) for p in _MEASURES.values())
+
+
+def draw(runs: Sequence[Run], path: Path) -> Path:
+    """As `pictures.save`."""
+    return save(lambda: figure(runs), path)
+
+
+def figure(runs: Sequence[Run]) -> Any:
+    """The curves of one run, or of several to be compared, as a matplotlib Figure."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.lines import Line2D
+
+    is_one = len(runs) == 1
+    # Of long paths the ends differ.
+    names = [run.name if len(run.name) <= _NAME else f"...{run.name[-_NAME:]}" for run in runs]
+    labels = [f"{name}: {run.summary}" for name, run in zip(names, runs, strict=True)]
+    title = names[0] if is_one else f"{len(runs)} runs"
+    width = max(_WIDTH_PT, heading_pt(title, ""), *(90 + text_pt(text, 9) for text in labels))
+    more = [panel for panel in _MEASURES if any(run.measures(panel) for run in runs)]
+    height = _HEIGHT_PT * (1.4 if more else 1.0) + (0 if is_one else 16 * len(runs))
+    layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
+    drawn = Figure(figsize=(width / 72, height / 72), facecolor=_PAPER, layout=layout)
+    rows = ["AA", "BC", *(["DE"[: len(more)] * (3 - len(more))] if more else [])]
+    places = drawn.subplot_mosaic(";".join(rows), height_ratios=(3, 2, 2)[: len(rows)])
+    for axes, key in zip(places.values(), (*_PANELS, *more), strict=True):
+        _draw_panel(axes, runs, key)
+    drawn.suptitle(title, x=0.015, ha="left", fontsize=14, weight="bold", color=_INK)
+    look: dict[str, Any] = {"frameon": False, "labelcolor": _INK}
+    if is_one:
+        places["A"].set_title(runs[0].summary, loc="left", fontsize=10.5, color=_FAINT)
+    else:
+        colors = (Line2D([], [], color=_COLOURS[k % len(_COLOURS)]) for k in range(len(runs)))
+        drawn.legend(list(colors), labels, loc="outside lower left", fontsize=9, **look)
+    if told := list(dict.fromkeys(name for run in runs for name in run.evaluations.values())):
+        shades = [_COLOURS[k % len(_COLOURS)] if is_one else _FAINT for k in range(1 + len(told))]
+        kinds = [Line2D([], [], color=shades[0])]
+        kinds += [Line2D([], [], color=shade, **_EVALUATION) for shade in shades[1:]]
+        places["A"].legend(kinds, ["training", *told], loc="upper right", **look)
+    return drawn
+
+
+def _draw_panel(axes: Any, runs: Sequence[Run], panel: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(facecolor="none", xmargin=0.02)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_GRID)
+    axes.grid(color=_GRID, linewidth=0.5)
+    axes.tick_params(length=0, labelsize=9, labelcolor=_FAINT)
+    axes.set_xlabel("step", fontsize=9.5, color=_FAINT)
+    label = "margin" if panel == "reward" and len(runs) > 1 else panel
+    axes.set_ylabel(_PANELS.get(panel, label), fontsize=9.5, color=_FAINT)
+    axes.xaxis.set_major_locator(
+        MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+    )
+    finite: list[float] = []
+    is_one, names = len(runs) == 1, {panel: ""}
+    for number, run in enumerate(runs):
+        if panel in _MEASURES:  # colours tell several runs apart, so there is one measure of each
+            found = run.measures(panel).items()
+            names = {k: v for k, v in found if is_one or re.search("accurac|margin", k)}
+        shown = {**names, **run.evaluations} if panel == "loss" else names
+        whats = list(dict.fromkeys(name.removeprefix("evaluation ") for name in shown.values()))
+        for key, name in shown.items():
+            steps, values = run.curves.get(key, ([], []))
+            finite += filter(math.isfinite, values)
+            other = whats.index(name.removeprefix("evaluation ")) if is_one else 0
+            look = _EVALUATION if key.startswith("eval_") else {}
+            _draw_curve(axes, steps, values, _COLOURS[(number + other) % len(_COLOURS)], look)
+    if panel in _MEASURES and is_one:
+        above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3}
+        look = {"frameon": False, "labelcolor": _INK, "fontsize": 8.5, **above}
+        axes.legend(axes.get_lines(), names.values(), **look)
+    if not finite:
+        axes.set(xticks=[], yticks=[])
+        axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=_FAINT)
+    elif min(finite) > 0 and max(finite) > _LOGARITHMIC * min(finite) and panel != "learning_rate":
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+
+
+def _draw_curve(
+    axes: Any, steps: Sequence[int], values: Sequence[float], color: str, look: Mapping[str, Any]
+) -> None:
+    import numpy as np
+
+    x, y = np.array(steps, float), np.array(values, float)
+    if len(x) > _DRAWN:
+        parts = np.array_split(np.arange(len(x)), _DRAWN)
+        x = np.array([x[part].mean() for part in parts])
+        finite = [y[part][np.isfinite(y[part])] for part in parts]
+        rows = [(v.min(), v.mean(), v.max()) if v.size else (math.nan,) * 3 for v in finite]
+        low, y, high = np.array(rows).T
+        axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+    marked = {"marker": "o", "markersize": 4} if len(x) <= _MARKED else {}
+    axes.plot(x, y, color=color, linewidth=1.4, **{**marked, **look})

@@ -1,0 +1,262 @@
+"""The error of predictions: each step's predicted and measured time, and the reasons for a
+difference.
+
+A run predicts every step before it begins, by the planner's simulator from the times of the steps
+before, and its stages' memory from shapes. `stage_predictions` writes that into metrics.jsonl
+beside the measured values; `read_account` compares the two. All seconds of stages and boundaries
+are of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.config import process_name
+from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
+from hetero_framework.engine.schedule.tuning import TunedSchedule, default_max_in_flight
+from hetero_framework.errors import UserError, in_words
+from hetero_framework.extras.islands.island_stats import data_step
+from hetero_framework.tables import table
+from hetero_framework.units import seconds, share, size
+
+WorkerId = int | str
+
+_AS_PREDICTED = 0.05
+_WORTH_SAYING = 0.01  # of the measured step
+_TIMES = ("forward_s", "backward_s", "activation_s", "gradient_s")
+
+
+@dataclass(frozen=True)
+class StageAccount:
+    """One stage: seconds of a micro-batch, and of the tensors that come to it; the last two as
+    predicted at the boundary in front of it and behind it. `memory` is that of its process."""
+
+    index: int
+    owner: WorkerId
+    predicted: Mapping[str, float]
+    measured: Mapping[str, float]
+    predicted_memory: int
+    peak_memory: int
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The effect of one difference on the step, by simulation."""
+
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Account:
+    """Means over `steps` (counted from 1), in seconds. `causes` with `unexplained_s` are all of the
+    difference between the two. `planned_s` is what the plan was to take when it was made, where
+    that is known."""
+
+    steps: tuple[int, ...]
+    planned_s: float | None
+    predicted_s: float
+    measured_s: float
+    stages: tuple[StageAccount, ...]
+    causes: tuple[Cause, ...]
+
+    @property
+    def error(self) -> float:
+        """How much longer than predicted the step was, as a share of the prediction."""
+        return self.measured_s / self.predicted_s - 1 if self.predicted_s > 0 else 0.0
+
+    @property
+    def unexplained_s(self) -> float:
+        return self.measured_s - self.predicted_s - sum(cause.seconds for cause in self.causes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types, for programs."""
+        return {**asdict(self), "error": self.error, "unexplained_s": self.unexplained_s}
+
+
+def stage_predictions(
+    schedule: TunedSchedule | None, memory_bytes: Mapping[WorkerId, int], owners: Sequence[WorkerId]
+) -> list[dict[str, Any]]:
+    """The predictions of each stage for its line in metrics.jsonl: its process's memory and, with
+    known times (`schedule`), those of the stage, of an activation from the boundary in front of it
+    and of a gradient from the one behind it."""
+    stages: list[dict[str, Any]] = [{"memory": memory_bytes.get(owner, 0)} for owner in owners]
+    if schedule is None:
+        return stages
+    profile = schedule.profile
+    for k, stage in enumerate(stages):
+        before = profile.edges[k - 1] if k else Edge()
+        behind = profile.edges[k] if k < len(profile.edges) else Edge()
+        stage |= {
+            "forward_s": profile.forward_s[k],
+            "backward_s": profile.backward_s[k],
+            "activation_s": before.forward_s,
+            "gradient_s": behind.backward_s,
+            "latency_s": before.latency_s,
+            "relayed": before.relay is not None,
+        }
+    return stages
+
+
+def read_account(folder: Path, steps: Collection[int]) -> Account | None:
+    """The account of those steps (counted from 1) of a run that its metrics.jsonl tells of; None
+    where it tells of none. Raises UserError for a file that is damaged."""
+    file = folder / "metrics.jsonl"
+    if not file.exists():
+        return None
+    try:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        known = [one for one in lines if data_step(one) in steps and one.get("predicted_s")]
+        return _account(known) if known else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(f"cannot read {file}: {in_words(error)}") from None
+
+
+def _account(lines: Sequence[Mapping[str, Any]]) -> Account:
+    micro_batches = lines[-1]["micro_batches"]
+    lines = [line for line in lines if line["micro_batches"] == micro_batches]
+    stages = tuple(
+        _stage([line["stages"][k] for line in lines], micro_batches)
+        for k in range(len(lines[-1]["stages"]))
+    )
+    edges = [
+        (stage["predicted"]["latency_s"], stage["predicted"]["relayed"])
+        for stage in lines[-1]["stages"][1:]
+    ]
+    return Account(
+        tuple(line["step"] for line in lines),
+        lines[-1].get("planned_s"),
+        statistics.fmean(line["predicted_s"] for line in lines),
+        statistics.fmean(line["pipeline_s"] for line in lines),
+        stages,
+        tuple(_causes(stages, edges, micro_batches)),
+    )
+
+
+def _stage(lines: Sequence[Mapping[str, Any]], micro_batches: int) -> StageAccount:
+    def mean(name: str) -> float:
+        return statistics.fmean(line[name] for line in lines)
+
+    last = lines[-1]
+    return StageAccount(
+        last["index"],
+        last["owner"],
+        {n: statistics.fmean(line["predicted"][n] for line in lines) for n in _TIMES},
+        {
+            "forward_s": mean("forward_s") / micro_batches,
+            "backward_s": mean("backward_s") / micro_batches,
+            "activation_s": mean("activation_s"),
+            "gradient_s": mean("gradient_s"),
+        },
+        last["predicted"]["memory"],
+        max(line["peak_memory"] for line in lines),
+    )
+
+
+def _causes(
+    stages: Sequence[StageAccount], edges: Sequence[tuple[float, bool]], micro_batches: int
+) -> Iterator[Cause]:
+    """Measured values replace predicted ones, one kind after the other; the step
+    is simulated each time."""
+    times = [dict(stage.predicted) for stage in stages]
+    owners = list(dict.fromkeys(stage.owner for stage in stages))
+    devices = [owners.index(stage.owner) for stage in stages]
+
+    def step_s() -> float:
+        joined = [
+            Edge(after["activation_s"], before["gradient_s"], latency_s, 0 if relayed else None)
+            for (before, after), (latency_s, relayed) in zip(pairwise(times), edges, strict=True)
+        ]
+        forward_s, backward_s = ([one[name] for one in times] for name in _TIMES[:2])
+        profile = Profile.of(forward_s, backward_s, devices=devices, edges=joined)
+        # Always by one schedule: a better one for other times would look like a gain.
+        in_flight = default_max_in_flight(profile.num_stages)
+        return simulate(profile, micro_batches, in_flight).seconds
+
+    before_s = step_s()
+    for names, told in ((_TIMES[:2], _computing), (_TIMES[2:], _moving)):
+        for stage, values in zip(stages, times, strict=True):
+            values.update({name: stage.measured[name] for name in names})
+            after_s = step_s()
+            was, is_ = (sum(d[n] for n in names) for d in (stage.predicted, stage.measured))
+            # A slower stage may let others overlap better, by luck; that explains nothing.
+            if was > 0 and (after_s - before_s) * (is_ - was) > 0:
+                yield Cause(told(stage, is_ / was), after_s - before_s)
+            before_s = after_s
+
+
+def _computing(stage: StageAccount, ratio: float) -> str:
+    how = f"{share(abs(ratio - 1))} {'slower' if ratio > 1 else 'faster'}"
+    return f"stage {stage.index} on {_who(stage)} computed {how} than predicted"
+
+
+def _moving(stage: StageAccount, ratio: float) -> str:
+    return f"tensors took {ratio:.2f} times as long to come to stage {stage.index} on {_who(stage)}"
+
+
+def _who(stage: StageAccount) -> str:
+    return process_name(stage.owner)
+
+
+_HEAD = (
+    *("stage", "process", "forward: predicted", "took", "backward: predicted", "took"),
+    *("memory: predicted", "peak"),
+)
+
+
+def text(account: Account) -> list[str]:
+    """The account as lines for the user."""
+    steps, error = account.steps, account.error
+    which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    return [
+        f"predicted and measured, {which}: the pipeline was to take {seconds(account.predicted_s)} "
+        f"and took {seconds(account.measured_s)} ({error:+.0%})",
+        *_planned(account),
+        "",
+        *table(_HEAD, [_row(account, stage) for stage in account.stages], left=(0, 1)),
+        "memory is predicted for tensors; on a CPU the peak is the whole process, libraries too",
+        "",
+        *_reasons(account),
+    ]
+
+
+def _planned(account: Account) -> list[str]:
+    if not account.planned_s:
+        return []
+    planned, error = seconds(account.planned_s), account.measured_s / account.planned_s - 1
+    return [f"when the plan was made a step was to take {planned} ({error:+.0%})"]
+
+
+def _row(account: Account, stage: StageAccount) -> tuple[str, ...]:
+    was, is_ = stage.predicted, stage.measured
+    times = (was["forward_s"], is_["forward_s"], was["backward_s"], is_["backward_s"])
+    shown = [seconds(value) for value in times]
+    if stage.index == len(account.stages) - 1:
+        both = (seconds(sum(times[0::2])), seconds(sum(times[1::2])))
+        shown = [*both, "(both)", "(both)"]
+    memory = (size(stage.predicted_memory), size(stage.peak_memory) if stage.peak_memory else "-")
+    return (str(stage.index), _who(stage), *shown, *memory)
+
+
+def _reasons(account: Account) -> list[str]:
+    if abs(account.error) <= _AS_PREDICTED:
+        return ["as predicted, within 5 %"]
+    least = _WORTH_SAYING * account.measured_s
+    causes = sorted(account.causes, key=lambda cause: -abs(cause.seconds))
+    lines = [f"{_signed(c.seconds)}: {c.text}" for c in causes if abs(c.seconds) >= least]
+    if abs(account.unexplained_s) >= least:
+        lines.append(
+            f"{_signed(account.unexplained_s)}: waiting that these times do not explain: processes "
+            "that share cores or a link, other work on a machine, or uneven micro-batches"
+        )
+    return ["of the difference:", *(f"  {line}" for line in lines)]
+
+
+def _signed(time_s: float) -> str:
+    return f"{'+' if time_s >= 0 else '-'}{seconds(abs(time_s))}"

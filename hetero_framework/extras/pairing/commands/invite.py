@@ -1,0 +1,59 @@
+"""`hetero invite`: lets another machine join as a worker or an island."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hetero_framework.commands.options import (
+    CONFIG,
+    KEYS,
+    at_least,
+    key_directory,
+    load,
+    option,
+    repeated,
+)
+from hetero_framework.errors import UserError
+
+EXAMPLES = """
+    hetero invite 1
+    hetero invite 1 2 --config cluster.json
+    hetero invite --island garage --bind 192.168.1.10
+    """
+OPTIONS = (
+    option("workers", metavar="ID", nargs="*", help="worker ID in the configuration"),
+    repeated(
+        "--island",
+        "NAME",
+        "invite the coordinator of this island, on the lighthouse's machine; may be repeated",
+        dest="islands",
+    ),
+    *CONFIG,
+    KEYS,
+    option(
+        "--port", type=at_least(1), metavar="N", help="port to wait at (default: the coordinator's)"
+    ),
+    option(
+        "--bind",
+        metavar="HOST",
+        help="with --island: this machine's address as islands reach it (default: that of"
+        " island.lighthouse in the configuration; without one, that of the first interface)",
+    ),
+)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from hetero_framework.extras.pairing import key_management
+
+    file, keys, port = Path(arguments.config), key_directory(arguments), arguments.port
+    if bool(arguments.workers) == bool(arguments.islands):
+        raise UserError("hetero invite takes IDs of workers or --island NAME")
+    if arguments.bind is not None and not arguments.islands:
+        raise UserError("--bind HOST goes with hetero invite --island")
+    if not arguments.islands:
+        key_management.invite(load(arguments), file, keys, arguments.workers, port)
+        return
+    config = load(arguments) if file.exists() else None
+    address = key_management.lighthouse_address(config, arguments.bind)
+    key_management.invite_islands(keys.of_islands, arguments.islands, address, port)

@@ -1,0 +1,404 @@
+"""Keys for `hetero invite`, `join` and `keys`: makes, transfers, lists and revokes them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hetero_framework.commands.options import DEFAULT_CONFIG
+from hetero_framework.config import (
+    LIGHTHOUSE_PORT,
+    Config,
+    host_and_port,
+    island_name,
+    split_address,
+)
+from hetero_framework.config.strict_json import parse_object
+from hetero_framework.core import addresses, timeouts, tls
+from hetero_framework.core.dial import Listener
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.files import refuse_output, rename, write_file
+from hetero_framework.core.identity import Identity
+from hetero_framework.core.stream import Stream
+from hetero_framework.core.threads import in_background
+from hetero_framework.errors import IdentityError, UserError, in_words
+from hetero_framework.extras.pairing.pairing import (
+    GOOD_FOR_S,
+    Configuration,
+    Inviting,
+    PairedMachine,
+    Token,
+    join,
+)
+from hetero_framework.security import authority as x509
+from hetero_framework.security import certificates
+from hetero_framework.security.acceptor import Acceptor
+from hetero_framework.security.keys import AUTHORITY, ISSUED, REVOKED, KeyDirectory
+
+_log = logging.getLogger(__name__)
+Say = Callable[[str], None]
+_print = partial(print, flush=True)
+
+
+def prepare_keys(config: Config, keys: KeyDirectory) -> bool:
+    """On the coordinator's machine: make the authority and the coordinator's key where they are
+    needed and missing; return whether they were made."""
+    here = addresses.is_local_address(config.coordinator.ip)
+    remote = [w for w in config.planned_workers if not addresses.is_loopback(w.ip)]
+    if not here or not remote or keys.processes():
+        return False
+    return certificates.ensure_authority(keys)[1]
+
+
+def invite(
+    config: Config,
+    file: Path,
+    keys: KeyDirectory,
+    workers: Sequence[str],
+    port: int | None = None,
+    say: Say = _print,
+) -> None:
+    """Print for each worker the line to be pasted on its machine, and wait until they have joined.
+    Raises IdentityError for one that did not, UserError, and NetworkError for a port in use."""
+    known = {str(worker.id): worker.id for worker in config.workers}
+    for worker in workers:
+        if worker not in known:
+            listed = ", ".join(known) or "none"
+            raise UserError(f"{file} has no worker {worker} (workers: {listed})")
+    machines = [config.worker(known[worker]) for worker in dict.fromkeys(workers)]
+    invited = {m.id: f" ({', '.join(filter(None, (m.hostname, m.ip)))})" for m in machines}
+    given = Configuration(file.name, file.read_text(encoding="utf-8-sig"))
+    place = InvitationPort(config.coordinator.ip, config.coordinator.port, port)
+    _invite(keys, invited, given, place, say)
+
+
+def invite_islands(
+    keys: KeyDirectory,
+    names: Sequence[str],
+    address: tuple[str, int],
+    port: int | None = None,
+    say: Say = _print,
+) -> None:
+    """`invite` for islands, on the machine of the lighthouse, which has this address; `keys` are
+    those of the islands."""
+    for name in names:
+        checked_name(name)
+    _invite(keys, dict.fromkeys(names, ""), None, InvitationPort(*address, port), say)
+
+
+def lighthouse_address(config: Config | None, host: str | None) -> tuple[str, int]:
+    """The address at which islands reach this machine: at `host`, if it is given."""
+    if config is not None and config.island is not None:
+        configured, port = config.island.lighthouse_address
+        return host or configured, port
+    return host or addresses.primary_address(), LIGHTHOUSE_PORT
+
+
+def checked_name(name: str) -> str:
+    """The name of an island. Raises UserError."""
+    try:
+        return island_name(name)
+    except ValueError as error:
+        raise UserError(f"no island can be called {name!r}: {error}") from None
+
+
+@dataclass(frozen=True)
+class InvitationPort:
+    """The port of an invitation: the one that is wanted, else the usual one, or any free one where
+    a run has that."""
+
+    host: str
+    usual: int
+    wanted: int | None
+
+    def listener(self) -> Listener:
+        port = self.wanted or self.usual
+        if self.wanted is None and not addresses.port_is_free(self.host, port):
+            _log.info("port %d is in use, by a run perhaps; the line names another one", port)
+            port = 0
+        return Listener(self.host, port)
+
+
+def _invite(
+    keys: KeyDirectory,
+    invited: Mapping[WorkerId, str],
+    given: Configuration | None,
+    place: InvitationPort,
+    say: Say,
+) -> None:
+    """`invited`: the members, with the known facts of each machine."""
+    authority, made = certificates.ensure_authority(keys)
+    if made:
+        _log.info("made the authority of a new cluster: %s", keys.path)
+    inviting = Inviting(keys, authority, invited, given)
+    more = ""
+    if given is not None and given.name != DEFAULT_CONFIG:
+        more = f" --config {shlex.quote(given.name)}"
+    with closing(place.listener()) as listener:
+        address = host_and_port(place.host, listener.port)
+        for entry in inviting.invitations:
+            say(f"on the machine of {keys.kind.called(entry.process)}{invited[entry.process]}:")
+            say(f"hetero join {address} {entry.token}{more}")
+        _log.info(
+            "each line is good once, for %.0f minutes. Waiting here; Ctrl-C takes them back",
+            GOOD_FOR_S / 60,
+        )
+        _wait(inviting, listener)
+    lost = [entry for entry in inviting.invitations if entry.outcome != "used"]
+    if lost:
+        texts = "; ".join(f"{keys.kind.called(entry.process)}: {entry.outcome}" for entry in lost)
+        raise IdentityError(f"not joined: {texts}", hint="invite again")
+
+
+def _wait(inviting: Inviting, listener: Listener) -> None:
+    def joined(stream: Stream, identity: Identity | None) -> None:
+        _log.info("%s has joined from %s", identity, stream.peer)
+        acceptor.gone(stream)
+        stream.close()
+
+    acceptor = Acceptor(inviting, joined)
+    accepting = in_background(lambda: acceptor.run(listener), "accept")
+    try:
+        while not inviting.over and not accepting.done():
+            time.sleep(timeouts.ANSWER_TICK_S)
+    finally:
+        acceptor.close()
+        listener.close()
+        accepting.result(timeouts.EXIT_S)
+
+
+def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> PairedMachine:
+    """Make this machine the worker or island that it was invited as: write its key, and a worker's
+    configuration as `file`; another file of that name is kept beside it."""
+    try:
+        host, port = split_address(address.strip())
+    except ValueError as error:
+        hint = "paste the whole line of `hetero invite`"
+        raise UserError(f"the address {error}", hint=hint) from None
+    parsed = Token.parse(token)
+
+    def keep(joined: PairedMachine) -> None:
+        given = joined.configuration
+        if joined.identity.island is not None:
+            _keep(keys.of_islands, joined)
+            return
+        if given is None:
+            raise ValueError("the configuration is missing")
+        raw = parse_object(given.text.encode(), name=file.name)
+        config = Config.from_dict(raw, file.absolute().parent, name=given.name)
+        config.worker(str(joined.identity.worker))
+        _keep(keys, joined)
+        _write_configuration(file, given.text)
+
+    return join(host, port, parsed, keep)
+
+
+def _keep(keys: KeyDirectory, joined: PairedMachine) -> None:
+    with keys.locked():
+        keys.write_bundle(joined.identity, joined.bundle)
+
+
+def _write_configuration(file: Path, text: str) -> None:
+    try:
+        if file.exists() and file.read_text(encoding="utf-8-sig") != text:
+            before, number = file.with_name(f"{file.name}.before"), 1
+            while os.path.lexists(before):
+                before, number = file.with_name(f"{file.name}.before.{number}"), number + 1
+            rename(file, before)
+            _log.info("the %s that was here is now %s", file.name, before.name)
+        write_file(file, text.encode())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write {file}: {in_words(error)}") from error
+
+
+def listing(keys: KeyDirectory) -> str:
+    """A list of the keys in the directory and of the certificates that it has issued."""
+    keys.settle()
+    lines = [f"keys in {keys.path}"]
+    for process in keys.processes():
+        lines.append(f"  {keys.bundle(process).name}: {keys.identity(process).uri}")
+    gone = keys.revoked()
+    if keys.has_authority:
+        lines.append(f"the authority is here; certificates of {_cluster(keys)}:")
+        for entry in certificates.issued(keys):
+            state = "revoked" if int(entry.serial, 16) in gone else "good"
+            who = keys.kind.called(entry.process)
+            lines.append(f"  {who}: {state}, made {entry.made}, {entry.serial}")
+    elif gone:
+        lines.append(f"{len(gone)} certificates are revoked")
+    return "\n".join(lines)
+
+
+Problem = tuple[str, str]
+"""A problem and its remedy."""
+
+
+def check(config: Config | None, keys: KeyDirectory) -> str:
+    """Check the keys; return a text with the processes that have keys. Raises IdentityError that
+    lists every problem."""
+    keys.settle()
+    wrong = list(problems(config, keys))
+    if len(wrong) == 1:
+        raise IdentityError(wrong[0][0], hint=wrong[0][1])
+    if wrong:
+        listed = "\n".join(f"  {problem}: {advice}" for problem, advice in wrong)
+        raise IdentityError(f"{len(wrong)} things are wrong with the keys in {keys.path}\n{listed}")
+    lines = []
+    for process in keys.processes():
+        identity, file = keys.identity(process), keys.bundle(process)
+        lines.append(f"{file.name}: the key of {identity}, cluster {identity.cluster}")
+    if keys.has_authority:
+        lines.append(f"the authority of {_cluster(keys)} is here")
+    return "\n".join([*lines, "all good"])
+
+
+def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:
+    """All problems of the keys here: damaged, of another authority than the one here or the other
+    keys, revoked, not on its lists, of none of this configuration's workers, left over."""
+    for left_over in keys.left_overs():
+        text = f"{left_over} was left by a change of keys that was interrupted"
+        yield text, "delete it; the next change of keys does so, too. The other files are whole"
+    processes = keys.processes()
+    if not processes:
+        again = f"{keys.kind.invite} prints the line that makes them"
+        yield f"there are no keys in {keys.path}", again
+        return
+    try:
+        ours = certificates.read_authority(keys).cluster if keys.has_authority else None
+        listed = {int(entry.serial, 16): entry for entry in certificates.issued(keys)}
+        gone = keys.revoked()
+    except IdentityError as error:
+        yield error.message, error.hint or "hetero keys rotate makes all of it anew"
+        return
+    cluster = ours
+    for process in processes:
+        file = keys.bundle(process)
+        try:
+            identity, pem = keys.identity(process), keys.read(file.name)
+        except IdentityError as error:
+            yield error.message, error.hint or "have it invited again"
+            continue
+        problem = x509.bundle_problem(pem, identity)
+        cluster = cluster or identity.cluster
+        if problem is None and identity.cluster != cluster:
+            other = "the authority here" if ours else "another key here"
+            problem = f"it is of cluster {identity.cluster}, and {other} of {cluster}"
+        elif problem is None and (serial := x509.serial_of(pem)) in gone:
+            problem = "it was revoked"
+        elif problem is None and ours and serial not in listed:
+            problem = f"{ISSUED} lacks its certificate, which cannot be revoked by name"
+        problem = problem or _not_configured(config, process)
+        if problem is not None:
+            yield f"{file}: {problem}", _again(keys, process)
+        elif (late := tls.clock_problem(tls.context(file, server=False))) is not None:
+            yield f"{file.name}: {late}", tls.SET_CLOCK
+    yield from _wrong_lists(keys, ours, listed, gone)
+
+
+def _not_configured(config: Config | None, process: str) -> str | None:
+    workers = [str(worker.id) for worker in config.workers] if config is not None else []
+    if config is None or process in ("local", *workers):
+        return None
+    return f"the configuration has no such worker (workers: {', '.join(sorted(workers))})"
+
+
+def _again(keys: KeyDirectory, process: str) -> str:
+    if process == "local" and keys.has_authority:
+        return "remove the file; the next `hetero invite` makes another one"
+    return "have it invited again, or remove the file"
+
+
+def _wrong_lists(
+    keys: KeyDirectory, ours: str | None, listed: Mapping[int, certificates.Issued], gone: Set[int]
+) -> Iterator[Problem]:
+    """Contradictions to the authority here, whose cluster is `ours`."""
+    path = keys.path / ISSUED
+    if ours is None:
+        if listed:
+            where = f"copy {AUTHORITY} here from where you keep it"
+            yield f"{path} is here without the {AUTHORITY} that it belongs to", where
+        return
+    if not keys.has("local"):
+        text = f"there is no {keys.bundle('local')}, the key of {keys.kind.called('local')}"
+        yield text, "the next `hetero invite` makes it"
+    anew = "restore the list, or replace the authority and all keys: hetero keys rotate"
+    if others := {entry.cluster for entry in listed.values()} - {"", ours}:
+        yield f"{path} is the list of cluster {', '.join(others)}; the authority is of {ours}", anew
+    if missing := gone - listed.keys():
+        text = f"{len(missing)} of the certificates in {keys.path / REVOKED} are not in {ISSUED}"
+        yield f"{text}: one of the two is of another authority, or has lost entries", anew
+
+
+def revoke(keys: KeyDirectory, process: str) -> str:
+    """Revoke the certificates of a member, or of "coordinator", or "lighthouse"."""
+    kind, keeper = keys.kind, keys.kind.called("local")
+    process = "local" if process == kind.keeper else process
+    taken = certificates.revoke(keys, process)
+    more = f"; {keeper} has a new key" if process == "local" else ""
+    return (
+        f"{kind.called(process)}: {len(taken)} revoked{more}. {kind.member.capitalize()}s hear of "
+        f"it with their next connection to {keeper}; links that are open stay until then"
+    )
+
+
+def rotate(keys: KeyDirectory) -> str:
+    """Make a new authority; return a text with the processes that have to join again."""
+    elsewhere = certificates.rotate(keys)
+    if not elsewhere:
+        return "there is a new authority, and new keys for the processes of this machine"
+    return (
+        "there is a new authority; the keys of other machines are no longer valid. Have "
+        f"them join again: hetero invite {' '.join(keys.kind.option + who for who in elsewhere)}"
+    )
+
+
+def export(
+    config: Config,
+    keys: KeyDirectory,
+    workers: Sequence[str],
+    folder: Path,
+    *,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Write keys of workers as files, to be copied in place of pairing."""
+    known = [str(worker.id) for worker in config.workers]
+    for worker in workers:
+        if worker not in known:
+            raise UserError(f"there is no worker {worker} (workers: {', '.join(known)})")
+    return _export(keys, workers or known, folder, overwrite)
+
+
+def export_islands(
+    keys: KeyDirectory, names: Sequence[str], folder: Path, *, overwrite: bool = False
+) -> list[Path]:
+    """The same for islands."""
+    if not names:
+        raise UserError("hetero keys export --islands needs the islands' names")
+    return _export(keys, [checked_name(name) for name in names], folder, overwrite)
+
+
+def _export(
+    keys: KeyDirectory, processes: Sequence[str], folder: Path, overwrite: bool
+) -> list[Path]:
+    target = KeyDirectory(folder, keys.kind)
+    for process in processes:
+        refuse_output(target.bundle(process), overwrite=overwrite, inputs=[keys.path])
+    authority, _ = certificates.ensure_authority(keys)
+    files = []
+    for process in processes:
+        identity = Identity.of(authority.cluster, process, keys.kind)
+        files.append(
+            target.write_bundle(identity, certificates.issue_pem(keys, authority, process))
+        )
+    return files
+
+
+def _cluster(keys: KeyDirectory) -> str:
+    return f"cluster {certificates.read_authority(keys).cluster}"

@@ -1,0 +1,253 @@
+"""`hetero plan`: chooses or evaluates a plan for machines that are measured or estimated."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from hetero_framework import repository
+from hetero_framework.commands.options import (
+    ACCESS,
+    ANEW,
+    CONFIG,
+    DEFAULT_CONFIG,
+    IMPORT,
+    JSON,
+    ROLE_HELP,
+    OutputFile,
+    access_for,
+    at_least,
+    check_coordinator,
+    check_outputs,
+    flag,
+    load,
+    option,
+    overwrite,
+    repeated,
+    report,
+)
+from hetero_framework.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+EXAMPLES = """
+    hetero plan --dry-run --model meta-llama/Llama-3.1-8B --device "local=RTX 4090" \\
+        --device "1=RTX 3090" --device "2=Apple M2 Max 64GB" --bandwidth 1Gbit/s
+    hetero plan --measure --config cluster.json
+    hetero plan --measure --config cluster.json --save-profile fleet.json --write
+    hetero plan --profile fleet.json --pin 1=4:12 --exclude 2 --margin local=2GiB --json
+    hetero plan --profile fleet.json --evaluate plan.json
+    """
+_SOURCES = ("measure", "dry_run", "profile")
+_JOB = ("adapter", "max_length", "batch_size")
+OPTIONS = (
+    *CONFIG,
+    IMPORT,
+    flag("--measure", "measure the machines of the configuration and their links"),
+    ANEW,
+    flag(
+        "--dry-run",
+        "estimate from the model's config.json and makers' figures: downloads nothing else and"
+        " contacts no other machine",
+    ),
+    option(
+        "--profile", metavar="FILE", help="use this profile, measured before or written by hand"
+    ),
+    option(
+        "--model", metavar="NAME", help="with --dry-run: this model instead of the configured one"
+    ),
+    repeated(
+        "--device",
+        "ID=NAME",
+        'with --dry-run: the device of a process, as in "1=RTX 3090" or "local=Apple M2 Max 64GB";'
+        " may be repeated",
+    ),
+    option(
+        "--adapter",
+        choices=("lora", "qlora", "none"),
+        help="with --dry-run: what to train, instead of the configured adapter",
+    ),
+    option("--max-length", metavar="N", type=at_least(1), help="with --dry-run: tokens per sample"),
+    option(
+        "--batch-size",
+        metavar="N",
+        type=at_least(1),
+        help="with --dry-run: samples per micro-batch",
+    ),
+    repeated(
+        "--bandwidth",
+        "[ID=]SPEED",
+        "with --dry-run: network speed of all processes, or of one, as in 2=100Mbit/s (default:"
+        " 1Gbit/s); may be repeated",
+    ),
+    option(
+        "--save-profile",
+        type=OutputFile,
+        metavar="FILE",
+        help="save the measured or estimated profile",
+    ),
+    flag("--write", "write the plan into the configuration"),
+    option(
+        "--evaluate", metavar="FILE", help="predict the step of this plan instead of choosing one"
+    ),
+    option(
+        "--picture",
+        type=OutputFile,
+        metavar="FILE",
+        help="draw the layers of each process, and beside it (FILE-step) the predicted step; png,"
+        " svg or pdf",
+    ),
+    overwrite(),
+    repeated("--pin", "ID=START:END", "layers that this process must hold; may be repeated"),
+    repeated("--exclude", "ID", "worker that must hold no layers; may be repeated"),
+    repeated("--margin", "ID=SIZE", "memory to leave free on this process; may be repeated"),
+    repeated(
+        "--allow",
+        "LIST",
+        "further choices for the plan, besides checkpointing and chunks: codec, micro-batch; they"
+        " change the results slightly",
+    ),
+    option("--role", choices=("coordinator",), help=ROLE_HELP),
+    *ACCESS,
+    JSON,
+)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    _check(arguments)
+    from hetero_framework.extras.planner import plan_report
+    from hetero_framework.extras.planner.plan_report import Wishes
+
+    profile, about = _profile(arguments)
+    # An estimate has left them out already.
+    excluded = () if arguments.dry_run else arguments.exclude
+    wishes = Wishes(arguments.pin, excluded, arguments.margin, arguments.allow)
+    if arguments.evaluate is not None:
+        result = plan_report.judge_plan(profile, Path(arguments.evaluate), wishes)
+    else:
+        result = plan_report.make_plan(profile, wishes)
+    described = {**plan_report.described(result), **about}
+    if arguments.measure:
+        described["measured_links"] = plan_report.links_of(profile)
+    if about:
+        from hetero_framework.commands.estimate import pace
+
+        described["estimate"]["pace"] = pace(about["estimate"]["job"], result.predicted_step_s)
+    report(arguments, described, plan_report.text)
+    if arguments.picture is not None:
+        from hetero_framework.extras.planner.plan_drawings import draw_plan
+
+        for file in draw_plan(result, arguments.picture, is_estimate=bool(about)):
+            _log.info("drawn: %s", file)
+    if arguments.write:
+        config = plan_report.write_plan(described, Path(arguments.config))
+        _log.info("wrote the plan into %s", arguments.config)
+        if config.model is not None and not about:  # a run is not compared with an estimate
+            from hetero_framework.extras.planner.saved_plan import save_plan
+
+            save_plan(config, result)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise UserError for options that do not go together."""
+    if sum(bool(getattr(arguments, name)) for name in _SOURCES) != 1:
+        raise UserError("hetero plan needs one of --measure, --dry-run and --profile FILE")
+    if arguments.save_profile is not None and arguments.profile is not None:
+        raise UserError("--save-profile keeps what --measure or --dry-run finds")
+    if arguments.picture is not None:
+        from hetero_framework.extras.observe.pictures import beside
+
+        check_outputs(arguments, beside(arguments.picture))
+    if arguments.anew and not arguments.measure:
+        raise UserError("--anew goes with --measure")
+    for name in ("model", "device", "bandwidth", *_JOB):
+        if getattr(arguments, name) and not arguments.dry_run:
+            raise UserError(f"--{name.replace('_', '-')} goes with --dry-run")
+    if arguments.write and Path(arguments.config).suffix in (".yaml", ".yml"):
+        raise UserError(
+            f"--write does not change {arguments.config}: the comments of YAML would be lost",
+            hint='let shard_plan be "auto" there, or copy the one that --json prints',
+        )
+    if arguments.write and any(getattr(arguments, name) for name in _JOB):
+        raise UserError(
+            "--write would put a plan for another job into the configuration",
+            hint="set adapter, data.max_length or training.per_device_train_batch_size there, and"
+            " leave the option out",
+        )
+    if arguments.evaluate is not None and (arguments.pin or arguments.exclude or arguments.allow):
+        raise UserError("--evaluate takes the plan as it is, without --pin, --exclude, --allow")
+    if arguments.evaluate is not None and arguments.write:
+        raise UserError("--write puts a new plan into the configuration, without --evaluate")
+
+
+def _profile(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The profile, and for an estimate its assumptions."""
+    from hetero_framework.extras.planner import load_profile
+
+    about: dict[str, Any] = {}
+    if arguments.profile is not None:
+        return load_profile(arguments.profile), about
+    if arguments.dry_run:
+        config = _paper_config(arguments)
+        from hetero_framework.commands.estimate import estimate_fleet
+
+        estimate = estimate_fleet(config, arguments.device, arguments.bandwidth, arguments.exclude)
+        profile, about = estimate.profile, {"estimate": estimate.about}
+    else:
+        profile = _measured(arguments)
+    if arguments.save_profile is not None:
+        _save(profile, Path(arguments.save_profile))
+    return profile, about
+
+
+def _measured(arguments: argparse.Namespace) -> Any:
+    """The profile of the configuration's machines."""
+    config = load(arguments, saved_plan=False)
+    check_coordinator(config, arguments)
+    _find_model(config)
+    from hetero_framework.extras.planner.fleet import measure_fleet
+
+    access = access_for(config, "local", arguments)
+    return measure_fleet(config, access=access, anew=arguments.anew)
+
+
+def _paper_config(arguments: argparse.Namespace) -> Any:
+    """The configuration; without a file the one that `hetero init` would propose for --model and
+    the workers that --device names."""
+    is_there = Path(arguments.config).exists()
+    if arguments.model is None or is_there or arguments.config != DEFAULT_CONFIG:
+        config = load(arguments, saved_plan=False)
+        if arguments.model is not None:
+            name = {"name_or_path": arguments.model, "from_config": None}
+            config = config.with_changes(
+                model=name if config.model else {"name_or_path": arguments.model}
+            )
+        _find_model(config)
+    else:
+        repository.resolve_model_path(arguments.model, Path.cwd())
+        from hetero_framework.commands.estimate import paper_config
+
+        config = paper_config(arguments.model, arguments.device, arguments.set, arguments.adapter)
+    from hetero_framework.commands.estimate import other_job
+
+    return other_job(
+        config, arguments.adapter, max_length=arguments.max_length, rows=arguments.batch_size
+    )
+
+
+def _find_model(config: Any) -> None:
+    """Raise ModelError for a path that leads nowhere, before anything slow is imported."""
+    if config.model is not None and config.model.name_or_path is not None:
+        repository.resolve_model_path(config.model.name_or_path, config.base_dir)
+
+
+def _save(profile: Any, file: Path) -> None:
+    from hetero_framework.core.files import write_file
+
+    try:
+        write_file(file, json.dumps(profile.to_dict(), indent=1).encode() + b"\n")
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror or error}") from error

@@ -1,0 +1,248 @@
+"""A layout: stages of a model on a fleet, with their times and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from hetero_framework.engine.schedule.simulator import Edge, Profile
+from hetero_framework.extras.planner.profile import DeviceProfile, FleetProfile
+
+WorkerId = int | str
+_EXACTLY = 1e-9  # of bytes: tolerance for sums in another order
+
+
+class Part(NamedTuple):
+    """A stage: layers [start, end) on a device (by its place in `Fleet.ids`), and whether the
+    boundary in front of it is crossed directly or through the coordinator."""
+
+    device: int
+    start: int
+    end: int
+    recompute: bool = False
+    direct: bool = False
+
+
+Layout = tuple[Part, ...]
+
+
+def has_chunks(layout: Layout) -> bool:
+    """Whether a device has several stages."""
+    return len({part.device for part in layout}) < len(layout)
+
+
+class _Costs:
+    """Costs of layers on one device, as sums over the layers before each."""
+
+    def __init__(self, device: DeviceProfile, layers: int, memory_bytes: float) -> None:
+        def of_layers(values: Sequence[float]) -> list[float]:
+            return list(values) * layers if len(values) == 1 else list(values)
+
+        def sums(values: Sequence[float]) -> list[float]:
+            return [0.0, *accumulate(of_layers(values))]
+
+        self.device = device
+        self.memory_bytes = memory_bytes
+        self.forward_s = sums(device.layer_forward_s)
+        self.backward_s = sums(device.layer_backward_s)
+        recompute = sums(device.layer_recompute_s)
+        self.recompute_s = [a + b for a, b in zip(self.backward_s, recompute, strict=True)]
+        self.layer_bytes = sums(device.layer_bytes)
+        kept = of_layers(device.activation_bytes_per_layer)
+        self.kept_bytes = sums(kept)
+        self.recomputed_bytes = sums(device.activation_bytes_recomputed)
+        self.largest_bytes = max(kept)
+
+
+class Fleet:
+    """A profile made ready for search: the coordinator is device 0, and memory is what is left
+    after margins and the processes' other needs."""
+
+    def __init__(
+        self,
+        profile: FleetProfile,
+        *,
+        margins: Mapping[WorkerId, float] | None = None,
+    ) -> None:
+        self.margins = margins = margins or {}
+        self.profile = profile
+        self.layers = profile.layers
+        self.micro_batches = profile.micro_batches
+        devices = sorted(profile.devices, key=lambda device: device.id != "local")
+        self.ids: list[WorkerId] = [device.id for device in devices]
+        self.costs = [
+            _Costs(d, self.layers, d.memory_bytes - d.reserved_bytes - margins.get(d.id, 0.0))
+            for d in devices
+        ]
+        self._links = {(link.sender, link.receiver): link for link in profile.links}
+        self._edges: dict[tuple[int, int, bool, bool], Edge] = {}
+        trained = [
+            layer
+            for layer in range(self.layers)
+            if any(c.backward_s[layer + 1] > c.backward_s[layer] for c in self.costs)
+        ]
+        lowest = min(trained, default=self.layers)
+        embedding = profile.embedding_is_trained
+        if embedding is None:
+            embedding = lowest == 0 or self.costs[0].device.embedding_backward_s > 0
+        self._trained_from = -1 if embedding else lowest
+
+    def with_profile(self, profile: FleetProfile) -> Fleet:
+        """A fleet of the same devices with other numbers."""
+        return Fleet(profile, margins=self.margins)
+
+    # -- time -----------------------------------------------------------------------------------
+
+    def seconds(self, part: Part) -> tuple[float, float]:
+        """Seconds of forward and backward of a stage's layers, without embedding and head."""
+        costs = self.costs[part.device]
+        backward_s = costs.recompute_s if part.recompute else costs.backward_s
+        return (
+            costs.forward_s[part.end] - costs.forward_s[part.start],
+            backward_s[part.end] - backward_s[part.start],
+        )
+
+    def layer_s(self, device: int) -> float:
+        """Forward and backward of a layer together, the mean of all."""
+        costs = self.costs[device]
+        return (costs.forward_s[-1] + costs.backward_s[-1]) / self.layers
+
+    def mean_layer_s(self, device: int, *, recompute: bool) -> tuple[float, float]:
+        """Forward and backward of a layer, each the mean of all; with `recompute` the backward has
+        the second forward in it."""
+        costs = self.costs[device]
+        backward_s = costs.recompute_s if recompute else costs.backward_s
+        return costs.forward_s[-1] / self.layers, backward_s[-1] / self.layers
+
+    def can_go_direct(self, a: int, b: int) -> bool:
+        """Whether two workers have a link of their own, both ways."""
+        pair = (self.ids[a], self.ids[b])
+        return 0 not in (a, b) and pair in self._links and pair[::-1] in self._links
+
+    @cached_property
+    def linked(self) -> list[set[int]]:
+        """For each device the workers with which it has direct links, both ways."""
+        index = {owner: d for d, owner in enumerate(self.ids)}
+        linked: list[set[int]] = [set() for _ in self.ids]
+        for sender, receiver in self._links:
+            a, b = index[sender], index[receiver]
+            if self.can_go_direct(a, b):
+                linked[a].add(b)
+        return linked
+
+    def goes_back(self, position: int) -> bool:
+        """Whether a gradient crosses a boundary in front of layer `position`."""
+        return position > self._trained_from
+
+    def edge(self, a: int, b: int, position: int, direct: bool) -> Edge:
+        """The boundary from device a to device b in front of layer `position`. Below the lowest
+        trained layer nothing goes back."""
+        key = (a, b, direct, self.goes_back(position))
+        if key not in self._edges:
+            self._edges[key] = self._make_edge(*key)
+        return self._edges[key]
+
+    def _make_edge(self, a: int, b: int, direct: bool, goes_back: bool) -> Edge:
+        if a == b:
+            return Edge()
+        middle = [] if direct or 0 in (a, b) else [0]
+        path = [self.ids[d] for d in (a, *middle, b)]
+        there = [self._links[pair] for pair in pairwise(path)]
+        back = [self._links[pair] for pair in pairwise(path[::-1])]
+        gradient_bytes = self.profile.gradient_bytes if goes_back else 0.0
+        return Edge(
+            self.profile.activation_bytes / min(link.bytes_per_s for link in there),
+            gradient_bytes / min(link.bytes_per_s for link in back),
+            sum(link.latency_s for link in (*there, *back)) / 2,
+            relay=0 if middle else None,
+        )
+
+    def pipeline(self, layout: Layout) -> Profile:
+        """The profile for the simulator."""
+        times = [self.seconds(part) for part in layout]
+        forward_s, backward_s = [f for f, _ in times], [b for _, b in times]
+        first, last = (self.costs[layout[k].device].device for k in (0, -1))
+        forward_s[0] += first.embedding_forward_s
+        backward_s[0] += first.embedding_backward_s
+        forward_s[-1] += last.head_forward_s
+        backward_s[-1] += last.head_backward_s
+        edges = [
+            self.edge(before.device, part.device, part.start, part.direct)
+            for before, part in pairwise(layout)
+        ]
+        devices = [part.device for part in layout]
+        return Profile(tuple(forward_s), tuple(backward_s), tuple(devices), tuple(edges))
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def stores(self, part: Part) -> bool:
+        """Whether a stage keeps its forwards: something in it or below it is trained."""
+        return part.end > self._trained_from
+
+    def stores_layer(self, layer: int) -> bool:
+        """Whether the stage that holds a layer may have to keep its forwards."""
+        return layer + 1 > self._trained_from
+
+    def activation_bytes(self, part: Part) -> float:
+        """Bytes that a stage stores of one micro-batch."""
+        costs = self.costs[part.device]
+        sums = costs.recomputed_bytes if part.recompute else costs.kept_bytes
+        return sums[part.end] - sums[part.start] if self.stores(part) else 0.0
+
+    def kept_bytes(self, layout: Layout, device: int) -> float:
+        """Bytes that a device holds all the time: weights, gradients, optimizer, and while a layer
+        is computed again, what it keeps of one micro-batch."""
+        costs, total = self.costs[device], 0.0
+        parts = [part for part in layout if part.device == device]
+        for part in parts:
+            total += costs.layer_bytes[part.end] - costs.layer_bytes[part.start]
+        if layout[0].device == device:
+            total += costs.device.embedding_bytes
+        if layout[-1].device == device:
+            total += costs.device.head_bytes
+        again = any(part.recompute and part.end > part.start for part in parts)
+        return total + (costs.largest_bytes if again else 0.0)
+
+    def may_fit(self, part: Part) -> bool:
+        """Whether a device could hold a stage with one micro-batch in flight, were it not for the
+        embedding and the head."""
+        costs = self.costs[part.device]
+        needed = costs.layer_bytes[part.end] - costs.layer_bytes[part.start]
+        needed += self.activation_bytes(part) + (costs.largest_bytes if part.recompute else 0.0)
+        return needed <= costs.memory_bytes * (1 + _EXACTLY)
+
+    def is_short_of_memory(self, part: Part) -> bool:
+        """Whether a stage may be unable to hold all micro-batches of a step."""
+        costs, device = self.costs[part.device], self.costs[part.device].device
+        weights = costs.layer_bytes[part.end] - costs.layer_bytes[part.start]
+        weights += device.embedding_bytes + device.head_bytes
+        held = costs.kept_bytes[part.end] - costs.kept_bytes[part.start]
+        return weights + self.micro_batches * held > costs.memory_bytes
+
+    def memory_limits(self, layout: Layout) -> tuple[int, ...] | None:
+        """How many forwards each stage has memory for, the same for all of a device but the last
+        stage, which holds one; None when not even one fits."""
+        most: dict[int, int] = {}
+        for device in dict.fromkeys(part.device for part in layout):
+            spare = self.costs[device].memory_bytes - self.kept_bytes(layout, device)
+            each = sum(self.activation_bytes(p) for p in layout[:-1] if p.device == device)
+            if layout[-1].device == device:
+                spare -= self.activation_bytes(layout[-1])
+            if spare < each or spare < 0:
+                return None
+            fits = int(spare / each) if each else self.micro_batches
+            most[device] = max(1, min(fits, self.micro_batches))
+        limits = [most[part.device] if self.stores(part) else self.micro_batches for part in layout]
+        return (*limits[:-1], 1)
+
+    def memory_bytes(self, layout: Layout, device: int, in_flight: Sequence[int]) -> float:
+        """Memory that a process needs in all, with these numbers of micro-batches in flight."""
+        held = sum(
+            count * self.activation_bytes(part)
+            for part, count in zip(layout, in_flight, strict=True)
+            if part.device == device
+        )
+        reserved = self.costs[device].device.reserved_bytes
+        return reserved + self.kept_bytes(layout, device) + held

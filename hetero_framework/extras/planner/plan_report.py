@@ -1,0 +1,325 @@
+"""The plans of `hetero plan`: makes or evaluates one, prints it, writes it into a configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.config import Config, layers_text, process_name
+from hetero_framework.config.strict_json import read_object
+from hetero_framework.core.files import write_file
+from hetero_framework.errors import ConfigError, UserError
+from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
+from hetero_framework.extras.planner.planning import ALLOWED
+from hetero_framework.tables import table
+from hetero_framework.units import count, plural, seconds, share, size
+
+WorkerId = int | str
+_UNITS = {
+    **{"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_LAYER = re.compile(r"[0-9]{1,9}")
+_HEAD = ("process", "layers", "busy", "limited by", "memory", "left")
+_STAGE_HEAD = (
+    *("stage", "process", "layers", "forward", "backward"),
+    *("to the next", "activation", "gradient", "delay"),
+)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The options that limit a plan, as they were written: "1=4:12", "2", "1=2GiB"."""
+
+    pins: Sequence[str] = ()
+    excluded: Sequence[str] = ()
+    margins: Sequence[str] = ()
+    allow: Collection[str] = field(default_factory=frozenset)
+
+
+def make_plan(profile: FleetProfile, wishes: Wishes) -> Result:
+    """The best plan for a profile. Raises UserError for wishes that contradict each
+    other or the profile, PlanError where nothing fits."""
+    ids = [device.id for device in profile.devices]
+    return plan(
+        profile,
+        pins=_pins(wishes.pins, ids),
+        excluded=[_known(name, ids) for name in wishes.excluded],
+        margins=_margins(wishes.margins, ids),
+        allow=ALLOWED
+        | {word.strip() for words in wishes.allow for word in words.split(",") if word.strip()},
+    )
+
+
+def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> Result:
+    """Predict a step of the plan in `file`, which `hetero plan --json` printed or which is a
+    configuration. Raises ConfigError and PlanError."""
+    if not file.exists():
+        raise ConfigError(f"plan {file} does not exist")
+    return judge_settings(profile, read_object(file), file, wishes)
+
+
+def judge_settings(
+    profile: FleetProfile, raw: Mapping[str, Any], file: Path, wishes: Wishes
+) -> Result:
+    """Predict a step of the plan in `raw`, read from `file`. Raises ConfigError and PlanError."""
+    entries, again = raw.get("shard_plan"), raw.get("gradient_checkpointing", {})
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f'{file}: shard_plan: must be a list of {{"id", "start", "end"}}')
+    if not isinstance(again, dict):
+        raise ConfigError(f"{file}: gradient_checkpointing: must be an object, stage by stage")
+    if isinstance(links := raw.get("links"), str):  # the run's, for boundaries without their own
+        entries = [{**entry, "links": entry.get("links") or links} for entry in entries]
+    training = raw.get("training")
+    settings = training if isinstance(training, dict) else raw
+    if settings is training and settings.get("gradient_checkpointing") is True:
+        again = {str(k): True for k in range(len(entries))}
+    most = settings.get("max_in_flight")
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise ConfigError(f"{file}: max_in_flight: must be a whole number of at least 1")
+    ids = [device.id for device in profile.devices]
+    margins = _margins(wishes.margins, ids)
+    return evaluate(
+        profile, entries, gradient_checkpointing=again, max_in_flight=most, margins=margins
+    )
+
+
+def described(result: Result) -> dict[str, Any]:
+    """A plan in JSON types, with the times of its stages and boundaries for one micro-batch."""
+    pipeline = result.pipeline
+    stages = [
+        {"forward_s": forward_s, "backward_s": backward_s}
+        for forward_s, backward_s in zip(pipeline.forward_s, pipeline.backward_s, strict=True)
+    ]
+    boundaries = [
+        {
+            "way": "direct" if edge.relay is None else "relay",
+            "activation_s": edge.forward_s,
+            "gradient_s": edge.backward_s,
+            "latency_s": edge.latency_s,
+        }
+        for edge in pipeline.edges
+    ]
+    return {**result.to_dict(), "stages": stages, "boundaries": boundaries}
+
+
+def links_of(profile: FleetProfile) -> list[dict[str, Any]]:
+    """Both directions of every link in JSON types: from, to, bytes per second and latency."""
+    return [link.model_dump(mode="json", by_alias=True) for link in profile.links]
+
+
+def write_plan(facts: Mapping[str, Any], file: Path) -> Config:
+    """Put a plan into a configuration, which is returned; its other settings and their order stay.
+    Raises ConfigError for one that it does not fit, and UserError where the file cannot be written.
+    """
+    raw = read_object(file)
+    raw["shard_plan"] = entries_of(facts)
+    changes = facts["changes"]
+    if "wire" in changes:
+        raw["wire"] = {**(raw.get("wire") or {}), **changes["wire"]}
+    if "micro_batches" in changes:
+        _split_samples(raw, changes["micro_batches"])
+    config = Config.from_dict(raw, file.absolute().parent, name=str(file))
+    try:
+        # Through a symbolic link the file behind it is written; the link stays.
+        write_file(file.resolve(), json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror or error}") from error
+    return config
+
+
+def entries_of(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The entries of shard_plan that a plan asks for."""
+    again = facts["gradient_checkpointing"]
+    return [
+        {**entry, **({"gradient_checkpointing": True} if again.get(str(k)) else {})}
+        for k, entry in enumerate(facts["shard_plan"])
+    ]
+
+
+def _split_samples(raw: dict[str, Any], micro_batches: int) -> None:
+    """Split the samples of a step into this many micro-batches, in `raw`. Raises UserError."""
+    before = Config.from_dict(raw).training
+    samples = before.per_device_train_batch_size * before.gradient_accumulation_steps
+    if samples % micro_batches:
+        raise UserError(
+            f"the {samples} samples of a step are no {micro_batches} equal micro-batches",
+            hint="plan without --allow micro-batch",
+        )
+    training = raw.setdefault("training", {})
+    training["per_device_train_batch_size"] = samples // micro_batches
+    training["gradient_accumulation_steps"] = micro_batches
+
+
+def text(facts: dict[str, Any]) -> str:
+    """The plan for a person."""
+    rows = []
+    for device in facts["devices"]:
+        entries = [entry for entry in facts["shard_plan"] if entry["id"] == device["id"]]
+        rows.append(
+            (
+                process_name(device["id"]),
+                held_text([(entry["start"], entry["end"]) for entry in entries]),
+                share(device["busy"]),
+                device["limit"],
+                size(device["memory_bytes"]),
+                size(max(0, device["free_bytes"])),
+            )
+        )
+    lines = [*table(_HEAD, rows, left=(0, 1, 3)), "", *_stage_table(facts), "", *_lines(facts)]
+    if "estimate" in facts:
+        lines = [*_estimate_lines(facts["estimate"]), "", *lines]
+    return "\n".join(lines)
+
+
+def _stage_table(facts: Mapping[str, Any]) -> list[str]:
+    """Each stage's seconds for one micro-batch, and those of its boundary to the next stage."""
+    rows = []
+    for k, (entry, stage) in enumerate(zip(facts["shard_plan"], facts["stages"], strict=True)):
+        held = held_text([(entry["start"], entry["end"])])
+        row = [str(k), process_name(entry["id"]), held]
+        row += map(seconds, (stage["forward_s"], stage["backward_s"]))
+        if k < len(facts["boundaries"]):
+            edge = facts["boundaries"][k]
+            times = (edge["activation_s"], edge["gradient_s"], edge["latency_s"])
+            row += [edge["way"], *map(seconds, times)]
+        rows.append([*row, *[""] * (len(_STAGE_HEAD) - len(row))])
+    return ["One micro-batch:", *table(_STAGE_HEAD, rows, left=(0, 1, 2, 5))]
+
+
+def held_text(ranges: Sequence[tuple[int, int]]) -> str:
+    """The layers of a process, whose stages hold layers [start, end): "layers 0-7, 19-31"."""
+    ends = {True: "embedding", False: "head"}  # of a stage without layers, by its place
+    parts = [layers_text(a, b) if b > a else ends[a == 0] for a, b in ranges]
+    joined = ", ".join(parts)
+    return joined.replace(", layers ", ", ") if joined.startswith("layers") else joined
+
+
+def _estimate_lines(about: Mapping[str, Any]) -> list[str]:
+    """The basis of an estimate, and how far it may be off."""
+    lines = [
+        f"An ESTIMATE from config.json and makers' figures: times may be {about['factor']:g} times"
+        " longer or shorter. `hetero plan --measure` measures."
+    ]
+    weights = about["job"]["weights"]
+    for device in about["devices"]:
+        held = f", holds {weights[str(device['id'])]}" if len({*weights.values()}) > 1 else ""
+        name = process_name(device["id"])
+        lines.append(f"  {name}: {device['name']} ({device['figures']}){held}")
+    lines += _job_lines(about["job"], about["pace"], about["factor"])
+    return [*lines, *(f"  assumed: {line}" for line in about["assumed"])]
+
+
+def _job_lines(job: Mapping[str, Any], pace: Mapping[str, float], factor: float) -> Iterator[str]:
+    weights = " and ".join(dict.fromkeys(job["weights"].values()))
+    trained = "all weights"
+    if (adapter := job["adapter"]) is not None:
+        modules = adapter["modules"] or "PEFT's choice of modules"
+        named = modules if isinstance(modules, str) else ", ".join(modules)
+        trained = f"LoRA of rank {adapter['r']} on {named}"
+    yield f"  job: {trained}, over {weights}" if adapter else f"  job: {trained}, {weights}"
+    samples = plural(job["rows"], "sample")
+    batches = plural(job["micro_batches"], "micro-batch")
+    yield f"    {samples} of {job['max_length']} tokens in a micro-batch, {batches} in a step"
+    per_s, hours, known = pace["tokens_per_s"], pace["hours"], job["epoch_tokens"] is not None
+    what = f"an epoch of {count(pace['tokens'])} tokens" if known else "a million tokens"
+    yield (
+        f"    {per_s:,.0f} tokens/s ({per_s / factor:,.0f} to {per_s * factor:,.0f}); {what} takes"
+        f" {_long(hours)} ({_long(hours / factor)} to {_long(hours * factor)})"
+    )
+
+
+def _long(hours: float) -> str:
+    return f"{hours:.3g} h" if hours >= 1 else f"{60 * hours:.3g} min"
+
+
+def _lines(facts: Mapping[str, Any]) -> list[str]:
+    step_s = facts["predicted_step_s"]
+    lines = [f"A step is predicted to take {_step(facts)}{_optimal(facts)}."]
+    if facts["alone"]:
+        single, name = facts["alone"]["step_s"], process_name(facts["alone"]["id"])
+        faster = f" ({single / step_s:.2f} times as long)" if step_s > 0 else ""
+        lines.append(f"  {name} alone, the fastest that could: {seconds(single)}{faster}")
+    in_flight = ", ".join(map(str, facts["in_flight"]))
+    held = f"stages store up to {in_flight} forwards"
+    lines.append(f"  {facts['max_in_flight']} micro-batches under way; {held}")
+    again = [k for k, on in facts["gradient_checkpointing"].items() if on]
+    if again:
+        lines.append(f"  gradient_checkpointing on stage {', '.join(again)}")
+    direct = [
+        f"{process_name(before['id'])} to {process_name(entry['id'])}"
+        for before, entry in zip(facts["shard_plan"], facts["shard_plan"][1:], strict=False)
+        if entry.get("links") == "direct"
+    ]
+    if direct:
+        lines.append(f"  direct: {', '.join(direct)}")
+    if facts["changes"]:
+        lines.append(f"  it needs {json.dumps(facts['changes'])}")
+    if facts["unused"]:
+        lines += ["", f"Not used: {facts['why']}."]
+    if facts["advice"]:
+        lines += ["", "What would help, the most first:", *(f"  {x}" for x in facts["advice"])]
+    return lines
+
+
+def _step(facts: Mapping[str, Any]) -> str:
+    step_s = facts["predicted_step_s"]
+    if "estimate" not in facts:
+        return seconds(step_s)
+    factor = facts["estimate"]["factor"]
+    return f"{seconds(step_s)} ({seconds(step_s / factor)} to {seconds(step_s * factor)})"
+
+
+def _optimal(facts: Mapping[str, Any]) -> str:
+    return "; no plan is better" if facts["proved_optimal"] else ""
+
+
+def _known(name: str, ids: Sequence[WorkerId]) -> WorkerId:
+    """The id that was written so; `name` itself where there is none, which `plan` reports."""
+    return next((known for known in ids if str(known) == name), name)
+
+
+def _owner(text: str, ids: Sequence[WorkerId]) -> WorkerId:
+    return _known(text.partition("=")[0], ids)
+
+
+def _pins(texts: Sequence[str], ids: Sequence[WorkerId]) -> dict[WorkerId, tuple[int, int]]:
+    pins: dict[WorkerId, tuple[int, int]] = {}
+    for text in texts:
+        _check_once("--pin", owner := _owner(text, ids), pins)
+        pins[owner] = _layers(text)
+    return pins
+
+
+def _check_once(option: str, owner: WorkerId, given: Collection[WorkerId]) -> None:
+    """Raise UserError where an option is given twice for a process."""
+    if owner in given:
+        raise UserError(f"{option} is given twice for {process_name(owner)}; keep one")
+
+
+def _layers(text: str) -> tuple[int, int]:
+    start, colon, end = text.partition("=")[2].partition(":")
+    if not (colon and _LAYER.fullmatch(start) and _LAYER.fullmatch(end)):
+        raise UserError(
+            f"--pin {text} is not of the form ID=START:END",
+            hint="for example: --pin 1=4:12 for layers 4 to 11",
+        )
+    return int(start), int(end)
+
+
+def _margins(texts: Sequence[str], ids: Sequence[WorkerId]) -> dict[WorkerId, float]:
+    margins: dict[WorkerId, float] = {}
+    for text in texts:
+        match = _SIZE.fullmatch(text.partition("=")[2])
+        if match is None or match[2].upper() not in _UNITS:
+            raise UserError(
+                f"--margin {text} is not of the form ID=SIZE", hint="for example: --margin 1=2GiB"
+            )
+        _check_once("--margin", owner := _owner(text, ids), margins)
+        margins[owner] = float(match[1]) * _UNITS[match[2].upper()]
+    return margins

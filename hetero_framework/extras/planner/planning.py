@@ -1,0 +1,253 @@
+"""Makes a plan from a profile, and predicts the step of a given plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from pydantic import ValidationError
+
+from hetero_framework.config import process_name
+from hetero_framework.config.plan import Plan, PlanEntry, owner_problems, plan_problems
+from hetero_framework.config.problems import Problem, problems_of, report, shown
+from hetero_framework.errors import PlanError, UserError
+from hetero_framework.extras.planner import explain, what_if
+from hetero_framework.extras.planner.evaluated import evaluated
+from hetero_framework.extras.planner.layout import Fleet, Layout, Part, WorkerId
+from hetero_framework.extras.planner.layout_search import Search, SearchResult
+from hetero_framework.extras.planner.profile import FleetProfile, ids_text
+from hetero_framework.extras.planner.result import Result
+from hetero_framework.extras.planner.rules import Rules
+from hetero_framework.units import size
+
+CHECKPOINTING = "checkpointing"
+CHUNKS = "chunks"
+ALLOWED = frozenset({CHECKPOINTING, CHUNKS})
+"""The default choices of a plan: they change no number of the result."""
+CHOICES = ALLOWED | {what_if.CODEC, what_if.MICRO_BATCH}
+
+
+def plan(
+    profile: FleetProfile,
+    *,
+    pins: Mapping[WorkerId, tuple[int, int]] | None = None,
+    excluded: Collection[WorkerId] = (),
+    margins: Mapping[WorkerId, float] | None = None,
+    allow: Collection[str] = ALLOWED,
+) -> Result:
+    """The best plan for a fleet.
+
+    `pins` are layers [start, end) that a process must hold, `excluded` workers that must hold none,
+    `margins` bytes that stay free on a process. `allow` is what may be chosen besides order and
+    cut: of "checkpointing", "chunks" (several stages on a process), and, which change the numbers
+    of the result a little, "codec" and "micro-batch". Raises UserError for options that contradict
+    each other or the profile, PlanError when nothing fits.
+    """
+    began = time.perf_counter()
+    pins, margins = pins or {}, margins or {}
+    if problems := list(_option_problems(profile, pins, excluded, margins, allow)):
+        raise UserError(_listed(problems))
+    rules = _rules(Fleet(profile, margins=margins), pins, excluded, allow)
+    result = Search(rules).run()
+    changes: dict[str, Any] = {}
+    for variant in what_if.settings(profile):
+        if variant.allowed_by in allow:
+            other = _rules(Fleet(variant.profile, margins=margins), pins, excluded, allow)
+            candidate = Search(other).run()
+            if candidate and (not result or candidate.best.seconds < result.best.seconds):
+                rules, result, changes = other, candidate, variant.changes
+    if result is None:
+        raise explain.nothing_fits(rules, margins)
+    return replace(_result(rules, result, changes), seconds=time.perf_counter() - began)
+
+
+def evaluate(
+    profile: FleetProfile,
+    shard_plan: Sequence[Mapping[str, Any]],
+    *,
+    gradient_checkpointing: Mapping[str, bool] | None = None,
+    max_in_flight: int | None = None,
+    margins: Mapping[WorkerId, float] | None = None,
+) -> Result:
+    """The predicted step of a given plan, by the same simulator: entries as in `Result.shard_plan`,
+    with `gradient_checkpointing` by the number of the stage. Raises PlanError for a plan that is
+    wrong or does not fit."""
+    began = time.perf_counter()
+    margins = margins or {}
+    if problems := list(_option_problems(profile, {}, (), margins, ())):
+        raise UserError(_listed(problems))
+    fleet = Fleet(profile, margins=margins)
+    layout = _layout(fleet, shard_plan, gradient_checkpointing or {})
+    step = evaluated(fleet, layout, max_in_flight=max_in_flight)
+    if step is None:
+        raise _does_not_fit(fleet, layout)
+    rules = _rules(fleet, {}, (), ALLOWED)
+    result = _result(rules, SearchResult(step, False), {})
+    return replace(result, seconds=time.perf_counter() - began)
+
+
+def _listed(problems: Sequence[Problem]) -> str:
+    return "\n".join(str(problem) for problem in problems)
+
+
+def _rules(
+    fleet: Fleet,
+    pins: Mapping[WorkerId, tuple[int, int]],
+    excluded: Collection[WorkerId],
+    allow: Collection[str],
+) -> Rules:
+    index = {owner: d for d, owner in enumerate(fleet.ids)}
+    return Rules(
+        fleet,
+        tuple(d for d, owner in enumerate(fleet.ids) if owner not in excluded),
+        {index[owner]: layers for owner, layers in pins.items()},
+        CHECKPOINTING in allow,
+        CHUNKS in allow,
+    )
+
+
+def _result(rules: Rules, search: SearchResult, changes: Mapping[str, Any]) -> Result:
+    best, fleet = search.best, rules.fleet
+    uses = explain.device_uses(best)
+    used = {use.id for use in uses}
+    return Result(
+        shard_plan=_entries(fleet, best.layout),
+        gradient_checkpointing={str(k): part.recompute for k, part in enumerate(best.layout)},
+        max_in_flight=best.schedule.max_in_flight,
+        predicted_step_s=best.seconds,
+        proved_optimal=search.proved,
+        devices=uses,
+        unused=tuple(fleet.ids[d] for d in rules.devices if fleet.ids[d] not in used),
+        why=explain.left_out(best, rules),
+        advice=explain.advice(best, rules, uses),
+        alone=explain.alone(fleet, rules.devices),
+        changes=changes,
+        seconds=0.0,
+        schedule=best.schedule,
+        in_flight=best.schedule.forecast.peak_in_flight,
+    )
+
+
+def _entries(fleet: Fleet, layout: Layout) -> tuple[dict[str, Any], ...]:
+    entries = []
+    for k, part in enumerate(layout):
+        entry: dict[str, Any] = {"id": fleet.ids[part.device], "start": part.start, "end": part.end}
+        if k and 0 not in (part.device, layout[k - 1].device):
+            entry["links"] = "direct" if part.direct else "relay"
+        entries.append(entry)
+    return tuple(entries)
+
+
+def _layout(
+    fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]], again: Mapping[str, bool]
+) -> Layout:
+    """The layout of a plan in a file; a boundary without a setting goes directly where it can."""
+    entries = _plan_entries(fleet, shard_plan)
+    if problems := list(_checkpointing_problems(again, len(entries))):
+        raise PlanError(report("the plan", problems))
+    index = {owner: d for d, owner in enumerate(fleet.ids)}
+    parts: list[Part] = []
+    for k, entry in enumerate(entries):
+        d = index[entry.id]
+        recompute = entry.gradient_checkpointing
+        if recompute is None:
+            recompute = again.get(str(k), False)
+        direct = bool(parts) and fleet.can_go_direct(parts[-1].device, d)
+        if entry.links == "direct" and parts and 0 not in (parts[-1].device, d) and not direct:
+            ends = f"{process_name(entries[k - 1].id)} and {process_name(entry.id)}"
+            text = f"is direct, but the profile has no links between {ends}, both ways"
+            raise PlanError(str(Problem(f"shard_plan[{k}].links", text)))
+        parts.append(Part(d, entry.start, entry.end, recompute, direct and entry.links != "relay"))
+    return tuple(parts)
+
+
+def _plan_entries(fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]]) -> list[PlanEntry]:
+    problems: list[Problem] = []
+    entries = []
+    for k, raw in enumerate(shard_plan):
+        try:
+            entries.append(PlanEntry.model_validate(dict(raw)))
+        except ValidationError as error:
+            for problem in problems_of(error.errors(include_url=False), PlanEntry, dict(raw)):
+                problems.append(Problem(f"shard_plan[{k}].{problem.path}", problem.text))
+    if not problems:
+        problems = [*plan_problems(entries), *owner_problems(entries, fleet.ids[1:])]
+        problems += [
+            Problem(f"shard_plan[{k}]", f"is on {process_name(b.id)} as the one before; join them")
+            for k, (a, b) in enumerate(pairwise(entries), start=1)
+            if a.id == b.id
+        ]
+    if problems:
+        raise PlanError(report("the plan", problems))
+    Plan(tuple(entries)).covers(fleet.layers)
+    return entries
+
+
+def _checkpointing_problems(again: Mapping[str, Any], stages: int) -> Iterator[Problem]:
+    """Problems with `gradient_checkpointing` of a plan, by the number of the stage."""
+    for name, value in again.items():
+        where = f"gradient_checkpointing.{name}"
+        if name not in map(str, range(stages)):
+            yield Problem(where, f"is not a stage; there are {stages}, counted from 0")
+        elif not isinstance(value, bool):
+            yield Problem(where, f"must be true or false, not {shown(value)}")
+
+
+def _does_not_fit(fleet: Fleet, layout: Layout) -> PlanError:
+    lines = []
+    for d in dict.fromkeys(part.device for part in layout):
+        needs = fleet.memory_bytes(layout, d, [1] * len(layout))
+        has = fleet.costs[d].memory_bytes + fleet.costs[d].device.reserved_bytes
+        if needs > has:
+            lines.append(
+                f"{process_name(fleet.ids[d])} needs {size(needs)} with one micro-batch in flight"
+                f" and has {size(max(0.0, has))}: {size(needs - has)} are missing"
+            )
+    hint = "give it fewer layers, or gradient_checkpointing; or let `hetero plan` cut anew"
+    return PlanError("\n".join(lines), hint=hint)
+
+
+def _option_problems(
+    profile: FleetProfile,
+    pins: Mapping[WorkerId, tuple[int, int]],
+    excluded: Collection[WorkerId],
+    margins: Mapping[WorkerId, float],
+    allow: Collection[str],
+) -> Iterator[Problem]:
+    ids = [device.id for device in profile.devices]
+    named = [("pin", d) for d in pins] + [("exclude", d) for d in excluded]
+    for option, owner in [*named, *(("margin", d) for d in margins)]:
+        if owner not in ids:
+            text = f"{shown(owner)} is not a device; there are: {ids_text(ids)}"
+            yield Problem(f"--{option}", text)
+    if "local" in excluded:
+        yield Problem("--exclude", "the coordinator holds the first stage and cannot be left out")
+    for owner, free in margins.items():
+        if free < 0:
+            yield Problem("--margin", f"of {process_name(owner)} must not be negative")
+    for word in allow:
+        if word not in CHOICES:
+            yield Problem("--allow", f"{shown(word)} is none of {', '.join(sorted(CHOICES))}")
+    yield from _pin_problems(profile.layers, pins, excluded)
+
+
+def _pin_problems(
+    layers: int, pins: Mapping[WorkerId, tuple[int, int]], excluded: Collection[WorkerId]
+) -> Iterator[Problem]:
+    for owner, (start, end) in pins.items():
+        here = f"{process_name(owner)} at {start}:{end}"
+        if owner in excluded:
+            yield Problem("--pin", f"{process_name(owner)} is excluded too")
+        if not 0 <= start < end <= layers:
+            yield Problem("--pin", f"{here} is not a range within the {layers} layers")
+        elif owner == "local" and start:
+            yield Problem("--pin", f"{here}: the coordinator holds the first layers")
+        elif owner != "local" and "local" in pins and start < pins["local"][1]:
+            yield Problem("--pin", f"{here} overlaps with the coordinator's layers")
+    workers = sorted((pin, owner) for owner, pin in pins.items() if owner != "local")
+    for (one, a), (other, b) in pairwise(workers):
+        if other[0] < one[1]:
+            yield Problem("--pin", f"{process_name(a)} and {process_name(b)} overlap")

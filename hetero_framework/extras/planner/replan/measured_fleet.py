@@ -1,0 +1,156 @@
+"""The profile of a run's fleet, from the measured times of its steps.
+
+Steps show the times of whole stages. The time of a layer or the head on another device follows from
+their work, in any unit that compares them, and from each device's time per unit. Seconds are per
+micro-batch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, permutations
+
+from hetero_framework.config import StageSpec
+from hetero_framework.engine.schedule.simulator import Profile
+from hetero_framework.extras.planner.profile import FleetProfile
+
+WorkerId = int | str
+_BYTES = 1e6  # a nominal tensor: seconds were measured, not bytes
+_LEAST_S = 1e-9  # of a tensor on a link, so that a rate is finite
+_FORWARD = 1 / 3  # of the time, where no stage was measured
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """Needs of a model's parts on a device, as in a `DeviceProfile`."""
+
+    layer_bytes: tuple[float, ...]
+    embedding_bytes: float
+    head_bytes: float
+    activation_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """The work of a model's layers and of its head."""
+
+    layer_work: tuple[float, ...]
+    head_work: float
+
+    def of(self, stage: StageSpec) -> float:
+        """Work of a stage; the embedding counts as none."""
+        layers = sum(self.layer_work[stage.start : stage.end])
+        return layers + (self.head_work if stage.is_last else 0.0)
+
+
+class Observed:
+    """Times of a run's devices and links, from its steps under any plans."""
+
+    def __init__(self, work: LayerWork) -> None:
+        self._work = work
+        self._pace_s: dict[WorkerId, float] = {}  # forward and backward of a unit of work
+        self._wire_s: dict[tuple[WorkerId, WorkerId], float] = {}
+        self._latency_s: dict[frozenset[WorkerId], float] = {}
+        self._forward = _FORWARD
+
+    def note(self, stages: Sequence[StageSpec], seen: Profile) -> None:
+        """Take in the times of a plan's stages and edges."""
+        busy_s: dict[WorkerId, float] = {}
+        work: dict[WorkerId, float] = {}
+        for stage, forward_s, backward_s in zip(
+            stages, seen.forward_s, seen.backward_s, strict=True
+        ):
+            busy_s[stage.owner] = busy_s.get(stage.owner, 0.0) + forward_s + backward_s
+            work[stage.owner] = work.get(stage.owner, 0.0) + self._work.of(stage)
+        self._pace_s |= {d: busy_s[d] / work[d] for d in busy_s if work[d] > 0}
+        # The last stage does both at once.
+        told = [k for k, stage in enumerate(stages[:-1]) if stage.end > stage.start]
+        both_s = sum(seen.forward_s[k] + seen.backward_s[k] for k in told)
+        if both_s > 0:
+            self._forward = sum(seen.forward_s[k] for k in told) / both_s
+        for (before, after), edge in zip(pairwise(stages), seen.edges, strict=True):
+            if before.owner == after.owner:
+                continue
+            # A relayed tensor was timed from the coordinator to its receiver.
+            one = before.owner if edge.relay is None else "local"
+            other = after.owner if edge.relay is None else "local"
+            wires = {(one, after.owner): edge.forward_s, (other, before.owner): edge.backward_s}
+            self._wire_s |= {pair: seconds for pair, seconds in wires.items() if seconds > 0}
+            self._latency_s[frozenset((before.owner, after.owner))] = edge.latency_s
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step was measured yet."""
+        return not self._pace_s
+
+    def keep_pace(self, earlier: Observed, devices: Iterable[WorkerId]) -> None:
+        """Take over the earlier times of these devices."""
+        for device in devices:
+            if device in earlier._pace_s:
+                self._pace_s[device] = earlier._pace_s[device]
+
+    def fleet(
+        self,
+        memory_bytes: Mapping[WorkerId, float],
+        parts: Mapping[WorkerId, PartBytes],
+        micro_batches: int,
+        *,
+        relayed: bool,
+    ) -> FleetProfile:
+        """The profile of these devices, with the free bytes of each. A device without measurements
+        counts as the median of the others; `relayed`: workers have no links."""
+        devices = [self._device(d, free, parts[d]) for d, free in memory_bytes.items()]
+        pairs: Iterable[tuple[WorkerId, WorkerId]] = permutations(memory_bytes, 2)
+        links = [
+            {
+                "from": one,
+                "to": other,
+                "bytes_per_s": _BYTES / max(_LEAST_S, self._link_s(one, other)),
+                "latency_s": self._latency_s.get(frozenset((one, other)), 0.0),
+            }
+            for one, other in pairs
+            if "local" in (one, other) or not relayed
+        ]
+        return FleetProfile.from_dict(
+            {
+                "version": 1,
+                "layers": len(self._work.layer_work),
+                "micro_batches": micro_batches,
+                "activation_bytes": _BYTES,
+                "gradient_bytes": _BYTES,
+                "devices": devices,
+                "links": links,
+            },
+            name="what the steps have shown",
+        )
+
+    def _device(self, device: WorkerId, free_bytes: float, parts: PartBytes) -> dict[str, object]:
+        known = self._pace_s.values()
+        pace_s = self._pace_s.get(device, statistics.median(known) if known else 1.0)
+        forward_s, backward_s = pace_s * self._forward, pace_s * (1 - self._forward)
+        return {
+            "id": device,
+            "memory_bytes": free_bytes,
+            "layer_forward_s": [forward_s * work for work in self._work.layer_work],
+            "layer_backward_s": [backward_s * work for work in self._work.layer_work],
+            "head_forward_s": forward_s * self._work.head_work,
+            "head_backward_s": backward_s * self._work.head_work,
+            "layer_bytes": list(parts.layer_bytes),
+            "embedding_bytes": parts.embedding_bytes,
+            "head_bytes": parts.head_bytes,
+            "activation_bytes_per_layer": list(parts.activation_bytes),
+        }
+
+    def _link_s(self, one: WorkerId, other: WorkerId) -> float:
+        """Seconds of a tensor from one to the other: measured, or of the slower one's links."""
+        if (seconds := self._wire_s.get((one, other), self._wire_s.get((other, one)))) is not None:
+            return seconds
+        return max(self._nic_s(one), self._nic_s(other))
+
+    def _nic_s(self, device: WorkerId) -> float:
+        """The least time in which a device sent or received a tensor."""
+        times = [seconds for pair, seconds in self._wire_s.items() if device in pair]
+        known = times or self._wire_s.values()
+        return min(known, default=0.0)

@@ -1,0 +1,158 @@
+"""Quick simulation of layouts by a few schedules of which one is near the best."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from hetero_framework.engine.schedule.bounds import step_bound
+from hetero_framework.engine.schedule.critical_path import OnPath, critical_path
+from hetero_framework.engine.schedule.policies import portfolio
+from hetero_framework.engine.schedule.readiness import Policy
+from hetero_framework.engine.schedule.simulator import Profile, SimulatedSpan, simulate
+from hetero_framework.engine.schedule.tuning import tapered_limits
+from hetero_framework.extras.planner.layout import Layout
+from hetero_framework.extras.planner.rules import Rules
+from hetero_framework.extras.planner.search.scores import Scores
+
+MANY = 8
+"""Stages up to which all moves are looked at: there are as many as pairs of stages."""
+MOST_TASKS = 150_000  # of all simulations; a task is a forward or a backward of a micro-batch
+_TASKS = 1_500  # of one
+_NO_FASTER = 1.005  # times as long: too slow for any schedule to make it faster
+
+
+class ScheduleChoice(NamedTuple):
+    """A way to run a step."""
+
+    max_in_flight: int
+    policy: Policy
+    in_flight_limits: tuple[int, ...]
+
+
+class FastEvaluation:
+    """The steps of layouts, each simulated once, as far as the work for it lasts. Long steps are
+    judged by a part of their micro-batches."""
+
+    def __init__(self, rules: Rules, scores: Scores) -> None:
+        self._fleet = rules.fleet
+        self._m = rules.fleet.micro_batches
+        self._scores = scores
+        self._seconds: dict[Layout, float] = {}
+        self._by: dict[Layout, int] = {}  # the schedule that took that
+        self._recorded: tuple[Layout, list[SimulatedSpan]] = ((), [])  # the last recorded one
+        self.tasks = 0
+        """Tasks that have been simulated."""
+
+    def __contains__(self, layout: Layout) -> bool:
+        return layout in self._seconds
+
+    def __getitem__(self, layout: Layout) -> float:
+        """Seconds of the step of a layout that was looked at."""
+        return self._seconds[layout]
+
+    @property
+    def least_s(self) -> float:
+        """The shortest step of all."""
+        return min(self._seconds.values(), default=math.inf)
+
+    def largest(self, where: Callable[[Layout], bool]) -> int:
+        """The most tasks of a whole step of a layout that was looked at."""
+        return max(2 * len(layout) * self._m for layout in filter(where, self._seconds))
+
+    def fastest(
+        self, count: int | None = None, where: Callable[[Layout], bool] = lambda layout: True
+    ) -> list[Layout]:
+        """The layouts of the shortest steps, or all of them."""
+        count = len(self._seconds) if count is None else count
+        return heapq.nsmallest(count, filter(where, self._seconds), key=self.__getitem__)
+
+    def look(self, layout: Layout, like: Layout | None = None, *, alone: bool = False) -> float:
+        """Seconds of a step by the better of the schedules; infinite where the layout does not fit,
+        its bound is no better than the best of all, or there is no work left. With a layout
+        `like` it, that one's best schedule comes first, and others are tried only if it is faster;
+        with `alone`, only the first one is tried."""
+        if layout in self._seconds:
+            return self._seconds[layout]
+        limits = self._fleet.memory_limits(layout)
+        least = math.inf if alone else self.least_s
+        if limits is None or self._scores.bound(layout) >= least or self.tasks > MOST_TASKS:
+            return math.inf
+        profile, m = self._fleet.pipeline(layout), self._judged(layout)
+        rest_s = 0.0
+        if m < self._m:
+            rest_s = step_bound(profile, self._m, limits) - step_bound(profile, m, limits)
+        schedules = list(enumerate(schedules_of(profile, m, limits)))
+        if like is not None:
+            schedules.sort(key=lambda entry: entry[0] != self._by[like])
+        times = []
+        for number, schedule in schedules:
+            spans: list[SimulatedSpan] | None = [] if alone else None
+            taken = self._run(profile, m, schedule, spans)
+            if spans is not None:
+                self._recorded = (layout, spans)
+            times.append((taken + rest_s, number))
+            if alone or (like is not None and taken + rest_s > _NO_FASTER * self._seconds[like]):
+                break
+        self._seconds[layout], self._by[layout] = min(times)
+        return self._seconds[layout]
+
+    def critical_path(self, layout: Layout) -> list[OnPath]:
+        """The part of each stage of an evaluated layout in its step's critical path."""
+        fleet, limits = self._fleet, self._fleet.memory_limits(layout)
+        assert limits is not None
+        profile, m = fleet.pipeline(layout), self._judged(layout)
+        recorded, spans = self._recorded
+        if recorded != layout:
+            spans = []
+            self._run(profile, m, schedules_of(profile, m, limits)[self._by[layout]], spans)
+        return critical_path(profile, spans)
+
+    def _judged(self, layout: Layout) -> int:
+        """The number of micro-batches by which a layout is judged."""
+        p = len(layout)
+        return min(self._m, max(2 * p, _TASKS // (2 * p)))
+
+    def _run(
+        self,
+        profile: Profile,
+        m: int,
+        schedule: ScheduleChoice,
+        spans: list[SimulatedSpan] | None = None,
+    ) -> float:
+        """Seconds of m micro-batches."""
+        size, policy, limits = schedule
+        self.tasks += 2 * profile.num_stages * m
+        done = simulate(profile, m, size, policy=policy, in_flight_limits=limits, spans=spans)
+        return done.seconds
+
+
+def schedules_of(
+    profile: Profile, micro_batches: int, limits: tuple[int, ...]
+) -> list[ScheduleChoice]:
+    """A few windows and policies, of which one is near the best; no stage stores more forwards than
+    `limits` say. The one that is best most often comes first."""
+    p = profile.num_stages
+    bound = step_bound(profile, micro_batches)
+    path = math.ceil(profile.path_s * micro_batches / bound) if bound > 0 else p
+    policies = portfolio(profile, micro_batches)
+    if profile.num_devices < p:
+        least = max(p, path)
+        widest = min(micro_batches, 2 * least + p)
+        narrower = min(micro_batches, least * 5 // 4 + 1)
+        stored = {narrower: _tapered(narrower, limits), widest: limits}
+        return [
+            ScheduleChoice(size, policy, stored[size])
+            for size in dict.fromkeys((widest, narrower))
+            for policy in policies[1:]
+        ]
+    few, many = (min(micro_batches, times * max(p, path)) for times in (1, 3))
+    ahead = _tapered(many, limits) if min(limits[:-1], default=many) < micro_batches else limits
+    choices = [ScheduleChoice(many, policies[0], limits), ScheduleChoice(many, policies[1], ahead)]
+    return [*choices, ScheduleChoice(few, policies[0], limits)] if p <= MANY else choices
+
+
+def _tapered(size: int, limits: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(min, tapered_limits(size, len(limits)), limits))

@@ -1,0 +1,221 @@
+"""Preferences beside a reference: direct (DPO) and Kahneman-Tversky optimization (KTO).
+
+Losses and metrics are those of TRL's DPOTrainer and KTOTrainer (1.16), which name their papers.
+
+Shapes: P pairs, B = 2 P rows, first the chosen ones; S tokens, V vocabulary; C sums of a row; of
+rated answers N, B = N or 2 N rows, first the answers, then the same prompts with others.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import PretrainedConfig
+
+from hetero_framework.config import TOKEN_METRICS, StageSpec, TrainingConfig
+from hetero_framework.data.examples import IGNORE_INDEX
+from hetero_framework.extras.preferences.pair_objective import (
+    LOGITS,
+    MEANS,
+    PairObjective,
+    chosen_loss,
+    lengths_of,
+    log_probabilities,
+)
+from hetero_framework.extras.preferences.pairs import REFERENCE
+from hetero_framework.models.cut.objective import COUNT
+from hetero_framework.models.cut.shard import Inputs
+
+LOGPS = "logps"
+SIDES = ("chosen", "rejected")
+
+
+class Referenced(PairObjective):
+    """A batch also has the log-probability of each answer by the reference; without these the loss
+    is none, and LOGPS come with it."""
+
+    has_reference = True
+
+    def __init__(
+        self, training: TrainingConfig, id_layers: frozenset[int] = frozenset(), *further: str
+    ) -> None:
+        super().__init__(training, id_layers, *further)
+        self._measures = training.token_metrics
+        self._reference = REFERENCE[training.data_kind]
+        self.beside = self._reference
+        """Names of the inputs of the last stage that have one number for each example."""
+
+    def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
+        needed = super().stage_inputs(spec, names)
+        return [name for name in needed if spec.is_last or name not in self.beside]
+
+    def probe_inputs(self, config: PretrainedConfig, inputs: Inputs) -> Inputs:
+        labels = inputs["labels"]
+        zeros = labels.new_zeros(len(labels) // self._each, dtype=torch.float32)
+        return {**inputs, **dict.fromkeys(self.beside, zeros)}
+
+    def mean_loss(self, inputs: Inputs, sums_BC: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if self._reference[0] not in inputs:
+            return sums_BC.new_zeros(()), {LOGPS: sums_BC[:, 0].detach()}
+        reference_B = torch.cat([inputs[name] for name in self._reference])
+        return self.compared(inputs, sums_BC, sums_BC[:, 0] - reference_B)
+
+    @abstractmethod
+    def compared(
+        self, inputs: Inputs, sums_BC: Tensor, ratios_B: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`mean_loss`, from how much likelier each row is than for the reference."""
+
+
+class Preferences(Referenced):
+    """DPO."""
+
+    def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
+        super().__init__(training, id_layers)
+        self.metric_names += TOKEN_METRICS * self._measures
+        weights = training.loss_weights or (1.0,) * len(training.losses)
+        self._losses = list(zip(training.losses, weights, strict=True))
+        if training.rpo_alpha:
+            self._losses.append(("sft", training.rpo_alpha))
+        self._ld_alpha, self._weighs = training.ld_alpha, training.use_weighting
+        self._tau = training.discopop_tau
+
+    def compared(
+        self, inputs: Inputs, sums_BC: Tensor, ratios_B: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        logps_B, plain_B, aligned_B = sums_BC.unbind(1)
+        lengths_B = lengths_of(inputs["labels"])
+        loss = logps_B.new_zeros(())
+        for name, weight in self._losses:
+            if name == "sft":
+                loss_P = chosen_loss(plain_B, lengths_B)
+            else:
+                loss_P = self._loss_of(name, ratios_B, lengths_B)
+            if self._weighs:
+                one_P, other_P = (aligned_B / lengths_B.clamp(min=1)).exp().detach().chunk(2)
+                loss_P = loss_P * one_P * other_P
+            loss = loss + weight * loss_P.mean()
+        return loss, self.means(logps_B, ratios_B)
+
+    def _loss_of(self, name: str, ratios_B: Tensor, lengths_B: Tensor) -> Tensor:
+        """The loss of each pair, from how much likelier its answers are than for the reference."""
+        beta, epsilon = self._beta, self._smoothing
+        chosen_P, rejected_P = ratios_B.chunk(2)
+        delta_P = chosen_P - rejected_P
+        if name in ("ipo", "sigmoid_norm"):
+            one_P, other_P = (ratios_B / lengths_B.clamp(min=1)).chunk(2)
+            if name == "ipo":
+                return (one_P - other_P - 1 / (2 * beta)) ** 2
+            return -logsigmoid(beta * (one_P - other_P))
+        if name == "sigmoid":
+            return -logsigmoid(beta * delta_P)
+        if name == "hinge":
+            return torch.relu(1 - beta * delta_P)
+        if name == "exo_pair":
+            p_P, q_P = torch.sigmoid(beta * delta_P), torch.sigmoid(-beta * delta_P)
+            return p_P * (logsigmoid(beta * delta_P) - math.log1p(-epsilon)) + q_P * (
+                logsigmoid(-beta * delta_P) - math.log(epsilon)
+            )
+        if name == "nca_pair":
+            both = logsigmoid(-beta * chosen_P) + logsigmoid(-beta * rejected_P)
+            return -logsigmoid(beta * chosen_P) - 0.5 * both
+        if name == "robust":
+            clean, flipped = logsigmoid(beta * delta_P), logsigmoid(-beta * delta_P)
+            return (-(1 - epsilon) * clean + epsilon * flipped) / (1 - 2 * epsilon)
+        if name == "bco_pair":
+            return -logsigmoid(beta * chosen_P) - logsigmoid(-beta * rejected_P)
+        if name == "sppo_hard":
+            return (chosen_P - 0.5 / beta) ** 2 + (rejected_P + 0.5 / beta) ** 2
+        if name == "apo_zero":
+            return 1 - torch.sigmoid(beta * chosen_P) + torch.sigmoid(beta * rejected_P)
+        if name == "apo_down":
+            return torch.sigmoid(beta * chosen_P) + 1 - torch.sigmoid(beta * delta_P)
+        assert name == "discopop"
+        share_P = torch.sigmoid(beta * delta_P / self._tau)
+        return -logsigmoid(beta * delta_P) * (1 - share_P) + torch.exp(-beta * delta_P) * share_P
+
+    def targets(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        return inputs["labels"], self._weights(inputs["labels"])
+
+    def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
+        """Of an answer: its weighted log-probabilities, the plain ones, and what weights pairs."""
+        labels_BS, weights_BS = targets_BS
+        logps_BS = log_probabilities(logits_BSV, labels_BS)
+        aligned_B = logps_BS.new_zeros(len(logps_BS))
+        if self._weighs:
+            with torch.no_grad():
+                squares_BS = (2 * logits_BSV).logsumexp(-1) - 2 * logits_BSV.logsumexp(-1)
+                aligned_B = ((logps_BS - squares_BS) * labels_BS.ne(IGNORE_INDEX)).sum(1)
+        plain_B = logps_BS.sum(1)
+        weighted_B = plain_B if self._ld_alpha is None else (logps_BS * weights_BS).sum(1)
+        return [weighted_B, plain_B, aligned_B]
+
+    def _weights(self, labels_BS: Tensor) -> Tensor:
+        """Of each label: 1, or ld_alpha beyond the length of the pair's shorter answer."""
+        if self._ld_alpha is None:
+            return labels_BS
+        is_label_BS = labels_BS.ne(IGNORE_INDEX)
+        is_label_BS[:, 0] = False  # not predicted
+        length_B = is_label_BS.sum(1)
+        shared_P = torch.minimum(*length_B.chunk(2))
+        is_shared_BS = is_label_BS.cumsum(1) <= torch.cat([shared_P, shared_P])[:, None]
+        return torch.where(is_shared_BS, 1.0, self._ld_alpha)
+
+
+class Ratings(Referenced):
+    """KTO: each answer by itself, beside how far the model is from the reference on average."""
+
+    def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
+        super().__init__(training, id_layers)
+        sides = (f"{name}/{side}" for name in ("rewards", "logps") for side in SIDES)
+        self.metric_names = ("kl", *sides, "rewards/margins", *LOGITS)
+        self.metric_names += TOKEN_METRICS[:1] * self._measures
+        self.beside = (*self._reference, "desirable")
+        self._weights = training.desirable_weight, training.undesirable_weight
+
+    def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
+        return [log_probabilities(logits_BSV, *targets_BS).sum(1)]
+
+    def compared(
+        self, inputs: Inputs, sums_BC: Tensor, ratios_B: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        is_good_N = inputs["desirable"].bool()
+        logps_N, ratios_N = sums_BC[: len(is_good_N), 0], ratios_B[: len(is_good_N)]
+        kl = ratios_B.new_zeros(())
+        if len(ratios_B) > len(is_good_N):
+            kl = ratios_B[len(is_good_N) :].detach().mean().clamp(min=0)
+        signed_N = torch.where(is_good_N, ratios_N - kl, kl - ratios_N)
+        loss_N = torch.where(is_good_N, *self._weights) * (1 - torch.sigmoid(self._beta * signed_N))
+        means = [
+            _mean(values_N, torch.ones_like(values_N), side_N)
+            for values_N in (self._beta * ratios_N, logps_N)
+            for side_N in (is_good_N, ~is_good_N)
+        ]
+        margin = means[0] - means[1]
+        return loss_N.mean(), {MEANS: torch.stack([kl, *means, margin]).detach()}
+
+    def looks(self, inputs: Inputs, sums_BC: Tensor, counts_B: Tensor) -> list[Tensor]:
+        is_good_N = inputs["desirable"].bool()
+        sums_NC, counts_N = sums_BC[: len(is_good_N)], counts_B[: len(is_good_N)]
+        means = [_mean(sums_NC[:, 0], counts_N, side_N) for side_N in (is_good_N, ~is_good_N)]
+        return [*means, *(sums_NC[:, 1:2].sum(0) / counts_N.sum())]
+
+    def metrics(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        """Each over the micro-batches with such answers."""
+        if not named:
+            return {}
+        table = self.table(named)
+        counts, means = table.isnan().logical_not().sum(0).tolist(), table.nanmean(0).tolist()
+        found = list(zip(self.metric_names, counts, means, strict=True))
+        metrics = {name: mean for name, count, mean in found if count}
+        return metrics | {COUNT + name: n for name, n, _ in found if n < len(named)}
+
+
+def _mean(sums_N: Tensor, counts_N: Tensor, side_N: Tensor) -> Tensor:
+    """Over the answers of a side; NaN where there are none. No number leaves the device."""
+    return sums_N.where(side_N, 0.0).sum() / counts_N.where(side_N, 0).sum()

@@ -1,0 +1,110 @@
+"""Preferences without a reference: odds ratio (ORPO) and contrastive (CPO, SimPO) optimization.
+
+Losses and metrics are those of TRL's ORPOTrainer and CPOTrainer (1.16), which name their papers.
+
+Shapes: P pairs, B = 2 P rows, first the chosen ones; S tokens, V vocabulary; C sums of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
+
+from hetero_framework.config import StageSpec, TrainingConfig
+from hetero_framework.data.examples import IGNORE_INDEX
+from hetero_framework.extras.preferences.pair_objective import (
+    PairObjective,
+    chosen_loss,
+    lengths_of,
+    log_probabilities,
+)
+from hetero_framework.models.cut.shard import Inputs
+
+_LN_2 = 0.6931471805599453
+
+
+class OddsRatio(PairObjective):
+    """ORPO: next-token prediction of prompts and chosen answers, and the odds of both answers."""
+
+    def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
+        super().__init__(training, id_layers, "nll_loss", "log_odds_ratio", "log_odds_chosen")
+
+    def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
+        """The last stage also needs the tokens: prompts have no labels."""
+        needed = super().stage_inputs(spec, names)
+        return [*needed, "input_ids"] if spec.is_last and "input_ids" not in needed else needed
+
+    def targets(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        is_padding_BS = inputs["attention_mask"].eq(0)
+        return inputs["labels"], inputs["input_ids"].masked_fill(is_padding_BS, IGNORE_INDEX)
+
+    def seen(self, inputs: Inputs) -> Tensor:
+        """All but the last, padding too."""
+        return pad(torch.ones_like(inputs["labels"][:, 1:], dtype=torch.bool), (0, 1))
+
+    def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
+        """The log-probabilities of the answer, and those of the whole row."""
+        labels_BS, tokens_BS = targets_BS
+        logps_BS = log_probabilities(logits_BSV, tokens_BS)
+        return [(logps_BS * labels_BS.ne(IGNORE_INDEX)).sum(1), logps_BS.sum(1)]
+
+    def mean_loss(self, inputs: Inputs, sums_BC: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        answers_B, rows_B = sums_BC.unbind(1)
+        labels_BS, tokens_BS = self.targets(inputs)
+        logps_B = answers_B / lengths_of(labels_BS).clamp(min=1)
+        log_odds_P = _difference(logps_B) - _difference(_log1mexp(logps_B))
+        ratio_P = logsigmoid(log_odds_P)
+        nll = chosen_loss(rows_B, lengths_of(tokens_BS))
+        loss = nll - self._beta * ratio_P.mean()
+        return loss, self.means(logps_B, logps_B, nll, ratio_P.mean(), log_odds_P.mean())
+
+
+class Contrastive(PairObjective):
+    """CPO: DPO's losses without a reference, and the chosen answers' own loss."""
+
+    def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
+        super().__init__(training, id_layers, "nll_loss")
+        (self._name,) = training.losses
+        self._alpha, self._gamma = training.cpo_alpha, training.simpo_gamma
+
+    def seen(self, inputs: Inputs) -> Tensor:
+        """All, padding too."""
+        return torch.ones_like(inputs["labels"], dtype=torch.bool)
+
+    def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
+        """The log-probabilities of the answer."""
+        return [log_probabilities(logits_BSV, *targets_BS).sum(1)]
+
+    def mean_loss(self, inputs: Inputs, sums_BC: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        (logps_B,) = sums_BC.unbind(1)
+        lengths_B = lengths_of(inputs["labels"])
+        nll = chosen_loss(logps_B, lengths_B) if self._alpha else logps_B.new_zeros(())
+        if self._name in ("ipo", "simpo"):
+            logps_B = logps_B / lengths_B.clamp(min=1)
+        loss_P = self._loss_of(_difference(logps_B))
+        return loss_P.mean() + self._alpha * nll, self.means(logps_B, logps_B, nll)
+
+    def _loss_of(self, delta_P: Tensor) -> Tensor:
+        beta, epsilon = self._beta, self._smoothing
+        if self._name == "hinge":
+            return torch.relu(1 - beta * delta_P)
+        if self._name == "ipo":
+            return (delta_P - 1 / (2 * beta)) ** 2
+        scaled_P = beta * delta_P - (self._gamma if self._name == "simpo" else 0.0)
+        return -logsigmoid(scaled_P) * (1 - epsilon) - logsigmoid(-scaled_P) * epsilon
+
+
+def _difference(values_B: Tensor) -> Tensor:
+    """Of each pair: chosen minus rejected."""
+    chosen_P, rejected_P = values_B.chunk(2)
+    return chosen_P - rejected_P
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) of x below 0, finite also where x rounds to 0."""
+    x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    # Each way cancels on the other side.
+    return torch.where(x < -_LN_2, torch.log1p(-torch.exp(x)), torch.log(-torch.expm1(x)))

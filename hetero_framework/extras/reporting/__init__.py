@@ -1,0 +1,1 @@
+"""Reporting: callbacks of transformers, reporters, the hub, and metrics that users compute."""

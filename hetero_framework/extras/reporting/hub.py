@@ -1,0 +1,174 @@
+"""Uploads of a run to the hub: its result at the end, and its newest checkpoint while it trains.
+
+One upload at a time, in a process of its own (hub_upload.py). A checkpoint that waits gives
+way to a newer one. An upload that fails is told once and changes nothing of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_framework.cluster.child import describe_exit, end_processes, environment, start
+from hetero_framework.config import Config
+from hetero_framework.core import timeouts
+from hetero_framework.extras.reporting.hub_upload import PUBLIC, repository
+from hetero_framework.log import event
+from hetero_framework.trainer.checkpoint import CheckpointStore
+from hetero_framework.trainer.observers import Due, Observer, RunStart
+from hetero_framework.trainer.outputs import command, shown
+from hetero_framework.trainer.progress import StageRow
+from hetero_framework.trainer.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Upload:
+    """One upload: of a checkpoint, of the result, or of no folder, which makes the repository."""
+
+    what: str
+    folder: Path | None = None
+    path: str = ""  # in the repository
+    step: int | None = None  # of a checkpoint
+
+
+class HubUploads(Observer):
+    """Uploads what training.hub_strategy says. Inside `with`: no upload outlives it.
+
+    Args:
+        should_stop: Whether the run is not to wait for uploads any more.
+    """
+
+    def __init__(
+        self, config: Config, store: CheckpointStore, should_stop: Callable[[], bool]
+    ) -> None:
+        self._config, self._store, self._should_stop = config, store, should_stop
+        self._process: subprocess.Popen[bytes] | None = None
+        self._upload = _Upload("the repository")  # that of the process
+        self._until = 0.0
+        self._next = [self._upload] * (config.island is None)  # of several islands one uploads
+        self._is_told = False  # of a failure, since an upload before the result succeeded
+        self._is_saver = True
+        self._result = _Upload(f"the {config.result_dir.name}", config.result_dir)
+
+    def __enter__(self) -> HubUploads:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._process is not None:
+            self._is_told |= self._upload.folder is None
+            self._take("the run has ended")
+
+    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
+        self._look()
+
+    def step_end(self, state: TrainState, line: Mapping[str, object], due: Due) -> None:
+        self._look()
+
+    def saved(self, state: TrainState, due: Due) -> None:
+        strategy, name = self._config.training.hub_strategy, f"step_{state.step}"
+        if strategy != "end":
+            path = "last-checkpoint" if strategy == "checkpoint" else name
+            newest = _Upload(f"checkpoint {state.step}", self._store.root / name, path, state.step)
+            self._next = [*(other for other in self._next if other.step is None), newest]
+        self._look()
+
+    def trained(self, state: TrainState, due: Due) -> None:
+        self._is_saver = due.is_saver
+
+    def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
+        if self._is_saver:
+            self._next.insert(0, self._result)
+            _log.info("uploading to the hub; Ctrl-C ends the wait")
+        while not self._should_stop():
+            self._look()
+            if self._process is None:
+                return
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeouts.ANSWER_TICK_S)
+        if self._process is not None:
+            self._take("the run was told to stop")
+        for upload in self._next:
+            self._tell(upload, "the run was told to stop")
+
+    def _look(self) -> None:
+        """Take the end of the upload under way, if it has ended or lasts too long; begin the next
+        one."""
+        if self._process is not None and self._process.poll() is not None:
+            self._take()
+        elif self._process is not None and time.monotonic() >= self._until:
+            self._take("it took too long")
+        while self._process is None and self._next:
+            self._begin(self._next.pop(0))
+
+    def _begin(self, upload: _Upload) -> None:
+        training = self._config.training
+        job = {
+            "repository": repository(self._config),
+            "private": training.hub_private_repo,
+            "revision": training.hub_revision,
+            "folder": upload.folder and str(upload.folder),
+            "path": upload.path,
+            "message": f"Upload {upload.what}",
+            "must_be_private": training.hub_strategy != "end" and upload != self._result,
+        }
+        program = [
+            sys.executable,
+            "-m",
+            "hetero_framework.extras.reporting.hub_upload",
+            json.dumps(job),
+        ]
+        try:
+            files = upload.folder.iterdir() if upload.folder is not None else ()
+            nbytes = sum(file.stat().st_size for file in files)
+            self._process = start(program, environment(), subprocess.PIPE, subprocess.DEVNULL)
+        except OSError as error:
+            if upload.folder is None or upload.folder.is_dir():  # else it has been deleted
+                self._tell(upload, str(error))
+            return
+        with suppress(AttributeError, OSError):  # Windows has no such priorities
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, 15)
+        self._until = time.monotonic() + timeouts.UPLOAD_S + nbytes / timeouts.UPLOAD_BYTES_PER_S
+        self._upload = upload
+        self._store.hold(upload.step)
+
+    def _take(self, why: str | None = None) -> None:
+        """Take the end of the upload under way, or end it, for the reason `why`."""
+        process, self._process, upload = self._process, None, self._upload
+        assert process is not None
+        assert process.stdout is not None
+        end_processes([process], 0.0)
+        with process.stdout:
+            line = process.stdout.read().decode("utf-8", "replace").strip() if not why else ""
+        self._store.hold(None)
+        if why or process.returncode != 0:
+            known = why or line or describe_exit(process.returncode)
+            self._tell(upload, known, by_hand=bool(why) or process.returncode != PUBLIC)
+        else:
+            self._is_told &= upload == self._result
+            done = event("uploaded", upload.what, place=line)
+            if upload.folder is not None:
+                _log.info("uploaded %s to %s", upload.what, line, extra=done)
+
+    def _tell(self, upload: _Upload, why: str, *, by_hand: bool = True) -> None:
+        """Warn of an upload that is missing: of the result always, of others once."""
+        if self._is_told and upload != self._result:
+            return
+        self._is_told, training = True, self._config.training
+        todo = ""
+        if upload.folder is not None and by_hand:
+            words = ["hf", "upload", repository(self._config), shown(upload.folder), upload.path]
+            words += ["--private"] if training.hub_private_repo else []
+            words += ["--revision", training.hub_revision] if training.hub_revision else []
+            todo = f". To upload it: {command(*filter(None, words))}"
+        failed = event("upload failed", "the run goes on", reason=why)
+        _log.warning("%s is not on the hub: %s%s", upload.what, why, todo, extra=failed)

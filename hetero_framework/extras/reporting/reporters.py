@@ -1,0 +1,114 @@
+"""Reporters of transformers, such as wandb and trackio, as callbacks of a run.
+
+TensorBoard is written by trainer/metrics.py, which hides the steps that a resumed run repeats.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hetero_framework.config import TrainingConfig
+from hetero_framework.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+    from hetero_framework.extras.talking.generation import Sample
+
+_PACKAGES = {
+    **{"azure_ml": "azureml-core", "codecarbon": "codecarbon", "comet_ml": "comet-ml"},
+    **{"clearml": "clearml", "dagshub": "dagshub mlflow", "dvclive": "dvclive"},
+    **{"flyte": "flytekit", "mlflow": "mlflow", "neptune": "neptune", "swanlab": "swanlab"},
+    **{"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb"},
+}
+"""Reporters and what to install for them."""
+_MODULES = {"azure_ml": "azureml", "comet_ml": "comet_ml", "flyte": "flytekit"}
+"""Their modules, where these have other names."""
+
+
+def check(training: TrainingConfig) -> None:
+    """Raise ConfigError for reporters whose package is not installed."""
+    for name in training.report_to:
+        packages = _PACKAGES.get(name)
+        if packages is None or name == "tensorboard":
+            continue
+        modules = [_MODULES.get(name, part) for part in packages.split()]
+        if any(importlib.util.find_spec(module) is None for module in modules):
+            raise ConfigError(
+                f"training.report_to asks for {name}, which is not installed",
+                hint=f"python -m pip install {packages}, or leave {name} out",
+            )
+
+
+def reporters(training: TrainingConfig) -> list[type[TrainerCallback]]:
+    """The callbacks that report_to names. Raises as `check`."""
+    check(training)
+    names = [name for name in training.report_to if name not in ("tensorboard", "all")]
+    if not names and "all" not in training.report_to:
+        return []
+    from transformers.integrations import (
+        get_available_reporting_integrations,
+        get_reporting_integration_callbacks,
+    )
+
+    if "all" in training.report_to:
+        names = [name for name in get_available_reporting_integrations() if name != "tensorboard"]
+    return list(get_reporting_integration_callbacks(names))
+
+
+def report_samples(reporter: Any, step: int, samples: Sequence[Sample]) -> None:
+    """Give wandb or trackio a table of samples. The callbacks of others take numbers alone."""
+    columns, rows = ["step", "prompt", "text"], [[step, s.prompt, s.text] for s in samples]
+    if (wandb := getattr(reporter, "_wandb", None)) is not None:
+        table = wandb.Table(columns=columns, data=rows)
+        wandb.log({"samples": table, "train/global_step": step})
+    elif (trackio := getattr(reporter, "_trackio", None)) is not None:
+        from pandas import DataFrame
+
+        table = trackio.Table(dataframe=DataFrame(rows, columns=columns))
+        trackio.log({"samples": table, "train/global_step": step})
+
+
+def new_run() -> str:
+    """An identifier for the remote run, which a resumed run goes on with."""
+    return uuid.uuid4().hex[:12]
+
+
+def mlflow_run() -> str | None:
+    """The run of MLflow, whose server names it."""
+    mlflow: Any = sys.modules.get("mlflow")
+    active = mlflow.active_run() if mlflow is not None else None
+    return None if active is None else str(active.info.run_id)
+
+
+@contextmanager
+def remote_run(run: str, training: TrainingConfig, of_mlflow: str | None) -> Iterator[None]:
+    """Within, those of wandb, Comet and SwanLab that report_to names begin or continue a run that
+    `run` names; trackio knows a run by its name. MLflow continues its run `of_mlflow`, if there is
+    one. What the environment says already stays."""
+    project = training.project
+    of_mlflow_run = {} if of_mlflow is None else {"MLFLOW_RUN_ID": of_mlflow}
+    known = {
+        "wandb": {"WANDB_RUN_ID": run, "WANDB_RESUME": "allow", "WANDB_PROJECT": project},
+        "comet_ml": {"COMET_EXPERIMENT_KEY": (3 * run)[:36], "COMET_PROJECT_NAME": project},
+        "swanlab": {
+            **{"SWANLAB_RUN_ID": (2 * run)[:21], "SWANLAB_RESUME": "allow"},
+            "SWANLAB_PROJECT": project,
+        },
+        "mlflow": {"MLFLOW_EXPERIMENT_NAME": project, **of_mlflow_run},
+    }
+    chosen = known.keys() & {*training.report_to} if "all" not in training.report_to else known
+    settings = {key: value for name in chosen for key, value in known[name].items()}
+    added = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

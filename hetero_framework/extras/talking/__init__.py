@@ -1,0 +1,1 @@
+"""Talking: chat, generation, and samples of a model while it trains."""

@@ -1,0 +1,172 @@
+"""`hetero chat`: talks to a run's result through the machines of its plan."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.commands.options import (
+    ACCESS,
+    CONFIG,
+    IMPORT,
+    ROLE_HELP,
+    access_for,
+    at_least,
+    check_coordinator,
+    flag,
+    load,
+    option,
+)
+from hetero_framework.errors import DataError
+
+EXAMPLES = """
+    hetero chat
+    hetero chat --local --temperature 0.7 --system "Answer in one sentence."
+    hetero chat --base
+    """
+
+
+def _number(least: float, most: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
+        return value
+
+    return number
+
+
+DECODING = (
+    *CONFIG,
+    option("--result", metavar="DIR", help="adapter or model (default: what the run wrote)"),
+    flag("--base", "the model without the run's result"),
+    flag("--local", "hold all layers on this machine"),
+    option("--max-new-tokens", type=at_least(1), default=512, metavar="N", help="default: 512"),
+    option(
+        "--temperature",
+        type=_number(0, 100),
+        metavar="T",
+        help="0: always the likeliest token (default: as the model's generation_config says)",
+    ),
+    option(
+        "--top-p",
+        type=_number(1e-6, 1),
+        metavar="P",
+        help="draw from the likeliest tokens of this probability (default: as for --temperature)",
+    ),
+    option("--seed", type=at_least(0), default=0, metavar="N", help="of the draws (default: 0)"),
+    option("--role", choices=("coordinator",), help=ROLE_HELP),
+    *ACCESS,
+    IMPORT,
+)
+OPTIONS = (*DECODING, option("--system", metavar="TEXT", help="a system prompt"))
+_HELP = "/reset begins anew, /exit ends; Ctrl-C ends an answer"
+
+
+def talk_of(arguments: argparse.Namespace) -> tuple[Any, AbstractContextManager[Any]]:
+    """The model that the options name, and the context in which it is loaded."""
+    config = load(arguments)
+    config.require("model")
+    if not arguments.local:
+        check_coordinator(config, arguments)
+    from hetero_framework.extras.talking.talking import Talk, with_result
+
+    result = Path(arguments.result) if arguments.result else None
+    config = with_result(config, result, base=arguments.base, local=arguments.local)
+    talk, access = Talk(config), access_for(config, "local", arguments)
+    session: Any = "chat" if arguments.command == "chat" else "generation"
+    return talk, talk.loaded(access, session, debug=arguments.debug)
+
+
+def chosen(talk: Any, arguments: argparse.Namespace, **changes: Any) -> Any:
+    settings = {"max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed, **changes}
+    return talk.choice(arguments.temperature, arguments.top_p, **settings)
+
+
+class _Ended(Exception):
+    """Ctrl-C has ended an answer."""
+
+
+@contextmanager
+def _ended_by_ctrl_c(pipeline: Any) -> Iterator[None]:
+    """Within, Ctrl-C raises `_Ended` between two messages, and a second one KeyboardInterrupt."""
+    pressed: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        pressed.append(number)
+        if len(pressed) > 1:
+            raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed:
+            raise _Ended
+
+    before = signal.signal(signal.SIGINT, note)
+    pipeline.check = check
+    try:
+        yield
+    finally:
+        pipeline.check = lambda: None
+        signal.signal(signal.SIGINT, before)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    talk, loaded = talk_of(arguments)
+    with loaded as cluster:
+        system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        messages, is_asked = list(system), sys.stdin.isatty()
+        print(f"{_HELP}\n" if talk.is_chat else f"the model continues each line; {_HELP}\n")
+        for number in range(sys.maxsize):
+            try:
+                line = input("> " if is_asked else "").strip()
+            except EOFError:
+                return
+            if line == "/exit":
+                return
+            if line == "/reset":
+                messages = list(system)
+                continue
+            if not line:
+                continue
+            said = [*messages, {"role": "user", "content": line}]
+            answer = _answer(
+                talk, cluster, said, chosen(talk, arguments, seed=arguments.seed + number)
+            )
+            if answer is not None and talk.is_chat:
+                messages = [*said, {"role": "assistant", "content": answer}]
+
+
+def _answer(talk: Any, cluster: Any, said: list[dict[str, str]], choice: Any) -> str | None:
+    """Print the model's answer while it comes; all of it, or None where there is none."""
+    import torch
+    from transformers import TextStreamer
+
+    streamer, tokens = TextStreamer(talk.tokenizer, skip_special_tokens=True), []
+
+    def show(prompt: int, token: int) -> None:
+        tokens.append(token)
+        streamer.put(torch.tensor([token]))
+
+    try:
+        prompt = talk.reader.prompt_of(said)
+        talk.check([prompt])
+        with _ended_by_ctrl_c(cluster.pipeline):
+            talk.answer(cluster, [prompt], choice, show)
+    except DataError as error:
+        print(f"{error.message}; /reset begins anew")
+        return None
+    except _Ended:
+        cluster.retrying(cluster.pipeline.abort)
+    streamer.end()
+    answer = str(talk.tokenizer.decode(tokens, skip_special_tokens=True))
+    if not answer.strip():
+        print("(the answer is empty)")
+    return answer

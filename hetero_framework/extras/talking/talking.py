@@ -1,0 +1,145 @@
+"""A run's result that continues prompts, on the machines of its plan or on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.cluster.cluster import Cluster
+from hetero_framework.config import Config
+from hetero_framework.core.messages import SessionKind
+from hetero_framework.data import load_tokenizer
+from hetero_framework.errors import UserError
+from hetero_framework.extras.talking.generation import Choice, Generator, Sample, TakeToken
+from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.export import base_generation
+from hetero_framework.models.files.quantization import check_devices
+from hetero_framework.models.library import quiet_libraries
+from hetero_framework.security.access import Access
+from hetero_framework.trainer.setup import (
+    largest_boundary,
+    largest_frame,
+    load_initial_adapter,
+)
+
+_MOST_TOKENS = 1 << 15  # of one text; they cross a boundary at once
+
+
+class Talk:
+    """The model of a configuration, that continues prompts while it is `loaded`. Raises the
+    UserError that fits a problem, before any process is started.
+
+    `reader` makes prompts for it, and `is_chat` tells whether it is talked to.
+    """
+
+    def __init__(self, config: Config) -> None:
+        assert config.model is not None
+        quiet_libraries(config.training.log_level)
+        self._model_config = model = load_model_config(config.model, config.base_dir)
+        self._structure = introspect(model)
+        config.plan.covers(self._structure.num_layers)
+        check_devices(config, model, {})
+        self._adapter = None
+        if config.adapter is not None:
+            from hetero_framework.models.adapters.lora import explicit_settings, plan_adapter
+
+            self._adapter = plan = plan_adapter(model, config.adapter, config.base_dir)
+            explicit = explicit_settings(config.adapter, plan)
+            config = config.with_changes(adapter=explicit)
+        generation = base_generation(config.model, config.base_dir, model)  # type: ignore[arg-type]
+        self._config, self.tokenizer = config, load_tokenizer(config)
+        self._generator = Generator(
+            config, model, self.tokenizer, generation, most_tokens=_MOST_TOKENS
+        )
+        self.is_chat = is_chat(config, self.tokenizer)
+        self.reader = PromptReader(self.tokenizer, config.data, chat=self.is_chat)
+
+    @contextmanager
+    def loaded(
+        self, access: Access, session: SessionKind, *, debug: bool = False
+    ) -> Iterator[Cluster]:
+        """Within, the processes of the plan hold the model."""
+        config, model = self._config, self._model_config
+        tokens = self._generator.max_positions or _MOST_TOKENS
+        boundary = largest_boundary(config, model, tokens, rows=1)
+        with Cluster(
+            config,
+            max_frame_bytes=largest_frame(model, boundary),
+            max_boundary_bytes=boundary,
+            debug=debug,
+            session=session,
+            access=access,
+            id_layers=self._structure.id_readers,
+        ) as cluster:
+            facts = cluster.start(config.plan.owners)
+            check_devices(config, model, {owner: f.no_four_bit for owner, f in facts.items()})
+            pipeline = cluster.assemble(config).pipeline
+            self._restore = partial(
+                load_initial_adapter, self._adapter, model, config.plan.stages, pipeline
+            )
+            cluster.recovery.outlive(lambda: cluster.retrying(self._restore))
+            yield cluster
+
+    def choice(self, temperature: float | None, top_p: float | None, **settings: Any) -> Choice:
+        """How tokens are chosen: as told, else as the model's own generation_config says."""
+        own = self._generator.own_choice
+        return Choice(
+            temperature=own.temperature if temperature is None else temperature,
+            top_p=own.top_p if top_p is None else top_p,
+            **settings,
+        )
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise DataError for a prompt that is empty or too long."""
+        check_prompts(prompts, self._generator.max_positions, "prompts")
+
+    def answer(
+        self,
+        cluster: Cluster,
+        prompts: Sequence[Prompt],
+        choice: Choice,
+        take_token: TakeToken = lambda prompt, token: None,
+    ) -> list[Sample]:
+        """As `Generator.run`."""
+
+        def restore() -> None:
+            cluster.retrying(self._restore)
+
+        return self._generator.run(cluster, prompts, choice, take_token=take_token, restore=restore)
+
+
+def with_result(config: Config, result: Path | None, *, base: bool, local: bool) -> Config:
+    """The configuration that loads a run's result: the one that it wrote, or an adapter or model in
+    `result`; `base` leaves it out. With `local` this machine holds all layers. Raises UserError
+    where there is none."""
+    raw = config.to_dict()
+    assert config.model is not None
+    if config.model.chain is not None or config.model.task != "causal-lm":
+        raise UserError(
+            f'a model trained with the objective "{config.training.objective}" answers no prompts',
+            hint="load the result with its class; its README.md shows how",
+        )
+    folder = (result or config.result_dir).absolute()
+    is_adapter = (folder / "adapter_config.json").is_file()
+    if base:
+        raw["adapter"] = None
+    elif not is_adapter and not (folder / "config.json").is_file():
+        raise UserError(
+            f"there is no adapter or model in {folder}",
+            hint="train first, name another folder with --result, or take --base",
+        )
+    elif is_adapter:
+        raw["adapter"] = {"init_from": str(folder)}
+    else:
+        raw["adapter"] = None
+        raw["model"] |= {"name_or_path": str(folder), "revision": None, "from_config": None}
+    if local:
+        layers = introspect(load_model_config(config.model, config.base_dir)).num_layers
+        raw["shard_plan"] = [{"id": "local", "start": 0, "end": layers}]
+        raw["workers"] = []
+    return Config.from_dict(raw, config.base_dir)

@@ -1,0 +1,1 @@
+"""Verification on demand: a model is cut and compared with the whole."""

@@ -1,1 +1,0 @@
-"""Analysis of a run's steps: where their time went."""

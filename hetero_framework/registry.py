@@ -1,0 +1,102 @@
+"""The registry: what a name in a configuration or on the command line stands for, and where it is.
+
+heart.toml lists the heart's own entries, extras/*/extra.toml those of each extra. These files are
+read as data: an extra's code is imported when one of its names is asked for, and not before. A
+table is a kind of thing ("objectives"), an entry is `name = "module:attribute"`, relative to the
+folder of the file. Under "commands" an entry is the command's summary, and commands/NAME.py is its
+module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hetero_framework.errors import ConfigError
+
+_ROOT = Path(__file__).parent
+_PACKAGE = __name__.rpartition(".")[0]
+_registered: dict[tuple[str, str], Any] = {}
+
+
+@dataclass(frozen=True)
+class Registered:
+    """`text` as it stands in the file of the extra (`extra` is "" for the heart's)."""
+
+    extra: str
+    text: str
+
+    @property
+    def package(self) -> str:
+        """The package that the entry's module is relative to."""
+        return f"{_PACKAGE}.extras.{self.extra}" if self.extra else _PACKAGE
+
+
+@cache
+def _tables() -> dict[str, dict[str, Registered]]:
+    """Kind -> name -> entry: the heart's first, then each extra's in the order of their folders."""
+    files = {"": _ROOT / "heart.toml"}
+    files |= {file.parent.name: file for file in sorted(_ROOT.glob("extras/*/extra.toml"))}
+    tables: dict[str, dict[str, Registered]] = {}
+    for extra, file in files.items():
+        for kind, names in tomllib.loads(file.read_text(encoding="utf-8")).items():
+            table = tables.setdefault(kind, {})
+            if twice := table.keys() & names.keys():
+                raise ImportError(f"{file}: {kind} has {min(twice)!r} twice")
+            table |= {name: Registered(extra, text) for name, text in names.items()}
+    return tables
+
+
+def entries(kind: str) -> dict[str, Registered]:
+    """The entries of the files, by name; `register` adds none here."""
+    return _tables().get(kind, {})
+
+
+def names(kind: str) -> list[str]:
+    """All names of a kind, also the registered ones."""
+    own = [name for of, name in _registered if of == kind]
+    return [*entries(kind), *(name for name in own if name not in entries(kind))]
+
+
+def has(kind: str, name: str) -> bool:
+    """Whether a name of this kind is known."""
+    return (kind, name) in _registered or name in entries(kind)
+
+
+def register(kind: str, name: str, thing: Any) -> None:
+    """Let a name stand for `thing`: for files of --import, on every machine."""
+    _registered[kind, name] = thing
+
+
+def find(kind: str, name: str) -> Any:
+    """What a name stands for; imports the extra that it belongs to. Raises KeyError for a name that
+    is not known, ConfigError where its extra cannot be imported."""
+    if (kind, name) in _registered:
+        return _registered[kind, name]
+    entry = entries(kind)[name]
+    module, _, attribute = entry.text.partition(":")
+    found = _imported(entry, module, f"{kind} {name!r}")
+    return getattr(found, attribute) if attribute else found
+
+
+def command(name: str) -> ModuleType:
+    """The module of a command. Raises KeyError, ConfigError as `find`."""
+    return _imported(entries("commands")[name], f"commands.{name}", f"the command {name!r}")
+
+
+def _imported(entry: Registered, module: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"{entry.package}.{module}")
+    except ImportError as error:
+        missing = (error.name or "").removeprefix(f"{entry.package}.")
+        if not entry.extra or (error.name or "").partition(".")[0] != _PACKAGE:
+            raise
+        raise ConfigError(
+            f"{what} needs {entry.package}, which this installation lacks ({missing or error})",
+            hint="install hetero_framework whole, or take the setting out",
+        ) from error

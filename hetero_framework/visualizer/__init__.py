@@ -1,1 +1,0 @@
-"""Pictures of plans and steps, and the display of a running training."""

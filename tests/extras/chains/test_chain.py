@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hetero_framework import control
+from hetero_framework.config import TrainingConfig
+from hetero_framework.errors import ArchitectureError, DataError, ModelError
+from hetero_framework.extras.chains.chain import ChainConfig, bundles, child_flops, made, modules_of
+from hetero_framework.extras.chains.chain_objective import ChainLoss
+from hetero_framework.extras.chains.chain_shard import build_chain
+from hetero_framework.models.cut.introspect import introspect, layer_kinds
+from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.verify.equivalence import compare
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+FORMS = {"input": ((3,), "float32"), "target": ((), "int64")}
+
+
+@pytest.fixture
+def having(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have an imported file with these names."""
+    modules: list[Any] = []
+    monkeypatch.setattr(control, "_modules", modules)
+    monkeypatch.setattr(control, "_imported", [])
+    return lambda **names: modules.append(SimpleNamespace(**names))
+
+
+class Returning(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Any) -> Any:
+        return self.value(x)
+
+
+def chain_of(*children: nn.Module) -> Any:
+    return lambda: nn.Sequential(nn.Linear(3, 4), *children)
+
+
+WRONG = {
+    "tuple": (lambda x: (x, x), "child 1 .Returning. of the chain 'mine' returns cannot go"),
+    "nothing": (lambda x: {}, "holds nothing"),
+    "member": (lambda x: {"a": x, "b": 3}, "it holds int"),
+    "unnamed": (lambda x: {"": x, "b": x}, "has a member whose name is no text"),
+    "integer": (lambda x: x.long(), "torch.int64, which has no gradient"),
+    "rows": (lambda x: {"a": x, "b": x[:1]}, "first axis is not that of the examples"),
+    "scalar": (lambda x: x.sum(), "first axis"),
+    "fails": (lambda x: x @ x, "does not take 4 of float32, what child 0 returns for an example"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_cross_is_said_before_the_run(case: str, having: Any) -> None:
+    value, message = WRONG[case]
+    having(mine=chain_of(Returning(value)))
+    with pytest.raises(ArchitectureError, match=message):
+        bundles(ChainConfig("mine", FORMS, case))
+
+
+def test_a_child_that_does_not_fit_is_said_without_torchs_traceback(
+    having: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    having(mine=lambda: nn.Sequential(nn.Linear(5, 4)))
+    with pytest.raises(ArchitectureError, match=r"child 0 .Linear.* 3 of float32, what an example"):
+        bundles(ChainConfig("mine", FORMS, "unfit"))
+    assert not caplog.records
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_target_that_the_loss_refuses_is_shown_with_the_users_line(
+    having: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch.nn.functional import cross_entropy\n"
+        "def loss(output, target):\n"
+        "    return cross_entropy(output, target)\n"
+    )
+    control.import_file(tmp_path / "mine.py")
+    objective = ChainLoss(TrainingConfig(objective="sequential"))
+    output, target = torch.zeros(3, 10), torch.tensor([2, 10, 4])
+    with pytest.raises(
+        DataError, match=r"fails: .*mine.py, line 3: .*\n.* target 2 to 10"
+    ) as error:
+        objective.called(ChainConfig("mine", FORMS, "loss"), output, target)
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "no imported file has that name"),
+        (nn.Linear(1, 1), "has to be an nn.Sequential.* it is Linear"),
+        (nn.Sequential(), "an empty one"),
+        (lambda: 1 / 0, "fails: ZeroDivisionError"),
+    ],
+)
+def test_a_chain_that_is_none_is_refused(found: Any, message: str, having: Any) -> None:
+    if found is not None:
+        having(mine=found)
+    with pytest.raises(ModelError, match=message):
+        made("mine")
+
+
+def test_another_shape_than_that_of_the_first_example_is_refused(having: Any) -> None:
+    grows = Returning(lambda x: x if len(x) == 3 else torch.cat([x, x], 1))
+    having(mine=chain_of(grows))
+    config = ChainConfig("mine", FORMS, "grows")
+    shard = build_chain(
+        *(config, ShardRange(0, 2, True, True)),
+        **{"dtype": torch.float32, "device": torch.device("cpu"), "seed": 0},
+    )
+    with pytest.raises(ArchitectureError, match="returns tensors of other shapes"):
+        shard.forward({"input": torch.zeros(2, 3)}, ())
+
+
+def test_the_second_stage_knows_what_may_arrive(having: Any) -> None:
+    having(mine=chain_of(Returning(lambda x: {"a": x, "n": x.argmax(1)}), nn.Identity()))
+    config = ChainConfig("mine", FORMS, "arrival")
+    shard = build_chain(
+        *(config, ShardRange(2, 3, False, True)),
+        **{"dtype": torch.float32, "device": torch.device("meta"), "seed": 0},
+    )
+    a, n = ((2, 4), torch.float32, False), ((2,), torch.int64, False)
+    assert shard.arrival_problem([a, n], None) is None
+    assert shard.arrival_problem([a], None) == "1 tensors came, expected 2"
+    problem = shard.arrival_problem([((2, 5), torch.float32, False), n], None)
+    assert problem == "a is 2 x 5 of float32, expected 2 x 4 of float32"
+    assert "n is 3 of int64" in str(shard.arrival_problem([a, ((3,), torch.int64, False)], None))
+
+
+def test_a_weight_of_two_stages_is_refused(having: Any) -> None:
+    layer = nn.Linear(3, 3)
+    having(mine=nn.Sequential(layer, nn.ReLU(), layer))
+    config = ChainConfig("mine", FORMS, "shared")
+    with pytest.raises(ArchitectureError, match="is also that of another stage"):
+        build_chain(
+            *(config, ShardRange(0, 1, True, False)),
+            **{"dtype": torch.float32, "device": torch.device("cpu"), "seed": 0},
+        )
+    assert len(bundles(config)) == 4
+    assert compare(config, [ShardRange(0, 3, True, True)]).verdict == "bit-equal"
+
+
+def test_children_of_one_kind_take_the_same_input(having: Any) -> None:
+    convolution = nn.Conv2d(3, 3, 3, padding=1)
+    having(mine=lambda: nn.Sequential(convolution, nn.AvgPool2d(2), nn.Conv2d(3, 3, 3, padding=1)))
+    config = ChainConfig("mine", {"input": ((3, 8, 8), "float32")}, "kinds")
+    assert layer_kinds(config) == [0, 1, 2]
+    flops = [child_flops(config, k, 5) for k in range(3)]
+    assert flops == [2 * 5 * 64 * 81, 0, 2 * 5 * 16 * 81]
+    assert introspect(config).num_layers == 3
+
+
+def test_chains_differ_by_their_modules(having: Any) -> None:
+    having(mine=chain_of())
+    first = modules_of("mine")
+    assert modules_of("mine") == first
+    having(mine=chain_of(nn.ReLU()))
+    assert modules_of("mine") != first
+
+
+def test_a_chain_that_no_function_makes_stays_as_it_is_given(having: Any) -> None:
+    """Comparing, sizing and building work on copies: no hook, gradient or mean is left in it."""
+    chain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    before = {name: tensor.clone() for name, tensor in chain.state_dict().items()}
+    having(mine=chain)
+    config = ChainConfig("mine", FORMS, digest := modules_of("mine"))
+    assert introspect(config).num_layers == 4
+    ranges = [ShardRange(0, 2, True, False), ShardRange(2, 4, False, True)]
+    assert compare(config, ranges).verdict == "bit-equal"
+    assert child_flops(config, 0, 5) == 2 * 5 * 12
+    assert all(torch.equal(before[name], t) for name, t in chain.state_dict().items())
+    assert all(p.grad is None for p in chain.parameters())
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in chain)
+    assert modules_of("mine") == digest
+    with torch.no_grad():
+        chain[0].bias[0] += 1
+    assert modules_of("mine") != digest
+
+
+class Peeking(nn.Module):
+    """Reads what another child has left."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.other = [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left: torch.Tensor = getattr(self.other[0], "left", torch.zeros(()))
+        return x + left
+
+
+class Leaving(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left = x.detach().sum()
+        return x
+
+
+def test_a_way_around_the_boundaries_is_found(having: Any) -> None:
+    def peeking() -> nn.Sequential:
+        leaving = Leaving()
+        return nn.Sequential(nn.Linear(3, 3), leaving, Peeking(leaving))
+
+    having(mine=peeking)
+    config = ChainConfig("mine", FORMS, "peeking")
+    whole, cut = ShardRange(0, 3, True, True), [ShardRange(0, 2, True, False)]
+    assert compare(config, [whole]).passed
+    result = compare(config, [*cut, ShardRange(2, 3, False, True)])
+    assert not result.passed
+    assert "differs from that of the whole" in result.reason
+
+
+@pytest.mark.parametrize("name", ["resnet", "vit"])
+def test_the_examples_are_cut_to_the_bit(
+    name: str, having: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control.import_file(EXAMPLES / f"{name}.py")
+    forms = {"input": ((3, 16, 16), "float32"), "target": ((), "int64")}
+    config = ChainConfig(name, forms, modules_of(name))
+    bounds = [0, 1, 2, 4, 5, 6]
+    ranges = [ShardRange(a, b, a == 0, b == 6) for a, b in pairwise(bounds)]
+    assert compare(config, ranges).verdict == "bit-equal"

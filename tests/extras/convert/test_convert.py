@@ -1,0 +1,729 @@
+"""Configurations of other trainers: each key is taken, changed or explained, and the result is one
+of this project. The inputs have the keys of these projects' own examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import transformers
+import trl
+
+from hetero_framework.cli import main
+from hetero_framework.config import Config, load_config
+from hetero_framework.config.aliases import refusal_of
+from hetero_framework.data.sources import find_sources
+from hetero_framework.data.train_data import load_data
+from hetero_framework.errors import UserError
+from hetero_framework.extras.convert import convert as convert_module
+from hetero_framework.extras.convert.convert import STATUSES, Rewrite
+from hetero_framework.extras.convert.recipes import read_recipe
+from hetero_framework.extras.convert.rows import as_messages, new_row
+from tests.extras.preferences.test_preference_runs import trl_classes
+from tests.unit.data_helpers import CHATML_MARKED, tiny_tokenizer
+
+FOREIGN = Path(__file__).with_name("foreign")
+# What has to be done by hand before such a run can begin: data and templates to be written anew.
+BY_HAND = {
+    "axolotl_qlora.yml": [],
+    "axolotl_chat.yml": [],
+    "axolotl_full.yaml": [],
+    "axolotl_text.yml": [],
+    "llama_factory_lora.yaml": [],
+    "llama_factory_qlora.yaml": [],
+    "llama_factory_full.yaml": [],
+    "llama_factory_pretrain.yaml": [],
+    "trl_full.sh": [],
+    "trl_lora.txt": [],
+    "trl_classes.json": [],
+    "axolotl_dpo.yml": ["datasets[0].type"],
+    "llama_factory_dpo.yaml": [],
+    "llama_factory_kto.yaml": [],
+    "trl_dpo.sh": [],
+    "trl_kto.json": [],
+    "trl_recipe.yaml": ["datasets[1]", "chat_template_path"],
+}
+FIELDS = {name: cls.model_fields for name, cls in convert_module._SECTIONS.items()}
+KEPT = ("taken", "changed", "no effect here")
+Report = dict[str, Any]
+
+
+@pytest.fixture
+def convert(tmp_path, monkeypatch, capsys):
+    """Converts a text or a file of foreign/: the report, and the configuration."""
+    folder = shutil.copytree(FOREIGN, tmp_path / "there")
+    monkeypatch.chdir(folder)
+
+    def run(name: str, text: str | None = None, *options: str) -> tuple[Report, Config]:
+        if text is not None:
+            (folder / name).write_text(text)
+        command = ["convert", name, "--json", "--overwrite", "--output", str(tmp_path / "c.json")]
+        assert main([*command, *options]) == 0
+        report = json.loads(capsys.readouterr().out)
+        return report, load_config(tmp_path / "c.json")
+
+    return run
+
+
+def rows(report: Report) -> dict[str, Report]:
+    return {row["key"]: row for row in report["keys"]}
+
+
+def rendered(config: Config, tokenizer: Any, part: str = "") -> list[str]:
+    examples: Any = load_data(config, tokenizer).examples
+    examples = getattr(examples, part) if part else examples
+    return [tokenizer.decode(ids) for ids, _ in examples]
+
+
+def test_the_inputs_are_all_named() -> None:
+    assert {file.name for file in FOREIGN.iterdir()} == {*BY_HAND, "data"}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_every_key_is_taken_changed_or_explained(name: str, convert) -> None:
+    report, config = convert(name)
+    config.require("model", "data")
+    found = rows(report)
+    given = read_recipe(FOREIGN / name).keys
+    for key in ("datasets", "test_datasets"):
+        for number, entry in enumerate(given.pop(key, ())):
+            given |= {f"{key}[{number}].{inner}": value for inner, value in entry.items()}
+    special = given.pop("special_tokens", {})
+    given |= {f"special_tokens.{inner}": value for inner, value in special.items()}
+    assert given.keys() <= found.keys()
+    assert {row["status"] for row in found.values()} <= set(STATUSES) - {"unknown"}
+    for row in found.values():
+        assert row["to"] or row["why"], row
+        assert row["why"] or row["status"] == "taken", row
+    by_hand = [key for key, row in found.items() if row["status"] == "to do by hand"]
+    assert by_hand == BY_HAND[name]
+    assert report["program"].lower().startswith(name.partition("_")[0])
+
+
+def test_axolotl_means_the_same(convert) -> None:
+    _, config = convert("axolotl_qlora.yml")
+    assert config.model.quantization == "nf4"
+    assert config.model.dtype == "bfloat16"
+    assert (config.adapter.r, config.adapter.target_modules) == (32, "all-linear")
+    assert config.adapter.autocast_adapter_dtype is True  # PEFT's default, over 4 bits too
+    assert (config.data.format, config.data.padding_free) == ("alpaca", True)
+    assert config.training.per_device_eval_batch_size == 2
+    assert (config.training.eval_steps, config.data.eval) == (None, None)
+    report, config = convert("axolotl_chat.yml")
+    assert config.data.train_split == "train[:95%]"
+    assert config.data.eval_split == "train[95%:]"
+    assert config.training.eval_steps == 1 / 16
+    assert config.training.save_steps == 1 / 8
+    assert config.adapter.use_dora
+    assert config.training.learning_rate == 2e-4  # a text in YAML 1.1
+    to = {"training.report_to": "wandb", "training.project": "chat"}
+    assert rows(report)["wandb_project"]["to"] == to
+    report, config = convert("axolotl_full.yaml")
+    assert config.adapter is None
+    assert (config.data.train_split, config.data.eval_split) == ("train[:18%]", "train[18%:20%]")
+    assert config.training.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    assert config.data.eos_token == "<|im_end|>"
+    _, config = convert("axolotl_text.yml")
+    assert config.training.gradient_accumulation_steps == 4
+    assert config.model.revision == "12e4567"
+    assert (config.data.train, config.data.eval) == ("corpus.jsonl", "held.jsonl")
+    assert config.data.dataset_text_field == "body"
+
+
+def test_axolotl_without_settings_has_its_defaults(convert) -> None:
+    report, config = convert("a.yml", "base_model: org/m\nmicro_batch_size: 3\nwarmup_steps: 0\n")
+    assert config.training.num_train_epochs == 1
+    assert config.training.lr_scheduler_type == "cosine"
+    assert config.training.warmup_ratio is None
+    assert config.data.max_length == 512
+    assert report["defaults"]["data.max_length"] == 512
+    (missing,) = [row for row in report["keys"] if row["status"] == "to do by hand"]
+    assert missing["key"] == "data.train"
+    _, config = convert("a.yml", "base_model: org/m\nfp16: true\nadapter: lora\n")
+    assert (config.training.fp16, config.training.bf16) == (True, False)
+    assert config.model.dtype == "float16"
+    assert config.training.warmup_ratio == 0.03
+
+
+def test_steps_have_the_samples_of_all_processes(convert) -> None:
+    report, config = convert("axolotl_qlora.yml", None, "--world-size", "4")
+    assert config.training.gradient_accumulation_steps == 16
+    assert rows(report)["gradient_accumulation_steps"]["status"] == "changed"
+    _, config = convert("trl_lora.txt")
+    assert config.training.gradient_accumulation_steps == 32
+
+
+def test_the_rows_of_llama_factory_become_messages(convert) -> None:
+    _, config = convert("llama_factory_lora.yaml")
+    assert rendered(config, tiny_tokenizer(CHATML_MARKED)) == [
+        "<|im_start|>user\nWhat are you?<|im_end|>\n<|im_start|>assistant\nA fox.<|im_end|>\n",
+        "<|im_start|>user\nAdd the numbers.\n2 and 2<|im_end|>\n"
+        "<|im_start|>assistant\n4<|im_end|>\n",
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+        "<|im_start|>assistant\nA fox.<|im_end|>\n",
+    ]
+    assert config.adapter.lora_alpha == 16
+    assert config.training.gradient_checkpointing is True
+    _, config = convert("llama_factory_pretrain.yaml")
+    assert (config.data.format, config.data.dataset_text_field) == ("text", "body")
+    _, config = convert("llama_factory_full.yaml")
+    assert (config.data.train, config.data.train_split) == ("org/chats", "train[:1000]")
+    assert (config.model.dtype, config.training.eval_steps) == ("float32", None)
+
+
+def test_history_comes_before_the_turn() -> None:
+    entry = {"columns": {"prompt": "q", "response": "a", "history": "before", "system": "rule"}}
+    row = {"q": "3?", "a": "4", "before": [["1?", "2"]], "rule": "Count."}
+    said = as_messages(row, entry)
+    assert [turn["content"] for turn in said["messages"]] == ["1?", "2", "3?", "4"]
+    assert said["system"] == "Count."
+    with pytest.raises(UserError, match="is not as its description"):
+        new_row({"text": "x"}, Rewrite(Path("x"), Path("y"), "LLaMA-Factory", {}, "messages"))
+
+
+def test_the_rows_of_axolotls_alpaca_are_rendered(convert, tmp_path) -> None:
+    text = (
+        "base_model: m\nmicro_batch_size: 1\ndatasets: [{path: data/identity.json, type: alpaca}]"
+    )
+    _, config = convert("a.yml", text)
+    (source,) = find_sources(config.data.train, config.base_dir)
+    assert source.path == tmp_path / "there" / "data" / "identity.json"
+    *_, text, _ = rendered(config, tiny_tokenizer())
+    assert text.endswith("### Input:\n2 and 2\n\n### Response:4</s>")
+
+
+def test_preferences_mean_the_same(convert) -> None:
+    report, config = convert("axolotl_dpo.yml")
+    training = config.training
+    assert (training.objective, training.loss_type, training.beta) == ("dpo", "ipo", 0.2)
+    assert config.data.format == "preference"
+    assert config.adapter.lora_dropout == 0.0  # switched off there
+    assert rows(report)["lora_dropout"]["status"] == "changed"
+    _, config = convert("llama_factory_dpo.yaml")
+    training = config.training
+    assert (training.objective, training.loss_type, training.beta) == ("cpo", "simpo", 2.5)
+    assert (training.cpo_alpha, training.simpo_gamma) == (0.0, 0.5)
+    answers = ("4", "5", "Hi.", "No.")
+    texts = rendered(config, tiny_tokenizer(CHATML_MARKED), "rows")
+    assert [text.endswith(f"{end}<|im_end|>\n") for text, end in zip(texts, answers, strict=True)]
+    assert "Add the numbers.\n2 and 2" in texts[1]
+    _, config = convert("llama_factory_kto.yaml")
+    training = config.training
+    assert (training.objective, training.undesirable_weight) == ("kto", 1.5)
+    assert training.train_sampling_strategy == "sequential"
+    examples = load_data(config, tiny_tokenizer(CHATML_MARKED)).examples
+    assert examples.rows.targets.tolist() == [[1.0], [0.0]]
+    report, config = convert("trl_dpo.sh")
+    training = config.training
+    assert (training.objective, training.losses) == ("dpo", ("sigmoid", "bco_pair", "sft"))
+    assert (training.loss_weights, training.beta) == ((0.8, 0.2, 1.0), 0.2)
+    assert (training.learning_rate, config.adapter.lora_dropout) == (1e-6, 0.0)
+    _, config = convert("trl_kto.json")
+    assert (config.training.objective, config.training.desirable_weight) == ("kto", 1.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "objective"),
+    [
+        ("beta: 0.2\n", "dpo"),
+        ("cpo_alpha: 0.5\nbeta: 0.2\n", "cpo"),
+        ("undesirable_weight: 1.5\nper_device_train_batch_size: 4\n", "kto"),
+        ("max_length: 9\n", "sft"),
+    ],
+)
+def test_the_keys_of_trl_tell_the_method(text: str, objective: str, convert) -> None:
+    report, config = convert("t.yaml", f"model_name_or_path: m\ndataset_name: d\n{text}")
+    assert config.training.objective == objective
+    if objective != "sft":
+        assert rows(report)["trl"]["status"] == "changed"
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+def test_recipes_of_reward_models_are_taken(convert, tmp_path) -> None:
+    fields = trl.RewardConfig(
+        str(tmp_path),
+        **{"use_cpu": True, "bf16": False, "disable_tqdm": False},
+        center_rewards_coefficient=0.01,
+    ).to_dict()
+    options = ("--model", "org/m", "--data", "rows.jsonl")
+    report, config = convert("c.json", json.dumps({"RewardConfig": fields}), *options)
+    training = config.training
+    assert (training.objective, training.learning_rate) == ("reward", 1e-4)
+    assert (training.center_rewards_coefficient, config.data.max_length) == (0.01, 1024)
+    lost = {row["key"] for row in report["keys"] if row["status"] not in KEPT}
+    assert lost <= {"use_cpu", "accelerator_config", "hub_token"}
+    command = "trl reward --model_name_or_path m --dataset_name d --center_rewards_coefficient 0.2"
+    _, config = convert("r.sh", command + "\n")
+    training = config.training
+    assert (training.objective, training.learning_rate) == ("reward", 1e-4)
+    assert training.center_rewards_coefficient == 0.2
+    _, config = convert("l.yaml", "stage: rm\nmodel_name_or_path: m\nfinetuning_type: lora\n")
+    assert config.training.objective == "reward"
+
+
+def test_other_names_of_preference_losses_are_taken(convert) -> None:
+    text = "stage: dpo\nmodel_name_or_path: m\n"
+    report, config = convert("l.yaml", text + "pref_ftx: 0.3\ndpo_label_smoothing: 0.1\n")
+    assert (config.training.rpo_alpha, config.training.label_smoothing) == (0.3, 0.1)
+    report, config = convert("l.yaml", "pref_loss: orpo\npref_ftx: 0.3\n" + text)
+    assert (config.training.objective, config.training.rpo_alpha) == ("orpo", None)
+    assert rows(report)["pref_ftx"]["status"] == "cannot be had"
+    text = "base_model: m\nmicro_batch_size: 2\nrl: "
+    _, config = convert("a.yml", text + "simpo\nsimpo_gamma: 0.7\ncpo_alpha: 0\ntrl: {beta: 2.0}\n")
+    assert (config.training.objective, config.training.losses) == ("cpo", ("simpo",))
+    assert (config.training.simpo_gamma, config.training.beta) == (0.7, 2.0)
+    _, config = convert("a.yml", text + "kto\nkto_undesirable_weight: 0.2\n")
+    assert (config.training.objective, config.training.undesirable_weight) == ("kto", 0.2)
+
+
+def test_trl_means_the_same(convert) -> None:
+    report, config = convert("trl_full.sh")
+    assert (config.data.eval, config.data.eval_split) == ("org/conversations", "validation")
+    assert config.data.eos_token == "<|im_end|>"
+    assert config.adapter is None
+    assert (config.training.push_to_hub, config.training.hub_strategy) == (True, "end")
+    _, config = convert("trl_lora.txt")
+    assert config.adapter.target_modules == ("q_proj", "v_proj")
+    assert (config.adapter.lora_alpha, config.adapter.lora_dropout) == (16, 0.05)
+    assert config.training.gradient_checkpointing is False
+    assert (config.model.dtype, config.model.quantization) == ("bfloat16", "nf4")
+    report, config = convert("trl_classes.json")
+    assert (config.model.name_or_path, config.data.train) == ("org/base-7b", "pairs.jsonl")
+    assert (config.adapter.r, config.adapter.lora_dropout) == (8, 0.1)
+    assert rows(report)["init_lora_weights"]["status"] == "cannot be had"
+    assert "hf_abc" not in json.dumps(report)
+    _, config = convert("trl_recipe.yaml")
+    assert config.data.train == ("org/one", "org/two")
+    assert config.data.pad_to_multiple_of is None
+
+
+def test_axolotls_repository_is_pushed_to(convert) -> None:
+    data = "datasets: [{path: org/rows, type: completion}]"
+    text = f"base_model: m\nmicro_batch_size: 1\n{data}\nhub_model_id: me/x\nhub_strategy: "
+    report, config = convert("a.yml", text + "every_save")
+    assert (config.training.push_to_hub, config.training.hub_model_id) == (True, "me/x")
+    assert rows(report)["hub_strategy"]["status"] == "changed"
+    _, config = convert("b.yml", text + "checkpoint")
+    assert config.training.hub_strategy == "checkpoint"
+
+
+def defaults_of(cls: type) -> dict[str, Any]:
+    return {
+        f.name: f.default_factory() if callable(f.default_factory) else f.default
+        for f in dataclasses.fields(cls)
+    }
+
+
+def test_defaults_are_those_of_the_installed_trl(convert) -> None:
+    report, config = convert("a.sh", "trl sft --model_name_or_path m --dataset_name d --use_peft")
+    ours = config.to_dict()
+    theirs = defaults_of(trl.SFTConfig) | {"bf16": True, "pad_to_multiple_of": None}
+    ours["training"] |= {"eval_strategy": config.training.evaluation, "log_level": "passive"}
+    ours["training"]["lr_scheduler_kwargs"] = theirs["lr_scheduler_kwargs"]
+    theirs["output_dir"] = ours["training"]["output_dir"]
+    theirs["hub_strategy"] = "end"  # every_save is refused
+    theirs["loss_type"] = None  # nll is what is done anyway
+    ours["training"]["report_to"] = ours["training"]["report_to"] or "none"
+    for section in ("data", "training"):
+        shared = theirs.keys() & ours[section].keys()
+        assert {name: ours[section][name] for name in shared} == {n: theirs[n] for n in shared}
+    of_model = defaults_of(trl.ModelConfig)
+    assert ours["model"]["dtype"] == of_model["dtype"]
+    for name, key in {
+        "r": "lora_r",
+        "lora_alpha": "lora_alpha",
+        "lora_dropout": "lora_dropout",
+    }.items():
+        assert ours["adapter"][name] == of_model[key]
+    assert report["defaults"]["training.learning_rate"] == 2e-5
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:This class will be removed:FutureWarning")
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "cpo", "kto"])
+def test_whole_classes_of_preferences_are_read(objective: str, convert, tmp_path) -> None:
+    _, cls = trl_classes(objective)
+    fields = cls(str(tmp_path), use_cpu=True, bf16=False, disable_tqdm=False).to_dict()
+    options = ("--model", "org/m", "--data", "rows.jsonl")
+    report, config = convert("c.json", json.dumps({cls.__name__: fields}, default=list), *options)
+    training = config.training
+    assert (training.objective, training.beta) == (objective, fields["beta"])
+    theirs = fields.get("loss_type", "sigmoid")
+    assert training.losses == ((theirs,) if isinstance(theirs, str) else tuple(theirs))
+    lost = {row["key"] for row in report["keys"] if row["status"] not in KEPT}
+    assert lost <= {"use_cpu", "accelerator_config", "hub_token"}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+def test_whole_classes_are_read(convert) -> None:
+    """As to_dict() of these writes them: every field is there."""
+    classes = {
+        "SFTConfig": trl.SFTConfig(
+            output_dir="out", use_cpu=True, bf16=False, disable_tqdm=False
+        ).to_dict(),
+        "LoraConfig": peft.LoraConfig(task_type="CAUSAL_LM", r=4).to_dict(),
+    }
+    for fields in classes.values():
+        fields.pop("revision", None)
+    text = json.dumps(classes, default=lambda value: sorted(value))
+    report, config = convert("c.json", text, "--model", "org/m", "--data", "rows.jsonl")
+    assert (config.model.name_or_path, config.data.train) == ("org/m", "rows.jsonl")
+    assert config.adapter.r == 4
+    lost = {row["key"] for row in report["keys"] if row["status"] not in KEPT}
+    assert lost <= {"use_cpu", "accelerator_config", "runtime_config", "hub_token", "peft_version"}
+
+
+def test_a_file_named_on_the_command_line_is_read_and_gives_way(convert) -> None:
+    text = "trl sft --seed 5 --config trl_recipe.yaml --learning_rate 1e-3"
+    _, config = convert("a.sh", text)
+    assert (config.training.seed, config.training.learning_rate) == (5, 1e-3)
+    assert config.data.max_length == 4096
+
+
+def test_unknown_keys_are_named(convert) -> None:
+    report, _ = convert("a.yml", "base_model: m\nfoo_bar: 3\ndatasets: [{path: d, typ: alpaca}]\n")
+    unknown = {row["key"]: row["value"] for row in report["keys"] if row["status"] == "unknown"}
+    assert unknown == {"foo_bar": 3, "datasets[0].typ": "alpaca"}
+
+
+def test_machines_come_from_options(convert) -> None:
+    _, config = convert("axolotl_qlora.yml", None, "--worker", "127.0.0.1:9200:cpu")
+    assert [(w.ip, w.port, w.device) for w in config.workers] == [("127.0.0.1", 9200, "cpu")]
+    assert config.quantization(1) is not None or config.workers[0].quantization == "none"
+    assert not config.is_planned
+    machines = ("--worker", "10.0.0.5", "--coordinator", "10.0.0.4")
+    _, config = convert("trl_full.sh", None, *machines)  # what it says of keys is not in the JSON
+    assert config.coordinator.ip == "10.0.0.4"
+
+
+def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
+    convert("trl_recipe.yaml")
+    assert main(["convert", "trl_recipe.yaml", "--overwrite", "-o", str(tmp_path / "c.json")]) == 0
+    said = capsys.readouterr().out
+    for text in (
+        "  learning_rate 4e-05 -> training.learning_rate\n",
+        "its defaults, which differ from those here:",
+        '  report_to ["wandb"] -> training.report_to\n',
+        "to do by hand:",
+        "next: hetero check --config",
+    ):
+        assert text in said
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yml", "base_model: m\nrl: grpo\n", 'rl: "grpo" of axolotl is not done here'),
+        ("a.yml", "base_model: m\nrl: dpo\ndpo_norm_loss: true\n", "sigmoid_norm"),
+        ("a.yaml", "stage: dpo\ntemplate: x\npref_loss: kto_pair\n", "orpo and simpo are"),
+        ("a.yaml", "stage: dpo\ntemplate: x\npref_bco_weight: 0.5\n", "running mean"),
+        ("a.sh", "trl dpo --model_name_or_path m --loss_type aot\n", "sorts the pairs"),
+        ("a.sh", "trl dpo --model_name_or_path m --loss_type sigmoid aot\n", "sorts the pairs"),
+        ("a.sh", "trl dpo --model_name_or_path m --sync_ref_model true\n", "the reference stays"),
+        ("a.yml", "base_model: m\nadapter: llama-adapter\n", "only LoRA"),
+        ("a.yaml", "stage: ppo\ntemplate: x\n", "TRL trains it"),
+        ("a.yaml", "stage: sft\nfinetuning_type: freeze\n", "LoRA or all weights"),
+        ("a.sh", "trl grpo --model_name_or_path m\n", 'trl: "grpo" of TRL is not done here'),
+        ("a.sh", "trl sft --eos_token 'x\n", "no closing quotation"),
+        ("a.sh", "echo hello\n", "must hold one object"),
+        ("a.yml", "base_model: [\n", "a.yml, line 2, column 1: not valid YAML"),
+        (
+            "a.yml",
+            "base_model: m\nbase_model: n\n",
+            """the key "base_model" is given twice (lines 1 and 2)""",
+        ),
+        ("a.json", '{"SFTConfig": {"seed": 1}, "args": {"seed": 2}}', "seed is given twice"),
+        ("a.yml", "base_model: m\nval_set_size: some\n", "a value of another kind than axolotl"),
+        ("a.yml", "base_model: m\nspecial_tokens: x\n", "a value of another kind than axolotl"),
+        ("a.sh", "trl sft --seed 1 --config no.yaml\n", "cannot read"),
+        ("a.yml", "- 1\n", "must hold one object"),
+        ("a.yml", "name: x\n", "is not of axolotl, LLaMA-Factory or TRL"),
+        ("a.json", '{"coordinator": {}, "shard_plan": []}', "is not of axolotl"),
+        ("missing.yml", None, "cannot read missing.yml"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(
+    name, text, said, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["convert", name]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "hetero_config.json").exists()
+
+
+def test_an_existing_file_stays(tmp_path, capsys) -> None:
+    (tmp_path / "c.json").write_text("{}")
+    assert main(["convert", str(FOREIGN / "trl_full.sh"), "-o", str(tmp_path / "c.json")]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert (tmp_path / "c.json").read_text() == "{}"
+
+
+def test_a_value_that_is_not_one_here_is_left_out(convert) -> None:
+    report, config = convert(
+        "a.yml", "base_model: m\noptimizer: muon\nlr_scheduler: rex\nlogging_steps: often\n"
+    )
+    found = rows(report)
+    for key in ("optimizer", "lr_scheduler", "logging_steps"):
+        assert found[key]["status"] == "cannot be had"
+    assert config.training.optim == "adamw_torch_fused"
+
+
+def test_noise_smoothing_and_grouping_are_taken(convert) -> None:
+    more = "group_by_length: true\nneftune_noise_alpha: 5\n"
+    for name, text, smoothing in (
+        ("a.yml", "base_model: m\nmicro_batch_size: 1\n", 0.0),
+        ("l.yaml", "model_name_or_path: m\nstage: sft\nlabel_smoothing_factor: 0.1\n", 0.1),
+        ("t.yaml", "model_name_or_path: m\ndataset_name: d\nlabel_smoothing_factor: 0.1\n", 0.1),
+    ):
+        report, config = convert(name, text + more)
+        training = config.training
+        assert training.train_sampling_strategy == "group_by_length"
+        assert (training.neftune_noise_alpha, training.label_smoothing_factor) == (5, smoothing)
+        assert rows(report)["group_by_length"]["status"] == "taken"
+        _, config = convert(name, text + "group_by_length: false\n")
+        assert config.training.train_sampling_strategy == "random"
+
+
+PUBLISHED: dict[str, dict[str, list[str]]] = {
+    "TRL": {},  # those of the installed version
+    **json.loads(Path(__file__).with_name("published_keys.json").read_text()),
+}
+CONTAINERS = {"datasets", "test_datasets", "pretraining_dataset", "special_tokens", "trl"}
+
+
+def published(program: str) -> list[str]:
+    """The keys of a program's own schema, as its tables have them."""
+    made: list[str] = []
+    for place, lines in next(v for k, v in PUBLISHED.items() if k.startswith(program)).items():
+        inside = f"{place}." if place in CONTAINERS else ""
+        made += [inside + name for line in lines for name in line.split()]
+    classes: list[Any] = []
+    if program == "LLaMA-Factory":
+        classes = [transformers.Seq2SeqTrainingArguments]
+    if program == "TRL":
+        classes = [trl.SFTConfig, trl.RewardConfig, trl.ModelConfig, trl.ScriptArguments]
+        classes += [trl_classes(objective)[1] for objective in ("dpo", "orpo", "cpo", "kto")]
+    made += [field.name for cls in classes for field in dataclasses.fields(cls)]
+    return sorted(set(made) - CONTAINERS)
+
+
+@pytest.mark.parametrize("program", ["axolotl", "LLaMA-Factory", "TRL"])
+def test_every_published_key_is_in_exactly_one_group(program: str) -> None:
+    """In the table: taken (or said by its value), without effect, impossible. Fields of
+    transformers and PEFT that it does not have are settings here or refused by name."""
+    table = convert_module._table(program)
+    for name in published(program):
+        rules = [k for k in table["keys"] if any(re.fullmatch(p, name) for p in k.split())]
+        for group in ("idle", "never"):
+            rules += [why for why, names in table[group].items() if re.fullmatch(names, name)]
+        if not rules:
+            here = [s for s in ("adapter", "data", "training") if name in FIELDS[s]]
+            rules += here if program != "axolotl" else []
+            rules += [refusal_of("training", name)] * (not rules)
+        assert len(rules) == 1, (name, rules)
+        assert rules[0], name
+
+
+AXOLOTL = "base_model: m\nmicro_batch_size: 1\nadapter: lora\nlora_r: 4\n"
+
+
+def written(config: Config) -> list[list[dict[str, Any]]]:
+    """The rows of each file of the training data."""
+    names = [config.data.train] if isinstance(config.data.train, str) else config.data.train
+    files = [config.base_dir / name for name in names]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def test_sets_of_several_types_are_written_in_one_format(convert) -> None:
+    for name, row in (
+        ("al.jsonl", {"instruction": "Add", "input": "1 and 2", "output": "3"}),
+        ("chat.jsonl", {"talk": [{"who": "bot", "says": "Hi", "learn": False}], "x": 1}),
+        ("texts.jsonl", {"body": "Once."}),
+        ("own.jsonl", {"q": "Why?", "a": "So.", "system": "Be brief."}),
+    ):
+        Path(name).write_text(json.dumps(row) + "\n")
+    alpaca, plain = (
+        "{path: al.jsonl, type: alpaca}",
+        "{path: texts.jsonl, type: completion, field: body}",
+    )
+    chat = (
+        "{path: chat.jsonl, type: chat_template, field_messages: talk,"
+        " message_field_training: learn, message_property_mappings: {role: who, content: says},"
+        " roles: {assistant: [bot]}}"
+    )
+    own = (
+        "{path: own.jsonl, type: {field_instruction: q, field_output: a, no_input_format:"
+        ' "Q: {instruction}\\nA: ", system_format: "{system}\\n"}}'
+    )
+    report, config = convert("a.yml", f"{AXOLOTL}datasets: [{alpaca}, {chat}, {plain}, {own}]\n")
+    assert config.data.format == "messages"
+    asked, said = ({"role": role} for role in ("user", "assistant"))
+    assert written(config) == [
+        [{"messages": [asked | {"content": "Add\n1 and 2"}, said | {"content": "3"}]}],
+        [{"messages": [said | {"content": "Hi", "weight": 0}]}],
+        [{"messages": [said | {"content": "Once."}]}],
+        [{"messages": [asked | {"content": "Be brief.\nQ: Why?\nA: "}, said | {"content": "So."}]}],
+    ]
+    assert "to do by hand" not in {row["status"] for row in report["keys"]}
+    assert len(rendered(config, tiny_tokenizer(CHATML_MARKED))) == 3  # one has nothing to learn
+    assert "the chat template writes" in rows(report)["datasets[2].type"]["why"]
+    _, config = convert("a.yml", f"{AXOLOTL}datasets: [{alpaca}, {plain}]\n")
+    assert config.data.format == "prompt_completion"
+    (first,), (second,) = written(config)
+    assert first["prompt"].endswith("### Input:\n1 and 2\n\n### Response:\n")
+    assert (first["completion"], second) == ("3", {"prompt": "", "completion": "Once."})
+    _, config = convert("a.yml", f"{AXOLOTL}datasets: [{alpaca}]\ntest_datasets: [{plain}]\n")
+    assert (config.data.format, config.data.eval) == ("prompt_completion", "c.test_0.texts.jsonl")
+    report, config = convert(
+        "a.yml", f"{AXOLOTL}datasets: [{alpaca}, {{path: o/hub, type: pretrain}}]\n"
+    )
+    found = rows(report)["datasets[1]"]
+    assert (found["status"], found["value"]) == ("to do by hand", "o/hub")
+
+
+def test_answers_under_other_names_are_written_as_pairs(convert) -> None:
+    row = {
+        "talk": [{"role": "user", "content": "?"}],
+        "good": "Y",
+        "bad": {"role": "x", "content": "N"},
+    }
+    Path("p.jsonl").write_text(json.dumps(row) + "\n")
+    rated = "rl: dpo\ndatasets: [{path: p.jsonl, "
+    names = "field_messages: talk, field_chosen: good, field_rejected: bad, roles: {assistant: [x]}"
+    report, config = convert("a.yml", f"{AXOLOTL}{rated}type: chat_template.default, {names}}}]\n")
+    assert config.data.format == "preference"
+    yes, no = ([{"role": "assistant", "content": text}] for text in "YN")
+    assert written(config) == [[{"prompt": row["talk"], "chosen": yes, "rejected": no}]]
+    assert "to do by hand" not in {row["status"] for row in report["keys"]}
+    Path("p.jsonl").write_text(json.dumps({"q": "?", "good": "Y", "bad": "N"}) + "\n")
+    own = '{field_prompt: q, field_chosen: good, field_rejected: bad, prompt_format: "[{prompt}]"}'
+    _, config = convert("a.yml", f"{AXOLOTL}{rated}type: {own}}}]\n")
+    assert written(config) == [[{"prompt": "[?]", "chosen": "Y", "rejected": "N"}]]
+    report, _ = convert("a.yml", f"{AXOLOTL}rl: dpo\ndatasets: [{{path: o/hub, {names}}}]\n")
+    assert rows(report)["datasets[0].field_chosen"]["status"] == "to do by hand"
+    _, config = convert("a.yml", f"{AXOLOTL}reward_model: true\ncenter_rewards_coefficient: 0.1\n")
+    assert (config.training.objective, config.training.center_rewards_coefficient) == (
+        "reward",
+        0.1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.yml", "shuffle_merged_datasets: false\n", {"train_sampling_strategy": "random"}),
+        (
+            "a.yml",
+            "group_by_length: true\nshuffle_merged_datasets: false\n",
+            {"train_sampling_strategy": "group_by_length"},
+        ),
+        ("a.yml", "curriculum_sampling: true\n", {"train_sampling_strategy": "sequential"}),
+        (
+            "a.yml",
+            "",
+            {"save_total_limit": 4, "eval_on_start": False, "load_best_model_at_end": False},
+        ),
+        ("a.yml", "hub_model_id: me/x\n", {"hub_private_repo": True}),
+        ("a.yml", "early_stopping_patience: 3\n", {"early_stopping_patience": None}),
+        (
+            "a.yml",
+            "early_stopping_patience: 3\nval_set_size: 0.1\neval_steps: 10\nsave_steps: 20\n",
+            {"early_stopping_patience": 3, "load_best_model_at_end": True, "eval_on_start": True},
+        ),
+        (
+            "a.yml",
+            "early_stopping_patience: 3\nval_set_size: 0.1\neval_steps: 10\nsave_steps: 15\n",
+            {"early_stopping_patience": 3, "load_best_model_at_end": False},
+        ),
+        ("a.yml", "val_set_size: 0.1\neval_strategy: 'no'\n", {"eval_on_start": False}),
+        ("l.yaml", "disable_shuffling: true\n", {"train_sampling_strategy": "sequential"}),
+        (
+            "l.yaml",
+            "early_stopping_steps: 2\nval_size: 0.1\neval_strategy: steps\neval_steps: 5\n"
+            "load_best_model_at_end: true\nsave_steps: 5\nmetric_for_best_model: eval_loss\n",
+            {"early_stopping_patience": 2, "load_best_model_at_end": True},
+        ),
+        (
+            "t.yaml",
+            "eval_strategy: epoch\nsave_strategy: epoch\nload_best_model_at_end: true\n",
+            {"load_best_model_at_end": True, "eval_strategy": "epoch"},
+        ),
+        ("t.yaml", "load_best_model_at_end: true\n", {"load_best_model_at_end": False}),
+        ("a.yml", "tensor_parallel_size: 2\n", {"gradient_accumulation_steps": 2}),
+    ],
+)
+def test_orders_and_ends_of_training_are_those_of_the_program(
+    name: str, text: str, expected: dict[str, Any], convert
+) -> None:
+    Path("t.jsonl").write_text('{"text": "a"}\n')
+    begin = {
+        "a.yml": AXOLOTL + "datasets: [{path: t.jsonl, type: completion}]\n",
+        "l.yaml": "stage: sft\nmodel_name_or_path: m\ndataset: lora_one\n",
+        "t.yaml": "model_name_or_path: m\ndataset_name: t.jsonl\n",
+    }
+    _, config = convert(name, begin[name] + text, "--world-size", "4")
+    found = config.training.model_dump()
+    expected = {"gradient_accumulation_steps": 4} | expected
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_files_called_as_the_example_or_given_as_a_list_are_taken(convert) -> None:
+    data = "datasets: [{path: train.jsonl, type: completion}]\n"
+    report, config = convert("a.yml", AXOLOTL + data)
+    assert "to do by hand" not in {row["status"] for row in report["keys"]}
+    text = "model_name_or_path: m\ntrain_file: [a.jsonl, b.jsonl]\nvalidation_file: v.jsonl\n"
+    _, config = convert("t.yaml", text + "learning_rate: 1e-4\neval_strategy: epoch\n")
+    assert (config.data.train, config.data.eval) == (("a.jsonl", "b.jsonl"), "v.jsonl")
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:This class will be removed:FutureWarning")
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "reward", "orpo", "cpo"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--learning_rate 3e-4 --lr_scheduler_type cosine --warmup_steps 7 --weight_decay 0.1"
+        " --adam_beta2 0.95 --max_grad_norm 0.5 --optim adamw_torch --max_length 64 --seed 7",
+        "--eval_strategy steps --eval_steps 5 --save_steps 10 --load_best_model_at_end --bf16 false"
+        " --metric_for_best_model eval_loss --per_device_train_batch_size 2 --num_train_epochs 2"
+        " --gradient_checkpointing false --logging_steps 3 --max_steps 20 --save_total_limit 2",
+    ],
+)
+def test_command_lines_mean_what_trls_own_parser_says(
+    method: str, options: str, convert, tmp_path
+) -> None:
+    classes = {"sft": trl.SFTConfig, "reward": trl.RewardConfig}
+    cls: Any = classes[method] if method in classes else trl_classes(method)[1]
+    parser = transformers.HfArgumentParser(cls)
+    line = f"{options} --output_dir out"
+    (theirs,) = parser.parse_args_into_dataclasses([*line.split(), "--use_cpu"])
+    command = f"trl {method} --model_name_or_path m --dataset_name d {line}"
+    _, config = convert("a.sh", command + "\n")
+    ours = {**config.data.model_dump(), **config.training.model_dump()}
+    differs = {
+        *("report_to", "run_name", "logging_dir", "hub_strategy", "log_level", "loss_type"),
+        *(
+            "precompute_ref_log_probs",
+            "pad_token",
+            "lr_scheduler_kwargs",
+            "train_sampling_strategy",
+        ),
+        *("bf16", "project", "pad_to_multiple_of", "eval_steps", "metric_for_best_model"),
+        *("assistant_only_loss", "completion_only_loss", "greater_is_better", "eval_strategy"),
+    }
+    names = {field.name for field in dataclasses.fields(cls)} & ours.keys() - differs
+    assert len(names) > 30
+    assert {n: ours[n] for n in names} == {n: getattr(theirs, n) for n in names}
+    assert config.training.evaluation == theirs.eval_strategy
+    if theirs.eval_strategy != "no":
+        assert ours["eval_steps"] == theirs.eval_steps
+    assert ours["bf16"] == ("--bf16 false" not in options)

@@ -1,0 +1,71 @@
+"""Other objectives over islands that sum their gradients: the islands stay one training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.config import Config
+from hetero_framework.trainer.coordinator import train
+from tests.extras.classification.test_classification_runs import KINDS, save_pairs, save_rows
+from tests.extras.islands.helpers import train_islands
+from tests.extras.islands.test_islands import island, lines, quorums
+from tests.integration.test_parity import LORA, assert_same, weights
+from tests.pools import Notes, Pool
+
+__all__ = ["quorums"]  # the fixture of all islands
+
+pytestmark = [
+    pytest.mark.xdist_group("pool"),
+    pytest.mark.usefixtures("nothing_left"),
+    pytest.mark.long,
+]
+CASES: dict[str, dict[str, Any]] = {
+    "dpo": {"objective": "dpo"},
+    "dpo_in_each_step": {"objective": "dpo", "precompute_ref_log_probs": False},
+    "reward": {"objective": "reward"},
+    "classification": {"objective": "classification"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_islands_of_any_objective_are_one_training(
+    case: str, pool: Pool, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
+    training = CASES[case]
+    if training["objective"] == "classification":
+        rows = save_rows(tmp_path / "rows.jsonl", KINDS["classes"][0])
+    else:
+        rows = save_pairs(tmp_path / "rows.jsonl")
+    settings: dict[str, Any] = {
+        "model": {"name_or_path": str(llama)},
+        "data": {"train": str(rows), "max_length": 64},
+        "adapter": {**LORA, "lora_dropout": 0.0},
+    }
+    whole = island(pool, tmp_path / "whole", [], settings, accumulation=4, training=training)
+    train(Config.from_dict(whole), progress=Notes())
+    share: dict[str, Any] = {"accumulation": 4, "training": training}  # of the whole step
+    train_islands(
+        {
+            "a": island(
+                *(pool, tmp_path / "a", [2, 4], settings),
+                section={"name": "a", "share": 1},
+                **share,
+            ),
+            "b": island(
+                *(pool, tmp_path / "b", [3], settings),
+                section={"name": "b", "share": 1},
+                first_worker=3,
+                **share,
+            ),
+        }
+    )
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert lines(a, "step", "loss", "grad_norm") == lines(b, "step", "loss", "grad_norm")
+    assert_same(weights(a), weights(b))
+    expected = lines(tmp_path / "whole", "loss")
+    for ours, theirs in zip(lines(a, "loss"), expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_framework.extras.planner import FleetProfile
+from hetero_framework.extras.planner.layout import Part
+from hetero_framework.extras.planner.optimality.enumeration import Enumeration
+from hetero_framework.extras.planner.search.moves import (
+    closed,
+    interleaved,
+    joined,
+    relieved,
+    shifted,
+    split,
+    toggled,
+    wrapped,
+)
+from tests.extras.planner.fleets import GB, device, fleet_of, profiles_of_fleets, rules_of
+
+
+@settings(max_examples=25, deadline=None)
+@given(profiles_of_fleets(most_devices=3, most_layers=5), st.integers(2, 3))
+def test_moves_keep_all_layers_and_only_ends_may_be_empty(
+    profile: FleetProfile, chunks: int
+) -> None:
+    rules = rules_of(profile, chunks=True)
+    for layout in Enumeration(rules, 1e9, nodes=10**6).layouts():
+        made = [interleaved(rules, layout, chunks), *closed(rules, layout), *shifted(layout)]
+        made += [*shifted(layout, count=2), *split(rules, layout), *joined(rules, layout)]
+        made += [wrapped(rules, layout, n, 0.4) for n in range(len(layout) + 1)]
+        places = [k for k, part in enumerate(layout) if part.start < part.end]
+        made += [relieved(rules, layout, a, b) for a in places for b in places if a != b]
+        for found in filter(None, made):
+            assert [part.start for part in found] == [0, *(part.end for part in found[:-1])]
+            assert found[-1].end == profile.layers
+            assert all(part.start < part.end for part in found[1:-1]), (layout, found)
+            assert found[0].device == 0
+            assert all(one.device != other.device for one, other in pairwise(found))
+
+
+def test_a_device_with_only_the_head_is_left_out_of_closed_layouts() -> None:
+    rules = rules_of(fleet_of(device("local"), device(1), device(2), layers=6), chunks=True)
+    layout = (
+        Part(0, 0, 4, False, False),
+        Part(2, 4, 6, False, True),
+        Part(1, 6, 6, False, True),
+    )
+    assert [
+        [(part.device, part.end - part.start) for part in x] for x in closed(rules, layout)
+    ] == [
+        [(0, 4), (2, 2), (0, 0)],
+        [(0, 2), (2, 2), (0, 2)],
+        [(0, 0), (2, 2), (0, 4)],
+    ]
+
+
+def test_the_first_devices_come_again_behind_all() -> None:
+    rules = rules_of(fleet_of(*(device(k or "local") for k in range(3)), layers=12), chunks=True)
+    layout = (Part(0, 0, 1), Part(1, 1, 6), Part(2, 6, 12, False, True))
+    made = [wrapped(rules, layout, 2, share) for share in (0.4, 0.0)]
+    assert [[(part.device, part.end - part.start) for part in found] for found in made] == [
+        [(0, 0), (1, 2), (2, 6), (0, 1), (1, 3)],
+        [(0, 0), (1, 1), (2, 6), (0, 1), (1, 4)],
+    ]
+
+
+def test_a_stage_that_gives_its_last_layer_is_removed() -> None:
+    rules = rules_of(fleet_of(*(device(k or "local") for k in range(3)), layers=6), chunks=True)
+    layout = (Part(0, 0, 2), Part(1, 2, 3), Part(2, 3, 5, False, True), Part(1, 5, 6, False, True))
+    found = relieved(rules, layout, 1, 0)
+    assert [(part.device, part.start, part.end) for part in found] == [
+        (0, 0, 3),
+        (2, 3, 5),
+        (1, 5, 6),
+    ]
+    assert relieved(rules, layout, 2, 0)[2] == Part(2, 4, 5, False, True)
+
+
+def test_with_little_memory_all_stages_in_front_recompute_at_once() -> None:
+    """One alone would win nothing: the one that stores fewest limits those behind it."""
+    small, few = {"memory_bytes": 2.3 * GB}, {"layers": 6, "micro_batches": 8}
+    layout = tuple(Part(k, 2 * k, 2 * k + 2) for k in range(3))
+    for memory, longest in ((small, 2), ({}, 0)):
+        rules = rules_of(fleet_of(*(device(k or "local", **memory) for k in range(3)), **few))
+        again = [sum(part.recompute for part in found) for found in toggled(rules, layout)]
+        assert max(again, default=0) == longest
+
+
+def test_a_stage_is_split_to_every_other_place_and_joined_again() -> None:
+    rules = rules_of(fleet_of(device("local"), device(1), device(2), layers=6), chunks=True)
+    layout = (Part(0, 0, 2), Part(1, 2, 4, False), Part(2, 4, 6, False, True))
+    made = {tuple((p.device, p.end - p.start) for p in found) for found in split(rules, layout)}
+    assert made == {
+        ((0, 1), (1, 2), (0, 1), (2, 2)),
+        ((0, 1), (1, 2), (2, 2), (0, 1)),
+        ((0, 0), (1, 2), (0, 2), (2, 2)),
+        ((0, 0), (1, 2), (2, 2), (0, 2)),
+        ((0, 2), (1, 1), (2, 2), (1, 1)),
+        ((0, 2), (2, 1), (1, 2), (2, 1)),
+        ((0, 2), (1, 2), (2, 2), (0, 0)),
+        ((0, 2), (1, 2), (2, 2), (1, 0)),
+    }
+    for found in split(rules, layout):
+        together = [tuple(p.end - p.start for p in one) for one in joined(rules, found)]
+        assert (2, 2, 2) in together

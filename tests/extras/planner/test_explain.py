@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_framework.errors import PlanError
+from hetero_framework.extras.planner import FleetProfile, explain, plan
+from hetero_framework.extras.planner.evaluated import Evaluated, evaluated
+from hetero_framework.extras.planner.layout import Fleet, Layout, Part
+from hetero_framework.extras.planner.rules import Rules
+from tests.extras.planner.fleets import GB, device, fleet_of, raw_fleet, rules_of
+
+HALVES = (Part(0, 0, 4), Part(1, 4, 8))
+
+
+def found_of(profile: FleetProfile, layout: Layout) -> Evaluated:
+    found = evaluated(Fleet(profile), layout)
+    assert found is not None
+    return found
+
+
+def advice_of(profile: FleetProfile, layout: Layout) -> tuple[str, ...]:
+    found = found_of(profile, layout)
+    return explain.advice(found, rules_of(profile), explain.device_uses(found))
+
+
+# ---- what each device does
+
+
+def test_use_of_a_device() -> None:
+    profile = fleet_of(
+        device("local", embedding_bytes=2 * GB, memory_bytes=20 * GB, reserved_bytes=GB),
+        device(1, head_bytes=3 * GB, memory_bytes=30 * GB),
+        speed=1e12,
+    )
+    found = found_of(profile, HALVES)
+    local, one = explain.device_uses(found)
+    assert (local.id, local.layers, local.limit) == ("local", 4, "compute")
+    assert (one.id, one.layers, one.limit) == (1, 4, "compute")
+    for use in (local, one):
+        assert use.busy == pytest.approx(8 * 0.012 / found.seconds)
+    held = found.schedule.forecast.peak_in_flight
+    assert local.memory_bytes == pytest.approx((1 + 2 + 4 + 0.4 * held[0]) * GB)
+    assert one.memory_bytes == pytest.approx((3 + 4 + 0.4 * held[1]) * GB)
+    assert local.memory_bytes + local.free_bytes == pytest.approx(20 * GB, abs=2)
+    assert one.memory_bytes + one.free_bytes == pytest.approx(30 * GB, abs=2)
+
+
+def test_several_stages_of_a_device_are_reported_together() -> None:
+    layout = (Part(0, 0, 3), Part(1, 3, 5), Part(0, 5, 8))
+    local, one = explain.device_uses(found_of(fleet_of(device("local"), device(1)), layout))
+    assert (local.layers, one.layers) == (6, 2)
+    assert local.busy == pytest.approx(3 * one.busy)
+
+
+def test_a_device_with_little_work_is_limited_by_memory_or_link() -> None:
+    uneven = (Part(0, 0, 6), Part(1, 6, 8))
+    limits = []
+    for worker, speed in (
+        ({}, 1e12),
+        ({"memory_bytes": 2.5 * GB}, 1e12),  # for two layers of 1 GB, and not for three
+        ({}, 1e7),  # 10 ms for a tensor, 6 ms for its layers
+        ({"memory_bytes": 2.5 * GB}, 1e7),
+    ):
+        uses = explain.device_uses(
+            found_of(fleet_of(device("local"), device(1, **worker), speed=speed), uneven)
+        )
+        assert uses[0].limit == "compute"
+        limits.append(uses[1].limit)
+    assert limits == ["compute", "memory", "link", "memory"]
+
+
+def test_full_memory_does_not_hide_the_limit_of_compute() -> None:
+    full = {"memory_bytes": 4.5 * GB}
+    uses = explain.device_uses(
+        found_of(fleet_of(device("local", **full), device(1, **full), speed=2e7), HALVES)
+    )
+    assert [use.limit for use in uses] == ["compute", "compute"]
+
+
+# ---- who could do it alone
+
+
+def test_alone_names_the_fastest_device_that_holds_the_model() -> None:
+    rules = rules_of(
+        fleet_of(
+            device("local", layer_forward_s=0.004),
+            device(1, layer_forward_s=0.0001, memory_bytes=7 * GB),
+            device(2, head_forward_s=0.01),
+        )
+    )
+    best = explain.alone(rules.fleet, rules.devices)
+    assert best is not None
+    assert best.id == 2
+    assert best.step_s == pytest.approx(8 * (8 * 0.003 + 0.01))
+    other = explain.alone(rules.fleet, [0, 1])
+    assert other is not None
+    assert other.id == "local"
+    assert explain.alone(rules.fleet, [1]) is None
+
+
+def test_recomputation_makes_a_device_alone_slower() -> None:
+    """8 GB of layers, 0.8 GB of a micro-batch, and 0.08 GB and a layer's 0.1 GB if it does."""
+    fleet = Fleet(fleet_of(device("local", memory_bytes=8.2 * GB)))
+    found = explain.alone(fleet, [0])
+    assert found is not None
+    assert found.step_s == pytest.approx(8 * 8 * 0.004)
+
+
+# ---- who is left out
+
+
+@pytest.mark.parametrize(
+    ("changes", "speed", "said"),
+    [
+        ({"memory_bytes": 1.005 * GB}, 1e9, "worker 2 has no memory for a layer"),
+        ({}, 1e5, "worker 2 would receive a micro-batch in 1.00 s, longer than all stages take"),
+        ({"layer_forward_s": 0.5}, 1e9, "worker 2 takes 502 ms for a layer, longer than others"),
+        ({}, 1e9, "worker 2 is slower than the link to it pays for"),
+    ],
+)
+def test_why_a_device_is_left_out(changes: dict[str, Any], speed: float, said: str) -> None:
+    raw = raw_fleet([device("local"), device(1), device(2, **changes)])
+    for link in raw["links"]:
+        if 2 in (link["from"], link["to"]):
+            link["bytes_per_s"] = speed
+    profile = FleetProfile.from_dict(raw)
+    found = found_of(profile, HALVES)
+    assert explain.left_out(found, rules_of(profile)).startswith(said)
+    excluded = Rules(found.fleet, (0, 1), {}, checkpointing=True, chunks=False)
+    assert explain.left_out(found, excluded) == ""
+
+
+def test_only_the_first_of_many_devices_are_named() -> None:
+    profile = fleet_of(*(device(k or "local") for k in range(8)))
+    said = explain.left_out(found_of(profile, HALVES), rules_of(profile)).split("; ")
+    assert [text.split(" is ")[0] for text in said[:4]] == [f"worker {k}" for k in (2, 3, 4, 5)]
+    assert said[4:] == ["and 2 more"]
+
+
+def test_a_link_that_is_too_slow_is_reported() -> None:
+    profile = fleet_of(device("local"), device(1), speed=1e5)
+    found = plan(profile)
+    assert found.unused == (1,)
+    assert "would receive a micro-batch in 1.00 s" in found.why
+
+
+# ---- what would help
+
+
+def test_advice_has_a_gain_and_comes_best_first() -> None:
+    """A relayed boundary that takes longer than the stages."""
+    profile = fleet_of(device("local"), device(1), device(2), direct=False, speed=2e7)
+    layout = (Part(0, 0, 3), Part(1, 3, 6), Part(2, 6, 8))
+    said = advice_of(profile, layout)
+    assert any(text.startswith("a direct link of 160 Mbit/s between worker 1") for text in said)
+    assert any(text.startswith("wire.activations and wire.gradients") for text in said)
+    assert not any(text.startswith("a card") for text in said)  # there is memory enough
+    gains = [float(text.split(": about ")[1].split("%")[0]) for text in said]
+    assert gains == sorted(gains, reverse=True)
+    assert min(gains) >= 2
+
+
+def test_a_link_that_is_slower_than_the_relay_is_not_taken() -> None:
+    layout = (Part(0, 0, 3), Part(1, 3, 6), Part(2, 6, 8))
+    raw = raw_fleet([device("local"), device(1), device(2)])
+    for speed, direct in ((2e9, True), (5e8, False)):
+        for link in raw["links"]:
+            if "local" not in (link["from"], link["to"]):
+                link["bytes_per_s"] = speed
+        changed = explain._with_direct(Fleet(FleetProfile.from_dict(raw)), layout)
+        assert changed == (*layout[:2], layout[2]._replace(direct=direct))
+
+
+def test_advice_without_a_gain_is_not_given() -> None:
+    alone = fleet_of(device("local"), micro_batches=64)
+    assert advice_of(alone, (Part(0, 0, 8),)) == ()
+
+
+def test_a_larger_card_is_advised_for_the_device_short_of_memory() -> None:
+    """The second and third could compute four times what they have memory for."""
+    quick = {"layer_forward_s": 0.0005, "layer_backward_s": 0.001}
+    small = {"memory_bytes": 1.9 * GB, **quick}, {"memory_bytes": 2.9 * GB, **quick}
+    profile = fleet_of(device("local"), device(1, **small[0]), device(2, **small[1]), speed=1e12)
+    said = advice_of(profile, (Part(0, 0, 5), Part(1, 5, 6), Part(2, 6, 8)))
+    cards = [text for text in said if text.startswith("a card")]
+    assert len(cards) == 1
+    assert "GiB more for worker 1: about " in cards[0]
+
+
+def test_the_smallest_card_of_nearly_the_best_gain_is_named() -> None:
+    small, middle, large = (0.02, "4"), (0.19, "8"), (0.2, "16")
+    assert explain.cards_worth([small, middle, large]) == [middle]
+    assert explain.cards_worth([(0.0, "4"), (0.0, "8")]) == [(0.0, "4")]
+    assert explain.cards_worth([]) == []
+
+
+# ---- why nothing fits
+
+
+def refusal(profile: FleetProfile, margins: Any = None, **changes: Any) -> PlanError:
+    rules = rules_of(profile, **changes)
+    fleet = Fleet(profile, margins=margins)
+    return explain.nothing_fits(rules.of(fleet), margins or {})
+
+
+def test_margins_are_named_where_nothing_fits() -> None:
+    small = {"memory_bytes": 5 * GB}
+    profile = fleet_of(device("local", **small), device(1, **small))
+    said = str(refusal(profile, {1: 2 * GB}))
+    assert "worker 1 has 4.66 GiB, 1.86 GiB of it kept free: room for 2 of 8 layers" in said
+    assert "coordinator has 4.66 GiB: room for 4 of 8 layers, 963 MiB each" in said
+
+
+def test_checkpointing_is_advised_where_it_was_not_allowed() -> None:
+    profile = fleet_of(device("local", memory_bytes=3 * GB))
+    for checkpointing in (False, True):
+        said = refusal(profile, checkpointing=checkpointing)
+        # With what is kept of a micro-batch, which is less if it is computed again.
+        assert ("963 MiB each" if checkpointing else "1.02 GiB each") in str(said)
+        hint = said.hint
+        assert hint is not None
+        assert hint.startswith("allow checkpointing") != checkpointing
+
+
+def test_the_plan_error_names_the_missing_memory() -> None:
+    profile = fleet_of(device("local", memory_bytes=3 * GB), device(1, memory_bytes=3 * GB))
+    with pytest.raises(PlanError) as caught:
+        plan(profile)
+    said = str(caught.value)
+    assert "no plan fits into memory: 3.76 GiB are missing" in said
+    assert "worker 1 has 2.79 GiB: room for 2 of 8 layers" in said
+
+
+@pytest.mark.parametrize(
+    ("local", "worker", "options", "said"),
+    [
+        (
+            {"memory_bytes": 1 * GB, "embedding_bytes": 2 * GB},
+            {},
+            {},
+            "the coordinator holds the embedding, for which it is short of 954 MiB",
+        ),
+        (
+            {"memory_bytes": 20 * GB, "head_bytes": 30 * GB},
+            {"memory_bytes": 22 * GB, "head_bytes": 30 * GB},
+            {},
+            "the head fits on no process; the nearest one is short of 7.45 GiB",
+        ),
+        ({}, {}, {"pins": {1: (4, 5)}, "excluded": [2]}, "--pin: no plan keeps worker 1 layer 4"),
+        (
+            {},
+            {},
+            {"pins": {1: (1, 2), 2: (6, 8)}},
+            "keeps worker 1 layer 1, worker 2 layers 6-7",
+        ),
+    ],
+)
+def test_the_plan_error_names_the_obstacle(
+    local: dict[str, Any], worker: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    heads = device("local", **local), device(1, **worker), device(2, **worker)
+    with pytest.raises(PlanError) as caught:
+        plan(fleet_of(*heads), allow={"checkpointing"}, **options)
+    assert said in str(caught.value)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hetero_framework.errors import UserError
+from hetero_framework.extras.planner.known_devices import FILE, describe, known_device
+
+GIB = 2**30
+TABLE = json.loads(FILE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("RTX 3090", "RTX 3090"),
+        ("rtx3090", "RTX 3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX 3090 Ti"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
+        ("NVIDIA GeForce RTX 2060 SUPER", "RTX 2060 SUPER"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000"),
+        ("AMD Radeon RX 7900 XTX", "RX 7900 XTX"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("Tesla T4", "T4"),
+        ("AMD Ryzen 9 7950X 16-Core Processor 64GB", "Ryzen 9 7950X"),
+        ("Intel(R) Core(TM) i9-13900K 64GB", "Core i9-13900K"),
+        ("Apple GPU (Apple M1 Max) 64GB", "Apple M1 Max"),
+    ],
+)
+def test_devices_are_found_by_names_of_people_and_drivers(text: str, name: str) -> None:
+    (row,) = [row for row in TABLE["devices"] if row[0] == name]
+    found = known_device(text)
+    assert (found.half_flops, found.bandwidth) == (row[3] * 1e12, row[5] * 1e9)
+
+
+def test_every_device_of_the_table_is_found_with_its_source() -> None:
+    for name, _, gib, _, single, _, source in TABLE["devices"]:
+        found = known_device(name, memory_bytes=None if gib else 8 * GIB)
+        assert found.float_flops == single * 1e12, name
+        assert found.source == TABLE["sources"][source]
+        assert 0 < found.usable_bytes < found.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"),
+    [
+        ("RTX 3090", 24),
+        ("RTX 4060 Ti 16GB", 16),
+        ("Apple M2 Max 64GB", 64),
+        ("RTX 2080 Ti 22GiB", 22),
+    ],
+)
+def test_memory_is_the_makers_figure_unless_given(text: str, gib: int) -> None:
+    assert known_device(text).memory_bytes == gib * GIB
+    assert known_device(text, memory_bytes=3 * GIB).memory_bytes == 3 * GIB
+
+
+def test_figures_and_cores_stand_for_a_device() -> None:
+    own = known_device("24GB, 71 TFLOPS, 936 GB/s")
+    assert (own.memory_bytes, own.half_flops, own.bandwidth) == (24 * GIB, 71e12, 936e9)
+    assert describe(own, half=True) == "24.0 GiB, 71 TFLOPS (16-bit), 936 GB/s"
+    few, many = known_device("4-core CPU 16GB"), known_device("8 cores 16GB")
+    assert many.float_flops == 2 * few.float_flops > 0
+
+
+@pytest.mark.parametrize("text", ["cpu", "Intel(R) Xeon(R) Gold 6230R", "AMD EPYC 7B13"])
+def test_a_processor_that_is_only_named_counts_as_a_usual_one(text: str) -> None:
+    found, usual = known_device(text), known_device("8-core CPU 16GB")
+    assert (found.kind, found.memory_bytes) == ("cpu", 16 * GIB)
+    assert (found.half_flops, found.bandwidth) == (usual.half_flops, usual.bandwidth)
+    assert found.name == f"{text}, 8 cores assumed, 16 GB assumed"
+    assert known_device(f"{text} 64GB").memory_bytes == 64 * GIB
+    assert known_device("Ryzen 9 5950X").memory_bytes == 16 * GIB  # its cores are in the table
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        ("RTX 3091", "is not a known device", "did you mean RTX 3090"),
+        ("Apple M4 Ultra 256GB", "is not a known device", "give its figures"),
+        ("RTX 5080 SUPER", "is not a known device", "did you mean"),
+        ("RTX 3090 Laptop", "is not a known device", "give its figures"),
+        ("abacus", "is not a known device", "give its figures"),
+        ("Apple M2 Max", "how much memory", '"Apple M2 Max 32GB"'),
+        ("8-core CPU", "how much memory", "32GB"),
+    ],
+)
+def test_an_unknown_device_is_refused_with_advice(text: str, said: str, hint: str) -> None:
+    with pytest.raises(UserError, match=said) as raised:
+        known_device(text)
+    assert hint in str(raised.value.hint)
+
+
+def test_time_is_bounded_by_arithmetic_or_by_memory() -> None:
+    device = known_device("RTX 3090")
+    reached = device.efficiency
+    computing = device.seconds(1e12, 1.0, half=True) - reached.start_s
+    assert computing == pytest.approx(1 / (71 * reached.compute))
+    moving = device.seconds(1.0, 936e9, half=True) - reached.start_s
+    assert moving == pytest.approx(1 / reached.bandwidth)
+    assert device.seconds(1e12, 1.0, half=False) > computing

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+from hetero_framework.engine.schedule.simulator import Edge
+from hetero_framework.extras.planner.layout import Fleet, Part
+from tests.extras.planner.fleets import GB, device, fleet_of
+
+ENDS = {"embedding_forward_s": 0.1, "head_forward_s": 0.2, "head_backward_s": 0.4}
+
+
+def test_stages_take_their_layers_with_embedding_and_head() -> None:
+    layers = {"layer_forward_s": [1, 2, 3, 4], "layer_backward_s": 10, "layer_recompute_s": 5}
+    fleet = Fleet(fleet_of(device(1), device("local", **layers, **ENDS), layers=4))
+    assert fleet.ids == ["local", 1]
+    alone = fleet.pipeline((Part(0, 0, 4),))
+    assert alone.forward_s == (pytest.approx(10.3),)
+    assert alone.backward_s == (pytest.approx(40.4),)
+    pipeline = fleet.pipeline((Part(0, 0, 3, recompute=True), Part(1, 3, 4)))
+    assert pipeline.forward_s == pytest.approx((6.1, 0.001))
+    assert pipeline.backward_s == pytest.approx((45, 0.002))
+    assert pipeline.devices == (0, 1)
+
+
+def test_boundaries_are_relayed_unless_both_ways_are_there() -> None:
+    profile = fleet_of(device("local"), device(1), device(2), device(3), speed=1e6)
+    links = [link for link in profile.links if (link.sender, link.receiver) != (2, 1)]
+    slow = [
+        link.model_copy(update={"bytes_per_s": 1e5, "latency_s": 0.5})
+        if (link.sender, link.receiver) == ("local", 2)
+        else link
+        for link in links
+    ]
+    fleet = Fleet(profile.model_copy(update={"links": tuple(slow)}))
+    assert not fleet.can_go_direct(1, 2)
+    assert fleet.can_go_direct(1, 3)
+    assert not fleet.can_go_direct(0, 1)
+    assert fleet.edge(1, 3, 4, True) == Edge(0.1, 0.1, pytest.approx(1e-5), None)
+    assert fleet.edge(0, 1, 4, False).relay is None
+    relayed = fleet.edge(1, 2, 4, False)
+    assert (relayed.forward_s, relayed.backward_s, relayed.relay) == (1.0, 0.1, 0)
+    assert relayed.latency_s == pytest.approx((0.5 + 3e-5) / 2)
+    assert fleet.edge(1, 1, 4, False) == Edge()
+
+
+def test_no_gradient_is_sent_below_the_lowest_trained_layer() -> None:
+    lora = {"layer_backward_s": [0, 0, 0.001, 0.001]}
+    fleet = Fleet(fleet_of(device("local", **lora), device(1, **lora), layers=4))
+    layout = (Part(0, 0, 1), Part(1, 1, 2), Part(0, 2, 3), Part(1, 3, 4))
+    assert [edge.backward_s > 0 for edge in fleet.pipeline(layout).edges] == [False, False, True]
+    assert [fleet.activation_bytes(part) > 0 for part in layout] == [False, False, True, True]
+
+
+def test_the_embedding_gets_a_gradient_unless_known_to_be_frozen() -> None:
+    profile = fleet_of(device("local"), device(1), layers=4)
+    assert Fleet(profile).goes_back(0)
+    frozen = Fleet(profile.model_copy(update={"embedding_is_trained": False}))
+    assert not frozen.goes_back(0)
+    assert frozen.goes_back(1)
+
+
+def test_memory_limits_follow_from_the_free_memory() -> None:
+    """4 layers of 1 GB, 0.1 GB of each micro-batch; recomputed 0.01 GB, and one layer's whole."""
+    settings = {"embedding_bytes": 2 * GB, "head_bytes": 3 * GB, "reserved_bytes": GB}
+    small = device("local", memory_bytes=8.3 * GB, **settings)
+    profile = fleet_of(small, device(1, memory_bytes=8.3 * GB, **settings), layers=8)
+    fleet = Fleet(profile)
+    assert fleet.memory_limits((Part(0, 0, 4), Part(1, 4, 8))) is None
+    assert fleet.memory_limits((Part(0, 0, 5), Part(1, 5, 8))) is None
+    assert fleet.memory_limits((Part(0, 0, 4), Part(1, 4, 7))) == (3, 1)
+    again = Part(0, 0, 4, recompute=True)
+    assert fleet.memory_limits((again, Part(1, 4, 7))) == (8, 1)
+    assert fleet.memory_bytes((again, Part(1, 4, 7)), 0, (8, 1)) == pytest.approx(7.42 * GB)
+    margin = Fleet(profile, margins={"local": 0.5 * GB})
+    assert margin.memory_limits((Part(0, 0, 4), Part(1, 4, 7))) == (2, 1)
+
+
+def test_stages_of_one_device_share_its_memory() -> None:
+    fleet = Fleet(fleet_of(device("local", memory_bytes=8 * GB), device(1), layers=8))
+    layout = (Part(0, 0, 3), Part(1, 3, 5), Part(0, 5, 8))
+    # 6 GB of weights; the last stage holds one micro-batch, the first one the rest.
+    assert fleet.memory_limits(layout) == (5, 8, 1)

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.cli import main
+from hetero_framework.config import load_config
+from hetero_framework.errors import ConfigError, UserError
+from hetero_framework.extras.planner import saved_plan
+from hetero_framework.extras.planner.plan_report import held_text, write_plan
+from tests.extras.planner.fleets import GB, device, raw_fleet
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> str:
+    file = tmp_path / "fleet.json"
+    small = device(1, memory_bytes=5 * GB)
+    raw = raw_fleet([device("local"), small, device("box")], speed=1e8)
+    file.write_text(json.dumps(raw), encoding="utf-8")
+    return str(file)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_plan_prints_json_that_evaluate_reads(
+    fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, "--profile", fleet)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(found), encoding="utf-8")
+    again = planned(capsys, "--profile", fleet, "--evaluate", str(file))
+    for name in ("shard_plan", "predicted_step_s", "max_in_flight", "devices"):
+        assert again[name] == found[name]
+
+
+def test_evaluate_reads_a_configuration(
+    fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = [{"id": "local", "start": 0, "end": 4}, {"id": "box", "start": 4, "end": 8}]
+    training = {"gradient_checkpointing": True, "max_in_flight": 3}
+    file = tmp_path / "hetero_config.json"
+    file.write_text(json.dumps({"shard_plan": entries, "training": training}), encoding="utf-8")
+    found = planned(capsys, "--profile", fleet, "--evaluate", str(file))
+    assert found["max_in_flight"] == 3
+    assert found["gradient_checkpointing"] == {"0": True, "1": True}
+
+
+def test_plan_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "fleet.json"
+    file.write_text(json.dumps(raw_fleet([device("local"), device(1)], layers=3)), encoding="utf-8")
+    assert main(["plan", "--profile", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("process")
+    assert "coordinator" in said
+    assert "A step is predicted to take" in said
+    assert "no plan is better" in said
+    assert "micro-batches under way" in said
+
+
+def test_options_of_plan_are_read(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(
+        capsys, "--profile", fleet, "--pin", "1=6:8", "--exclude", "box",
+        "--margin", "1=2.5GiB", "--margin", "local=1GB", "--allow", "codec,micro-batch",
+    )  # fmt: skip
+    assert [(e["id"], e["start"], e["end"]) for e in found["shard_plan"]] == [
+        ("local", 0, 6),
+        (1, 6, 8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--pin", "1"], "--pin 1 is not of the form ID=START:END"),
+        (["--pin", "1=4-8"], "--pin 1=4-8 is not of the form"),
+        (["--pin", "1=4:" + "9" * 5000], "for example: --pin 1=4:12"),
+        (["--pin", "1=2:4", "--pin", "1=3:5"], "--pin is given twice for worker 1; keep one"),
+        (["--margin", "1=1GiB", "--margin", "1=2GiB"], "--margin is given twice for worker 1"),
+        (["--margin", "1=2"], "--margin 1=2 is not of the form ID=SIZE"),
+        (["--margin", "1=2XB"], "is not of the form ID=SIZE"),
+        (["--exclude", "7"], '"7" is not a device; there are: "local", 1, "box"'),
+        (["--allow", "luck"], '"luck" is none of'),
+        (["--evaluate", "none.json"], "plan none.json does not exist"),
+        (["--evaluate", "none.json", "--exclude", "1"], "--evaluate takes the plan as it is"),
+    ],
+)
+def test_wrong_options_end_with_2(
+    fleet: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--profile", fleet, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({}, "shard_plan: must be a list"),
+        ({"shard_plan": [], "gradient_checkpointing": True}, "gradient_checkpointing: must be"),
+        ({"shard_plan": [], "max_in_flight": 0}, "max_in_flight: must be a whole number of at"),
+        ({"shard_plan": [{"id": "local", "start": 0, "end": 4}]}, "the model has 8"),
+    ],
+)
+def test_a_wrong_plan_file_ends_with_2(
+    fleet: str,
+    tmp_path: Path,
+    content: dict[str, Any],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    assert main(["plan", "--profile", fleet, "--evaluate", str(file)]) == 2
+    assert said in capsys.readouterr().err
+
+
+SETTINGS = {
+    "training": {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
+    "coordinator": {"ip": "127.0.0.1"},
+    "workers": [
+        {"id": 1, "ip": "127.0.0.1", "port": 9001},
+        {"id": "box", "ip": "127.0.0.1", "port": 9002},
+    ],
+    "shard_plan": [{"id": "local", "start": 0, "end": 8}],
+    "links": "relay",
+}
+FOUND = {
+    "shard_plan": [{"id": "local", "start": 0, "end": 3}, {"id": "box", "start": 3, "end": 8}],
+    "gradient_checkpointing": {"0": False, "1": True},
+    "changes": {},
+}
+
+
+def written(tmp_path: Path, **found: Any) -> dict[str, Any]:
+    file = tmp_path / "hetero_config.json"
+    file.write_text(json.dumps(SETTINGS), encoding="utf-8")
+    write_plan({**FOUND, **found}, file)
+    raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return raw
+
+
+def test_written_plan_leaves_the_rest_as_it_was(tmp_path: Path) -> None:
+    raw = written(tmp_path)
+    assert raw["shard_plan"] == [
+        {"id": "local", "start": 0, "end": 3},
+        {"id": "box", "start": 3, "end": 8, "gradient_checkpointing": True},
+    ]
+    assert list(raw) == list(SETTINGS)
+    assert {**raw, "shard_plan": SETTINGS["shard_plan"]} == SETTINGS
+
+
+def test_other_settings_that_a_plan_needs_are_written_too(tmp_path: Path) -> None:
+    int8 = {"activations": "int8", "gradients": "int8"}
+    raw = written(tmp_path, changes={"wire": int8, "micro_batches": 8})
+    assert raw["wire"] == int8
+    assert raw["training"] == {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 1}
+    with pytest.raises(UserError, match="the 8 samples of a step are no 16 equal micro-batches"):
+        written(tmp_path, changes={"micro_batches": 16})
+
+
+def test_plan_that_the_configuration_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a worker"):
+        written(tmp_path, shard_plan=[*FOUND["shard_plan"], {"id": 7, "start": 8, "end": 9}])
+    assert json.loads((tmp_path / "hetero_config.json").read_text()) == SETTINGS
+
+
+def test_a_written_plan_keeps_what_was_predicted_for_the_run(
+    fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "hetero_config.json"
+    settings = {**SETTINGS, "model": {"name_or_path": "model"}}
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    assert saved_plan.planned(load_config(file)) is None
+    found = planned(capsys, "--profile", fleet, "--write", "--config", str(file))
+    kept = saved_plan.planned(load_config(file))
+    assert kept is not None
+    assert kept.step_s == found["predicted_step_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "needs one of --measure, --dry-run and --profile"),
+        (("--measure", "--profile", "f.json"), "needs one of --measure, --dry-run and --profile"),
+        (
+            ("--profile", "f.json", "--save-profile", "g.json"),
+            "keeps what --measure or --dry-run finds",
+        ),
+        (("--dry-run", "--save-profile", os.devnull), "is not a file that can be written"),
+        (("--measure", "--save-profile", "."), ". is not a file"),
+        (("--profile", "f.json", "--evaluate", "p.json", "--write"), "without --evaluate"),
+        (("--profile", "f.json", "--write", "--config", "c.yaml"), "the comments of YAML would be"),
+        (("--profile", "f.json", "--anew"), "--anew goes with --measure"),
+    ],
+)
+def test_options_that_exclude_each_other_end_with_2(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranges", "text"),
+    [
+        ([(0, 8), (19, 32)], "layers 0-7, 19-31"),
+        ([(0, 0), (2, 5)], "embedding, layers 2-4"),
+        ([(0, 2), (5, 6), (8, 8)], "layers 0-1, layer 5, head"),
+    ],
+)
+def test_layers_of_a_process_as_text(ranges: list[tuple[int, int]], text: str) -> None:
+    assert held_text(ranges) == text
+
+
+@pytest.mark.skipif(os.name == "nt", reason="symbolic links are for administrators there")
+def test_plan_is_written_into_the_file_that_a_link_names(
+    fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text(json.dumps(SETTINGS), encoding="utf-8")
+    link.symlink_to(real)
+    found = planned(capsys, "--profile", fleet, "--config", str(link), "--write")
+    assert link.is_symlink()
+    written = json.loads(real.read_text(encoding="utf-8"))["shard_plan"]
+    assert [entry["id"] for entry in written] == [entry["id"] for entry in found["shard_plan"]]

@@ -1,0 +1,391 @@
+"""A run that changes its plan equals one process, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.cluster.direct_links import DirectLinks
+from hetero_framework.cluster.worker import serve
+from hetero_framework.config import Config
+from hetero_framework.core import timeouts
+from hetero_framework.engine.loading import load_stages
+from hetero_framework.errors import StoppedEarly
+from hetero_framework.extras.planner.replan import replan_policy
+from hetero_framework.extras.planner.replanning import PlanChange, Replanning
+from hetero_framework.trainer.coordinator import Coordinator, train
+from hetero_framework.trainer.setup import replanned
+from tests.integration.test_parity import LORA, assert_same, weights
+from tests.pools import TRAINING, Notes, is_listening, read_metrics
+from tests.reads import note_reads
+from tests.samples import free_ports
+
+pytestmark = pytest.mark.usefixtures("nothing_left_here")
+
+CUTS = {
+    3: [("local", 0, 1), (1, 1, 5), (2, 5, 6)],
+    5: [("local", 0, 3), (2, 3, 6)],
+    7: [("local", 0, 1), (2, 1, 2), (1, 2, 4), (2, 4, 6)],
+}
+
+
+WHOLE, THREE = [("local", 0, 6)], [("local", 0, 2), (1, 2, 4), (2, 4, 6)]
+
+
+def make(llama: Path, texts: Path, output: Path, cut: list[tuple[Any, int, int]], **sections: Any):
+    """Workers of this machine, which the coordinator starts where nobody listens yet."""
+    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+    ports, used = free_ports(3), {owner for owner, _, _ in cut}
+    training = {"max_steps": 9, "verify_architecture": False, **sections.pop("training", {})}
+    return Config.from_dict(
+        {
+            "coordinator": {**machine, "port": ports[0]},
+            "workers": [{**machine, "id": i, "port": ports[i]} for i in (1, 2) if i in used],
+            "shard_plan": entries(cut),
+            "model": {"name_or_path": str(llama)},
+            "data": {"train": str(texts), "max_length": 64},
+            "training": {**TRAINING, "output_dir": str(output), **training},
+            **sections,
+        }
+    )
+
+
+def entries(cut: list[tuple[Any, int, int]]) -> list[dict[str, Any]]:
+    return [{"id": owner, "start": start, "end": end} for owner, start, end in cut]
+
+
+def events(output: Path, what: str) -> list[dict[str, Any]]:
+    lines = (output / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["what"] == what]
+
+
+@pytest.fixture
+def cut_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs take the plans of CUTS after those steps."""
+
+    def take(self: Any) -> None:
+        cut = CUTS.get(self._state.step)
+        if cut and self._config.workers:
+            prepared = replanned(self._prepared, entries(cut), self._replanning.facts, "a test")
+            self._take_plan_now(PlanChange(prepared, "a test", away=(), planned_s=None))
+
+    monkeypatch.setattr(Coordinator, "_take_back", take)
+
+
+@pytest.mark.usefixtures("cut_at")
+@pytest.mark.parametrize(
+    "adapter", [LORA, pytest.param(None, marks=pytest.mark.long)], ids=["lora", "full"]
+)
+def test_changes_of_plan_change_no_bit(
+    adapter: Any, llama: Path, texts: Path, tmp_path: Path
+) -> None:
+    train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=adapter))
+    train(make(llama, texts, tmp_path / "run", THREE, adapter=adapter), progress=Notes())
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert [event["to_step"] for event in events(tmp_path / "run", "plan changed")] == [3, 5, 7]
+    assert not events(tmp_path / "whole", "plan changed")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("cut_at")
+def test_ctrl_c_during_a_change_of_plan_keeps_the_state(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make(llama, texts, tmp_path / "run", THREE, adapter=LORA)
+
+    def interrupted(self: Replanning, change: PlanChange) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Replanning, "taken", interrupted)
+        with pytest.raises(StoppedEarly, match="while a worker was waited for") as stopped:
+            train(config, progress=Notes())
+    assert stopped.value.hint is not None
+    assert "after step 3" in stopped.value.hint
+    assert not events(tmp_path / "run", "plan changed")
+    train(config, progress=Notes())
+    train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=LORA))
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("cut_at")
+def test_a_direct_link_that_does_not_come_about_under_another_plan_ends_no_run(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = DirectLinks.connect, 0
+
+    def connect(self: DirectLinks, pairs: Any, timeout_s: float) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            return real(self, pairs, timeout_s)
+        self._links.clear()
+        return {frozenset(pair): "its machine lets nobody in any more" for pair in pairs}
+
+    monkeypatch.setattr(DirectLinks, "connect", connect)
+    train(make(llama, texts, tmp_path / "run", THREE, adapter=LORA, links="direct"))
+    train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=LORA))
+    assert asked > 1
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert events(tmp_path / "run", "no direct link")
+
+
+@pytest.mark.usefixtures("cut_at")
+def test_layers_that_stay_are_not_read_again(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both processes are threads here, so that what they read can be counted."""
+    read: list[tuple[str, str]] = []
+
+    def note(name: str) -> None:
+        if ".layers." in name:
+            read.append((threading.current_thread().name, name.split(".")[2]))
+
+    note_reads(monkeypatch, note)
+    monkeypatch.setitem(CUTS, 3, [("local", 0, 3), (1, 3, 6)])
+    monkeypatch.setitem(CUTS, 5, [("local", 0, 2), (1, 2, 5), ("local", 5, 6)])
+    monkeypatch.delitem(CUTS, 7)
+    config = make(llama, texts, tmp_path / "run", [("local", 0, 2), (1, 2, 6)], adapter=LORA)
+    over = threading.Event()
+    worker = threading.Thread(
+        name="worker",
+        target=lambda: serve(config, 1, build=load_stages, keep=True, should_stop=over.is_set),
+    )
+    worker.start()
+    try:
+        # Only then: a process's lines go to those who asked last, so that a worker that begins
+        # within the run would keep the coordinator's events from their file.
+        while not is_listening(config.workers[0].port or 0):
+            worker.join(0.05)
+            assert worker.is_alive()
+        train(config, progress=Notes())
+    finally:
+        over.set()
+        worker.join()
+    here = threading.current_thread().name
+    assert len(events(tmp_path / "run", "plan changed")) == 2
+    assert {layer for thread, layer in read if thread == here} == {"0", "1", "2", "5"}
+    assert {layer for thread, layer in read if thread == "worker"} == {"2", "3", "4", "5"}
+    # A layer has nine tensors; the worker's third was given away and is read again.
+    times = Counter(read)
+    assert {key for key, count in times.items() if count == 2 * 9} == {("worker", "2")}
+    assert set(times.values()) == {9, 2 * 9}
+
+
+class Worker:
+    """Worker 2 as a process of its own, which nobody but the test starts."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config, self.log = folder / "worker.json", folder / "worker.log"
+        self._config.write_text(json.dumps(config.to_dict()))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hetero_framework", "worker", "--keep", "--supervised"]
+                + ["--config", str(self._config), "--worker-id", "2"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def await_line(self, words: str) -> None:
+        """Wait for its log to say so."""
+        deadline = time.monotonic() + 60
+        while words not in self.log.read_text():
+            assert self._process is not None
+            assert self._process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)  # a log announces nothing
+
+    def kill(self) -> None:
+        if self._process is not None:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process = None
+
+
+class At(Notes):
+    """Does something after some steps, each once."""
+
+    def __init__(self, **jobs: Callable[[], None]) -> None:
+        super().__init__()
+        self._jobs = {int(name.removeprefix("step_")): job for name, job in jobs.items()}
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        super().step(metrics)
+        if job := self._jobs.pop(metrics["step"], None):
+            job()
+
+
+@pytest.fixture
+def config(request: pytest.FixtureRequest, llama: Path, texts: Path, tmp_path: Path) -> Config:
+    """Of a run of an adapter, or of what a test gives instead."""
+    changes = {"adapter": LORA, "training": {}, **getattr(request, "param", {})}
+    training = {"max_steps": 12, "replicate_steps": 2, **changes.pop("training")}
+    return make(llama, texts, tmp_path / "run", THREE, training=training, **changes)
+
+
+@pytest.fixture
+def worker(config: Config, tmp_path: Path) -> Iterator[Worker]:
+    """Worker 2 of that configuration, started."""
+    made = Worker(config, tmp_path)
+    made.start()
+    try:
+        made.await_line("listens on")
+        yield made
+    finally:
+        made.kill()
+
+
+@pytest.mark.long
+def test_a_worker_that_stays_away_is_done_without_and_taken_back(
+    config: Config, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "REPLAN_S", 1.0)
+
+    def flap() -> None:
+        """Something answers at its port and hangs up, as a machine does that starts or ends."""
+        with socket.create_server(("127.0.0.1", config.worker(2).port or 0)) as port:
+            port.settimeout(60)
+            for _ in range(2):
+                caller, _ = port.accept()
+                with caller:
+                    caller.recv(1)
+
+    def return_() -> None:
+        worker.start()
+        worker.await_line("serving the run of")
+
+    train(config, replan=True, progress=At(step_5=worker.kill, step_7=flap, step_8=return_))
+    train(alone(config, tmp_path / "whole"))
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    without, again = events(tmp_path / "run", "plan changed")
+    assert without["reason"] == "worker 2 stays away"
+    assert "worker 2" not in without["plan"]
+    assert (again["reason"], again["from_step"]) == ("worker 2 is back", again["to_step"])
+    assert (
+        again["plan"] == "layers 0-1 on coordinator, layers 2-3 on worker 1, layers 4-5 on worker 2"
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "config",
+    [{"adapter": None, "training": {"save_strategy": "steps", "save_steps": 3}}],
+    indirect=True,
+    ids=["full"],
+)
+def test_full_training_goes_on_without_a_worker_from_the_last_checkpoint(
+    config: Config, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others have in memory is two steps further than what they go on from."""
+    monkeypatch.setattr(timeouts, "REPLAN_S", 1.0)
+    train(config, replan=True, progress=At(step_5=worker.kill))
+    train(alone(config, tmp_path / "whole"))
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    [without] = events(tmp_path / "run", "plan changed")
+    assert (without["reason"], without["to_step"]) == ("worker 2 stays away", 3)
+    assert without["from_step"] == 5
+    assert "worker 2" not in without["plan"]
+
+
+def alone(config: Config, output: Path) -> Config:
+    """The same run in one process."""
+    raw = config.to_dict()
+    training = {**raw["training"], "output_dir": str(output)}
+    return Config.from_dict(
+        {**raw, "workers": [], "shard_plan": entries(WHOLE), "training": training}
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["load", "load-state"])
+def test_a_worker_lost_during_a_change_of_plan_restarts_the_change(
+    point: str, config: Config, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "REPLAN_S", 5.0)
+    # The loss is noticed in the next step, or where the state is copied before it.
+    monkeypatch.setenv("HETERO_FAILPOINT", f"worker-1/{point}@5,worker-1/{point}@6")
+    train(config, replan=True, progress=At(step_5=worker.kill))
+    monkeypatch.delenv("HETERO_FAILPOINT")
+    train(alone(config, tmp_path / "whole"))
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert [e["worker"] for e in events(tmp_path / "run", "worker restarted")] == [1]
+    # One that is started again slowly is done without first, too, and then taken back.
+    last = events(tmp_path / "run", "plan changed")[-1]
+    assert "worker 2" not in last["plan"]
+
+
+@pytest.mark.long
+def test_a_coordinator_killed_during_a_change_of_plan_continues(
+    config: Config, worker: Worker, tmp_path: Path
+) -> None:
+    config = config.with_changes(training={"rejoin_wait_s": 2.0})
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.to_dict()))
+    command = [sys.executable, "-m", "hetero_framework", "train", "--replan", "--config", str(file)]
+    environment = {
+        **os.environ,
+        "HETERO_FAILPOINT": "coordinator/load@6,coordinator/step@6:sleep:8",
+    }
+    killed = subprocess.Popen(command, env=environment)
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 5:
+            assert killed.poll() is None
+            time.sleep(0.05)  # a file announces nothing
+        worker.kill()
+        assert killed.wait(timeout=120) == -signal.SIGKILL
+    finally:
+        killed.kill()
+        killed.wait()
+    worker.start()
+    worker.await_line("listens on")
+    subprocess.run(command, check=True, timeout=240)
+    train(alone(config, tmp_path / "whole"))
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.long
+def test_a_straggler_gets_another_plan_without_being_asked_for(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it holds it is slow, so it is left without layers; and nothing changes a bit."""
+    monkeypatch.setenv("HETERO_FAILPOINT", "worker-1/forward@*:sleep:0.2")
+    monkeypatch.setattr(replan_policy, "STEPS", 8)
+    loads_at_once = property(lambda self: 0.0, lambda self, seconds: None)
+    monkeypatch.setattr(Replanning, "move_s", loads_at_once, raising=False)
+    training = {"max_steps": 24, "replan": "auto"}
+    config = make(llama, texts, tmp_path / "run", THREE, adapter=LORA, training=training)
+    train(config, progress=Notes())
+    monkeypatch.delenv("HETERO_FAILPOINT")
+    train(alone(config, tmp_path / "whole"))
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    change, *others = events(tmp_path / "run", "plan changed")
+    assert "worker 1" not in change["plan"]
+    assert change["from_step"] == change["to_step"] <= 20
+    assert len(others) <= 1

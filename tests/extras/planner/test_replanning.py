@@ -1,0 +1,174 @@
+"""A run's messages about its plan and its changes of plan, by the times of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetero_framework.cluster.cluster import MachineFacts
+from hetero_framework.config import Config
+from hetero_framework.engine.schedule.simulator import Profile
+from hetero_framework.errors import ConfigError, PlanError
+from hetero_framework.extras.planner import replanning
+from hetero_framework.extras.planner.replan.replan_policy import Judge
+from hetero_framework.extras.planner.replanning import Replanning
+from hetero_framework.trainer import setup
+from tests.samples import save_llama, save_texts
+
+Make = Callable[..., Replanning]
+
+
+@pytest.fixture
+def make(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Of a run with six layers over three processes; searches are done at once."""
+    folder = tmp_path_factory.mktemp("run")
+    model, texts = save_llama(folder / "model"), save_texts(folder / "texts.jsonl", 8)
+
+    def at_once(job: Callable[[], Any], name: str) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(job())
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    monkeypatch.setattr(replanning, "in_background", at_once)
+
+    def made(policy: str, lacking: Sequence[int] = (), **kinds: str) -> Replanning:
+        machine = {"ip": "127.0.0.1", "device": "cpu"}
+        owners = ("local", 1, 2)
+        config = Config.from_dict(
+            {
+                "coordinator": {**machine, "port": 1},
+                "workers": [
+                    {**machine, "id": k, "port": 1 + k, "quantization": kinds.get(f"worker_{k}")}
+                    for k in (1, 2)
+                ],
+                "adapter": {"target_modules": "all-linear"},
+                "shard_plan": [
+                    {"id": owner, "start": 2 * k, "end": 2 * k + 2}
+                    for k, owner in enumerate(owners)
+                ],
+                "model": {"name_or_path": str(model), "quantization": kinds.get("all")},
+                "data": {"train": str(texts), "max_length": 32},
+                "training": {
+                    "output_dir": str(folder / "out"),
+                    "gradient_accumulation_steps": 4,
+                    "verify_architecture": False,
+                    "replan": policy,
+                },
+            }
+        )
+        facts = dict.fromkeys(owners, MachineFacts("cpu", "cpu", 1 << 40, 1 << 40))
+        facts |= {k: replace(facts[k], no_four_bit="none here") for k in lacking}
+        parts = setup.fit_devices(setup.prepare(config), facts)
+        return Replanning(parts, facts, survivors=False)
+
+    return made
+
+
+def straggles(run: Replanning, steps: int = 30) -> list[Any]:
+    """The middle stage takes three times as long as the others; what is wanted after each step."""
+    profile = Profile.of([0.2, 0.6, 0.2], [0.4, 1.2, 0.4])
+    wanted = []
+    for left in range(steps, 0, -1):
+        run.after_step(profile, 8.0)
+        wanted.append(run.wanted(left))
+    return wanted
+
+
+def test_f18_a_slow_stage_is_reported_once_with_a_better_plan(
+    make: Make, logged: list[str]
+) -> None:
+    run = make("ask")
+    logged.clear()
+    assert not any(straggles(run, 60))
+    (line,) = logged
+    assert "worker 1 holds up the others" in line
+    assert "20%, 60%, 20%" in line
+    assert "with layers 0-2 on coordinator" in line
+    assert "less (training.replan" in line
+
+
+def test_a_run_with_replanning_takes_a_plan_that_pays(make: Make) -> None:
+    run = make("auto")
+    change = next(filter(None, straggles(run)))
+    assert change.prepared.config.plan.stages != run._prepared.config.plan.stages
+    assert change.prepared.config.plan.num_layers == 6
+    assert change.planned_s == pytest.approx(8.0 * (1 - change.proposal.gain), rel=0.05)
+    run.taken(change)
+    assert run._prepared is change.prepared
+
+
+def test_a_plan_whose_loading_takes_longer_than_it_saves_is_not_taken(make: Make) -> None:
+    run = make("auto")
+    run.move_s = 1000.0
+    assert not any(straggles(run))
+
+
+def test_a_run_without_replanning_is_silent(make: Make, logged: list[str]) -> None:
+    run = make("never")
+    logged.clear()
+    assert not any(straggles(run))
+    assert logged == []
+
+
+def test_a_failed_search_is_reported_once_and_ends_no_run(
+    make: Make, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(Judge, "answer", fail)
+    run = make("auto")
+    logged.clear()
+    assert not any(straggles(run, 100))
+    assert logged == ["no better plan is looked for any more: ZeroDivisionError: of ours"]
+
+
+def test_before_the_first_step_a_plan_has_no_prediction(make: Make) -> None:
+    assert make("ask").without([2]).planned_s is None
+
+
+def test_absent_workers_get_no_layers_until_they_return(make: Make) -> None:
+    run = make("ask")
+    straggles(run, 5)
+    change = run.without([2])
+    owners = {stage.owner for stage in change.prepared.config.plan.stages}
+    assert owners == {"local", 1}
+    # 4 micro-batches of 2.7 s, two processes with a third of the layers, at the least.
+    assert change.planned_s is not None
+    assert 7.2 < change.planned_s < 12
+    run.taken(change)
+    assert run.lacking == {2}
+    back = run.with_back([2], [])
+    run.taken(back)
+    assert [stage.owner for stage in run._prepared.config.plan.stages] == ["local", 1, 2]
+    assert run.lacking == set()
+
+
+def test_layers_move_between_machines_of_one_precision_only(make: Make) -> None:
+    run = make("auto", all="nf4", worker_2="none")
+    kinds = run._prepared.config.kinds
+    assert kinds == {"nf4": "embedding + layers 0-3", "none": "layers 4-5 + head"}
+    change = next(filter(None, straggles(run)))
+    assert change.prepared.config.plan.stages != run._prepared.config.plan.stages
+    assert change.prepared.config.kinds == kinds
+    others = run.without([1])
+    assert others.prepared.config.kinds == kinds
+    assert {stage.owner for stage in others.prepared.config.plan.stages} == {"local", 2}
+    with pytest.raises(PlanError, match="layers keep their precision"):
+        run.without([2])
+    entries = [{"id": "local", "start": 0, "end": 3}, {"id": 2, "start": 3, "end": 6}]
+    with pytest.raises(PlanError, match="layers would be held in another precision"):
+        setup.replanned(run._prepared, entries, run.facts, "a test")
+
+
+def test_a_device_without_4_bits_is_refused_before_anything_is_loaded(make: Make) -> None:
+    with pytest.raises(ConfigError, match="worker 2 cannot hold quantised weights: none here"):
+        make("ask", [2], all="nf4")
+    make("ask", [2], all="nf4", worker_2="none")

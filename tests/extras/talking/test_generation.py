@@ -1,0 +1,60 @@
+"""A last stage that gives no tokens costs a run its samples only, and `hetero chat` an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_framework.engine.stage import Stage
+from hetero_framework.engine.stage_api import Outcome
+from hetero_framework.errors import ProtocolError
+from hetero_framework.extras.talking.talking import Talk
+from hetero_framework.extras.talking.text_generation import TOKEN
+from hetero_framework.security.access import LOOPBACK_ONLY
+from hetero_framework.trainer.coordinator import train
+from tests.alone import Alone
+
+
+def give(named: dict[str, torch.Tensor] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second token of a text is this one, or computing it fails."""
+    evaluate = Stage.evaluate
+
+    def other(stage: Stage, micro_batch: int, *args: Any) -> Outcome:
+        if stage._info.decoding is None or micro_batch == 0:
+            return evaluate(stage, micro_batch, *args)
+        if named is None:
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        return Outcome(0.0, named)
+
+    monkeypatch.setattr(Stage, "evaluate", other)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({TOKEN: torch.tensor([10**6])}, "the coordinator: the last stage gave token 1000000 of 0"),
+        ({TOKEN: torch.tensor([1.5])}, "the coordinator: the last stage gave no token"),
+        (None, "probability tensor contains"),
+    ],
+)
+def test_samples_that_fail_are_given_up_and_the_run_goes_on(
+    named: Any, said: str, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give(named, monkeypatch)
+    training = {"sample_prompts": ["red"], "sample_steps": 1, "sample_max_new_tokens": 3}
+    config = alone(training={"max_steps": 2, **training})
+    assert train(config).steps == 2
+    log = (config.output_dir / "logs" / "coordinator.log").read_text()
+    [told] = [line for line in log.splitlines() if "no samples any more" in line]
+    assert said in told
+
+
+def test_an_answer_that_fails_is_one_error(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    give({TOKEN: torch.tensor([-1])}, monkeypatch)
+    talk = Talk(alone())
+    with talk.loaded(LOOPBACK_ONLY, "chat") as cluster:
+        [prompt] = talk.reader.read(["red"], alone().base_dir, "prompts")
+        with pytest.raises(ProtocolError, match=r"^the coordinator: .* gave token -1 of 0 to"):
+            talk.answer(cluster, [prompt], talk.choice(0.0, 1.0, max_new_tokens=3))

@@ -1,0 +1,255 @@
+"""Real worker processes on the loopback, started once and used by one run after the other.
+
+A coordinator that finds its workers listening uses them, so a test pays for a training run but not
+for importing torch in every process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hetero_framework.config import Config
+from hetero_framework.models.verify import continuing, equivalence
+from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.progress import Progress
+from tests.samples import DEVICE, free_ports, save_llama, save_texts
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_WORKERS = 4
+TRAINING = {
+    "num_train_epochs": 3,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "max_grad_norm": 0.5,
+    "save_strategy": "no",
+    "report_to": "none",
+    "visualize": False,
+    "connect_timeout_s": 180.0,  # starting takes a minute where much else runs
+}
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Worker processes 1..NUM_WORKERS, their logs, and the addresses at which they listen."""
+
+    machines: dict[str, Any]
+    processes: list[subprocess.Popen[bytes]]
+    logs: list[Path]
+
+    def check(self) -> None:
+        """All of them still serve: nothing that a coordinator or a network does may end them."""
+        for process, log, worker in zip(
+            self.processes, self.logs, self.machines["workers"], strict=True
+        ):
+            assert process.poll() is None, log.read_text()
+            assert is_listening(worker["port"]), log.read_text()
+
+    def config(
+        self, output: Path, cuts: list[int], layers: int = 6, **sections: Any
+    ) -> dict[str, Any]:
+        """A configuration of local + one worker per further stage; `training` is merged."""
+        bounds = [0, *cuts, layers]
+        owners = ["local", *range(1, len(bounds) - 1)]
+        training = {**TRAINING, "output_dir": str(output), **sections.pop("training", {})}
+        plan = sections.pop("shard_plan", None) or [
+            {"id": owner, "start": start, "end": end}
+            for owner, start, end in zip(owners, bounds, bounds[1:], strict=False)
+        ]
+        used = {entry["id"] for entry in plan}
+        workers = [w for w in self.machines["workers"] if w["id"] in used]
+        return {
+            "coordinator": self.machines["coordinator"],
+            "workers": workers,
+            "shard_plan": plan,
+            "training": training,
+            **sections,
+        }
+
+
+class Notes(Progress):
+    """Keeps what the user would read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+@pytest.fixture(scope="session")
+def _verdicts() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def verdicts(_verdicts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found of a tiny copy is remembered from test to test, and nothing else is.
+
+    As between runs of a user, who has a cache. Training the copies took 1.0 of 2.3 s of a short run
+    of the Llama here and 2.5 of 6.1 s of one of Gemma 3n, and most runs ask the same: a question
+    names settings, cut, versions and code. A refusal is never remembered. What a verdict is, and
+    its cache, is tested in tests/unit/models/verify/test_equivalence.py.
+    """
+
+    def recall(kind: str, question: str) -> Any:
+        return _verdicts.get(f"{kind} {question}")
+
+    def remember(kind: str, question: str, answer: Any) -> None:
+        _verdicts[f"{kind} {question}"] = answer
+
+    for module in (equivalence, continuing):
+        monkeypatch.setattr(module, "recall", recall)
+        monkeypatch.setattr(module, "remember", remember)
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    directory = tmp_path_factory.mktemp("pool")
+    ports = free_ports(NUM_WORKERS + 1)
+    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": DEVICE}
+    machines = {
+        "coordinator": {**machine, "port": ports[0]},
+        "workers": [
+            {**machine, "id": i, "port": ports[i], "models": ["*"]}
+            for i in range(1, NUM_WORKERS + 1)
+        ],
+    }
+    plan = [{"id": "local", "start": 0, "end": 1}] + [
+        {"id": i, "start": i, "end": i + 1} for i in range(1, NUM_WORKERS + 1)
+    ]
+    config = directory / "pool.json"
+    config.write_text(json.dumps({**machines, "shard_plan": plan}))
+    logs = [(directory / f"worker-{i}.log").open("wb") for i in range(1, NUM_WORKERS + 1)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.greedy_buffers", "worker", "--keep", "--supervised"]
+            + ["--config", str(config), "--worker-id", str(i)],
+            cwd=ROOT,  # of `tests`
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        for i, log in enumerate(logs, 1)
+    ]
+    try:
+        for process, port in zip(processes, ports[1:], strict=True):
+            while not is_listening(port):
+                with_end(process)
+        yield Pool(machines, processes, [Path(log.name) for log in logs])
+    finally:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in processes:
+            process.wait(timeout=30)
+        for log in logs:
+            log.close()
+
+
+def is_listening(port: int) -> bool:
+    """By connecting: a probe that binds the port could keep the worker from it."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True
+    return False
+
+
+def with_end(process: subprocess.Popen[bytes]) -> None:
+    """Wait a moment for a starting process; fail if it ended."""
+    try:
+        code = process.wait(timeout=0.1)
+    except subprocess.TimeoutExpired:
+        return
+    raise AssertionError(f"a worker of the pool ended with {code}")
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """21 lines: with batch 2 and accumulation 4, every epoch ends in a partial batch and step."""
+    return save_texts(tmp_path_factory.mktemp("data") / "texts.jsonl", 21)
+
+
+@pytest.fixture
+def losses(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Callable[..., list[tuple]]:
+    """Train with the given cuts and sections; (loss, grad_norm, learning_rate) of every step."""
+
+    def run(cuts: list[int], name: str = "run", **sections: Any) -> list[tuple]:
+        sections.setdefault("model", {"name_or_path": str(llama)})
+        sections.setdefault("data", {"train": str(texts), "max_length": 64})
+        config = Config.from_dict(pool.config(tmp_path / name, cuts, **sections))
+        train(config, debug=True)
+        return read_metrics(tmp_path / name)
+
+    return run
+
+
+def read_metrics(output: Path) -> list[tuple]:
+    text = (output / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [
+        (line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines if "loss" in line
+    ]
+
+
+@pytest.fixture
+def nothing_left(pool: Pool) -> Iterator[None]:
+    """No test may leave a thread, a socket or a child behind, or end a worker of the pool."""
+    with leaving_nothing():
+        yield
+        pool.check()
+
+
+@pytest.fixture
+def nothing_left_here() -> Iterator[None]:
+    """The same where the pool is not needed."""
+    with leaving_nothing():
+        yield
+
+
+@contextlib.contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Within the block no thread, socket or child may be left behind."""
+    me = psutil.Process()
+    before = (threads(), sockets(me), children(me))
+    yield
+    deadline = time.monotonic() + 5
+    while (threads(), sockets(me), children(me)) != before and time.monotonic() < deadline:
+        time.sleep(0.05)  # nothing announces that a socket or a process is gone
+    assert threads() == before[0]
+    assert sockets(me) == before[1]
+    assert children(me) == before[2]
+
+
+def threads() -> list[str]:
+    """Their names, but for those that end by themselves when a device has had no event."""
+    names = (thread.name for thread in threading.enumerate())
+    return sorted(name for name in names if name != "watch events")
+
+
+def sockets(process: psutil.Process) -> int:
+    return len(process.net_connections())
+
+
+def children(process: psutil.Process) -> list[int]:
+    return sorted(child.pid for child in process.children())

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_framework.engine.schedule.bounds import step_bound
+from hetero_framework.engine.schedule.policies import forwards_ahead
+from hetero_framework.engine.schedule.readiness import BACKWARD_FIRST
+from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
+from hetero_framework.engine.schedule.tuning import default_max_in_flight, tune
+from tests.extras.planner.profiles import SLOW, equal, interleaved, profiles
+from tests.extras.planner.retiming import retimed
+
+
+def test_default_max_in_flight_is_twice_the_stages() -> None:
+    assert default_max_in_flight(4) == 8
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+@pytest.mark.parametrize("m", [1, 3, 16])
+@pytest.mark.parametrize(("f", "b"), [(20, 40), (10, 10)])
+def test_tune_reaches_the_bound_with_equal_stages(p: int, m: int, f: int, b: int) -> None:
+    choice = tune(equal(p, f, b), m)
+    assert choice.policy == BACKWARD_FIRST
+    assert choice.forecast.seconds <= 1.005 * (m + p - 1) * (f + b)
+    assert choice.max_in_flight <= min(m, 3 * p)
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 8), (2, 3, 16), (4, 2, 8), (4, 2, 16)])
+def test_tune_reaches_the_bound_with_interleaved_stages(p: int, v: int, m: int) -> None:
+    profile = interleaved(p, v, 24, 48)
+    assert tune(profile, m).forecast.seconds <= 1.005 * step_bound(profile, m)
+    first = simulate(profile, m, default_max_in_flight(p * v)).seconds
+    assert first > 1.01 * step_bound(profile, m)  # backward first does not
+
+
+def test_tune_feeds_later_stages_that_have_less_work() -> None:
+    """Twelve stages, each with a tenth less than the one before, as the last ones begin late."""
+    work = [0.9**k for k in range(12)]
+    profile = Profile.of(work, [2 * seconds for seconds in work])
+    choice = tune(profile, 32)
+    assert choice.policy == forwards_ahead(12)
+    limits = choice.in_flight_limits
+    first = simulate(profile, 32, choice.max_in_flight, in_flight_limits=limits)
+    assert choice.forecast.seconds < 0.98 * first.seconds
+
+
+def test_tune_reaches_the_bound_of_a_slow_link() -> None:
+    profile = equal(2, 20, 40, Edge(SLOW, SLOW))
+    assert tune(profile, 16).forecast.seconds <= 1.005 * 1314.42
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "f", "b", "most"),
+    [(16.8, 0.1, 0.1, 1.03), (4.0, 0.02, 0.04, 1.06), (8.4, 0.03, 0.06, 1.02)],
+)
+def test_tune_keeps_full_links_busy(megabytes: float, f: float, b: float, most: float) -> None:
+    """Four stages on 1 Gbit/s: activations and gradients together take longer than the devices."""
+    wire_s = megabytes * 1e6 / 119.6e6
+    profile = equal(4, f, b, Edge(wire_s, wire_s))
+    assert tune(profile, 16).forecast.seconds <= most * step_bound(profile, 16)
+
+
+def test_forecast_of_a_long_step_is_not_below_its_bound() -> None:
+    """Not even by the rounding of thousands of sums."""
+    for k in range(20):
+        profile = Profile.of([0.1 + k / 7, 0.3], [0.2, 0.1 + k / 9], edges=[Edge(k / 90, 0.1)])
+        forecast = tune(profile, 300).forecast
+        assert forecast.seconds >= step_bound(profile, 300)
+
+
+def test_tune_sends_more_on_the_way_over_a_long_line() -> None:
+    near, far = equal(2), equal(2, edge=Edge(latency_s=300))
+    assert tune(near, 64).max_in_flight <= 6
+    choice = tune(far, 64)
+    assert choice.max_in_flight >= 10
+    assert choice.forecast.seconds <= 1.02 * step_bound(far, 64)
+
+
+@pytest.mark.parametrize("p", [3, 8])
+@pytest.mark.parametrize("latency", [0, 30])
+def test_tune_keeps_few_in_flight_that_bears_late_tensors(p: int, latency: int) -> None:
+    """Edges half as slow again and uneven tasks cost no more than with room for everything."""
+    m = 64
+    profile, slow = (equal(p, edge=Edge(latency_s=scale * latency)) for scale in (1, 1.5))
+    choice = tune(profile, m)
+    assert choice.max_in_flight < m
+    taken = simulate(
+        slow, m, choice.max_in_flight, in_flight_limits=choice.in_flight_limits, spread=0.3
+    ).seconds
+    assert taken <= 1.005 * simulate(slow, m, m, spread=0.3).seconds
+
+
+def test_forecast_order_and_spans_are_of_one_step_shorter_than_the_policys() -> None:
+    choice = tune(equal(4, 20, 40, Edge(33.5, 33.5, 0.3)), 16)
+    by_policy = simulate(
+        choice.profile,
+        16,
+        choice.max_in_flight,
+        policy=choice.policy,
+        in_flight_limits=choice.in_flight_limits,
+    )
+    assert choice.forecast.seconds < 0.985 * by_policy.seconds
+    assert choice.forecast.seconds == max(span.ended for span in choice.spans)
+    assert choice.schedule.tasks == choice.unordered.in_order_of(choice.spans).tasks
+    assert choice.forecast.seconds == pytest.approx(retimed(choice.profile, choice.spans))
+
+
+def test_tune_with_max_in_flight_takes_it() -> None:
+    assert tune(equal(4), 16, max_in_flight=3).max_in_flight == 3
+    assert tune(equal(4), 16, max_in_flight=9).max_in_flight == 9
+
+
+def test_tune_judges_long_steps_by_shorter_ones() -> None:
+    assert replace(tune(equal(2), 10_000), micro_batches=64) == tune(equal(2), 64)
+
+
+@settings(max_examples=40, deadline=None)
+@given(profiles(), st.integers(0, 10), st.data())
+def test_tune_never_exceeds_the_limits(profile: Profile, m: int, data: st.DataObject) -> None:
+    p = profile.num_stages
+    in_flight_limits = data.draw(st.lists(st.integers(1, 5), min_size=p, max_size=p))
+    choice = tune(profile, m, in_flight_limits=in_flight_limits)
+    assert all(
+        1 <= in_flight <= limit
+        for in_flight, limit in zip(choice.in_flight_limits, in_flight_limits, strict=True)
+    )
+    assert all(
+        in_flight <= limit
+        for in_flight, limit in zip(
+            choice.forecast.peak_in_flight, choice.in_flight_limits, strict=True
+        )
+    )
+    assert 1 <= choice.max_in_flight <= max(1, m)
+
+
+@settings(max_examples=60, deadline=None)
+@given(profiles(least=1, free=True), st.sampled_from([1, 4, 8, 12]))
+def test_tune_is_never_worse_than_backward_first_with_the_default_limit(
+    profile: Profile, m: int
+) -> None:
+    first = simulate(profile, m, default_max_in_flight(profile.num_stages)).seconds
+    assert tune(profile, m).forecast.seconds <= 1.005 * first
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        Profile.of([4, 1], [8, 4], edges=[Edge(2, 8)]),
+        Profile.of([2, 4], [8, 2], edges=[Edge(2, 8)]),
+        Profile.of([2, 4, 1], [8, 8, 4], devices=[0, 1, 0], edges=[Edge(2), Edge(0, 8)]),
+    ],
+)
+def test_tune_is_not_misled_by_its_margin_for_slower_boundaries(profile: Profile) -> None:
+    """One or two in flight would be as good as any if edges were half as slow again."""
+    first = simulate(profile, 4, default_max_in_flight(profile.num_stages)).seconds
+    assert tune(profile, 4).forecast.seconds <= 1.005 * first
