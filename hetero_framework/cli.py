@@ -47,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: Sequence[str], stop: StopRequest | None) -> int:
     _prepare_screens()
-    known = registry.names("commands")
-    parser = build_parser(only=next((word for word in words if word in known), ""))
-    if words and not words[0].startswith("-") and words[0] not in known:
-        near = _did_you_mean(words[0], known)
+    given = registry.names("commands")
+    parser = build_parser(only=next((word for word in words if word in given), ""))
+    if words and not words[0].startswith("-") and words[0] not in given:
+        near = _did_you_mean(words[0], given)
         parser.error(f"there is no command {words[0]!r}{near or '; hetero --help lists them'}")
     arguments, unknown = parser.parse_known_args(words)
     if unknown:  # print the usage of this command, not of all
