@@ -34,11 +34,12 @@ from hetero_framework.config import Config
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
 from hetero_framework.core.devices import open_device
+from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
 from hetero_framework.core.spans import Recorder
 from hetero_framework.core.threads import in_background
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
-from hetero_framework.engine.hosts import LinkLost, StopWanted, WorkerId
+from hetero_framework.engine.hosts import LinkLost, StopWanted
 from hetero_framework.engine.loading import BuildStages, load_stages, take_apart
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.schedule.simulator import Profile

@@ -14,10 +14,11 @@ from itertools import pairwise
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device
+from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.engine.boundary_io import ArrivalMeter
-from hetero_framework.engine.hosts import StepResults, WorkerId
+from hetero_framework.engine.hosts import StepResults
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.schedule.simulator import Profile

@@ -36,6 +36,7 @@ from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core import messages as m
 from hetero_framework.core.dial import DROPS_LARGE, MTU_ADVICE
+from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
 from hetero_framework.engine.hosts import (
     DirectLost,
@@ -43,7 +44,6 @@ from hetero_framework.engine.hosts import (
     StagesLost,
     Stalled,
     StepTrouble,
-    WorkerId,
     WorkerLeaving,
 )
 from hetero_framework.engine.out_of_memory import Attempt, StepOutOfMemory

@@ -34,6 +34,7 @@ from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.clock import Clock
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import REFUSED, connect
+from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.link import Link, LinkStats, OnMoved
@@ -43,14 +44,7 @@ from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.engine.expectation import Expectation, check_sender
-from hetero_framework.engine.hosts import (
-    DirectLost,
-    HostEvent,
-    LinkLost,
-    StopWanted,
-    WorkerId,
-    WorkerLeaving,
-)
+from hetero_framework.engine.hosts import DirectLost, HostEvent, LinkLost, StopWanted, WorkerLeaving
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.errors import (

@@ -59,7 +59,7 @@ def place_and_cause(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
     return mark.line + 1, mark.column + 1, cause
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     object_hook: ObjectHook
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:

@@ -149,7 +149,7 @@ def _tensor_bytes(dtype: DType, shape: Any) -> int:
             f"a tensor's shape is a list of at most {MAX_DIMS} non-negative ints whose product is "
             f"below {IMPOSSIBLE_FRAME_BYTES}, got {shown(shape)}"
         )
-    return math.prod(shape) * dtype.itemsize
+    return int(math.prod(shape) * dtype.itemsize)
 
 
 # ---------------------------------------------------------------------------------------- frames

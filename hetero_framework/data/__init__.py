@@ -5,8 +5,6 @@ is a pure function: a run that resumes at step k asks for step k. Importing the 
 import torch; the names below are loaded on first use.
 """
 
-# ruff: noqa: F401  (what is imported here is what the package offers)
-
 from __future__ import annotations
 
 from importlib import import_module
@@ -24,8 +22,14 @@ if TYPE_CHECKING:
     from hetero_framework.data.train_data import TrainData, load_data
 
 __all__ = [
-    *("LazyBatches", "MicroBatch", "num_items", "padded_count", "token_count"),
-    *("TrainData", "load_data", "load_tokenizer"),
+    "LazyBatches",
+    "MicroBatch",
+    "TrainData",
+    "load_data",
+    "load_tokenizer",
+    "num_items",
+    "padded_count",
+    "token_count",
 ]
 _HOMES = {"TrainData": "train_data", "load_data": "train_data", "load_tokenizer": "tokenizer"}
 

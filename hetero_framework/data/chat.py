@@ -124,7 +124,9 @@ class ChatRenderer:
         text = self._apply(chat, add_generation_prompt=generation_prompt)
         if not generation_prompt:
             self._check(chat)
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        found = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = found["input_ids"]
+        return ids
 
     def ids_and_mask(self, chat: Conversation) -> TokensAndMask:
         """Token ids of a conversation and, for each, whether the loss covers it: the assistant's or
@@ -282,7 +284,7 @@ class ChatRenderer:
 
 
 def _is_assistants(message: Message) -> bool:
-    return message["role"] == "assistant"
+    return bool(message["role"] == "assistant")
 
 
 def _with_other_arguments(message: Message) -> Message:

@@ -333,7 +333,8 @@ class Formatter:
         return [False] * same + [True] * (len(whole) - same)
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, verbose=False)["input_ids"]
+        ids: list[list[int]] = self.tokenizer(texts, verbose=False)["input_ids"]
+        return ids
 
     def _with_eos(self, text: str) -> str:
         if not self.options.add_eos:

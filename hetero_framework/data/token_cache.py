@@ -126,7 +126,7 @@ def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str | None:
     if backend is None:
         return None
     parts = [type(tokenizer).__name__, tokenizer.special_tokens_map, tokenizer.init_kwargs]
-    return backend.to_str() + json.dumps([*parts, tokenizer.chat_template], default=str)
+    return str(backend.to_str()) + json.dumps([*parts, tokenizer.chat_template], default=str)
 
 
 def _version(library: str) -> str:

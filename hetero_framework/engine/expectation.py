@@ -22,7 +22,7 @@ from hetero_framework.core.messages import Message
 from hetero_framework.core.tensors import TORCH_DTYPES
 from hetero_framework.engine import stage_api as api
 from hetero_framework.errors import PeerLostError, ProtocolError
-from hetero_framework.models.cut.side import Form, returning, shown_form
+from hetero_framework.models.cut.side import Bundle, Form, returning, shown_form
 
 _OF_ITS_SHAPE = ("attention_mask", "position_ids", "positions", "labels")
 """Inputs whose first axes are rows and tokens."""
@@ -123,7 +123,7 @@ class Expectation:
             if attempt == self._attempt and size is not None:
                 self._sizes[stage, k] = size
 
-    def sent(self, attempt: int, stage: int, k: int, left: api.Bundle) -> None:
+    def sent(self, attempt: int, stage: int, k: int, left: Bundle) -> None:
         """The output of `stage` for micro-batch `k` goes out, and its gradients will come back."""
         forms = tuple((tuple(t.shape), t.dtype, False) for t in returning(left))
         with self._changed:

@@ -31,7 +31,8 @@ class ModelOrder:
                     f"{report.norms.dtype}; it has {count} parameters"
                 )
         norms = torch.cat([report.norms.cpu() for report in reports])
-        return torch.linalg.vector_norm(norms[self._order])
+        norm: torch.Tensor = torch.linalg.vector_norm(norms[self._order])
+        return norm
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> float:

@@ -15,8 +15,9 @@ from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StageInterface
 from hetero_framework.errors import DeviceError
 from hetero_framework.models.adapters.trainable import attach_adapter
+from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusePool
-from hetero_framework.models.cut.shard import ShardRange, load_model_config, load_shard
+from hetero_framework.models.cut.shard import load_model_config, load_shard
 from hetero_framework.models.library import LIBRARY_ERRORS, one_line, quiet_libraries
 
 BuildStages = Callable[[Config, Sequence[StageSpec], Device, ReusePool], Sequence[StageInterface]]

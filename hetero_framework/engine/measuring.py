@@ -37,7 +37,8 @@ from hetero_framework.extras.chains.chain import ChainConfig
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
 from hetero_framework.models.cut.objectives import objective_of
-from hetero_framework.models.cut.shard import ShardRange, load_shard
+from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.shard import load_shard
 from hetero_framework.models.cut.side import Bundle, returning
 from hetero_framework.models.files.quantization import stored_quantization
 from hetero_framework.models.sizing.footprint import Setting, bundle_at

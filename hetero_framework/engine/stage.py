@@ -47,6 +47,7 @@ from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.shard import Shard, weakly
 from hetero_framework.models.cut.side import (
     Bundle,
+    Form,
     as_leaves,
     crossing,
     differentiate,
@@ -56,7 +57,6 @@ from hetero_framework.models.cut.side import (
     shown_form,
 )
 from hetero_framework.models.rng import Place, forward_seed
-from hetero_framework.models.sizing.footprint import Form
 from hetero_framework.models.verify.side_tensor_checks import SideTensorChecks
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
@@ -337,7 +337,7 @@ class Stage:
 
     def all_weights(self) -> Iterator[Tensor]:
         """All parameters, the frozen ones too."""
-        return self._shard.model.parameters()
+        yield from self._shard.model.parameters()
 
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, position in the whole model) of each parameter, in the order of `norms`."""

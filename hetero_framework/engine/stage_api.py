@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Decoding, StageFigures
-from hetero_framework.models.cut.side import Bundle
-from hetero_framework.models.sizing.footprint import Form
+from hetero_framework.models.cut.side import Bundle, Form
 
 Tensors = dict[str, Tensor]
 Loss = float | Tensor  # reading the number of a tensor waits for its device

@@ -27,15 +27,10 @@ from hetero_framework.cluster.membership import WorkerState
 from hetero_framework.config import Config, interval
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core import failpoints, timeouts
+from hetero_framework.core.fields import WorkerId
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData, padded_count, token_count
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
-from hetero_framework.engine.hosts import (
-    ReplicasChanged,
-    StagesLost,
-    StopWanted,
-    WorkerId,
-    WorkerLeaving,
-)
+from hetero_framework.engine.hosts import ReplicasChanged, StagesLost, StopWanted, WorkerLeaving
 from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import LearningRate

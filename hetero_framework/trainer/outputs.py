@@ -43,7 +43,7 @@ from hetero_framework.file_trust import other_writers, refuse_link
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.language import stock_class
+from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.export import (
     MODEL_WEIGHTS,
     OutputDirectory,

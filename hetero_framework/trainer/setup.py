@@ -35,7 +35,8 @@ from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, tower_lines
 from hetero_framework.models.cut.objective import ChunkedObjective
 from hetero_framework.models.cut.objectives import objective_of
-from hetero_framework.models.cut.shard import ShardRange, load_model_config, own_labels
+from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.shard import load_model_config, own_labels
 from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.cut.varlen_attention import VARLEN
 from hetero_framework.models.files.export import base_generation

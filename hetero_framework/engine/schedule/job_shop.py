@@ -90,7 +90,7 @@ class JobShop:
 
     @property
     def length(self) -> float:
-        return max(map(operator.add, self.begins, self._seconds))
+        return float(max(map(operator.add, self.begins, self._seconds)))
 
     def shortest(self, moves: int, bound_s: float = 0.0) -> list[int]:
         """Try `moves` orders; keep and return the shortest. Ends early at `bound_s` seconds."""

@@ -90,7 +90,7 @@ class ChainModel(PreTrainedModel):
         chain = config.make()
         self.names = list(chain._modules)
         self.blocks = nn.ModuleList(chain)  # `children` would leave out those that come again
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -257,7 +257,7 @@ def in_order(value: Value) -> Value:
 
 def tensor_in_order(tensor: Tensor) -> Tensor:
     """`in_order` of one tensor."""
-    ordered: Tensor = _Contiguous.apply(tensor)
+    ordered: Tensor = _Contiguous.apply(tensor)  # type: ignore[no-untyped-call]
     return ordered
 
 

@@ -69,7 +69,8 @@ def read_sentence_piece(path: Path) -> PreTrainedTokenizerBase:
     rules = _rules(model, path)
     with TokenizersErrors():
         tokenizer = _tokenizer(model, composes=rules("\u1112\u1161\u11ab") == "\ud55c")
-        return _checked(PreTrainedTokenizerFast, rules)(tokenizer_object=tokenizer, **named)
+        checked: type[PreTrainedTokenizerBase] = _checked(PreTrainedTokenizerFast, rules)
+        return checked(tokenizer_object=tokenizer, **named)
 
 
 @dataclass(frozen=True)

@@ -77,4 +77,4 @@ def _sums(lines: list[Mapping[str, Any]]) -> BetweenIslands:
 def data_step(line: Mapping[str, Any]) -> int:
     """The step of the data, counted from 1, that a line of metrics.jsonl is about."""
     taken = line.get("island", {}).get("data_step")
-    return line["step"] if taken is None else taken + 1
+    return int(line["step"] if taken is None else taken + 1)

@@ -56,7 +56,7 @@ class Launched:
         words += ["--insecure-plaintext"] if given.insecure_plaintext else [f"--keys={keys}"]
         words += [f"--set={setting}" for setting in (*given.set, *settings)]
         words += [f"--import={path}" for path in imports]
-        return words + given.train_options * is_coordinator
+        return [*words, *given.train_options * is_coordinator]
 
 
 def planned(config: Config, given: Namespace) -> list[Launched]:

@@ -253,7 +253,9 @@ _SEND_ROW = 1000
 _RECEIVE_ROW = 5000
 
 
-def _entry(name: str, category: str, phase: str, row: int, at: float, **more: Any) -> Any:
+def _entry(
+    name: str, category: str, phase: str, row: int, at: float, **more: Any
+) -> dict[str, Any]:
     place = {"pid": row // _ROWS, "tid": row, "ts": _micro(at)}
     return {"name": name, "cat": category, "ph": phase, **place, **more}
 

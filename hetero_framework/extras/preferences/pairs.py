@@ -70,7 +70,8 @@ class AnswerRows:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of the longest row of each example."""
-        return self.rows.lengths.reshape(-1, self.each).max(axis=1)
+        longest: np.ndarray = self.rows.lengths.reshape(-1, self.each).max(axis=1)
+        return longest
 
     @property
     def longest(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from hetero_framework._version import __version__
 from hetero_framework.cluster.child import watch_parent

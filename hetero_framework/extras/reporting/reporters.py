@@ -52,7 +52,7 @@ def reporters(training: TrainingConfig) -> list[type[TrainerCallback]]:
     names = [name for name in training.report_to if name not in ("tensorboard", "all")]
     if not names and "all" not in training.report_to:
         return []
-    from transformers.integrations import (
+    from transformers.integrations import (  # type: ignore[attr-defined]
         get_available_reporting_integrations,
         get_reporting_integration_callbacks,
     )

@@ -16,7 +16,8 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hetero_framework.config import TOKEN_METRICS
-from hetero_framework.data.batches import IGNORE_INDEX, MicroBatch, num_items
+from hetero_framework.data.batches import MicroBatch, num_items
+from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.models.cut.chunked_loss import chunk_tokens, chunked_loss, spans
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, model_class

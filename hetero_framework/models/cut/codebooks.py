@@ -44,4 +44,5 @@ def for_model(inputs: Mapping[str, torch.Tensor], count: int) -> dict[str, torch
 
 def _by_codebook(ids_BT: torch.Tensor, count: int, filling: int) -> torch.Tensor:
     filled = nn.functional.pad(ids_BT, (0, -ids_BT.shape[1] % count), value=filling)
-    return filled.unflatten(1, (-1, count)).transpose(1, 2).flatten(0, 1)
+    each: torch.Tensor = filled.unflatten(1, (-1, count))
+    return each.transpose(1, 2).flatten(0, 1)

@@ -60,7 +60,9 @@ class BlockForm:
 
     def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """The hidden state among a call's arguments."""
-        return args[self.entry] if isinstance(self.entry, int) else kwargs[self.entry]
+        entry = self.entry
+        hidden: torch.Tensor = args[entry] if isinstance(entry, int) else kwargs[entry]
+        return hidden
 
     def replace(
         self, hidden_BSD: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -72,7 +74,8 @@ class BlockForm:
 
     def take(self, output: Any) -> torch.Tensor:
         """The hidden state in a block's output."""
-        return output if self.exit is None else output[self.exit]
+        hidden: torch.Tensor = output if self.exit is None else output[self.exit]
+        return hidden
 
     def wrap(self, hidden_BSD: torch.Tensor) -> Any:
         """An output that holds only this hidden state."""
@@ -370,10 +373,11 @@ class _Watch(WeightUses):
         for path, module in self._tied.items():
             runs = functools.partial(self._runs, path)
             self._handles.append(module.register_forward_pre_hook(runs))
-        return super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
 

@@ -56,7 +56,8 @@ def on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedM
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        return cls._from_config(config)
+        model: PreTrainedModel = cls._from_config(config)
+    return model
 
 
 def towers(config: PretrainedConfig) -> tuple[str, ...]:
@@ -81,11 +82,12 @@ def _tiny_model(cls: Any, tiny: PretrainedConfig) -> PreTrainedModel:
     """Raises ArchitectureError where the library cannot build it."""
     try:
         try:
-            return cls._from_config(tiny)
+            model: PreTrainedModel = cls._from_config(tiny)
         except ImportError:
             if not stand_in(tiny):
                 raise
-            return cls._from_config(tiny)
+            model = cls._from_config(tiny)
+        return model
     except LIBRARY_ERRORS as error:
         raise no_tiny_copy(tiny, error, built=False) from error
 

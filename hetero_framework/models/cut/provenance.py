@@ -42,7 +42,7 @@ class Provenance(TorchDispatchMode):
     """
 
     def __init__(self, ids: torch.Tensor, weights: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.phase = -1
         self._weights = {_storage(weight) for weight in weights}
         self._levels = {_storage(ids): IDS}

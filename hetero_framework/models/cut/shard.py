@@ -637,7 +637,8 @@ class Shard:
 
     def next_logits(self, inputs: Inputs, received: Bundle, cache: ShardCache | None) -> Tensor:
         """The logits of the token behind the only row of `inputs`, [V], on the last shard."""
-        return self._run(inputs, as_inner(received), cache).logits[0, -1]
+        logits_BSV: Tensor = self._run(inputs, as_inner(received), cache).logits
+        return logits_BSV[0, -1]
 
     def chunk_loss(
         self,
@@ -712,10 +713,12 @@ class Shard:
         if look is not None:
             look(logits, labels)
         if is_own:
-            return output.loss
+            of_model: Tensor = output.loss
+            return of_model
         if smoother is not None:
             # As accelerate hands it on under autocast; transformers' own loss does so always.
-            return smoother({"logits": logits.float()}, labels, True, num_items)
+            smoothed: Tensor = smoother({"logits": logits.float()}, labels, True, num_items)
+            return smoothed
         return token_loss(self.model, logits, labels, num_items)
 
     def _run(
@@ -988,9 +991,10 @@ def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
 
 def token_loss(model: PreTrainedModel, logits: Tensor, labels: Tensor, num_items: Tensor) -> Tensor:
     """The library's causal-LM loss: sum of token losses divided by `num_items`."""
-    return model.loss_function(
+    loss: Tensor = model.loss_function(
         logits=logits.contiguous(),
         labels=labels,
         vocab_size=logits.shape[-1],
         num_items_in_batch=num_items,
     )
+    return loss

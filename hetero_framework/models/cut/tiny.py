@@ -208,7 +208,8 @@ def causal_lm_types() -> list[str]:
 
 def _classifier(config: PretrainedConfig, task: Task) -> type[PreTrainedModel] | None:
     found = _CLASSIFIERS[task]._model_mapping.get(type(config), None)
-    return found[0] if isinstance(found, tuple) else found
+    cls: type[PreTrainedModel] | None = found[0] if isinstance(found, tuple) else found
+    return cls
 
 
 def task_of(config: PretrainedConfig) -> Task:
@@ -232,6 +233,7 @@ def stock_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         return found
     causal: Any = AutoModelForCausalLM._model_mapping
     mappings: list[Any] = [causal, AutoModelForMultimodalLM._model_mapping]
+    classes: list[type[PreTrainedModel]]
     classes = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
     named = config.architectures or ()
     if classes:
@@ -240,7 +242,7 @@ def stock_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         composite = CONFIG_MAPPING[model_type]
         if type(config) in composite.sub_configs.values():
-            cls = causal[composite]
+            cls: type[PreTrainedModel] = causal[composite]
             if cls.config_class is type(config):
                 return cls
     raise ArchitectureError(
@@ -277,7 +279,7 @@ def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
     part = next((name for name, cls in config.sub_configs.items() if cls is wanted), None)
     if part is None:
         return config
-    text = getattr(config, part)
+    text: PretrainedConfig = getattr(config, part)
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
     return text

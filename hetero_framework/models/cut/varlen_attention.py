@@ -28,7 +28,7 @@ def register_per_sample() -> None:
     AttentionInterface.register(VARLEN, per_sample_attention)
 
 
-@torch.compiler.disable  # lengths differ in every call: nothing to compile once
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths differ in every call: nothing to compile once
 def per_sample_attention(
     module: nn.Module,
     query_1HTE: torch.Tensor,

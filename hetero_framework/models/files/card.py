@@ -17,8 +17,7 @@ from transformers import PretrainedConfig
 from hetero_framework._version import __version__
 from hetero_framework.extras.chains.chain import ChainConfig
 from hetero_framework.extras.pictures.image_chain import as_saved
-from hetero_framework.models.cut.language import stock_class
-from hetero_framework.models.cut.tiny import task_of
+from hetero_framework.models.cut.tiny import stock_class, task_of
 from hetero_framework.models.files.export import CARD
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.versions import installed

@@ -61,7 +61,10 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
             )
         check_quantizer(fields.get("quantization_config"), source)
         # Code that lies beside a checkpoint is never run, the library's own is.
-        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            source, revision=revision, trust_remote_code=False
+        )
+        return config
     except ModelError:
         raise
     except LIBRARY_ERRORS as error:
@@ -220,7 +223,8 @@ def checkpoint_form(model: Any, state: dict[str, torch.Tensor]) -> dict[str, tor
     recorded = getattr(model, "_weight_conversions", None)
     model._weight_conversions = None
     try:
-        return revert_weight_conversion(model, state)
+        reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
+        return reverted
     finally:
         model._weight_conversions = recorded
 

@@ -30,13 +30,7 @@ from transformers import PretrainedConfig
 from hetero_framework.extras.chains.chain import ChainConfig, bundle_forms_of
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import attach_adapter
-from hetero_framework.models.cut.introspect import (
-    LIBRARY_ERRORS,
-    PROBE_ROWS,
-    PROBE_TOKENS,
-    introspect,
-    layer_kinds,
-)
+from hetero_framework.models.cut.introspect import introspect, layer_kinds
 from hetero_framework.models.cut.objective import Objective
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import Shard, build_shard
@@ -49,6 +43,8 @@ from hetero_framework.models.cut.side import (
     differentiate,
     returning,
 )
+from hetero_framework.models.cut.tiny import PROBE_ROWS, PROBE_TOKENS
+from hetero_framework.models.library import LIBRARY_ERRORS
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -347,7 +343,7 @@ class PeakMemory(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = self.made = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._held: dict[int, tuple[int, int]] = {}  # bytes, and how many were made before

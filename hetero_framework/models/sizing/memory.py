@@ -37,7 +37,7 @@ from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.cut.objectives import objective_of
-from hetero_framework.models.cut.shard import ShardRange, Skeleton
+from hetero_framework.models.cut.partition import ShardRange, Skeleton
 from hetero_framework.models.files.quantization import (
     modules_left_alone,
     stored_quantization,

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from hetero_framework.config import Config
 from hetero_framework.extras.chains.chain import ChainConfig, child_flops
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
-from hetero_framework.models.cut.shard import ShardRange
+from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.sizing.footprint import Setting, bundle_bytes
 from hetero_framework.models.sizing.memory import (
     DEFAULT_TOKENS,

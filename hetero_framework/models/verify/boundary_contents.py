@@ -14,16 +14,12 @@ from hetero_framework.config import Config
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
-from hetero_framework.models.cut.introspect import (
-    PROBE_ROWS,
-    PROBE_TOKENS,
-    ModelStructure,
-    introspect,
-)
+from hetero_framework.models.cut.introspect import ModelStructure, introspect
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.cut.partition import ShardRange, Skeleton
-from hetero_framework.models.cut.side import Side
-from hetero_framework.models.sizing.footprint import Form, Setting, bundle_forms
+from hetero_framework.models.cut.side import Form, Side
+from hetero_framework.models.cut.tiny import PROBE_ROWS, PROBE_TOKENS
+from hetero_framework.models.sizing.footprint import Setting, bundle_forms
 from hetero_framework.models.sizing.memory import Shapes
 from hetero_framework.units import plural, size
 

@@ -237,7 +237,8 @@ def admit_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str
     ArchitectureError where samples of one row would see each other."""
     asked = question("packing", config, ranges)
     if answer := recall("verdicts", asked):
-        return answer["attention"]
+        attention: str | None = answer["attention"]
+        return attention
     packing = try_packing(config, ranges)
     if packing.reason:
         raise ArchitectureError(

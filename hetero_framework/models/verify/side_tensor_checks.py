@@ -18,9 +18,9 @@ import torch
 from hetero_framework.config import TrainingConfig
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import Shard
-from hetero_framework.models.cut.side import Bundle, Side, shown, shown_form
+from hetero_framework.models.cut.side import Bundle, Form, Side, shown, shown_form
 from hetero_framework.models.library import LIBRARY_ERRORS, one_line
-from hetero_framework.models.sizing.footprint import Form, Setting, bundle_at
+from hetero_framework.models.sizing.footprint import Setting, bundle_at
 
 _log = logging.getLogger(__name__)
 
