@@ -34,7 +34,7 @@ class Registered:
     @property
     def package(self) -> str:
         """The package that the entry's module is relative to."""
-        return f"{_PACKAGE}.extras.{self.extra}" if self.extra else _PACKAGE
+        return ".".join([_PACKAGE, "extras", self.extra] if self.extra else [_PACKAGE])
 
 
 @cache

@@ -139,7 +139,7 @@ def of_config() -> frozenset[str]:
 def of_other_tools() -> frozenset[str]:
     """Settings of transformers, peft, trl and others, which have their own lists and test."""
     found: set[str] = set()
-    for file in PACKAGE.glob("config/alias_*.json"):
+    for file in PACKAGE.rglob("alias_*.json"):
         for names in re.findall(r'"([\w. ]+)"', file.read_text(encoding="utf-8")):
             found |= set(names.split())
     return frozenset(found)
@@ -217,7 +217,7 @@ def _file(span: str, page: Path) -> bool:
     if " " in span:
         return False
     pattern = re.sub("<[a-z]+>", "*", span).rstrip("/")
-    room = PACKAGE / page.stem  # planner.md names the files of planner/
+    room = PACKAGE / "extras" / page.stem  # planner.md names the files of extras/planner/
     for folder in (ROOT, PACKAGE, room, ROOT / "tests", ROOT / "tests" / "unit", page.parent):
         if pattern and not pattern.startswith("/") and any(folder.glob(pattern)):
             return True
