@@ -68,8 +68,8 @@ def _advice(path: str, value: Any) -> str:
 def without_harmless(
     raw: dict[str, Any], root: type[BaseModel]
 ) -> tuple[dict[str, Any], list[str]]:
-    """`raw` without settings of other tools whose value means what happens anyway, and a line for
-    each of these."""
+    """`raw` without settings of other tools that equal our behaviour, and a line for each of
+    them."""
     sections = _sections(root)
     kept, lines = dict(raw), []
     for section, values in [("", raw), *((s, raw.get(s)) for s in sections)]:

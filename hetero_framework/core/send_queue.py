@@ -236,9 +236,8 @@ class SendQueue:
         """The begun frame, else an urgent one, else one that is all here, else the first that can
         begin. An urgent one is the next as well where the begun one has a mark.
 
-        Those that are all here keep their order. But large ones go after the INPUTS behind them,
-        and of several lanes that first which is next as planned, or else whose last frame is
-        longest ago."""
+        Those that are all here keep their order. But large ones go after the INPUTS behind them.
+        Among lanes the next in the plan goes first, else the least recently served."""
         begun = bool(self._frames) and self._frames[0].began is not None
         if self._urgent:
             first = self._urgent[0]

@@ -124,7 +124,7 @@ class Host(Protocol):
         self, info: api.StepInfo, schedule: StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
         """A step begins, or begins again: whatever belongs to an earlier attempt is forgotten. In
-        one that is summed a host may give `take` gradients before their stage is done."""
+        a summed step the host may give `take` gradients early, before their stage is done."""
 
     def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
         """Give a stage those tensors of a micro-batch that it needs."""

@@ -497,7 +497,7 @@ class Pipeline:
 
     @property
     def _stall_s(self) -> float:
-        """`step_timeout_s`; less where the steps so far were far quicker."""
+        """`step_timeout_s`, shorter after fast steps."""
         if len(self._step_s) < _KNOWN_STEPS:
             return self._step_timeout_s
         longest = _PATIENCE * statistics.median(self._step_s)

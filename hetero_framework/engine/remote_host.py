@@ -44,9 +44,9 @@ class RemoteHost(Host):
         trained: Mapping[int, Sequence[str]],
         states: Sequence[Sequence[str]],
     ) -> None:
-        """`deliver` takes the boundary tensors that this worker sends to stages here. `targets` are
-        its stages' (`Ties.targets`), `trained` the parameters of each stage of the plan, `states`
-        those and what else training changes there."""
+        """`deliver` receives this worker's boundary tensors for stages here. `targets` are its
+        stages' (`Ties.targets`), `trained` the parameters of each stage of the plan, `states` those
+        and what else training changes there."""
         self.id = worker
         self.indexes = list(indexes)
         self._links = links

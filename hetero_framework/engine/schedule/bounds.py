@@ -127,9 +127,9 @@ def _idle_s(flow: _Flow, span_s: float, limit: int) -> tuple[float, int]:
 
     For forwards (for backwards the same from the end of the step): without the first k of them the
     least head of J is later by min(k pace, span), since forward k + 1 comes k pace after the first,
-    and the first backward, without which no forward after the `limit`-th begins, comes after
-    `span_s`. The work of J is less by k work. Of min(k pace, span) - k work the largest is at the
-    last k with k pace <= span or at the next one.
+    and the first backward, for which forward `limit` + 1 waits, comes after `span_s`.
+    The work of J is less by k work. Of min(k pace, span) - k work the largest is at the last k with
+    k pace <= span or at the next one.
     """
     count = min(limit, int(span_s / flow.pace_s)) if flow.pace_s > 0 else limit
     in_time = (count * (flow.pace_s - flow.work_s), count)

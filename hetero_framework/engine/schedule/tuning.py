@@ -87,9 +87,8 @@ class TunedSchedule:
 
     @property
     def order_timeout_s(self) -> float:
-        """How long a device or NIC waits for the one whose turn it is: a mean task. With random
-        times up to 30 % off and edges up to half as slow again a tenth of it, or none, costs more.
-        """
+        """How long a device or NIC waits for the one whose turn it is: a mean task. Shorter waits
+        cost more where times are up to 30 % off and edges up to half as slow again."""
         profile = self.profile
         tasks = [*profile.forward_s, *profile.backward_s]
         return sum(tasks) / len(tasks)

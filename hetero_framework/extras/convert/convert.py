@@ -223,7 +223,7 @@ class Conversion:
         return self._say(key, value, "cannot be had", "there is no such value here")
 
     def _fill(self, made: Any, value: Any, match: re.Match[str]) -> Any:
-        """The value that a table's entry stands for (see the head of this module for "$")."""
+        """Resolve a table's entry to its value (the head of this module explains "$")."""
         if isinstance(made, dict):
             return {key: self._fill(part, value, match) for key, part in made.items()}
         if made == "$,":

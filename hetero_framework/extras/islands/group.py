@@ -114,8 +114,8 @@ def source_of(positions: Mapping[str, Position]) -> str:
 
 
 def behind(positions: Mapping[str, Position], source: str) -> list[str]:
-    """The members that have to take over the source's state: those at another position, and those
-    that were just started, so that all begin with the same bits."""
+    """The members that take over the source's state: members whose position differs, and new ones,
+    so that all begin with the same bits."""
     where = positions[source]
     return [
         name

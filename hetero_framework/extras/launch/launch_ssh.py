@@ -85,8 +85,8 @@ def _ssh(given: Namespace, process: Launched, command: str) -> list[str]:
 
 
 def _preparations(given: Namespace, process: Launched) -> Iterator[tuple[list[str], Path]]:
-    """Commands, each with its input: one that prints the version of hetero there, as it is found
-    from the directory of the launch, then copies of all files."""
+    """Commands, each with its input: the version check, run in the directory of the launch, then
+    the copies of all files."""
     there = _quoted(given.directory)
     asked = f"umask 077; mkdir -p {there} && cd {there} && exec {_quoted(given.hetero)} --version"
     yield _ssh(given, process, asked), Path("/dev/null")

@@ -171,7 +171,7 @@ class Timeline:
             raise ProtocolError(f"{name} sent a span that is none: {str(span)[:200]}") from None
 
     def _write(self, *, at_end: bool = False) -> None:
-        """Write each step that all processes have told of, or that is too old to wait."""
+        """Write each step that all processes have reported, or whose wait has timed out."""
         steps = []
         for step in sorted(self._open):
             told = {event.process for event in self._open[step] if event.kind in COMPUTE}

@@ -261,7 +261,7 @@ def check(config: Config | None, keys: KeyDirectory) -> str:
 
 def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:
     """All problems of the keys here: damaged, of another authority than the one here or the other
-    keys, revoked, not on its lists, of none of this configuration's workers, left over."""
+    keys, revoked, missing from its lists, of no worker of this configuration, or stale."""
     for left_over in keys.left_overs():
         text = f"{left_over} was left by a change of keys that was interrupted"
         yield text, "delete it; the next change of keys does so, too. The other files are whole"

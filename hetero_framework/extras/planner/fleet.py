@@ -202,7 +202,7 @@ def directions(
     one: WorkerId, other: WorkerId, speed: link_probe.LinkSpeed
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A link as a profile has it, there and back. A step has activations and gradients under way at
-    once, so a direction counts as fast as it is beside the other one."""
+    once, so each direction has its full-duplex speed."""
     times = speed.both_ways if speed.both_ways > _DISTURBED else 1.0
     up, down, delay_s = speed.up_bytes_per_s, speed.down_bytes_per_s, speed.round_trip_s / 2
     return (

@@ -60,7 +60,7 @@ def _profile(raw: Mapping[str, Any]) -> Profile:
 
 
 def _conditions(config: Config) -> dict[str, Any]:
-    """The settings, besides the plan, that the seconds of a micro-batch follow from."""
+    """The settings, besides the plan, that determine the seconds of a micro-batch."""
     config.require("model")
     assert config.model is not None
     training = config.training

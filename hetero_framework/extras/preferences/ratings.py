@@ -111,8 +111,8 @@ class RatingFormatter(PairFormatter):
 
 
 def with_neighbours(examples: Examples, most: int | None, size: int) -> AnswerRows:
-    """Of rows and answers by themselves "mismatched" examples, cut to `most` tokens, in
-    micro-batches of `size`."""
+    """Build KTO's "mismatched" examples, each an answer and the same prompt with another answer of
+    its micro-batch of `size`; cut to `most` tokens."""
     offsets, count = examples.offsets, len(examples) // 2
     ids, trained, ends = [], [], [0]
     for number in range(count):

@@ -45,7 +45,7 @@ class Side:
         return self.maker < boundary <= self.places[-1][0]
 
     def first_place(self, boundary: int) -> tuple[int, Way]:
-        """Where a block behind a boundary that it crosses first receives it."""
+        """The first consumer behind a boundary that it crosses: its block and its way there."""
         return next(place for place in self.places if place[0] >= boundary)
 
 

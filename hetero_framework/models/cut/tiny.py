@@ -286,7 +286,7 @@ def causal_lm_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def multimodal_classes() -> dict[str, str]:
-    """The model types of the library's multimodal classes, by the class's name."""
+    """Model types of the library's multimodal classes, keyed by class name."""
     types: dict[str, str] = {}
     for model_type, name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items():
         types.setdefault(name, model_type)  # others are variants of the first

@@ -59,8 +59,8 @@ class Footprint:
 
     `kept` are there from its forward to its backward: its output and what autograd stores, without
     its input; `shared` of them (the mask) all layers of a stage have together. `forward` and
-    `backward` are the most in addition while it runs, with gradients of weights that are added to
-    others. A part that is not differentiated keeps nothing.
+    `backward` are the most in addition while it runs, including gradients still to be added to
+    those of earlier micro-batches. A part that is not differentiated keeps nothing.
     """
 
     kept: int

@@ -141,7 +141,7 @@ class LayerProgramme:
                 yield d
 
     def _promise(self, front: _Front, step_s: float) -> float:
-        """The layers that all devices could take if those left take what time leaves them."""
+        """Layers placed, plus those that the unused devices could hold in the remaining time."""
         return front.end + front.rate * (step_s - front.wait_s) / self._fleet.micro_batches
 
     def _extended(
@@ -258,9 +258,8 @@ class LayerProgramme:
 
 
 def step_range(fleet: Fleet, devices: Sequence[int]) -> tuple[float, float]:
-    """Seconds of a step that no layout of these devices can beat, and that the slowest of them
-    takes for everything. Their speeds at most add up, so a step is no shorter than 1 / sum(1 / step
-    alone)."""
+    """Lower and upper bound of a step in seconds: the devices sharing it perfectly, which takes
+    1 / sum(1 / step alone), and the slowest device alone."""
 
     def alone(d: int, recompute: bool) -> float:
         costs = fleet.costs[d]
