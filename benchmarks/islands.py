@@ -63,7 +63,7 @@ from benchmarks.machines import Child, Machines, Room, run_program
 from benchmarks.network import DATA_SHARE, DelayLine, open_network
 from benchmarks.replanning import LAYERS, Here, save_model
 from hetero_framework.cluster.worker import serve
-from hetero_framework.config import Config, StageSpec
+from hetero_framework.config import LIGHTHOUSE_PORT, Config, StageSpec
 from hetero_framework.core.devices import Device
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.engine.loading import BuildStages, load_stages
@@ -72,7 +72,6 @@ from hetero_framework.errors import HeteroError
 from hetero_framework.extras.islands import lighthouse_client, links
 from hetero_framework.extras.islands.lighthouse import Lighthouse
 from hetero_framework.extras.islands.quorums import Quorums
-from hetero_framework.extras.islands.settings import LIGHTHOUSE_PORT
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.security.access import Plaintext
 from hetero_framework.trainer.coordinator import train

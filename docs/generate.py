@@ -13,8 +13,12 @@ from pydantic.fields import FieldInfo
 
 from hetero_framework import config as schema
 from hetero_framework.config import Config, aliases, effects
+from hetero_framework.config.composed import whole_schema
+from hetero_framework.config.section import IDENTITY, RESULT, ROUNDING
 
 TARGET = Path(__file__).with_name("configuration.md")
+_WHOLE = whole_schema(Config)
+_RESUMED = {IDENTITY: "refused", RESULT: "reported", ROUNDING: "reported"}
 
 _INTRODUCTION = """\
 # hetero_config.json
@@ -63,8 +67,8 @@ worker that the plan leaves out is told so and ends, or waits for the next run w
 
 def page() -> str:
     """The whole page as Markdown."""
-    parts = [_INTRODUCTION, "## The top level\n", _table(Config, "")]
-    for name, field in Config.model_fields.items():
+    parts = [_INTRODUCTION, "## The top level\n", _table(_WHOLE, "")]
+    for name, field in _WHOLE.model_fields.items():
         section = _section(field.annotation)
         if section is not None:
             items = " (each entry)" if name in ("workers", "shard_plan") else ""
@@ -85,8 +89,7 @@ def _table(section: type[schema.Section], place: str) -> str:
         meaning = " ".join(str(field.description).split())
         unit = _unit(field) or _unit(field.annotation)
         setting = place + name
-        refused, reported = setting in effects.REFUSED, setting in effects.REPORTED
-        resumed = "refused" if refused else "reported" if reported else ""
+        resumed = _RESUMED.get(effects.effects()[setting], "")
         cells = [f"`{name}`", _type(field.annotation), _default(field), unit, resumed, meaning]
         rows.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
@@ -145,13 +148,13 @@ def alias_names() -> dict[str, dict[str, Any]]:
     of_trainer = _fields(TrainingArguments)
     of_trl = {name: value for name, value in _fields(SFTConfig).items() if name not in of_trainer}
     found = {
-        "training": (of_trainer, schema.TrainingConfig),
-        "adapter": (_fields(LoraConfig), schema.AdapterConfig),
-        "data": (of_trl, schema.DataConfig),
+        "training": of_trainer,
+        "adapter": _fields(LoraConfig),
+        "data": of_trl,
     }
     return {
-        section: {name: v for name, v in fields.items() if name not in own.model_fields}
-        for section, (fields, own) in found.items()
+        section: {name: v for name, v in fields.items() if name not in _names(section)}
+        for section, fields in found.items()
     }
 
 
@@ -168,7 +171,7 @@ def _fields(owner: type) -> dict[str, Any]:
 
 def _names(section: str) -> set[str]:
     """The settings of a section."""
-    found = _section(Config.model_fields[section].annotation)
+    found = _section(_WHOLE.model_fields[section].annotation)
     return set(found.model_fields) if found is not None else set()
 
 

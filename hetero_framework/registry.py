@@ -100,3 +100,20 @@ def _imported(entry: Registered, module: str, what: str) -> ModuleType:
             f"{what} needs {entry.package}, which this installation lacks ({missing or error})",
             hint="install hetero_framework whole, or take the setting out",
         ) from error
+
+
+def lacking() -> list[str]:
+    """The extras with settings that this installation lacks, each with those that it has."""
+    return [
+        f"{name} ({entry.text})"
+        for name, entry in entries("extras").items()
+        if not _is_present(Registered(name, "").package)
+    ]
+
+
+def _is_present(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except ImportError:
+        return False
+    return True

@@ -123,9 +123,9 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
             tokens=tokens,
         )
         memory = estimate(config)
-        if config.island is not None:
+        if config.setting("island") is not None:
             steps = config.training.max_steps if config.training.max_steps > 0 else None
-            notes += island_lines(config.island, sum(m.trained for m in memory), steps)
+            notes += island_lines(config.setting("island"), sum(m.trained for m in memory), steps)
         if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
             lessened = estimate(recomputing(config))
             notes.append(

@@ -122,7 +122,7 @@ def prepare_machines(config: Config, output: Path) -> None:
         print(f"made this cluster's authority and this machine's key: {keys.path}")
     if remote:
         print(f"invite the other machines: hetero invite {' '.join(remote)} --config {output}")
-    island = config.island
+    island = config.setting("island")
     if island is not None and not addresses.is_loopback(island.lighthouse_address[0]):
         print(
             "have this island invited, on the lighthouse's machine: hetero invite --island"

@@ -153,7 +153,7 @@ def access_for(config: Any, process: int | str, arguments: argparse.Namespace) -
 
 def island_access_for(config: Any, arguments: argparse.Namespace) -> Any:
     """Access for the links to other islands; None without islands."""
-    if config.island is None:
+    if config.setting("island") is None:
         return None
     from hetero_framework.security.access import island_access
 

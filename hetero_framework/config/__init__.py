@@ -15,6 +15,7 @@ from hetero_framework.config.schema import (
     AUTO,
     COORDINATOR_PORT,
     EVALUATED,
+    LIGHTHOUSE_PORT,
     RESULT_DIRS,
     TOKEN_METRICS,
     WORKER_PORT,
@@ -31,4 +32,3 @@ from hetero_framework.config.schema import (
     interval,
 )
 from hetero_framework.config.section import Section
-from hetero_framework.extras.islands.settings import LIGHTHOUSE_PORT, IslandConfig, island_name

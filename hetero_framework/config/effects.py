@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
+from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.schema import Config
 from hetero_framework.config.section import Effect, Scope, Section
 
 
-def settings(root: type[Section] = Config) -> Iterator[tuple[str, type[Section], FieldInfo]]:
+def settings(root: type[Section]) -> Iterator[tuple[str, type[Section], FieldInfo]]:
     """All settings of a schema, "links", "training", "training.seed", "workers.port" and so on,
     with section and field."""
     for name, field in root.model_fields.items():
@@ -44,12 +47,25 @@ def _scope(section: type[Section], field: FieldInfo) -> Scope:
     return next(marks, Scope.ALL_ISLANDS if changes else Scope.PER_ISLAND)
 
 
-EFFECTS = {name: _effect(section, field) for name, section, field in settings()}
-SCOPES = {name: _scope(section, field) for name, section, field in settings()}
-REFUSED = frozenset(name for name, effect in EFFECTS.items() if effect is Effect.IDENTITY)
-"""Another value than a checkpoint's is refused."""
-REPORTED = frozenset(EFFECTS) - REFUSED - {n for n, e in EFFECTS.items() if e is Effect.FREE}
-"""Another value is reported with the old one."""
+@cache
+def effects(schema: type[Config] | None = None) -> dict[str, Effect]:
+    """The effect of each setting of a schema; without one, of that with all extras."""
+    root = schema or whole_schema(Config)
+    return {name: _effect(section, field) for name, section, field in settings(root)}
+
+
+@cache
+def scopes() -> dict[str, Scope]:
+    """The scope of each setting of the schema with all extras."""
+    root = whole_schema(Config)
+    return {name: _scope(section, field) for name, section, field in settings(root)}
+
+
+def effect_of(name: str, config: Config) -> Effect | None:
+    """The effect of a setting that this configuration, or one with other extras, has: as IDENTITY
+    another value than a checkpoint's is refused, as RESULT or ROUNDING it is reported with the old
+    one. None: there is no such setting."""
+    return effects(type(config)).get(name) or effects().get(name)
 
 
 def flat(values: dict[str, Any]) -> dict[str, Any]:
@@ -64,12 +80,17 @@ def flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_config(config: Config) -> dict[str, Any]:
-    """All settings of a configuration in that form; the precision in which layers are held, by
-    machine or not, is model.quantization."""
-    return {**flat(config.to_dict()), "model.quantization": config.kinds}
+    """All settings of a configuration in that form, those that only other files ask for as well;
+    the precision in which layers are held, by machine or not, is model.quantization."""
+    found = {**flat(config.to_dict()), "model.quantization": config.kinds}
+    for name, _, field in settings(whole_schema(Config)):
+        if found.get(name.partition(".")[0]) is True and name not in found:
+            default = field.get_default(call_default_factory=True)
+            found[name] = to_jsonable_python(default)
+    return found
 
 
 def agreed(config: Config) -> dict[str, Any]:
     """The settings within sections on which all islands have to agree."""
-    found = of_config(config)
-    return {k: v for k, v in found.items() if "." in k and SCOPES[k] is Scope.ALL_ISLANDS}
+    found, known = of_config(config), scopes()
+    return {k: v for k, v in found.items() if "." in k and known[k] is Scope.ALL_ISLANDS}

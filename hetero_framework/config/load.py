@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.problems import shown
 from hetero_framework.config.schema import Config
 from hetero_framework.config.strict_json import read_object
@@ -88,7 +89,7 @@ def json_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of the configuration file."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **_in_one_line(Config.model_json_schema()),
+        **_in_one_line(whole_schema(Config).model_json_schema()),
         "title": "hetero_config.json",
     }
 

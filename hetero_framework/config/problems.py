@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from hetero_framework import registry
 from hetero_framework.config.aliases import OWNERS, is_harmless, meant, own_name, refusal_of
 from hetero_framework.config.strict_json import join_path, json_type
 
@@ -70,7 +71,7 @@ def without_harmless(
 ) -> tuple[dict[str, Any], list[str]]:
     """`raw` without settings of other tools that equal our behaviour, and a line for each of
     them."""
-    sections = _sections(root)
+    sections = sections_of(root)
     kept, lines = dict(raw), []
     for section, values in [("", raw), *((s, raw.get(s)) for s in sections)]:
         if not isinstance(values, dict):
@@ -156,7 +157,7 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
     key, section = str(keys[-1]), str(keys[0]) if len(keys) > 1 else ""
     if here := own_name(section, key):
         return f"unknown key; it is called {here}"
-    sections = _sections(root)
+    sections = sections_of(root)
     if refusal := refusal_of(section, key):
         return refusal
     for place, model in {"the top level": root, **sections}.items():
@@ -164,6 +165,8 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
             return f'unknown key here; it belongs in "{place}"'
     fields = sections.get(section, root).model_fields
     names = [field.alias or name for name, field in fields.items()]
+    if lacking := registry.lacking():
+        return f"unknown key; extras that this installation lacks are: {', '.join(lacking)}"
     near = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.75)
     if near:
         return f'unknown key; did you mean "{near[0]}"?'
@@ -172,7 +175,7 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
     return f"unknown key; known are: {', '.join(names)}"
 
 
-def _sections(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
+def sections_of(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """The classes of the file's sections, or of the entries of a list, by name."""
     classes = {}
     for name, field in root.model_fields.items():
@@ -183,7 +186,7 @@ def _sections(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def _description(root: type[BaseModel], keys: Sequence[str | int]) -> str:
-    section = _sections(root)[str(keys[0])] if len(keys) > 1 else root
+    section = sections_of(root)[str(keys[0])] if len(keys) > 1 else root
     fields = {field.alias or name: field for name, field in section.model_fields.items()}
     text = fields[str(keys[-1])].description or ""
     return " ".join(text.split()).split(". ")[0].rstrip(".")

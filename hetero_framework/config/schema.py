@@ -31,6 +31,8 @@ from pydantic import (
     model_validator,
 )
 
+from hetero_framework import registry
+from hetero_framework.config.composed import disagreements, schema_for
 from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
 from hetero_framework.config.host_names import checked_host, host_and_port, normal_host
 from hetero_framework.config.idle import GivenNames, idle_lines
@@ -71,7 +73,6 @@ from hetero_framework.config.section import (
 )
 from hetero_framework.config.text_limits import text_problems
 from hetero_framework.errors import ConfigError, PlanError
-from hetero_framework.extras.islands.settings import IslandConfig
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ RESULT_DIRS = ("model", "adapter")
 """In place of shard_plan's entries: a run plans by itself."""
 COORDINATOR_PORT = 9998
 WORKER_PORT = 9999
+LIGHTHOUSE_PORT = 29510
+"""Where `hetero lighthouse` listens unless it is told otherwise."""
 _T = TypeVar("_T")
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 Kind = Literal["nf4", "int8"]
@@ -1058,8 +1061,6 @@ class Config(WholeFile):
     the coordinator, "auto" directly where the workers reach each other."""
     wire: WireConfig = Field(default_factory=WireConfig)
     """How tensors travel between stages."""
-    island: IslandConfig | None = None
-    """For training together with other coordinators. null: alone."""
     checkpoint_dir: Annotated[Name | None, FREE] = None
     """Directory of the checkpoints. null: output_dir/checkpoints."""
     resume_step: Annotated[Literal["latest"] | StrictInt | None, FREE] = None
@@ -1089,20 +1090,24 @@ class Config(WholeFile):
         """Validate a dictionary as of JSON; relative paths start at `base_dir`, else at the current
         directory. Raises ConfigError with all problems, PlanError when all are in the plan."""
         valid: dict[str, Any] = {}
-        raw, left_out = without_harmless(raw, cls)
+        of_extras = registry.entries("sections")
+        raw = {key: v for key, v in raw.items() if v is not None or key not in of_extras}
+        raw, left_out = without_harmless(raw, schema_for(Config, raw))
+        schema = schema_for(Config, raw)
         problems = list(text_problems(raw))
         # Inside, no entries stand for "auto": there is no plan yet.
         is_auto = raw.get("shard_plan") == AUTO
         given = {**raw, "shard_plan": []} if is_auto else raw
         try:
-            config = cls.model_validate_json(json.dumps(given, default=_json), context=valid)
+            config = schema.model_validate_json(json.dumps(given, default=_json), context=valid)
         except ValidationError as error:
             known = {problem.path for problem in problems}
-            invalid = problems_of(error.errors(include_url=False), cls, raw)
+            invalid = problems_of(error.errors(include_url=False), schema, raw)
             problems += [problem for problem in invalid if problem.path not in known]
         if is_auto:
             valid.pop("shard_plan", None)
-        if problems := [*problems, *_disagreements(valid)]:
+        problems += [*_disagreements(valid), *disagreements(schema, valid)]
+        if problems:
             in_plan = all(problem.path.startswith("shard_plan") for problem in problems)
             raise (PlanError if in_plan else ConfigError)(report(name, problems))
         config._base_dir = Path(base_dir or Path.cwd()).absolute()
@@ -1117,12 +1122,20 @@ class Config(WholeFile):
         settings of its section; anything else replaces the section."""
         raw = self.to_dict()
         for name, new in sections.items():
-            old = raw[name]
+            old = raw.get(name)
             raw[name] = {**old, **new} if isinstance(new, dict) and old is not None else new
         changed = type(self).from_dict(raw, self._base_dir)
         changed._quantizes = self._quantizes
         changed._left_out, changed._given = self._left_out, self._given
         return changed
+
+    def setting(self, name: str) -> Any:
+        """The value of "island", "training.beta" and so on; None where the file asks for no extra
+        that has it."""
+        value: Any = self
+        for part in name.split("."):
+            value = getattr(value, part, None)
+        return value
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, defaults included, as JSON types; `from_dict` reads it back."""
@@ -1386,26 +1399,6 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
     of_text = data is not None and not of_own
     if of_text and model is not None and model.from_config and not model.tokenizer:
         yield Problem("model.tokenizer", "is needed: from_config brings no tokenizer")
-    island = parts.get("island")
-    if island is not None and of_own:
-        yield Problem(
-            "island",
-            "is for models of texts: islands share weights, and neither running means nor the data"
-            " set of an imported file; take it out",
-        )
-    in_batches = training is not None and training.data_kind == "mismatched"
-    if island is not None and in_batches and (island.sync_steps == 1 or island.warmup_steps):
-        yield Problem(
-            "island",
-            "is for losses of single examples where islands share a step (sync_steps 1,"
-            " warmup_steps); kto's estimate of the KL is of a micro-batch: set"
-            f" training.loss_type {WITHOUT_KL!r}, or more sync_steps without warmup_steps",
-        )
-    if island is not None and plan and island.fragments > plan[-1].end:
-        yield Problem(
-            "island.fragments",
-            f"{island.fragments} fragments are more than the {plan[-1].end} layers of shard_plan",
-        )
     if training is not None and "data" in parts and data is not None and data.eval is None:
         for name, given in (
             ("eval_steps", training.eval_steps is not None),

@@ -90,6 +90,9 @@ class WholeFile(Section):
     goes that is valid by itself: disagreements between two fields are then reported even where a
     third one is invalid."""
 
+    extras: ClassVar[frozenset[str]] = frozenset()
+    """The extras whose settings it holds beside those of the heart."""
+
     @field_validator("*")
     @classmethod
     def _note_valid(cls, value: Any, info: ValidationInfo) -> Any:

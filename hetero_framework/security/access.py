@@ -184,14 +184,14 @@ def access_of(config: Config, process: WorkerId, options: KeyOptions | None = No
 def island_access(config: Config, options: KeyOptions | None = None) -> Access:
     """This coordinator's access to other islands, `dialled(stream, NAME)`, and the lighthouse,
     `dialled(stream, "local")`. Raises as `access_of`."""
-    assert config.island is not None
-    keys, name = key_directory(config, options).of_islands, config.island.name
+    island = config.setting("island")
+    keys, name = key_directory(config, options).of_islands, island.name
     if keys.has_authority and not keys.has(name):  # on the lighthouse's own machine
         from hetero_framework.security.certificates import issue_missing
 
         issue_missing(keys, [name])
     access = _access(keys, name, None, options or KeyOptions(), _PLAIN_ISLANDS)
-    access.check_address(config.island.lighthouse_address[0], "the lighthouse")
+    access.check_address(island.lighthouse_address[0], "the lighthouse")
     return access
 
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hetero_framework._version import __version__
 from hetero_framework.config import Config, TrainingConfig, effects
+from hetero_framework.config.section import IDENTITY, RESULT, ROUNDING
 from hetero_framework.data import TrainData
 from hetero_framework.data.batches import StreamOrder
 from hetero_framework.engine.optimizer import LearningRate
@@ -51,7 +52,11 @@ def identity(given: Config, data_fingerprint: str) -> dict[str, Any]:
     assert given.model is not None
     model = {**given.model.model_dump(mode="json"), "quantization": given.kinds}
     return {
-        "model": {key: v for key, v in model.items() if f"model.{key}" in effects.REFUSED},
+        "model": {
+            key: value
+            for key, value in model.items()
+            if effects.effect_of(f"model.{key}", given) is IDENTITY
+        },
         "adapter": adapter_settings(given),
         "data": data_fingerprint,
     }
@@ -88,10 +93,13 @@ def check_identity(
 ) -> None:
     """Raise CheckpointError that names the settings that must not differ from the checkpoint's and
     do; warn of permitted differences. `now` is the `contents` of this run."""
-    changed = list(_changed(reader.manifest, resolved))
+    changed = [
+        (name, line, effects.effect_of(name, resolved.given))
+        for name, line in _changed(reader.manifest, resolved)
+    ]
     step, manifest = reader.step, reader.manifest
-    refused = [line for name, line in changed if name in effects.REFUSED]
-    reported = [(name, line) for name, line in changed if name in effects.REPORTED]
+    refused = [line for _, line, effect in changed if effect is IDENTITY]
+    reported = [(name, line) for name, line, effect in changed if effect in (RESULT, ROUNDING)]
     if manifest["identity"]["data"] != data.fingerprint:
         was = manifest.get("contents", {})
         deciding: tuple[str, ...] = ("data.", "model.")

@@ -150,7 +150,7 @@ def train(
     config.check_metric(objective_of(config.training).evaluated, computes=computes)
     preprocess = control.having(PREPROCESS, given.get(PREPROCESS))
     access = access or access_of(config, "local")
-    if config.island is not None:
+    if config.setting("island") is not None:
         islands = islands or island_access(config)
     check_optimizer(config.training)
     hub_upload.check(config)
@@ -622,7 +622,7 @@ class Coordinator:
 
     def _leave_epoch(self) -> None:
         """Go on with the next epoch, as a callback wants it."""
-        if self._config.island is not None:
+        if self._config.setting("island") is not None:
             _log.warning("an island cannot leave an epoch early: all train on one order of data")
             return
         due, every = self._due, self._data.steps_per_epoch
@@ -728,7 +728,7 @@ class Coordinator:
         epoch between two. They run at the same time, so this is looked at when all are computed."""
         for number in range(1, count):
             self._tell(Observer.substep_end, self._state, due)
-            if (due.stop or due.stop_epoch) and self._config.island is None:
+            if (due.stop or due.stop_epoch) and self._config.setting("island") is None:
                 return number
         return count
 
@@ -926,7 +926,8 @@ class Coordinator:
 
     def _save_at_the_end(self) -> None:
         """Save what was due and is not saved. The result matters more than the checkpoint."""
-        strategy, ends = self._config.training.save_strategy, self._config.island is not None
+        strategy = self._config.training.save_strategy
+        ends = self._config.setting("island") is not None
         ends |= self._state.step >= self._data.total_steps
         is_due = strategy == "epoch" or (strategy == "steps" and ends)
         if is_due and self._due.is_saver and not self._checkpoints.has(self._state):

@@ -132,7 +132,7 @@ def names() -> Names:
 
 @cache
 def of_config() -> frozenset[str]:
-    return frozenset(effects.EFFECTS)
+    return frozenset(effects.effects())
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero_framework.config import IslandConfig
+from hetero_framework.extras.islands.settings import IslandConfig
 from hetero_framework.units import plural, size
 
 FEW_ROUNDS = 10

@@ -9,6 +9,7 @@ from hetero_framework.config import Config
 from hetero_framework.core import addresses
 from hetero_framework.errors import UserError
 from hetero_framework.extras.islands.lighthouse_client import clock_at
+from hetero_framework.extras.islands.settings import island_of
 from hetero_framework.security.access import KeyOptions, island_access
 from hetero_framework.units import seconds
 
@@ -21,17 +22,18 @@ def problems(
     Args:
         clock_s: how far a clock may be off, in seconds.
     """
-    if config.island is None:
+    if config.setting("island") is None:
         return
-    where, ip = config.island.lighthouse, config.coordinator.ip
-    if addresses.is_loopback(ip) and not addresses.is_loopback(config.island.lighthouse_address[0]):
+    island = island_of(config)
+    where, ip = island.lighthouse, config.coordinator.ip
+    if addresses.is_loopback(ip) and not addresses.is_loopback(island.lighthouse_address[0]):
         yield (
             f"other islands are to reach this one at {ip}, which is this machine for each of them",
             "give coordinator.ip as its address in the network or VPN of all islands",
         )
     began = time.time()
     try:
-        there = clock_at(config.island.lighthouse_address, island_access(config, options))
+        there = clock_at(island.lighthouse_address, island_access(config, options))
     except UserError as error:
         yield error.message, error.hint or f"start `hetero lighthouse` at {where}"
         return

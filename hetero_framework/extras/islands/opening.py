@@ -13,6 +13,7 @@ from hetero_framework.extras.islands.group import Group
 from hetero_framework.extras.islands.lighthouse_client import LighthouseClient
 from hetero_framework.extras.islands.links import IslandLinks
 from hetero_framework.extras.islands.outer_rounds import OuterRounds
+from hetero_framework.extras.islands.settings import island_of
 from hetero_framework.extras.islands.summed_steps import SummedSteps
 from hetero_framework.security.access import Access
 from hetero_framework.trainer.run_checkpoint import RunCheckpoints
@@ -29,20 +30,18 @@ def open_islands(
 ) -> SummedSteps:
     """The group that the island section of this run's configuration is for."""
     config = prepared.config
-    assert config.island is not None
+    island = island_of(config)
     links = IslandLinks(
-        config.island.name,
+        island.name,
         secrets.token_hex(8),
         access,
         config.coordinator.ip,
         max_frame_bytes=prepared.max_frame_bytes,
         liveness_s=config.training.liveness_timeout_s,
     )
-    kind = SummedSteps if config.island.sync_steps == 1 else OuterRounds
+    kind = SummedSteps if island.sync_steps == 1 else OuterRounds
     group = kind(prepared, cluster, checkpoints, stop)
-    address = config.island.lighthouse_address
-    lighthouse = LighthouseClient(address, access, links.member, group.lively)
-    island = config.island
+    lighthouse = LighthouseClient(island.lighthouse_address, access, links.member, group.lively)
     place = Group(lighthouse, links, island.min_islands, group.heed_stop, island.wait_s)
     group.open(place)
     return group

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hetero_framework.config import IslandConfig
 from hetero_framework.errors import CheckpointError
+from hetero_framework.extras.islands.settings import IslandConfig
 
 Tensors = Mapping[str, Tensor]
 

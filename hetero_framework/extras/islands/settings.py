@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from hetero_framework.config import Config
 from hetero_framework.config.host_names import split_address
+from hetero_framework.config.objectives import WITHOUT_KL
+from hetero_framework.config.problems import Problem
 from hetero_framework.config.section import (
     FREE,
     PER_ISLAND,
@@ -16,9 +20,6 @@ from hetero_framework.config.section import (
     checked_id,
     with_unit,
 )
-
-LIGHTHOUSE_PORT = 29510
-"""Where `hetero lighthouse` listens unless it is told otherwise."""
 
 
 def island_name(value: str) -> str:
@@ -30,7 +31,7 @@ def island_name(value: str) -> str:
 
 class IslandConfig(Section):
     """One of several coordinators, each with workers of its own, that train one model together.
-    Everything else in their files describes the same model, adapter and data."""
+    Everything else in their files describes the same model, adapter and data. null: alone."""
 
     name: Annotated[str, FREE]
     """Name of this island, unique among them: 1 to 64 letters, digits, '.', '_' or '-'."""
@@ -115,3 +116,36 @@ class IslandConfig(Section):
                 " one is averaged at a time"
             )
         return self
+
+
+def island_of(config: Config) -> IslandConfig:
+    """The section of a configuration that has one."""
+    island = config.setting("island")
+    assert isinstance(island, IslandConfig)
+    return island
+
+
+def disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
+    """Contradictions to other sections."""
+    island, plan, training = (parts.get(name) for name in ("island", "shard_plan", "training"))
+    if island is None:
+        return
+    if training is not None and training.data_kind == "own":
+        yield Problem(
+            "island",
+            "is for models of texts: islands share weights, and neither running means nor the data"
+            " set of an imported file; take it out",
+        )
+    in_batches = training is not None and training.data_kind == "mismatched"
+    if in_batches and (island.sync_steps == 1 or island.warmup_steps):
+        yield Problem(
+            "island",
+            "is for losses of single examples where islands share a step (sync_steps 1,"
+            " warmup_steps); kto's estimate of the KL is of a micro-batch: set"
+            f" training.loss_type {WITHOUT_KL!r}, or more sync_steps without warmup_steps",
+        )
+    if plan and island.fragments > plan[-1].end:
+        yield Problem(
+            "island.fragments",
+            f"{island.fragments} fragments are more than the {plan[-1].end} layers of shard_plan",
+        )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hetero_framework.cluster.cluster import Cluster
-from hetero_framework.config import IslandConfig, effects
+from hetero_framework.config import effects
 from hetero_framework.core import failpoints, timeouts
 from hetero_framework.data import TrainData, token_count
 from hetero_framework.engine.hosts import ReplicasChanged, StopWanted
@@ -34,6 +34,7 @@ from hetero_framework.extras.islands.links import (
     Received,
     check_finite,
 )
+from hetero_framework.extras.islands.settings import island_of
 from hetero_framework.extras.islands.wait_times import for_others
 from hetero_framework.log import event
 from hetero_framework.trainer.replica_group import CountItems, ReplicaGroup, StepPart
@@ -57,8 +58,7 @@ class SummedSteps(ReplicaGroup):
     def __init__(
         self, prepared: Prepared, cluster: Cluster, checkpoints: RunCheckpoints, stop: StopRequest
     ) -> None:
-        assert prepared.config.island is not None
-        self._island: IslandConfig = prepared.config.island
+        self._island = island_of(prepared.config)
         self._prepared = prepared
         self._cluster = cluster
         self._checkpoints = checkpoints

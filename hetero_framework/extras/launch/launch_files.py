@@ -67,7 +67,7 @@ def planned(config: Config, given: Namespace) -> list[Launched]:
     here = here and not any(text.startswith("local=") for text in given.hosts)
     machine = this_machine() if here else MachineNames(frozenset(), frozenset())
     beside = local_worker_ids(config, machine) if given.how == "ssh" else ()
-    if config.island is not None and not (given.how == "ssh" and here):
+    if config.setting("island") is not None and not (given.how == "ssh" and here):
         text = "the key of an island stays with its coordinator"
         raise UserError(text, hint="launch it with --ssh on the coordinator's machine")
     owners = ["local", *(str(w.id) for w in config.planned_workers if w.id not in beside)]

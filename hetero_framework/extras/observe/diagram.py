@@ -10,7 +10,8 @@ from typing import Literal
 
 import graphviz
 
-from hetero_framework.config import Config, IslandConfig, StageSpec, process_name
+from hetero_framework.config import Config, StageSpec, process_name
+from hetero_framework.extras.islands.settings import island_of
 from hetero_framework.log import printable
 from hetero_framework.units import count, plural, size
 
@@ -87,7 +88,7 @@ class Diagram:
             places=tuple(_place(config, owner, details) for owner in owners),
             boundaries=boundaries,
             caption=_caption(config, boundaries),
-            others=_others(config.island) if config.island is not None else (),
+            others=_others(config),
         )
 
 
@@ -101,7 +102,10 @@ def _boundary(config: Config, before: StageSpec, after: StageSpec, details: Diag
     return config.shard_plan[after.index].links or config.links
 
 
-def _others(island: IslandConfig) -> tuple[str, ...]:
+def _others(config: Config) -> tuple[str, ...]:
+    if config.setting("island") is None:
+        return ()
+    island = island_of(config)
     lines = ["other islands", f"found at {island.lighthouse}"]
     if island.sync_steps == 1:
         lines.append("gradients, every step")
@@ -157,7 +161,7 @@ def _stage_lines(config: Config, stage: StageSpec, details: DiagramDetails) -> t
 def _title(config: Config, details: DiagramDetails) -> tuple[str, ...]:
     model = config.model
     kind = str((model.from_config or {}).get("model_type", "")) if model else ""
-    island = (f"island {config.island.name}",) if config.island is not None else ()
+    island = (f"island {island_of(config).name}",) if config.setting("island") is not None else ()
     name = details.model or (model and (model.name_or_path or model.chain)) or kind or "plan"
     return (*_wrap(name, 60), *island)
 

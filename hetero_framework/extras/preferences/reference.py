@@ -145,7 +145,7 @@ class Reference:
         settings = {
             name: value
             for name, value in effects.agreed(config).items()
-            if effects.EFFECTS[name] is Effect.IDENTITY
+            if effects.effects()[name] is Effect.IDENTITY
             and not (self._can_switch and name.startswith("adapter"))
         }
         started = None if plan is None else plan.origin
@@ -158,7 +158,7 @@ class Reference:
         rounding = {
             name: value
             for name, value in effects.of_config(config).items()
-            if effects.EFFECTS[name] is Effect.ROUNDING or name.startswith("wire.")
+            if effects.effects()[name] is Effect.ROUNDING or name.startswith("wire.")
         }
         machines = groupby(config.plan.stages, lambda stage: self._machine(config, stage))
         held = [[machine, list(stages)[-1].end] for machine, stages in machines]

@@ -55,7 +55,8 @@ class HubUploads(Observer):
         self._process: subprocess.Popen[bytes] | None = None
         self._upload = _Upload("the repository")  # that of the process
         self._until = 0.0
-        self._next = [self._upload] * (config.island is None)  # of several islands one uploads
+        # Of several islands one uploads.
+        self._next = [self._upload] * (config.setting("island") is None)
         self._is_told = False  # of a failure, since an upload before the result succeeded
         self._is_saver = True
         self._result = _Upload(f"the {config.result_dir.name}", config.result_dir)

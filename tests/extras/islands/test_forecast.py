@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from hetero_framework.config import IslandConfig
 from hetero_framework.extras.islands.forecast import island_lines, short_run
+from hetero_framework.extras.islands.settings import IslandConfig
 
 
 def island(**settings: object) -> IslandConfig:

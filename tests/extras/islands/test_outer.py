@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hetero_framework.config import IslandConfig
 from hetero_framework.errors import CheckpointError
 from hetero_framework.extras.islands.fragments import schedule
 from hetero_framework.extras.islands.outer import OuterFragment, weighted_mean
+from hetero_framework.extras.islands.settings import IslandConfig
 
 TORCHFT = json.loads(
     (Path(__file__).parents[2] / "golden" / "torchft_diloco.json").read_text(encoding="utf-8")

@@ -91,9 +91,9 @@ def test_every_setting_that_changes_the_result_is_among_the_facts() -> None:
     config = Config.from_dict(BASE)
     raw = config.to_dict()
     before, missed = facts_of(config), []
-    for name, effect in effects.EFFECTS.items():
+    for name, effect in effects.effects().items():
         section, _, key = name.partition(".")
-        if effects.SCOPES[name] is Scope.PER_ISLAND or not key:
+        if effects.scopes()[name] is Scope.PER_ISLAND or not key:
             continue
         changed = {**raw, section: {**raw[section], key: "other"}}
         kinds = "other" if name == "model.quantization" else None
@@ -106,4 +106,4 @@ def test_every_setting_that_changes_the_result_is_among_the_facts() -> None:
         if differing(before, facts_of(other)) != [name]:
             missed.append((name, effect))
     assert missed == []
-    assert sum(effect is not Effect.FREE for effect in effects.EFFECTS.values()) > 90
+    assert sum(effect is not Effect.FREE for effect in effects.effects().values()) > 90

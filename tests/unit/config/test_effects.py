@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from hetero_framework.config import Config, effects
+from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.section import Effect, Scope
 
 
 def test_every_setting_has_one_effect_and_one_scope() -> None:
-    known = list(effects.EFFECTS)
-    assert known == list(effects.SCOPES)
+    known = list(effects.effects())
+    assert known == list(effects.scopes())
     assert len(known) == len(set(known)) > 140
-    for name, section, field in effects.settings(Config):
+    for name, section, field in effects.settings(whole_schema(Config)):
         for kind in (Effect, Scope):
             assert sum(isinstance(mark, kind) for mark in field.metadata) <= 1, name
         assert isinstance(section.effect, Effect)
@@ -20,9 +21,9 @@ def test_what_changes_the_result_is_compared_between_islands_or_has_a_reason() -
     """These are compared by what follows from them: weights, tokens, samples, steps, devices."""
     apart = {
         name
-        for name, effect in effects.EFFECTS.items()
+        for name, effect in effects.effects().items()
         if effect in (Effect.IDENTITY, Effect.RESULT)
-        and effects.SCOPES[name] is Scope.PER_ISLAND
+        and effects.scopes()[name] is Scope.PER_ISLAND
         and not name.startswith("data.")
     }
     assert apart == {

@@ -12,6 +12,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hetero_framework.config import Config, load_config
+from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.effects import settings
 from hetero_framework.config.objectives import DPO_LOSSES, NEEDS, ONE_LOSS, Needs
 from hetero_framework.config.section import ReadIf
@@ -114,8 +115,8 @@ def test_no_example_has_a_setting_without_effect(file: Path) -> None:
 
 
 def test_all_marks_name_settings_and_their_values() -> None:
-    known = {name: field for name, _, field in settings()}
-    for name, section, field in settings():
+    known = {name: field for name, _, field in settings(whole_schema(Config))}
+    for name, section, field in settings(whole_schema(Config)):
         for mark in (*field.metadata, section.read_if):
             if not isinstance(mark, ReadIf):
                 continue

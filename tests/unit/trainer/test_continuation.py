@@ -14,6 +14,7 @@ import torch
 from transformers import get_scheduler
 
 from hetero_framework.config import Config, effects
+from hetero_framework.config.section import FREE, IDENTITY, RESULT, ROUNDING
 from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.continuation import check_identity, contents, identity, versions
@@ -68,7 +69,7 @@ def test_each_setting_of_the_schema_is_refused_reported_or_free(
     data = load_data(config, tokenizer)
     now, resolved = contents(tokenizer, data), Resolved.start(config)
     seen = {}
-    for name in effects.EFFECTS:
+    for name in effects.effects():
         section, _, key = name.partition(".")
         reader = checkpoint_of(config, data.fingerprint, now)
         settings = reader.manifest["given"]
@@ -91,8 +92,8 @@ def test_each_setting_of_the_schema_is_refused_reported_or_free(
         is_said = any(line.startswith(f"{name} was") for line in logged)
         assert is_said == bool(logged), (name, logged)
         seen[name] = "refused" if f": {name} was" in refused else "said" if is_said else refused
-    said = dict.fromkeys(effects.REFUSED, "refused") | dict.fromkeys(effects.REPORTED, "said")
-    assert seen == dict.fromkeys(effects.EFFECTS, "") | said
+    words = {IDENTITY: "refused", RESULT: "said", ROUNDING: "said", FREE: ""}
+    assert seen == {name: words[effect] for name, effect in effects.effects().items()}
 
 
 def test_a_changed_setting_that_may_change_is_reported(alone: Alone, logged: list[str]) -> None:

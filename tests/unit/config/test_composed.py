@@ -1,0 +1,81 @@
+"""A file's schema holds the settings of the extras that it asks for, and of no others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hetero_framework import registry
+from hetero_framework.config import Config, TrainingConfig
+from hetero_framework.config.composed import whole_schema, with_extras
+from hetero_framework.errors import ConfigError
+
+PLAIN: dict[str, Any] = {
+    "coordinator": {"ip": "127.0.0.1"},
+    "shard_plan": [{"id": "local", "start": 0, "end": 2}],
+    "model": {"name_or_path": "m"},
+    "adapter": {"r": 4},
+    "data": {"train": "a"},
+    "training": {"max_steps": 3},
+}
+ISLAND = {"name": "a", "lighthouse": "127.0.0.1:29510"}
+
+
+def test_a_plain_file_loads_no_extra() -> None:
+    code = (
+        "import sys; from hetero_framework.config import Config, effects\n"
+        f"config = Config.from_dict({PLAIN | {'island': None}!r})\n"
+        "config = Config.from_dict(config.to_dict()).with_changes(training={'seed': 7})\n"
+        "assert config.warnings() == () and type(config) is Config\n"
+        "assert all(effects.effect_of(name, config) for name in effects.flat(config.to_dict()))\n"
+        "print([name for name in sys.modules if name.startswith('hetero_framework.extras')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_section_of_an_extra_is_in_the_schema_of_files_that_have_it() -> None:
+    config = Config.from_dict({**PLAIN, "island": ISLAND})
+    assert type(config).extras == {"islands"}
+    assert config.setting("island.sync_steps") == 1
+    assert isinstance(config, Config)
+    assert isinstance(config.training, TrainingConfig)
+    again = Config.from_dict(config.to_dict())
+    assert again == config
+    assert type(again) is type(config)
+    assert config.with_changes(island={"sync_steps": 8}).setting("island.sync_steps") == 8
+    assert config.with_changes(island=None).setting("island") is None
+
+
+def without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let imports of an extra fail, as if its folder had been taken away."""
+    package = f"hetero_framework.extras.{name}"
+    for module in [m for m in sys.modules if m.partition(f"{package}.")[1] or m == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    for cached in (with_extras, whole_schema):
+        cached.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _compose_anew() -> Any:
+    yield
+    for cached in (with_extras, whole_schema):
+        cached.cache_clear()
+
+
+def test_a_section_of_an_extra_that_is_not_there_is_said_with_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without("islands", monkeypatch)
+    assert type(Config.from_dict({**PLAIN, "island": None})) is Config
+    with pytest.raises(ConfigError, match=r"^island: .*extras\.islands, which this installation"):
+        Config.from_dict({**PLAIN, "island": ISLAND})
+    monkeypatch.setattr(
+        registry, "_tables", lambda: {"extras": {"islands": registry.Registered("", "section i")}}
+    )
+    with pytest.raises(ConfigError, match=r"island: unknown key; .* lacks are: islands \(section"):
+        Config.from_dict({**PLAIN, "island": ISLAND})
