@@ -1,10 +1,10 @@
-"""Print the lines of each room of the package, of the whole and of its tests: `make lines`."""
+"""Print the lines of the heart, of each extra, of the package and its tests: `make lines`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tree import PACKAGE, ROOMS, ROOT
+from tree import HEART, PACKAGE, ROOT
 
 
 def lines(*files: Path) -> int:
@@ -12,15 +12,23 @@ def lines(*files: Path) -> int:
 
 
 def main() -> None:
-    rooms = {room: lines(*(PACKAGE / room).rglob("*.py")) for room in ROOMS}
+    heart = {room: lines(*(PACKAGE / room).rglob("*.py")) for room in HEART}
+    extras = {
+        f"extras/{folder.parent.name}": lines(*folder.parent.rglob("*.py"))
+        for folder in sorted(PACKAGE.glob("extras/*/__init__.py"))
+    }
     counted = {
-        **dict(sorted(rooms.items(), key=lambda item: -item[1])),
+        **heart,
+        "heart": sum(heart.values()),
+        **extras,
+        "extras": sum(extras.values()),
+        "commands": lines(*(PACKAGE / "commands").rglob("*.py")),
         "beside the rooms": lines(*PACKAGE.glob("*.py")),
         "package": lines(*PACKAGE.rglob("*.py")),
         "tests": lines(*(ROOT / "tests").rglob("*.py")),
     }
     for name, count in counted.items():
-        print(f"{name:20}{count:>8,}")
+        print(f"{name:24}{count:>8,}")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hetero_framework"
 PAGE = ROOT / "docs" / "maintainers" / "architecture.md"
 # From the bottom up: imports point to earlier rooms only.
-ROOMS = (
-    *("core", "config", "security", "data", "models", "engine", "cluster", "trainer"),
-    *("commands", "extras"),
-)
+HEART = ("core", "config", "security", "data", "models", "engine", "cluster", "trainer")
+ROOMS = (*HEART, "commands", "extras")
 _BEGIN, _END = "<!-- generated: tree -->\n", "<!-- end -->"
 
 
