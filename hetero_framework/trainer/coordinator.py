@@ -79,6 +79,7 @@ from hetero_framework.trainer.run_checkpoint import (
     same_run,
 )
 from hetero_framework.trainer.signals import StopRequest
+from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.units import plural
 
@@ -664,24 +665,23 @@ class Coordinator:
         norm = self._order.global_norm(reports)
         rate = self._schedule.rate(state.committed_steps)
 
-        # The decision. After a yes the step counts, whatever breaks from here on.
-        finite = math.isfinite(loss) and bool(norm.isfinite())
-        commits, norm = self._replicas.decide(finite, norm)
+        # The decision. After a commit the step counts, whatever breaks from here on.
+        outcome = skipped_step.judged(state, everywhere, loss, norm, self._config.training)
+        outcome, norm = self._replicas.decide(outcome, norm)
         self._tell(Observer.before_commit, state, due)
-        if commits:
+        if outcome.commits:
             factor = clip_factor(norm, self._config.training.max_grad_norm)
             self._cluster.pipeline.commit(rate, factor, self._cluster.recovery.recover)
-            self._state = state.after_commit(tokens)
         else:
             self._cluster.retrying(self._cluster.pipeline.abort)
-            overflow = state.loss_scale.explains(everywhere)
-            self._state = state.after_skip(tokens, overflow=overflow)
-            self._note_skip(losses, reports, overflow, part)
+        self._state = state.after(outcome, tokens)
+        if not outcome.commits:
+            outcome = self._note_skip(outcome, losses, reports, part)
         self._part = None
         self._state = self._replicas.after_step(state, self._state)
         self._epoch = self._data.epoch_of(state.position)
         self._due = due
-        self._tell(Observer.after_commit, self._state, due)
+        self._tell(Observer.after_commit, self._state, outcome, due)
         self._note_what_is_due(state)
 
         self._losses.append((self._state.step, loss))
@@ -705,8 +705,8 @@ class Coordinator:
             "planned_s": self._planned_s,
             "predicted_s": forecast.forecast.seconds if forecast is not None else None,
         }
-        if self._state.committed_steps == state.committed_steps:
-            line["skipped"] = True
+        if not outcome.commits:
+            line |= {"skipped": outcome.skip, "reason": outcome.reason}
         line |= {**measured, **self._tokens(), **self._replicas.metrics()}
         specs, moved = self._config.plan.stages, (traffic, self._cluster.traffic())
         predicted = stage_predictions(forecast, self._memory, [spec.owner for spec in specs])
@@ -997,24 +997,32 @@ class Coordinator:
             self._tell(Observer.spans, owner, spans, offsets.get(owner, 0.0))
 
     def _note_skip(
-        self, losses: list[float], reports: list[GradientReport], overflow: bool, part: StepPart
-    ) -> None:
-        """Report where the first non-finite value of a step arose, of which this is the part here.
-        Raises NumericError if it keeps happening."""
-        step = self._state.step
-        if overflow:
-            text = "step %d: gradients overflow; step skipped, loss scale lowered to %g"
-            skipped = log.event("step skipped", "loss scale lowered")
-            _log.warning(text, step, self._state.loss_scale.value, extra=skipped)
-            return
-        where = skipped_step.find(
-            self._config.plan.stages, losses, reports, part.samples, self._replicas.elsewhere()
+        self,
+        outcome: StepOutcome,
+        losses: list[float],
+        reports: list[GradientReport],
+        part: StepPart,
+    ) -> StepOutcome:
+        """Report why a step, of which this is the part here, is skipped; return the outcome with
+        the reason in words. Raises NumericError if values that are not finite keep coming."""
+        fields: dict[str, Any] = {}
+        action = ""
+        if outcome.skip == "overflow":
+            action = f"loss scale lowered to {self._state.loss_scale.value:g}"
+            outcome = replace(outcome, reason="gradients overflow")
+        elif outcome.skip == "non-finite":
+            stages, elsewhere = self._config.plan.stages, self._replicas.elsewhere()
+            where = skipped_step.find(stages, losses, reports, part.samples, elsewhere)
+            outcome, fields = replace(outcome, reason=str(where)), where.fields
+        skipped = log.event(
+            "step skipped", action, kind=outcome.skip, reason=outcome.reason, **fields
         )
-        skipped = log.event("step skipped", reason=str(where), **where.fields)
-        _log.warning("step %d: %s; step skipped", step, where, extra=skipped)
-        skipped_step.check_not_too_many(
-            self._state, self._data.total_steps, self._config.training, where
-        )
+        text = ", ".join(filter(None, ["step %d: %s; step skipped", action]))
+        _log.warning(text, self._state.step, outcome.reason, extra=skipped)
+        if outcome.skip == "non-finite":
+            about = self._state, self._data.total_steps, self._config.training
+            skipped_step.check_not_too_many(*about, outcome.reason)
+        return outcome
 
     @contextmanager
     def _ending_within(self, seconds: float) -> Iterator[None]:

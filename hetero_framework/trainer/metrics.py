@@ -5,9 +5,10 @@ learning_rate, tokens, tokens_per_second, step_seconds, micro_batches, pipeline_
 predicted_s, stages: [{index, owner, busy_s, wait_s, forward_s, backward_s, activation_s,
 gradient_s, wire_s, bytes_in, bytes_out, direct_bytes_out, peak_memory, predicted: {...}}, ...]) and
 one per evaluation (step, eval_loss, eval_perplexity, ...; of several sets their names as "sets",
-and eval_<set>_loss, ...). A step that changed no weight has "skipped": true. JSON has no NaN: a
-value that is not finite is written as null. TensorBoard gets the numbers of each line as
-train/<name> and eval/<name>, without those of single stages.
+and eval_<set>_loss, ...). A step that changed no weight has "skipped" (non-finite, overflow or
+rule) and its "reason" in words. JSON has no NaN: a value that is not finite is written as null.
+TensorBoard gets the numbers of each line as train/<name> and eval/<name>, without those of single
+stages.
 
 A line that cannot be written is lost, and the run goes on: work is worth more than its record.
 """

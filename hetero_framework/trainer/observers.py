@@ -27,6 +27,7 @@ from hetero_framework.trainer.metrics import (
     metric_name,
 )
 from hetero_framework.trainer.progress import Progress, StageRow
+from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
 P = ParamSpec("P")
@@ -100,7 +101,7 @@ class Observer:
     def before_commit(self, state: TrainState, due: Due) -> None:
         """The gradients of a step are complete, and it is decided whether weights will change."""
 
-    def after_commit(self, state: TrainState, due: Due) -> None:
+    def after_commit(self, state: TrainState, outcome: StepOutcome, due: Due) -> None:
         """All stages were told to change their weights, or that the step is skipped."""
 
     def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:

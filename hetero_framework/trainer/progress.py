@@ -208,8 +208,8 @@ class Progress:
         last, facts = self._last, []
         if "loss" in last:
             facts.append(f"loss {_number(last['loss'])}")
-        if last.get("skipped"):
-            facts.append("skipped")
+        if "skipped" in last:
+            facts.append(f"skipped ({last['skipped']})")
         if self._recent:
             seconds, tokens = map(sum, zip(*self._recent, strict=True))
             if seconds and tokens:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hetero_framework.data import MicroBatch, TrainData
 from hetero_framework.engine.stage_api import GradientSum
+from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
 CountItems = Callable[[Sequence[MicroBatch]], int]
@@ -53,14 +54,14 @@ class ReplicaGroup(Protocol):
         """The losses of the step's micro-batches on all replicas, given the `local` ones."""
         return local
 
-    def decide(self, finite: bool, norm: Tensor) -> tuple[bool, Tensor]:
-        """Whether this step changes the weights, the same answer in every replica, and the norm of
-        the gradients, given those of this replica."""
-        return finite, norm
+    def decide(self, outcome: StepOutcome, norm: Tensor) -> tuple[StepOutcome, Tensor]:
+        """The step's outcome, the same in every replica, and the norm of the gradients, given those
+        of this replica."""
+        return outcome, norm
 
     def elsewhere(self) -> tuple[str, ...]:
-        """After a step that did not change the weights: the other replicas whose losses or
-        gradients are not finite; none where this one's are not."""
+        """After a step that is skipped as non-finite: the other replicas whose losses or gradients
+        are not finite; none where this one's are not."""
         return ()
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:

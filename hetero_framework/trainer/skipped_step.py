@@ -1,19 +1,40 @@
-"""Steps with non-finite values: finds the first such value and its samples, and limits their
-number."""
+"""Steps that are skipped: why, the first non-finite value and its samples, and their number."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from hetero_framework.config import StageSpec, TrainingConfig
 from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.errors import NumericError
+from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
+Rule = Callable[[TrainState, float, TrainingConfig], str | None]
+RULES: list[Rule] = []
+"""Rules that skip steps whose numbers are finite. Each gets the state before the step, the norm of
+all gradients and the settings; it returns the reason to skip the step, or None."""
 _SHOWN = 16
+
+
+def judged(
+    state: TrainState,
+    losses: Sequence[float],
+    loss: float,
+    norm: Tensor,
+    training: TrainingConfig,
+) -> StepOutcome:
+    """The outcome of a step by its micro-batches' losses, the sum of these, and its gradients."""
+    if not (math.isfinite(loss) and bool(norm.isfinite())):
+        return StepOutcome("overflow" if state.loss_scale.explains(losses) else "non-finite")
+    reasons = (rule(state, float(norm), training) for rule in RULES)
+    reason = next(filter(None, reasons), None)
+    return StepOutcome() if reason is None else StepOutcome("rule", reason)
 
 
 @dataclass(frozen=True)
@@ -77,7 +98,7 @@ def find(
 
 
 def check_not_too_many(
-    state: TrainState, total_steps: int, training: TrainingConfig, last: NonFinite
+    state: TrainState, total_steps: int, training: TrainingConfig, last: str
 ) -> None:
     """Raise NumericError after too many skipped steps in a row, or in all."""
     in_a_row, limit = state.skipped_in_a_row, training.max_skipped_steps

@@ -8,6 +8,7 @@ from typing import Any
 
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.errors import CheckpointError
+from hetero_framework.trainer.step_outcome import StepOutcome
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,8 @@ class TrainState:
 
     `step` counts the steps done, skipped ones among them; `committed_steps` those that changed the
     weights, which is the position in the learning-rate schedule. `skipped_in_a_row` and `skipped`,
-    in all, leave out steps that only the loss scale made overflow. `tokens` are all that were
-    trained on. `group` is what a group of replicas has to remember, as JSON data. `jumped` counts
+    in all, count only steps with something that is not finite. `tokens` are all that were trained
+    on. `group` is what a group of replicas has to remember, as JSON data. `jumped` counts
     the steps of the data that were left out where a callback ended an epoch early. `due` names what
     is due after the last step (`Due`), if that is known: a run may be cut short before it is done.
     """
@@ -41,22 +42,21 @@ class TrainState:
         """The state with `steps` more of the data left out."""
         return replace(self, jumped=self.jumped + steps)
 
-    def after_commit(self, tokens: int) -> TrainState:
-        """The state after a step of `tokens` tokens that changed the weights."""
-        done = self._after(tokens, finite=True)
-        return replace(done, committed_steps=self.committed_steps + 1, skipped_in_a_row=0)
-
-    def after_skip(self, tokens: int, *, overflow: bool) -> TrainState:
-        """The state after a step that left the weights alone. `overflow`: the loss scale was too
-        large, which is no sign of anything wrong."""
-        in_a_row, skipped = self.skipped_in_a_row + (not overflow), self.skipped + (not overflow)
-        done = self._after(tokens, finite=False)
-        return replace(done, skipped_in_a_row=in_a_row, skipped=skipped)
-
-    def _after(self, tokens: int, *, finite: bool) -> TrainState:
-        scale = self.loss_scale.after(finite=finite)
-        tokens += self.tokens
-        return replace(self, step=self.step + 1, tokens=tokens, loss_scale=scale, due=None)
+    def after(self, outcome: StepOutcome, tokens: int) -> TrainState:
+        """The state after a step of `tokens` tokens."""
+        scale, is_fault = self.loss_scale, outcome.skip == "non-finite"
+        if outcome.skip != "rule":  # it says nothing about the scale
+            scale = scale.after(finite=outcome.commits)
+        return replace(
+            self,
+            step=self.step + 1,
+            committed_steps=self.committed_steps + outcome.commits,
+            skipped_in_a_row=0 if outcome.commits else self.skipped_in_a_row + is_fault,
+            skipped=self.skipped + is_fault,
+            tokens=self.tokens + tokens,
+            loss_scale=scale,
+            due=None,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON data, for `load_state_dict`."""

@@ -40,6 +40,7 @@ from hetero_framework.extras.islands.shares import round_steps
 from hetero_framework.extras.islands.summed_steps import SummedSteps, seconds_in, seconds_of_all
 from hetero_framework.extras.islands.wait_times import for_others
 from hetero_framework.trainer.replica_group import CountItems, StepPart
+from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -178,8 +179,8 @@ class OuterRounds(SummedSteps):
     def elsewhere(self) -> tuple[str, ...]:
         return super().elsewhere() if self._sums_gradients else ()
 
-    def decide(self, finite: bool, norm: Tensor) -> tuple[bool, Tensor]:
-        return super().decide(finite, norm) if self._sums_gradients else (finite, norm)
+    def decide(self, outcome: StepOutcome, norm: Tensor) -> tuple[StepOutcome, Tensor]:
+        return super().decide(outcome, norm) if self._sums_gradients else (outcome, norm)
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:
         if self._sums_gradients:

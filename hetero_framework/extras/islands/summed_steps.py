@@ -41,6 +41,7 @@ from hetero_framework.trainer.replica_group import CountItems, ReplicaGroup, Ste
 from hetero_framework.trainer.run_checkpoint import RunCheckpoints
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.signals import StopRequest
+from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.units import plural
 
@@ -192,26 +193,27 @@ class SummedSteps(ReplicaGroup):
             bad = self._sums.nonfinite() if self._sums is not None else []
         return () if self._island.name in bad else tuple(bad)
 
-    def decide(self, finite: bool, norm: Tensor) -> tuple[bool, Tensor]:
+    def decide(self, outcome: StepOutcome, norm: Tensor) -> tuple[StepOutcome, Tensor]:
         """The leader counts the votes: all have the sums, or nobody changes a weight."""
         session, number = self._present, self._number
         assert self._sums is not None
-        vote = {
-            "finite": finite,
+        vote: dict[str, Any] = {
+            "outcome": outcome.as_info(),
             "seconds": self._sums.seconds_per(self._samples[session.me]),
             "idle_s": self._sums.since_end_s,
         }
         if session.me == session.leader:
-            votes, seconds = {session.me: vote}, {session.me: vote["seconds"]}
+            votes, seconds = [outcome], {session.me: vote["seconds"]}
             idle_since = {session.me: time.monotonic() - vote["idle_s"]}
             for name in session.others:
                 received = session.receive(number, "vote", name, self._heed_in_step)
-                votes[name] = received.info
                 with session.judging(name):
+                    votes.append(StepOutcome.of(received.info.get("outcome"), f"island {name}"))
                     seconds[name] = seconds_in(received.info, "seconds", name)
                     idle_since[name] = received.came - seconds_in(received.info, "idle_s", name)
+            outcome = StepOutcome.gravest(votes)
             decision: dict[str, Any] = {
-                "commit": all(v.get("finite") is True for v in votes.values()),
+                "outcome": outcome.as_info(),
                 "seconds": seconds,
                 "for_others": for_others(idle_since),
             }
@@ -225,11 +227,11 @@ class SummedSteps(ReplicaGroup):
             session.send(number, "vote", info=vote, to=[session.leader])
             received = session.receive(number, "decision", session.leader, self._heed_in_step)
             with session.judging(session.leader):
-                decision, norm = _decision(received, session)
+                outcome, decision, norm = _decision(received, session)
         self._seconds = decision["seconds"]
         self._others_s = decision["for_others"][session.me]
         self._waited_s = max(0.0, self._sums.since_end_s - self._others_s)
-        return decision["commit"], norm
+        return outcome, norm
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:
         session = self._present
@@ -489,13 +491,16 @@ def _shares_in(group: Mapping[str, Any]) -> Shares:
     return Shares.load_state_dict(group["shares"]) if group.get("shares") else Shares()
 
 
-def _decision(received: Received, session: IslandSession) -> tuple[dict[str, Any], Tensor]:
-    """The leader's decision, with the seconds of all, and its norm. Raises ProtocolError."""
-    norm, commit = received.tensors.get("norm"), received.info.get("commit")
-    if norm is None or norm.dim() or not (commit is False or commit is bool(norm.isfinite())):
-        raise ProtocolError(f"island {session.leader} sends no decision")
+def _decision(
+    received: Received, session: IslandSession
+) -> tuple[StepOutcome, dict[str, dict[str, float]], Tensor]:
+    """The leader's decision, the seconds of all, and its norm. Raises ProtocolError."""
+    leader, norm = f"island {session.leader}", received.tensors.get("norm")
+    outcome = StepOutcome.of(received.info.get("outcome"), leader)
+    if norm is None or norm.dim() or (outcome.commits and not norm.isfinite()):
+        raise ProtocolError(f"{leader} sends no decision")
     times = {key: seconds_of_all(received.info, key, session) for key in ("seconds", "for_others")}
-    return {"commit": commit, **times}, norm
+    return outcome, times, norm
 
 
 def seconds_of_all(info: Mapping[str, Any], key: str, session: IslandSession) -> dict[str, float]:

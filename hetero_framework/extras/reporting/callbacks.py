@@ -63,6 +63,7 @@ from hetero_framework.trainer.metrics import (
 from hetero_framework.trainer.observers import Due, Observer, RunStart
 from hetero_framework.trainer.progress import StageRow
 from hetero_framework.trainer.setup import Prepared
+from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
 _STATES, _STOPPED, _TOLD = "stateful_callbacks", "stopped", "evaluated"  # lines of their own
@@ -213,7 +214,7 @@ class Callbacks(Observer):
     def before_commit(self, state: TrainState, due: Due) -> None:
         self._decide("on_pre_optimizer_step", due)
 
-    def after_commit(self, state: TrainState, due: Due) -> None:
+    def after_commit(self, state: TrainState, outcome: StepOutcome, due: Due) -> None:
         self._decide("on_optimizer_step", due)
 
     def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:

@@ -11,20 +11,21 @@ import torch
 from hetero_framework.errors import CheckpointError, ProtocolError
 from hetero_framework.extras.islands.links import Received, check_finite
 from hetero_framework.extras.islands.summed_steps import SummedSteps, _decision
+from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
 NAN, INF = float("nan"), float("inf")
 SESSION = cast(Any, SimpleNamespace(leader="a", members=("a", "b")))
 TIMES = {"seconds": {"a": 1.0, "b": 0.5}, "for_others": {"a": 0.0, "b": 0.0}}
-YES = {"commit": True, **TIMES}
+YES = {"outcome": [None, ""], **TIMES}
 
 
 def test_a_decision_has_a_norm_and_the_times_of_all() -> None:
     norm = torch.tensor(2.0)
-    decision, found = _decision(Received({"norm": norm}, YES), SESSION)
-    assert (decision, found) == (YES, norm)
-    no = {**YES, "commit": False}
-    assert _decision(Received({"norm": torch.tensor(NAN)}, no), SESSION)[0]["commit"] is False
+    assert _decision(Received({"norm": norm}, YES), SESSION) == (StepOutcome(), TIMES, norm)
+    skip = StepOutcome("rule", "it is small")
+    no = {**YES, "outcome": skip.as_info()}
+    assert _decision(Received({"norm": torch.tensor(NAN)}, no), SESSION)[0] == skip
 
 
 @pytest.mark.parametrize(
@@ -34,8 +35,10 @@ def test_a_decision_has_a_norm_and_the_times_of_all() -> None:
         (torch.ones(2), {}),
         (torch.tensor(NAN), {}),
         (torch.tensor(INF), {}),
-        (torch.tensor(1.0), {"commit": 1}),
-        (torch.tensor(1.0), {"commit": None}),
+        (torch.tensor(1.0), {"outcome": None}),
+        (torch.tensor(1.0), {"outcome": ["later", ""]}),
+        (torch.tensor(1.0), {"outcome": [None, "but why"]}),
+        (torch.tensor(1.0), {"outcome": ["rule", 1]}),
         (torch.tensor(1.0), {"seconds": {"a": 1.0}}),
         (torch.tensor(1.0), {"seconds": {"a": 1.0, "b": NAN}}),
         (torch.tensor(1.0), {"seconds": {"a": 1.0, "b": -1.0}}),

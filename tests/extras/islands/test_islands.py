@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_framework.config import Config
+from hetero_framework.config import Config, TrainingConfig
 from hetero_framework.core import timeouts
 from hetero_framework.core.messages import Gradients
 from hetero_framework.core.timeouts import LinkDeadlines
@@ -32,7 +32,6 @@ from hetero_framework.extras.islands.outer import OuterFragment
 from hetero_framework.extras.islands.outer_rounds import OuterRounds
 from hetero_framework.trainer import skipped_step
 from hetero_framework.trainer.coordinator import Coordinator, train
-from hetero_framework.trainer.skipped_step import NonFinite
 from tests.extras.islands.helpers import StandIn, outcomes, serving, train_islands
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.pools import Notes, Pool
@@ -219,7 +218,7 @@ def test_a_step_that_is_not_finite_on_one_island_is_told_with_its_own_samples(
         is_hit = (here.name, at) == ("b", (1, 1))
         return replace(value, loss=value.loss * math.inf) if is_hit else value
 
-    def note(state: Any, total: int, training: Any, where: NonFinite) -> None:
+    def note(state: Any, total: int, training: Any, where: str) -> None:
         told[here.name] = where
 
     monkeypatch.setattr(Coordinator, "train_step", step)
@@ -238,8 +237,30 @@ def test_a_step_that_is_not_finite_on_one_island_is_told_with_its_own_samples(
     train_islands(made)
     [step_2] = [line for line in lines(tmp_path / "b", "step", "island") if line["step"] == 2]
     assert step_2["island"]["sample_ids"] == {"a": [8, 9, 10, 11], "b": [12, 13, 14, 15]}
-    assert told["a"] == NonFinite(None, None, islands=("b",))
-    assert (told["b"].micro_batch, told["b"].samples) == (1, (14, 15))
+    assert told["a"] == "non-finite losses or gradients of island b"
+    assert told["b"].startswith("non-finite values in micro-batch 1, ")
+    assert told["b"].endswith("samples 14, 15")
+
+
+def test_a_step_that_a_rule_skips_on_one_island_is_skipped_on_all(
+    pool: Pool, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rule(state: Any, norm: float, training: TrainingConfig) -> str | None:
+        is_b = Path(training.output_dir).name == "b"
+        return "island b's rule" if is_b and state.step == 1 else None
+
+    monkeypatch.setattr(skipped_step, "RULES", [rule])
+    training = {"max_steps": 3, "max_skipped_steps": 0}
+    made = {
+        name: island(pool, tmp_path / name, [], settings, section={"name": name}, training=training)
+        for name in "ab"
+    }
+    train_islands(made)
+    for name in "ab":
+        text = (tmp_path / name / "metrics.jsonl").read_text(encoding="utf-8")
+        reasons = [json.loads(line).get("reason") for line in text.splitlines()]
+        assert reasons == [None, "island b's rule", None]
+    assert_same(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
 @pytest.mark.islands

@@ -18,6 +18,7 @@ from hetero_framework.engine.stage_api import GradientPart, Tensors
 from hetero_framework.trainer import coordinator
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.replica_group import CountItems, Single, StepPart
+from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 from tests.alone import Alone
 
@@ -40,9 +41,9 @@ class Recorded(Single):
         self.calls.append("losses")
         return super().losses(own)
 
-    def decide(self, finite: bool, norm: torch.Tensor) -> tuple[bool, torch.Tensor]:
+    def decide(self, outcome: StepOutcome, norm: torch.Tensor) -> tuple[StepOutcome, torch.Tensor]:
         self.calls.append("decide")
-        return super().decide(finite, norm)
+        return super().decide(outcome, norm)
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:
         self.calls.append("after_step")
@@ -88,9 +89,9 @@ class TwoAlike(Recorded):
 class OthersRefuse(Recorded):
     """Another replica's second step is not finite."""
 
-    def decide(self, finite: bool, norm: torch.Tensor) -> tuple[bool, torch.Tensor]:
-        commits, norm = super().decide(finite, norm)
-        return commits and self.calls.count("decide") != 2, norm
+    def decide(self, outcome: StepOutcome, norm: torch.Tensor) -> tuple[StepOutcome, torch.Tensor]:
+        outcome, norm = super().decide(outcome, norm)
+        return StepOutcome("non-finite") if self.calls.count("decide") == 2 else outcome, norm
 
 
 class OneLeaves(Recorded):
@@ -148,7 +149,7 @@ def test_a_step_that_the_group_refuses_changes_no_weight_and_holds_the_schedule(
     settings = {"lr_scheduler_type": "constant", "warmup_steps": 2}
     lines = run(OthersRefuse(), "refused", alone, monkeypatch, max_steps=2, **settings)
     run(Single(), "one", alone, monkeypatch, max_steps=1, **settings)
-    assert [line.get("skipped", False) for line in lines] == [False, True]
+    assert [line.get("skipped") for line in lines] == [None, "non-finite"]
     after, before = weights(tmp_path / "refused"), weights(tmp_path / "one")
     assert all(torch.equal(after[key], before[key]) for key in before)
 

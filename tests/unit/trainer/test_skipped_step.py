@@ -16,10 +16,11 @@ from hetero_framework.config import Config, TrainingConfig
 from hetero_framework.data import TrainData
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.stage import Stage
-from hetero_framework.engine.stage_api import GradientReport
+from hetero_framework.engine.stage_api import GradientReport, StepInfo
 from hetero_framework.errors import NumericError
 from hetero_framework.trainer import skipped_step
 from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 from tests.alone import Alone
 
@@ -82,10 +83,11 @@ def test_many_samples_are_counted() -> None:
 
 
 def after(kinds: str) -> TrainState:
-    """The state after steps: c committed, s skipped, o only an overflow of the loss scale."""
-    state = TrainState(loss_scale=LossScale(1024.0))
+    """The state after steps: c committed, s skipped, o only an overflow of the loss scale, r by a
+    rule."""
+    state, skips = TrainState(loss_scale=LossScale(1024.0)), {"s": "non-finite", "o": "overflow"}
     for kind in kinds:
-        state = state.after_commit(1) if kind == "c" else state.after_skip(1, overflow=kind == "o")
+        state = state.after(StepOutcome(None if kind == "c" else skips.get(kind, "rule")), 1)
     return state
 
 
@@ -101,10 +103,11 @@ def after(kinds: str) -> TrainState:
         ("sc" * 5, 100, None),
         ("sc" * 6, 100, "6 of the run's 100 steps"),
         ("o" * 500, 1000, None),
+        ("sr" * 5 + "r" * 500, 1000, None),
     ],
 )
 def test_too_many_in_a_row_or_in_all_end_the_run(kinds: str, total: int, stops: str | None) -> None:
-    where = skipped_step.NonFinite(STAGES[0], 0, (1,))
+    where = str(skipped_step.NonFinite(STAGES[0], 0, (1,)))
     if stops is None:
         skipped_step.check_not_too_many(after(kinds), total, TrainingConfig(), where)
         return
@@ -144,7 +147,7 @@ def test_f29_inf_in_a_stage_skips_the_step_and_names_its_samples(
     training = {"train_sampling_strategy": "sequential", "probe_longest_batch": False}
     config = alone(training=training)
     assert train(config).steps == 4
-    assert [line.get("skipped", False) for line in metrics(config)] == [False, True, False, False]
+    assert [line.get("skipped") for line in metrics(config)] == [None, "non-finite", None, None]
     assert weights[1] == weights[2]  # before and after the skipped step
     assert weights[0] != weights[1]
     assert weights[2] != weights[3]
@@ -192,8 +195,8 @@ def test_f29_a_run_that_only_overflows_its_loss_scale_goes_on(
     monkeypatch.setattr(Stage, "_scaled_backward", overflow)
     config = alone(training={"fp16": True, "max_steps": 9, "max_skipped_steps": 0})
     assert train(config).steps == 9
-    skipped = [line.get("skipped", False) for line in metrics(config)]
-    assert skipped == [True] * 7 + [False] * 2  # 65536 is halved seven times
+    skipped = [line.get("skipped") for line in metrics(config)]
+    assert skipped == ["overflow"] * 7 + [None] * 2  # 65536 is halved seven times
 
 
 def test_f29_a_gradient_that_is_not_finite_names_its_stage(
@@ -211,3 +214,35 @@ def test_f29_a_gradient_that_is_not_finite_names_its_stage(
         train(config)
     assert raised.value.exit_code == 5
     assert all(event["stage"] == 0 and event["micro_batch"] is None for event in skips(config))
+
+
+def small_steps_are_skipped(state: TrainState, norm: float, training: TrainingConfig) -> str | None:
+    """The second step's norm is too small."""
+    return f"norm {norm:g} is below 1e9" if state.step == 1 and norm < 1e9 else None
+
+
+def test_a_rule_skips_a_step_with_its_reason_and_leaves_the_loss_scale(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skipped_step, "RULES", [small_steps_are_skipped])
+    scales, begin = [], Stage.begin
+
+    def noted(self: Stage, info: StepInfo, *args: Any) -> None:
+        scales.append(info.loss_scale)
+        begin(self, info, *args)
+
+    monkeypatch.setattr(Stage, "begin", noted)
+    training = {"fp16": True, "max_skipped_steps": 0, "probe_longest_batch": False, "max_steps": 3}
+    monkeypatch.setattr(LossScale, "for_training", lambda fp16: LossScale(1024.0))
+    config = alone(training=training)
+    assert train(config).steps == 3
+    lines = metrics(config)
+    assert [line.get("skipped") for line in lines] == [None, "rule", None]
+    reason = f"norm {lines[1]['grad_norm']:g} is below 1e9"
+    assert lines[1]["reason"] == reason
+    [event] = skips(config)
+    assert (event["step"], event["kind"], event["reason"]) == (2, "rule", reason)
+    log = (config.output_dir / "logs" / "coordinator.log").read_text()
+    assert f"step 2: {reason}; step skipped" in log
+    assert scales == [1024.0] * 3
+    assert lines[1]["learning_rate"] == lines[2]["learning_rate"]

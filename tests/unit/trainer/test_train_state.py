@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from hetero_framework.engine.loss_scale import LossScale
+from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
 STATE = TrainState(7, 5, 2, 900, LossScale(1024.0, 3))
@@ -30,19 +32,21 @@ def test_load_state_dict_reads_the_position_of_an_earlier_version() -> None:
     assert TrainState.load_state_dict(position) == TrainState(7, 5, 2, 900, LossScale(1024.0, 3))
 
 
-def test_after_commit_counts_the_step_and_ends_a_row_of_skips() -> None:
-    assert STATE.after_commit(100) == TrainState(8, 6, 0, 1000, LossScale(1024.0, 4))
-
-
-@pytest.mark.parametrize(("overflow", "in_a_row"), [(True, 2), (False, 3)])
-def test_after_skip_holds_the_schedule_and_counts_unexplained_skips(
-    overflow: bool, in_a_row: int
-) -> None:
-    after = STATE.after_skip(100, overflow=overflow)
-    assert after == TrainState(8, 5, in_a_row, 1000, LossScale(512.0, 0), int(not overflow))
+@pytest.mark.parametrize(
+    ("skip", "after"),
+    [
+        (None, TrainState(8, 6, 0, 1000, LossScale(1024.0, 4))),
+        ("overflow", TrainState(8, 5, 2, 1000, LossScale(512.0, 0))),
+        ("non-finite", TrainState(8, 5, 3, 1000, LossScale(512.0, 0), skipped=1)),
+        ("rule", TrainState(8, 5, 2, 1000, LossScale(1024.0, 3))),
+    ],
+)
+def test_each_outcome_changes_its_own_counts(skip: Any, after: TrainState) -> None:
+    """A skip holds the schedule; only what is not finite counts, and a rule leaves the scale."""
+    assert STATE.after(StepOutcome(skip), 100) == after
 
 
 def test_an_earlier_state_is_untouched_by_later_steps() -> None:
     before = STATE.state_dict()
-    STATE.after_commit(1).after_skip(1, overflow=False)
+    STATE.after(StepOutcome(), 1).after(StepOutcome("non-finite"), 1)
     assert STATE.state_dict() == before
