@@ -4,15 +4,15 @@ A table per program, alias_<program>.json, says what becomes of its keys: "keys"
 (expressions) to a setting or to cases [value, status, settings, reason], of which the first that
 fits counts; "idle" are keys that need no setting, "never" those that cannot be had; "defaults" are
 the program's own, under what they need (name, or name=value). In settings "$" is the value, "$,"
-its parts between commas, "*" the key; in defaults "=name*2" is another setting. Names of
-transformers, PEFT and TRL that no table has are those of the configuration file.
+its parts between commas, "*" the key; in defaults "=name*2" is another setting. Names that no table
+has are those of the configuration file, or are called otherwise there (`config.section.Called`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -31,12 +31,12 @@ from hetero_framework.config.text_limits import text_problems
 from hetero_framework.errors import UserError
 
 PROGRAMS = {"axolotl": "axolotl", "LLaMA-Factory": "llama_factory", "TRL": "trl"}
-STATUSES = ("taken", "changed", "no effect here", "cannot be had", "to do by hand", "unknown")
+TAKEN, CHANGED, IDLE, NEVER, BY_HAND, UNKNOWN = STATUSES = (
+    *("taken", "changed", "no effect here", "cannot be had", "to do by hand", "unknown"),
+)
 _SECTIONS: dict[str, type[Section]] = {
-    "adapter": AdapterConfig,
-    "data": DataConfig,
-    "training": TrainingConfig,
-    "model": ModelConfig,
+    **{"adapter": AdapterConfig, "data": DataConfig},
+    **{"training": TrainingConfig, "model": ModelConfig},
 }
 _NEEDED = {"model.name_or_path": "model", "data.train": "train.jsonl"}
 _PATHS = (
@@ -52,7 +52,7 @@ _INSTEAD = {
     "training.bf16": "training.fp16",
 }
 _FIRST = ("trl", "rl", "reward_model", "stage", "pref_loss", "loss_type", "dpo_loss_type")
-_JUDGED = ("objective", "loss_type")
+_LAST = ("val_set_size", "val_size")  # they divide what the others name
 _OF_EVALUATIONS = (
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     *("early_stopping_patience", "early_stopping_threshold"),
@@ -69,12 +69,8 @@ _LOADERS = ("json", "jsonl", "parquet", "text", "csv", "arrow")  # of `datasets`
 _ONE_SAMPLE = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
 _SETS = ("datasets", "test_datasets", "pretraining_dataset")
 _INFO = "dataset_info.json"
-_HUBS = ("hf_hub_url", "ms_hub_url", "script_url")
-# axolotl's types of rows that are read here.
-_STYLES = {
-    **{"alpaca": "alpaca", "completion|pretrain": "text"},
-    "(chat_template|sharegpt)(\\..*)?": "chat",
-}
+_STYLES = {"alpaca": "alpaca", "completion|pretrain": "text", r"(chat_template|sharegpt).*": "chat"}
+"""axolotl's types of rows that are read here."""
 _NAMING = re.compile(
     r".*\.(type|field_(messages|tools|chosen|rejected)|roles|message_(property_mappings|field_(role|content|training)))"
 )
@@ -129,20 +125,18 @@ class Conversion:
     rewrites: list[Rewrite] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.table = _table(self.program)
         told = self.program != "TRL" or "trl" in self.given
-        if not told and (method := _method(self.given)):
+        if not told and (method := next((m for m, n in _METHODS.items() if n & {*self.given}), "")):
             self.given = {"trl": method, **self.given}
-        last = ("val_set_size", "val_size")  # they divide what the others name
-        rank = {key: number for number, key in enumerate(_FIRST)}
-        for key in sorted(self.given, key=lambda key: (rank.get(key, len(rank)), key in last)):
+        rank = {key: number - len(_FIRST) for number, key in enumerate(_FIRST)}
+        for key in sorted(self.given, key=lambda key: rank.get(key, key in _LAST)):
             self._take_key(key, self.given[key])
         if not told:
             why = "told by its keys; write training.objective if it is another one, such as orpo"
-            self._change("training.objective", status="changed", why=why)
+            self._change("training.objective", status=CHANGED, why=why)
         if self.program == "LLaMA-Factory":
             self._use_named_sets()
-        for key in last:
+        for key in _LAST:
             self._hold_out(key, float(self.given.get(key) or 0))
         self._decide_adapter()
         self._fill_defaults()
@@ -170,18 +164,15 @@ class Conversion:
         if key in _SETS and value:
             entries = _entries(key, value)
             for number, entry in enumerate(entries):
-                begin = len(self.rows)
+                place, begin = f"{key}[{number}]", len(self.rows)
                 for name, inner in entry.items():
                     rated = name == "type" and self._objective != "sft"
-                    self._take(
-                        f"{'pairs' if rated else 'datasets'}.{name}",
-                        inner,
-                        f"{key}[{number}].{name}",
-                    )
+                    named = f"{'pairs' if rated else 'datasets'}.{name}"
+                    self._take(named, inner, f"{place}.{name}")
                 if self.program == "axolotl":
-                    entries[number] = self._rewritten(f"{key}[{number}]", entry, begin)
+                    entries[number] = self._rewritten(place, entry, begin)
             self._use_sets(key, entries, "eval" if key == "test_datasets" else "train")
-        elif value and any(f" {key}." in f" {n}" for n in self.table["keys"]):
+        elif value and any(names.startswith(f"{key}.") for names, _ in rules(self.program)):
             for name, inner in value.items():
                 self._take(f"{key}.{name}", inner, f"{key}.{name}")
         else:
@@ -190,28 +181,22 @@ class Conversion:
     def _take(self, name: str, value: Any, key: str) -> None:
         """Find out what becomes of `key`, which the table calls `name`."""
         if value is None or value in ("", [], {}):
-            return self._say(key, value, "taken", "empty")
-        for names, rule in self.table["keys"].items():
-            if any(re.fullmatch(pattern, name) for pattern in names.split()):
-                return self._apply(name, value, key, rule)
-        for status, reasons in (("no effect here", "idle"), ("cannot be had", "never")):
-            for why, names in self.table[reasons].items():
-                if re.fullmatch(names, name):
-                    return self._say(key, value, "taken" if value is False else status, why)
+            return self._say(key, value, TAKEN, "empty")
+        for names, cases in rules(self.program):
+            if re.fullmatch(names, name):
+                return self._apply(name, value, key, cases)
         if any(is_harmless(section, name, value) for section in _SECTIONS):
-            return self._say(key, value, "taken", "what happens anyway")
+            return self._say(key, value, TAKEN, "what happens anyway")
         for section in ("adapter", "data", "training"):
             if self.program != "axolotl" and name in _SECTIONS[section].model_fields:
                 return self._set(key, value, {f"{section}.{name}": value})
         if called := own_name("training", name):
-            return self._say(key, value, "to do by hand", f"it is called {called} here")
-        why = refusal_of("training", name)
-        status = "cannot be had" if why else "unknown"
-        return self._say(key, value, status, why or f"no key of {self.program} that is known here")
+            return self._say(key, value, BY_HAND, f"it is called {called} here")
+        why = refusal_of("training", name) or f"no key of {self.program} that is known here"
+        return self._say(key, value, NEVER if refusal_of("training", name) else UNKNOWN, why)
 
-    def _apply(self, name: str, value: Any, key: str, rule: Any) -> None:
+    def _apply(self, name: str, value: Any, key: str, cases: list[Any]) -> None:
         text = value.strip() if isinstance(value, str) else json.dumps(value, default=str)
-        cases = [(".*", "taken", {rule: "$"}, "")] if isinstance(rule, str) else rule
         for pattern, status, settings, why in cases:
             if match := re.fullmatch(pattern, text, re.IGNORECASE | re.DOTALL):
                 if status == "stop":
@@ -220,33 +205,33 @@ class Conversion:
                 filled = self._fill(settings, value, match).items()
                 made = {path.replace("*", name): part for path, part in filled}
                 return self._set(key, value, made, status, why)
-        return self._say(key, value, "cannot be had", "there is no such value here")
+        return self._say(key, value, NEVER, "there is no such value here")
 
     def _fill(self, made: Any, value: Any, match: re.Match[str]) -> Any:
         """Resolve a table's entry to its value (the head of this module explains "$")."""
         if isinstance(made, dict):
             return {key: self._fill(part, value, match) for key, part in made.items()}
-        if made == "$,":
-            return _listed(value)
         if made == "per epoch":
             return 1 / (int(value) * float(self.given.get("num_epochs") or 1))
         if made == "per micro-batch":
             return max(1, int(value) // int(self.given.get("micro_batch_size") or 1))
-        return value if made == "$" else match.expand(made) if isinstance(made, str) else made
+        if made in ("$", "$,"):
+            return value if made == "$" else _listed(value)
+        return match.expand(made) if isinstance(made, str) else made
 
     def _set(
-        self, key: str, value: Any, to: Mapping[str, Any], status: str = "taken", why: str = ""
+        self, key: str, value: Any, to: Mapping[str, Any], status: str = TAKEN, why: str = ""
     ) -> None:
         """Take the settings `to` which a key goes, where they are valid."""
         for path, asked in to.items():
             old = self.settings.get(path)
             fitting, wrong = _fit(path, asked, self._context(to))
             if wrong:
-                return self._say(key, value, "cannot be had", wrong)
+                return self._say(key, value, NEVER, wrong)
             if old == "all-linear":  # a union of both
-                fitting, status, why = old, "changed", "all linear layers are named already"
+                fitting, status, why = old, CHANGED, "all linear layers are named already"
             elif old not in (None, fitting) and path != "training.objective":
-                status, why = "changed", f"in place of {shown(old)}, which another key says"
+                status, why = CHANGED, f"in place of {shown(old)}, which another key says"
             self.settings[path] = fitting
         return self._say(key, value, status, why, *to)
 
@@ -257,43 +242,18 @@ class Conversion:
     def _context(self, to: Mapping[str, Any]) -> dict[str, Any]:
         """Settings of training by which those that a key goes `to` are judged."""
         smoothing = self.given.get("label_smoothing") or self.given.get("dpo_label_smoothing")
-        made = {**self.settings, **to}
-        found = {n: made[f"training.{n}"] for n in _JUDGED if f"training.{n}" in made}
+        made, judged = {**self.settings, **to}, ("objective", "loss_type")
+        found = {n: made[f"training.{n}"] for n in judged if f"training.{n}" in made}
         found["eval_strategy"] = "steps"  # whether there are evaluations shows at the end
         if found.get("objective") == "kto":
             found |= {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
         return found | ({"label_smoothing": float(smoothing)} if smoothing else {})
 
-    def _settle_objective(self) -> None:
-        """Add the settings that trainers of preferences apply without being told."""
-        if self._objective == "sft":
-            return
-        for name in ("data.completion_only_loss", "data.assistant_only_loss"):
-            self._drop(name, "the loss of preferences covers answers")
-        if self._objective != "dpo":
-            self._drop("training.rpo_alpha", f"{self._objective} adds no such loss here")
-        made: dict[str, Any] = {}
-        drops = str(self.given.get("disable_dropout", True)).lower() == "true"
-        if drops and self.settings.get("adapter.lora_dropout"):
-            made["adapter.lora_dropout"] = 0.0
-        if self._objective == "kto":
-            made["training.train_sampling_strategy"] = "sequential"
-        for path, value in made.items():
-            self.settings[path] = value
-            is_order = path == "training.train_sampling_strategy"
-            why = (
-                "KTO takes the order of the file" if is_order else "dropout is off in this training"
-            )
-            self._change(path, status="changed", why=why)
-            if not any(path in row.to for row in self.rows):
-                self.defaults[path] = value
-
     def _drop(self, path: str, why: str) -> None:
         """Take a setting back; its row says why."""
         self.defaults.pop(path, None)
         taken = self.settings.pop(path, None)
-        status = "taken" if taken is False else "cannot be had"
-        self._change(path, status=status, to=(), why=why)
+        self._change(path, status=TAKEN if taken is False else NEVER, to=(), why=why)
 
     def _change(self, path: str, **new: Any) -> None:
         """Say something else of the key that gave a setting."""
@@ -301,8 +261,8 @@ class Conversion:
 
     def _decide_adapter(self) -> None:
         """Whether there is an adapter, and no settings of one where there is none."""
-        always = [made for needs, made in self.table["defaults"] if not needs]
         named = {"r", "peft_type", "target_modules"} & self.given.keys()  # of PEFT's own class
+        always = (made for needs, made in _table(self.program)["defaults"] if not needs)
         given = bool(named) or any(made.get("adapter") for made in always)
         if not self.settings.setdefault("adapter", given):
             for path in [path for path in self.settings if path.startswith("adapter.")]:
@@ -311,10 +271,8 @@ class Conversion:
 
     def _fill_defaults(self) -> None:
         """State the other program's defaults where they differ from those here."""
-        for needs, made in self.table["defaults"]:
-            if not all(map(self._has, needs.split())):
-                continue
-            for path, value in made.items():
+        for needs, made in _table(self.program)["defaults"]:
+            for path, value in made.items() if all(map(self._has, needs.split())) else ():
                 instead = self.settings.get(_INSTEAD.get(path, ""), False)
                 if path in self.settings or instead is not False:
                     continue
@@ -337,21 +295,24 @@ class Conversion:
         if n > 1:
             before = self.settings.get(path, 1)
             self.settings[path] = before * n
-            self._change(path, status="changed", why=f"{before} of each of {n} processes")
+            self._change(path, status=CHANGED, why=f"{before} of each of {n} processes")
 
     def _settle(self) -> None:
         """Leave out what contradicts another setting, and name what is missing."""
-        self._settle_objective()
-        has = self.settings.get
+        has, objective = self.settings.get, self._objective
         transformers = self.program != "axolotl"  # which evaluates by eval_strategy alone
         strategy = has("training.eval_strategy", "no" if transformers else "steps")
         if self.program == "TRL" and strategy != "no" and has("data.train"):
             self.settings.setdefault("data.eval", has("data.train"))
         no_data, none = not has("data.eval"), "no evaluation data"
-        idle = no_data or strategy == "no"
+        idle, rated = no_data or strategy == "no", objective != "sft"
         by_weights = has("adapter.init_lora_weights") in ("pissa", "olora")
         quantised = by_weights and has("model.quantization")
+        answers = "the loss of preferences covers answers"
         for path, wrong, why in (
+            ("data.completion_only_loss", rated, answers),
+            ("data.assistant_only_loss", rated, answers),
+            ("training.rpo_alpha", rated and objective != "dpo", f"{objective} adds no such loss"),
             ("training.eval_strategy", no_data and strategy != "no", none),
             ("training.eval_on_start", idle and has("training.eval_on_start"), none),
             ("training.eval_steps", no_data or strategy != "steps", "nothing to evaluate"),
@@ -363,16 +324,28 @@ class Conversion:
         ):
             if wrong:
                 self._drop(path, why)
+        # What trainers of preferences apply without being told.
+        drops = rated and str(self.given.get("disable_dropout", True)).lower() == "true"
+        if drops and has(path := "adapter.lora_dropout"):
+            self._force(path, 0.0, "dropout is off in this training")
+        if objective == "kto":
+            path = "training.train_sampling_strategy"
+            self._force(path, "sequential", "KTO takes the order of the file")
         if has(best := "training.load_best_model_at_end"):
-            training = {
-                p.partition(".")[2]: v for p, v in self.settings.items() if "training." in p
-            }
+            training = {p[9:]: v for p, v in self.settings.items() if p.startswith("training.")}
             if wrong := _fit(best, True, training)[1]:
                 self._drop(best, wrong)
         for path, name in _NEEDED.items():
             if path not in self.settings:
                 self.settings[path] = name
-                self._say(path, None, "to do by hand", f"the file names none: write it in {path}")
+                self._say(path, None, BY_HAND, f"the file names none: write it in {path}")
+
+    def _force(self, path: str, value: Any, why: str) -> None:
+        """Give a setting a value, whatever the file says."""
+        self.settings[path] = value
+        self._change(path, status=CHANGED, why=why)
+        if not any(path in row.to for row in self.rows):
+            self.defaults[path] = value
 
     def _use_sets(self, key: str, entries: list[dict[str, Any]], role: str) -> None:
         """Take sets of data; all of a run have one split and configuration."""
@@ -381,14 +354,14 @@ class Conversion:
         for number, entry in enumerate(entries):
             if entry.get("data_files") and entry.get("path") not in (None, *_LOADERS):
                 why = "download these files, and write their names in data.train"
-                self._say(f"{key}[{number}].data_files", entry["data_files"], "to do by hand", why)
+                self._say(f"{key}[{number}].data_files", entry["data_files"], BY_HAND, why)
             for name, path in (("split", f"data.{role}_split"), ("name", "data.dataset_config")):
                 value, first = entry.get(name), entries[0].get(name)
                 if value and not number:
                     self.settings[path] = value
                 if value != first:
                     why = f"all data of a run have one {path}; save this set as a file"
-                    self._say(f"{key}[{number}]", value, "to do by hand", why)
+                    self._say(f"{key}[{number}]", value, BY_HAND, why)
 
     def _hold_out(self, key: str, share: float) -> None:
         """Take the end of the training data for evaluation: a share, or a number of rows."""
@@ -397,15 +370,14 @@ class Conversion:
         self.rows = [row for row in self.rows if row.key != key]
         form = _SPLIT.fullmatch(self.settings.get("data.train_split", "train"))
         if "data.train" not in self.settings or form is None or (share >= 1 and form[2]):
-            return self._say(key, share, "to do by hand", "choose data.eval and data.eval_split")
+            return self._say(key, share, BY_HAND, "choose data.eval and data.eval_split")
         name, end = form[1], int(form[2] or 100)
         cut = f"-{share:.0f}" if share >= 1 else f"{end - max(1, round(end * share))}%"
         held = f"{name}[{cut}:{f'{end}%' if form[2] else ''}]"
-        self.settings["data.train_split"] = f"{name}[:{cut}]"
-        self.settings["data.eval"] = self.settings["data.train"]
-        self.settings["data.eval_split"] = held
+        made = {"train_split": f"{name}[:{cut}]", "eval": self.settings["data.train"]}
+        self.settings |= {f"data.{n}": value for n, value in (made | {"eval_split": held}).items()}
         why = f"the last rows, {held}, and not rows drawn at random"
-        return self._say(key, share, "changed", why, "data.train_split", "data.eval_split")
+        return self._say(key, share, CHANGED, why, "data.train_split", "data.eval_split")
 
     def _use_named_sets(self) -> None:
         """The sets that LLaMA-Factory's dataset_info.json describes: under dataset_dir, from this
@@ -419,37 +391,42 @@ class Conversion:
                 sets = [self._named_set(n, info.get(n), found or Path(name)) for n in names]
                 self._use_sets(key, sets, role)
 
+    def _rewrite(
+        self, source: Path, name: str, style: str, entry: Any, form: str, limit: int | None = None
+    ) -> Path:
+        """Have the rows of a file written anew, into this other one."""
+        target = self.output.with_name(f"{self.output.stem}.{name}.jsonl")
+        self.rewrites.append(Rewrite(source, target, style, entry, form, limit))
+        return target
+
     def _rewritten(self, key: str, entry: dict[str, Any], begin: int) -> dict[str, Any]:
         """A set of axolotl with its rows written anew, where a run cannot read them as they are, or
         has sets of several types. Its keys' rows are those from `begin` on."""
-        sets = [e for k in _SETS if self.given.get(k) for e in _entries(k, self.given[k])]
-        styles = {_style(one) for one in sets}
-        open_ = [row for row in self.rows[begin:] if row.status == "to do by hand"]
+        styles = {_style(e) for k in _SETS for e in _entries(k, self.given.get(k) or [])}
+        open_ = [row for row in self.rows[begin:] if row.status == BY_HAND]
         if len(styles) == 1 and not open_:
             return entry
         form = "messages" if "chat" in styles else "prompt_completion"
-        form = form if self._objective == "sft" else "preference"
         style, files = _style(entry), _listed(entry.get("data_files") or entry.get("path"))
+        if self._objective != "sft":
+            form = "preference"
+            style = "pair" if style == "chat" and self._objective != "kto" else ""
         places = [Path(str(files[0])), self.folder / str(files[0])] if len(files) == 1 else []
         source = next((place for place in places if place.is_file()), None)
-        if self._objective != "sft":
-            pairs = style == "chat" and self._objective != "kto"
-            style = "pair" if pairs else style if style == "fields" else ""
         readable = style and all(_NAMING.fullmatch(row.key) for row in open_)
         if not readable or source is None or "[" in str(entry.get("split")):
             if len(styles) > 1:
                 why = f"a run has sets of one format: save these rows as {form} in a file"
-                self._say(key, entry.get("path"), "to do by hand", why)
+                self._say(key, entry.get("path"), BY_HAND, why)
             return entry
-        name = key.replace("datasets", "").replace("[", "").replace("]", "")
-        target = self.output.with_name(f"{self.output.stem}.{name}.{source.stem}.jsonl")
-        self.rewrites.append(Rewrite(source, target, style, entry, form))
+        name = re.sub(r"datasets|[\[\]]", "", key)
+        target = self._rewrite(source, f"{name}.{source.stem}", style, entry, form)
         self.settings["data.format"] = form
+        by_template = form == "messages" and style != "chat"
         why = f"its rows are in {target.name}, as {form}"
-        if form == "messages" and style != "chat":
-            why += ", which the chat template writes"
+        why += ", which the chat template writes" * by_template
         self.rows[begin:] = [
-            replace(row, status="changed", to=(), why=why) if _NAMING.fullmatch(row.key) else row
+            replace(row, status=CHANGED, to=(), why=why) if _NAMING.fullmatch(row.key) else row
             for row in self.rows[begin:]
         ]
         return {"path": str(target)}
@@ -458,38 +435,52 @@ class Conversion:
         key, limit = f"dataset {name}", self.given.get("max_samples")
         if not isinstance(entry, dict):
             why = f"no {_INFO} that names it was found; write its file in data.train"
-            self._say(key, None, "to do by hand", why)
+            self._say(key, None, BY_HAND, why)
             return {"path": f"{folder}/{name}.json"}
         is_text = self.given.get("stage") == "pt"
         if is_text and (column := (entry.get("columns") or {}).get("prompt")):
             self._set(key, column, {"data.dataset_text_field": column})
         if "file_name" not in entry:
-            hub = next(str(entry[name]) for name in _HUBS if name in entry)
+            hubs = ("hf_hub_url", "ms_hub_url", "script_url")
+            hub = next(str(entry[name]) for name in hubs if name in entry)
             is_alpaca = entry.get("formatting", "alpaca") == "alpaca"
             if not is_text and (is_alpaca or self._objective != "sft"):
                 why = "the chat template writes its rows there: write them as messages into a file"
-                self._say(key, hub, "to do by hand", why)
+                self._say(key, hub, BY_HAND, why)
             split = entry.get("split", "train") + (f"[:{limit}]" if limit else "")
             return {"path": hub, "name": entry.get("subset"), "split": split}
         source = folder / entry["file_name"]
         if not source.is_file():
-            self._say(key, str(source), "to do by hand", "it is not here; convert where it is")
+            self._say(key, str(source), BY_HAND, "it is not here; convert where it is")
             return {"path": str(source)}
-        target = self.output.with_name(f"{self.output.stem}.{name}.jsonl")
         most = min((int(n) for n in (limit, entry.get("num_samples")) if n), default=None)
         form = "messages" if self._objective == "sft" else "preference"
         style = "as it is" if is_text else self.program
-        self.rewrites.append(Rewrite(source, target, style, entry, form, most))
+        target = self._rewrite(source, name, style, entry, form, most)
         self.settings.setdefault("data.format", form)
         form = "as they are" if is_text else "as messages"
-        self._say(key, str(source), "changed", f"its rows are in {target.name}, {form}")
+        self._say(key, str(source), CHANGED, f"its rows are in {target.name}, {form}")
         return {"path": str(target)}
 
 
 @cache
 def _table(program: str) -> dict[str, Any]:
-    file = Path(__file__).with_name(f"alias_{PROGRAMS[program]}.json")
-    return read_object(file)
+    return read_object(Path(__file__).with_name(f"alias_{PROGRAMS[program]}.json"))
+
+
+@cache
+def rules(program: str) -> list[tuple[str, list[Any]]]:
+    """The rules of a program's table: an expression of names, and its cases."""
+    return list(_rules(_table(program)))
+
+
+def _rules(table: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    for names, cases in table["keys"].items():
+        for name in names.split():
+            yield name, [[".*", TAKEN, {cases: "$"}, ""]] if isinstance(cases, str) else cases
+    for group, status in (("idle", IDLE), ("never", NEVER)):
+        for why, names in table[group].items():
+            yield names, [["false", TAKEN, {}, why], [".*", status, {}, why]]
 
 
 def marks(keys: Mapping[str, Any]) -> dict[str, int]:
@@ -507,11 +498,6 @@ def program_of(keys: Mapping[str, Any], name: str) -> str:
     return best
 
 
-def _method(keys: Mapping[str, Any]) -> str | None:
-    """The method of a file of TRL that names none."""
-    return next((method for method, names in _METHODS.items() if names & keys.keys()), None)
-
-
 def _own_default(path: str) -> Any:
     """The default of a setting here; None where it has none."""
     section, _, name = path.partition(".")
@@ -524,16 +510,17 @@ def _fit(path: str, value: Any, context: Mapping[str, Any]) -> tuple[Any, str]:
     refused, or "". A text that is a number or a switch, as on a command line, is one; a single text
     may be a list of one."""
     section, _, name = path.partition(".")
+    if not name:
+        return value, ""
     needed = {p.partition(".")[2]: v for p, v in _NEEDED.items() if p.startswith(f"{section}.")}
-    if section == "training":
-        needed |= context
+    needed |= context if section == "training" else {}
     refused: list[str] = []
     text, candidates = str(value), [value]
     with suppress(ValueError):
         candidates.append(json.loads(text.lower() if text.lower() in ("true", "false") else text))
     with suppress(ValueError, TypeError):
         candidates.append([json.loads(part) for part in value])
-    for candidate in (*candidates, [value]) if name else ():
+    for candidate in (*candidates, [value]):
         try:
             part = {**needed, name: candidate}
             _SECTIONS[section].model_validate_json(json.dumps(part, default=str))
@@ -545,7 +532,7 @@ def _fit(path: str, value: Any, context: Mapping[str, Any]) -> tuple[Any, str]:
         if path in ("training.optim", "training.lr_scheduler_type"):
             refused += map(str, optimizer_problems(TrainingConfig(**{name: candidate})))
         return candidate, " ".join(refused)
-    return value, refused[0] if refused else ""
+    return value, refused[0]
 
 
 def _entries(key: str, value: Any) -> list[dict[str, Any]]:
@@ -557,10 +544,8 @@ def _entries(key: str, value: Any) -> list[dict[str, Any]]:
 
 def _style(entry: Mapping[str, Any]) -> str:
     """How the rows of one of axolotl's sets are read; "" for a way that is not known here."""
-    kind = entry.get("type")
-    text = "fields" if isinstance(kind, dict) else ""
-    styles = (style for types, style in _STYLES.items() if re.fullmatch(types, str(kind)))
-    return next(styles, text)
+    kind = str(entry.get("type"))
+    return next((style for types, style in _STYLES.items() if re.fullmatch(types, kind)), "")
 
 
 def _listed(value: Any) -> list[Any]:

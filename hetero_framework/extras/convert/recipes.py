@@ -12,15 +12,21 @@ from typing import Any
 
 from hetero_framework.config.strict_json import parse_object
 from hetero_framework.errors import ConfigError, UserError, in_words
-from hetero_framework.extras.convert.convert import ConvertedKey, marks, program_of
+from hetero_framework.extras.convert.convert import (
+    BY_HAND,
+    CHANGED,
+    IDLE,
+    ConvertedKey,
+    marks,
+    program_of,
+)
 from hetero_framework.extras.convert.scripts import UNKNOWN, ShellCommand, read_commands
 
 # Names that stand around fields of classes.
 _CLASSES = re.compile(
-    "((sft|peft|lora|model)_config|(training_|model_|script_)?args|model_init_kwargs"
-    "|SFTConfig|LoraConfig|ModelConfig|ScriptArguments|(DPO|ORPO|CPO|KTO|Reward)Config)"
+    "(sft|peft|lora|model)_config|(training_|model_|script_)?args|model_init_kwargs"
+    "|(SFT|Lora|Model)Config|ScriptArguments|(?P<method>DPO|ORPO|CPO|KTO|Reward)Config"
 )
-_METHOD = re.compile("dpo|orpo|cpo|kto|reward", re.IGNORECASE)
 _OF_SCRIPT = re.compile(r"(?:.*_)?(sft|dpo|orpo|cpo|kto|reward|grpo|ppo|rloo|gkd|prm)(?:_.*)?")
 _TRAINERS = {"axolotl": "axolotl", **dict.fromkeys(("llamafactory-cli", "lmf"), "LLaMA-Factory")}
 _SCRIPT = re.compile(r"(.*/)?\w[\w.-]*\.py|trl\.scripts\.\w+|axolotl\.cli\.train")
@@ -36,7 +42,6 @@ _IDLE = re.compile(
     r"|trap|unset|hash|which|fi|done|for|case|esac|test|true|shift|elif|\W+"
 )
 _PYTHON = re.compile(r"^(from [\w.]+ )?import \w", re.MULTILINE)
-_BY_HAND = "to do by hand"
 
 
 @dataclass
@@ -72,7 +77,7 @@ def read_recipe(file: Path) -> Recipe:
         return _of_script(commands, file)
     keys = _keys(text, file)
     recipe = Recipe(keys, program_of(keys, str(file)))
-    _count_processes(recipe, keys, {}, file.parent)
+    recipe.processes = _processes(keys, {}, file.parent)
     return recipe
 
 
@@ -96,9 +101,9 @@ def _flat(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Without the names of classes around fields, as in {"SFTConfig": {...}}."""
     found: dict[str, Any] = {}
     for key, value in keys.items():
-        inside = _CLASSES.fullmatch(key) and isinstance(value, dict)
-        if inside and (method := _METHOD.match(key)):
-            found["trl"] = method[0].lower()
+        inside = _CLASSES.fullmatch(key) if isinstance(value, dict) else None
+        if inside and inside["method"]:
+            found["trl"] = inside["method"].lower()
         for name, part in _flat(value, file).items() if inside else [(key, value)]:
             if found.setdefault(name, part) != part:
                 raise UserError(f"{file}: {name} is given twice, with two values; keep one")
@@ -129,14 +134,14 @@ def _of_script(commands: list[ShellCommand], file: Path) -> Recipe:
     for number in read.keys() - {taken}:
         words = commands[number].words
         name = " ".join(words[: (_program(words) or (1,))[0]])
-        recipe.say(name, None, _BY_HAND, "another command: convert it from a script of its own")
+        recipe.say(name, None, BY_HAND, "another command: convert it from a script of its own")
     for name in dict.fromkeys(c.words[0] for n, c in enumerate(commands) if n not in read):
         if _IDLE.fullmatch(name):
-            recipe.say(name, None, "no effect here", "it trains nothing")
+            recipe.say(name, None, IDLE, "it trains nothing")
         elif name == "cd":
-            recipe.say(name, None, _BY_HAND, "convert in the folder that the command runs in")
+            recipe.say(name, None, BY_HAND, "convert in the folder that the command runs in")
         else:
-            recipe.say(name, None, _BY_HAND, "it is no training: run it yourself where it matters")
+            recipe.say(name, None, BY_HAND, "it is no training: run it yourself where it matters")
     return recipe
 
 
@@ -155,39 +160,38 @@ def _of_command(command: ShellCommand, file: Path) -> Recipe:
         elif Path(word).suffix in _FILES and UNKNOWN not in word:
             recipe.keys |= _keys(_text(path), path)
         else:
-            recipe.say(word, None, _BY_HAND, "what this is cannot be told from the script")
+            recipe.say(word, None, BY_HAND, "what this is cannot be told from the script")
     for key, value in options.items():
         outer, _, inner = key.partition(".")
         if any(UNKNOWN in part for part in _listed(value)):
             shown = " ".join(_listed(value)).replace(UNKNOWN, "")
-            recipe.say(key, shown, _BY_HAND, "the script does not tell the value")
+            recipe.say(key, shown, BY_HAND, "the script does not tell the value")
             recipe.keys.pop(key, None)
-        elif inner:
-            recipe.keys[outer] = {**(recipe.keys.get(outer) or {}), inner: value}
         else:
-            recipe.keys[key] = value
+            inside = {**(recipe.keys.get(outer) or {}), inner: value} if inner else value
+            recipe.keys[outer] = inside
     environment = {n: v for n, v in command.environment.items() if UNKNOWN not in v}
     recipe.keys |= {n: v for n, v in environment.items() if n == "WANDB_PROJECT"}
     _name_method(recipe, name)
-    launcher, _ = _options(before, single=True)
-    given = {n: v for n, v in {**recipe.keys, **launcher}.items() if n in _LAUNCHING}
-    by_name = [word for word in before if _LAUNCHERS.fullmatch(Path(word).name)]
-    if {"torchrun", "torch.distributed.run", "torch.distributed.launch"} & {*by_name}:
-        given = {"nproc_per_node": 1} | given
-    _count_processes(recipe, given, environment, file.parent)
-    if by_name or "FORCE_TORCHRUN" in command.environment or recipe.processes is not None:
-        known = recipe.processes is not None
-        why = f"{recipe.processes} processes, whose samples a step has; shard_plan spreads layers"
-        why = why if known else "how many processes there were it does not tell: --world-size N"
-        given = {name: str(value).replace(UNKNOWN, "") for name, value in given.items()}
-        recipe.say("launcher", given, "changed" if known else _BY_HAND, why)
+    given = {**recipe.keys, **_options(before, single=True)[0]}
+    given = {n: str(v).replace(UNKNOWN, "") for n, v in given.items() if n in _LAUNCHING}
+    by_name = {Path(word).name for word in before if _LAUNCHERS.fullmatch(Path(word).name)}
+    if by_name & {"torchrun", "torch.distributed.run", "torch.distributed.launch"}:
+        given = {"nproc_per_node": "1"} | given
+    count = recipe.processes = _processes(given, environment, file.parent)
+    if count is not None:
+        why = f"{count} processes, whose samples a step has; shard_plan spreads layers"
+        recipe.say("launcher", given, CHANGED, why)
+    elif by_name or "FORCE_TORCHRUN" in command.environment:
+        why = "how many processes there were it does not tell: --world-size N"
+        recipe.say("launcher", given, BY_HAND, why)
     return recipe
 
 
 def _name_method(recipe: Recipe, name: str) -> None:
     """Take the method of TRL from the name of its command or script."""
-    of_others = {k: n for k, n in marks(recipe.keys).items() if k != "TRL"}
-    if recipe.program not in ("", "TRL") or max(of_others.values()) > marks(recipe.keys)["TRL"]:
+    of_others = marks(recipe.keys)
+    if recipe.program not in ("", "TRL") or of_others.pop("TRL") < max(of_others.values()):
         return
     script = _OF_SCRIPT.fullmatch(name.removesuffix(".py").rpartition(".")[2])
     method = name if recipe.program else script and script[1]
@@ -195,7 +199,7 @@ def _name_method(recipe: Recipe, name: str) -> None:
         recipe.keys["trl"] = method
     elif method is None:
         why = "its options are read as those of TRL's sft; what it sets itself is not known here"
-        recipe.say(name, None, _BY_HAND, why)
+        recipe.say(name, None, BY_HAND, why)
 
 
 def _listed(value: str | list[str]) -> list[str]:
@@ -224,10 +228,10 @@ def _options(words: list[str], *, single: bool) -> tuple[dict[str, Any], list[st
     return made, others
 
 
-def _count_processes(
-    recipe: Recipe, given: Mapping[str, Any], environment: Mapping[str, str], folder: Path
-) -> None:
-    """Note how many processes the options of launchers and the environment say there were."""
+def _processes(
+    given: Mapping[str, Any], environment: Mapping[str, str], folder: Path
+) -> int | None:
+    """How many processes the options of launchers and the environment say there were."""
     config = str(given.get("config_file") or given.get("accelerate_config") or "")
     path = Path(config) if Path(config).is_file() else folder / config
     if config and path.is_file():
@@ -235,16 +239,16 @@ def _count_processes(
     elif _PREDEFINED.fullmatch(config):
         given = {"num_processes": 8, **given}
     visible = next((environment[n].count(",") + 1 for n in _VISIBLE if environment.get(n)), None)
-    hosts = str(given.get("include", "")).split("@")
-    total = next((given[name] for name in ("num_processes", "np") if name in given), None)
-    factors: list[Any]
+    names = [name for name in ("num_processes", "np") if name in given]
     if "include" in given:
+        hosts = str(given["include"]).split("@")
         factors = [sum(h.count(",") + 1 for h in hosts) if all(":" in h for h in hosts) else None]
-    elif total is not None:
-        factors = [total]
+    elif names:
+        factors = [given[names[0]]]
     else:
         here = [environment.get("NPROC_PER_NODE", visible), environment.get("NNODES", 1)]
         per_node = given.get("nproc_per_node", given.get("num_gpus", here[0]))
         factors = [per_node, given.get("nnodes", given.get("num_nodes", here[1]))]
     if all(re.fullmatch(r"[1-9]\d*", str(factor)) for factor in factors):
-        recipe.processes = prod(int(factor) for factor in factors)
+        return prod(int(str(factor)) for factor in factors)
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hetero_framework.config.problems import shown
@@ -10,6 +10,7 @@ from hetero_framework.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPU
 from hetero_framework.errors import UserError
 from hetero_framework.extras.convert.convert import Rewrite
 
+Row = Mapping[str, Any]
 # Roles of LLaMA-Factory's tags; those of its default tags are read as they are.
 _TAGS = {
     **{"user": "user", "assistant": "assistant", "system": "system"},
@@ -17,20 +18,18 @@ _TAGS = {
 }
 
 
-def new_row(row: Mapping[str, Any], file: Rewrite) -> dict[str, Any]:
+def new_row(row: Row, file: Rewrite) -> dict[str, Any]:
     """A row as `file` has it written. Raises UserError for one without the fields that it needs."""
     try:
-        if file.style == "as it is":
-            return dict(row)
         made = _STYLES[file.style](row, file.entry)
+        if file.form == "messages" and "completion" in made:
+            asked = filter(None, (row.get("instruction"), row.get("input")))
+            prompt = "\n".join(asked) if file.style == "alpaca" else ""
+            turns = [*_turn("user", prompt), *_turn("assistant", made["completion"])]
+            return {"messages": turns}
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         text = f"{file.source}: a row is not as its description says: {error!r}: {shown(row)}"
         raise UserError(text) from error
-    if file.form == "messages" and "completion" in made:
-        asked = row.get("instruction"), row.get("input")
-        prompt = "\n".join(filter(None, asked)) if file.style == "alpaca" else made["prompt"]
-        turns = [*_turn("user", prompt), *_turn("assistant", made["completion"])]
-        return {"messages": turns}
     return {name: value for name, value in made.items() if value is not None}
 
 
@@ -45,7 +44,7 @@ def _said(turns: Any, names: Mapping[str, str], roles: Mapping[str, str]) -> lis
     return [{**t, "weight": int(t["weight"])} if t.get("weight") is not None else t for t in made]
 
 
-def as_messages(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+def as_messages(row: Row, entry: Row) -> dict[str, Any]:
     """A row of LLaMA-Factory's data, as its entry in dataset_info.json describes it: an instruction
     and its input are one turn of the user, with a line break between."""
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
@@ -53,7 +52,7 @@ def as_messages(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, A
     is_alpaca, ranked = entry.get("formatting", "alpaca") == "alpaca", entry.get("ranking")
     content = tags.get("content_tag", "value")
     if is_alpaca:
-        turns = [*_instruction(row, columns, answered=not ranked)]
+        turns = list(_instruction(row, columns, answered=not ranked))
     else:
         names = {tags.get("role_tag", "from"): "role", content: "content"}
         roles = {str(tags.get(f"{tag}_tag")): role for tag, role in _TAGS.items()}
@@ -69,9 +68,7 @@ def as_messages(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, A
     return {**beside, "messages": turns}
 
 
-def _instruction(
-    row: Mapping[str, Any], columns: Mapping[str, str], *, answered: bool
-) -> Iterator[dict[str, Any]]:
+def _instruction(row: Row, columns: Row, *, answered: bool) -> Iterator[dict[str, Any]]:
     for asked, answer in row.get(columns.get("history", "")) or ():
         yield {"role": "user", "content": asked}
         yield {"role": "assistant", "content": answer}
@@ -82,7 +79,7 @@ def _instruction(
         yield {"role": "assistant", "content": row[columns.get("response", "output")]}
 
 
-def _chat(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+def _chat(row: Row, entry: Row) -> dict[str, Any]:
     """A row of axolotl's type chat_template."""
     field = next((name for name in ("messages", "conversations") if name in row), "messages")
     said = row[entry.get("field_messages") or field]
@@ -91,7 +88,7 @@ def _chat(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": turns, "tools": tools, "system": row.get("system")}
 
 
-def _pair(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+def _pair(row: Row, entry: Row) -> dict[str, Any]:
     """A row of axolotl's type chat_template with two answers."""
     whole = _chat(row, entry)
     made = {"prompt": whole.pop("messages"), **whole}
@@ -103,62 +100,28 @@ def _pair(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _names(entry: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+def _names(entry: Row) -> tuple[dict[str, str], dict[str, str]]:
     """What an entry of axolotl says of the names of messages' fields and of roles."""
-    names = {"from": "role", "value": "content"}
-    names |= {theirs: name for name, theirs in _given(entry, "message_property_mappings").items()}
+    mapped = (entry.get("message_property_mappings") or {}).items()
+    names = {"from": "role", "value": "content", **{theirs: name for name, theirs in mapped}}
     for name, key in (("role", "role"), ("content", "content"), ("weight", "training")):
         if theirs := entry.get(f"message_field_{key}"):
             names[theirs] = name
-    return names, {n: role for role, theirs in _given(entry, "roles").items() for n in theirs}
+    roles = (entry.get("roles") or {}).items()
+    return names, {name: role for role, theirs in roles for name in theirs}
 
 
-def _given(entry: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    return entry.get(key) or {}
+def _alpaca(row: Row, entry: Row) -> dict[str, Any]:
+    prompt = ALPACA_WITH_INPUT if row.get("input") else ALPACA_WITHOUT_INPUT
+    return {"prompt": prompt.format(**row) + "\n", "completion": row["output"]}
 
 
-def _alpaca(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    with_input = bool(row.get("input"))
-    prompt = (ALPACA_WITH_INPUT if with_input else ALPACA_WITHOUT_INPUT) + "\n"
-    return {"prompt": _filled(prompt, row), "completion": row["output"]}
-
-
-def _text(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+def _text(row: Row, entry: Row) -> dict[str, Any]:
     field = entry.get("field") or entry.get("text_column") or "text"
     return {"prompt": "", "completion": row[field]}
 
 
-def _fields(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a type that axolotl's user describes: by fields, and texts around them."""
-    kind = entry["type"]
-
-    def field(name: str) -> Any:
-        return row.get(kind.get(f"field_{name}") or name)
-
-    found = {name: field(name) for name in ("system", "instruction", "input", "prompt")}
-    found["system"] = found["system"] or kind.get("system_prompt")
-    if "field_prompt" in kind or field("chosen") is not None or field("label") is not None:
-        made = {"prompt": _filled(kind.get("prompt_format") or "{prompt}", found)}
-        for side in ("chosen", "rejected", "completion"):
-            if (answer := field(side)) is not None:
-                made[side] = _filled(kind.get(f"{side}_format") or f"{{{side}}}", {side: answer})
-        label = field("label")
-        return made if label is None else {**made, "label": bool(label)}
-    system = _filled(kind.get("system_format") or "{system}", found) if found["system"] else ""
-    asked = kind.get("format") or "{instruction} {input} "
-    if not found["input"]:
-        asked = kind.get("no_input_format") or "{instruction} "
-    output = row[kind.get("field_output") or "output"]
-    return {"prompt": system + _filled(asked, found), "completion": output}
-
-
-def _filled(text: str, fields: Mapping[str, Any]) -> str:
-    for name, value in fields.items():
-        text = text.replace(f"{{{name}}}", "" if value is None else str(value))
-    return text
-
-
-_STYLES = {
+_STYLES: dict[str, Callable[[Row, Row], dict[str, Any]]] = {
     **{"LLaMA-Factory": as_messages, "chat": _chat, "pair": _pair, "alpaca": _alpaca},
-    **{"text": _text, "fields": _fields},
+    **{"text": _text, "as it is": lambda row, entry: dict(row)},
 }

@@ -14,6 +14,7 @@ import peft
 import pytest
 import transformers
 import trl
+import yaml
 
 from hetero_framework.cli import main
 from hetero_framework.config import Config, load_config
@@ -106,57 +107,28 @@ def test_every_key_is_taken_changed_or_explained(name: str, convert) -> None:
     assert report["program"].lower().startswith(name.partition("_")[0])
 
 
-def test_axolotl_means_the_same(convert) -> None:
-    _, config = convert("axolotl_qlora.yml")
-    assert config.model.quantization == "nf4"
-    assert config.model.dtype == "bfloat16"
-    assert (config.adapter.r, config.adapter.target_modules) == (32, "all-linear")
-    assert config.adapter.autocast_adapter_dtype is True  # PEFT's default, over 4 bits too
-    assert (config.data.format, config.data.padding_free) == ("alpaca", True)
-    assert config.training.per_device_eval_batch_size == 2
-    assert (config.training.eval_steps, config.data.eval) == (None, None)
-    report, config = convert("axolotl_chat.yml")
-    assert config.data.train_split == "train[:95%]"
-    assert config.data.eval_split == "train[95%:]"
-    assert config.training.eval_steps == 1 / 16
-    assert config.training.save_steps == 1 / 8
-    assert config.adapter.use_dora
-    assert config.training.learning_rate == 2e-4  # a text in YAML 1.1
-    to = {"training.report_to": "wandb", "training.project": "chat"}
-    assert rows(report)["wandb_project"]["to"] == to
-    report, config = convert("axolotl_full.yaml")
-    assert config.adapter is None
-    assert (config.data.train_split, config.data.eval_split) == ("train[:18%]", "train[18%:20%]")
-    assert config.training.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
-    assert config.data.eos_token == "<|im_end|>"
-    _, config = convert("axolotl_text.yml")
-    assert config.training.gradient_accumulation_steps == 4
-    assert config.model.revision == "12e4567"
-    assert (config.data.train, config.data.eval) == ("corpus.jsonl", "held.jsonl")
-    assert config.data.dataset_text_field == "body"
+MEANINGS = yaml.safe_load(Path(__file__).with_name("meanings.yaml").read_text())
+AXOLOTL = "base_model: m\nmicro_batch_size: 1\nadapter: lora\nlora_r: 4\n"
+BEGIN = {
+    "a.yml": AXOLOTL + "datasets: [{path: train.jsonl, type: completion}]\n",
+    "l.yaml": "stage: sft\nmodel_name_or_path: m\ndataset: lora_one\n",
+    "t.yaml": "model_name_or_path: m\ndataset_name: t.jsonl\n",
+}
 
 
-def test_axolotl_without_settings_has_its_defaults(convert) -> None:
-    report, config = convert("a.yml", "base_model: org/m\nmicro_batch_size: 3\nwarmup_steps: 0\n")
-    assert config.training.num_train_epochs == 1
-    assert config.training.lr_scheduler_type == "cosine"
-    assert config.training.warmup_ratio is None
-    assert config.data.max_length == 512
-    assert report["defaults"]["data.max_length"] == 512
-    (missing,) = [row for row in report["keys"] if row["status"] == "to do by hand"]
-    assert missing["key"] == "data.train"
-    _, config = convert("a.yml", "base_model: org/m\nfp16: true\nadapter: lora\n")
-    assert (config.training.fp16, config.training.bf16) == (True, False)
-    assert config.model.dtype == "float16"
-    assert config.training.warmup_ratio == 0.03
-
-
-def test_steps_have_the_samples_of_all_processes(convert) -> None:
-    report, config = convert("axolotl_qlora.yml", None, "--world-size", "4")
-    assert config.training.gradient_accumulation_steps == 16
-    assert rows(report)["gradient_accumulation_steps"]["status"] == "changed"
-    _, config = convert("trl_lora.txt")
-    assert config.training.gradient_accumulation_steps == 32
+@pytest.mark.parametrize("case", MEANINGS, ids=lambda case: case["file"])
+def test_settings_mean_the_same(case: dict[str, Any], convert) -> None:
+    text = case.get("text", "").replace("$", BEGIN.get(case["file"], "")) or None
+    report, config = convert(case["file"], text, *case.get("options", ()))
+    made, found = config.to_dict(), rows(report)
+    for section, expected in case.get("becomes", {}).items():
+        settings = made[section] and {name: made[section][name] for name in expected or ()}
+        assert settings == expected
+    for key, expected in case.get("rows", {}).items():
+        assert found[key]["to" if isinstance(expected, dict) else "status"] == expected
+    assert "hf_abc" not in json.dumps(report)
+    if text and "train.jsonl" in text:  # called as the example, and yet no name to be replaced
+        assert "to do by hand" not in {row["status"] for row in report["keys"]}
 
 
 def test_the_rows_of_llama_factory_become_messages(convert) -> None:
@@ -168,13 +140,14 @@ def test_the_rows_of_llama_factory_become_messages(convert) -> None:
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
         "<|im_start|>assistant\nA fox.<|im_end|>\n",
     ]
-    assert config.adapter.lora_alpha == 16
-    assert config.training.gradient_checkpointing is True
-    _, config = convert("llama_factory_pretrain.yaml")
-    assert (config.data.format, config.data.dataset_text_field) == ("text", "body")
-    _, config = convert("llama_factory_full.yaml")
-    assert (config.data.train, config.data.train_split) == ("org/chats", "train[:1000]")
-    assert (config.model.dtype, config.training.eval_steps) == ("float32", None)
+    _, config = convert("llama_factory_dpo.yaml")
+    answers = ("4", "5", "Hi.", "No.")
+    texts = rendered(config, tiny_tokenizer(CHATML_MARKED), "rows")
+    assert [text.endswith(f"{end}<|im_end|>\n") for text, end in zip(texts, answers, strict=True)]
+    assert "Add the numbers.\n2 and 2" in texts[1]
+    _, config = convert("llama_factory_kto.yaml")
+    examples = load_data(config, tiny_tokenizer(CHATML_MARKED)).examples
+    assert examples.rows.targets.tolist() == [[1.0], [0.0]]
 
 
 def test_history_comes_before_the_turn() -> None:
@@ -196,121 +169,6 @@ def test_the_rows_of_axolotls_alpaca_are_rendered(convert, tmp_path) -> None:
     assert source.path == tmp_path / "there" / "data" / "identity.json"
     *_, text, _ = rendered(config, tiny_tokenizer())
     assert text.endswith("### Input:\n2 and 2\n\n### Response:4</s>")
-
-
-def test_preferences_mean_the_same(convert) -> None:
-    report, config = convert("axolotl_dpo.yml")
-    training = config.training
-    assert (training.objective, training.loss_type, training.beta) == ("dpo", "ipo", 0.2)
-    assert config.data.format == "preference"
-    assert config.adapter.lora_dropout == 0.0  # switched off there
-    assert rows(report)["lora_dropout"]["status"] == "changed"
-    _, config = convert("llama_factory_dpo.yaml")
-    training = config.training
-    assert (training.objective, training.loss_type, training.beta) == ("cpo", "simpo", 2.5)
-    assert (training.cpo_alpha, training.simpo_gamma) == (0.0, 0.5)
-    answers = ("4", "5", "Hi.", "No.")
-    texts = rendered(config, tiny_tokenizer(CHATML_MARKED), "rows")
-    assert [text.endswith(f"{end}<|im_end|>\n") for text, end in zip(texts, answers, strict=True)]
-    assert "Add the numbers.\n2 and 2" in texts[1]
-    _, config = convert("llama_factory_kto.yaml")
-    training = config.training
-    assert (training.objective, training.undesirable_weight) == ("kto", 1.5)
-    assert training.train_sampling_strategy == "sequential"
-    examples = load_data(config, tiny_tokenizer(CHATML_MARKED)).examples
-    assert examples.rows.targets.tolist() == [[1.0], [0.0]]
-    report, config = convert("trl_dpo.sh")
-    training = config.training
-    assert (training.objective, training.losses) == ("dpo", ("sigmoid", "bco_pair", "sft"))
-    assert (training.loss_weights, training.beta) == ((0.8, 0.2, 1.0), 0.2)
-    assert (training.learning_rate, config.adapter.lora_dropout) == (1e-6, 0.0)
-    _, config = convert("trl_kto.json")
-    assert (config.training.objective, config.training.desirable_weight) == ("kto", 1.2)
-
-
-@pytest.mark.parametrize(
-    ("text", "objective"),
-    [
-        ("beta: 0.2\n", "dpo"),
-        ("cpo_alpha: 0.5\nbeta: 0.2\n", "cpo"),
-        ("undesirable_weight: 1.5\nper_device_train_batch_size: 4\n", "kto"),
-        ("max_length: 9\n", "sft"),
-    ],
-)
-def test_the_keys_of_trl_tell_the_method(text: str, objective: str, convert) -> None:
-    report, config = convert("t.yaml", f"model_name_or_path: m\ndataset_name: d\n{text}")
-    assert config.training.objective == objective
-    if objective != "sft":
-        assert rows(report)["trl"]["status"] == "changed"
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
-def test_recipes_of_reward_models_are_taken(convert, tmp_path) -> None:
-    fields = trl.RewardConfig(
-        str(tmp_path),
-        **{"use_cpu": True, "bf16": False, "disable_tqdm": False},
-        center_rewards_coefficient=0.01,
-    ).to_dict()
-    options = ("--model", "org/m", "--data", "rows.jsonl")
-    report, config = convert("c.json", json.dumps({"RewardConfig": fields}), *options)
-    training = config.training
-    assert (training.objective, training.learning_rate) == ("reward", 1e-4)
-    assert (training.center_rewards_coefficient, config.data.max_length) == (0.01, 1024)
-    lost = {row["key"] for row in report["keys"] if row["status"] not in KEPT}
-    assert lost <= {"use_cpu", "accelerator_config", "hub_token"}
-    command = "trl reward --model_name_or_path m --dataset_name d --center_rewards_coefficient 0.2"
-    _, config = convert("r.sh", command + "\n")
-    training = config.training
-    assert (training.objective, training.learning_rate) == ("reward", 1e-4)
-    assert training.center_rewards_coefficient == 0.2
-    _, config = convert("l.yaml", "stage: rm\nmodel_name_or_path: m\nfinetuning_type: lora\n")
-    assert config.training.objective == "reward"
-
-
-def test_other_names_of_preference_losses_are_taken(convert) -> None:
-    text = "stage: dpo\nmodel_name_or_path: m\n"
-    report, config = convert("l.yaml", text + "pref_ftx: 0.3\ndpo_label_smoothing: 0.1\n")
-    assert (config.training.rpo_alpha, config.training.label_smoothing) == (0.3, 0.1)
-    report, config = convert("l.yaml", "pref_loss: orpo\npref_ftx: 0.3\n" + text)
-    assert (config.training.objective, config.training.rpo_alpha) == ("orpo", None)
-    assert rows(report)["pref_ftx"]["status"] == "cannot be had"
-    text = "base_model: m\nmicro_batch_size: 2\nrl: "
-    _, config = convert("a.yml", text + "simpo\nsimpo_gamma: 0.7\ncpo_alpha: 0\ntrl: {beta: 2.0}\n")
-    assert (config.training.objective, config.training.losses) == ("cpo", ("simpo",))
-    assert (config.training.simpo_gamma, config.training.beta) == (0.7, 2.0)
-    _, config = convert("a.yml", text + "kto\nkto_undesirable_weight: 0.2\n")
-    assert (config.training.objective, config.training.undesirable_weight) == ("kto", 0.2)
-
-
-def test_trl_means_the_same(convert) -> None:
-    report, config = convert("trl_full.sh")
-    assert (config.data.eval, config.data.eval_split) == ("org/conversations", "validation")
-    assert config.data.eos_token == "<|im_end|>"
-    assert config.adapter is None
-    assert (config.training.push_to_hub, config.training.hub_strategy) == (True, "end")
-    _, config = convert("trl_lora.txt")
-    assert config.adapter.target_modules == ("q_proj", "v_proj")
-    assert (config.adapter.lora_alpha, config.adapter.lora_dropout) == (16, 0.05)
-    assert config.training.gradient_checkpointing is False
-    assert (config.model.dtype, config.model.quantization) == ("bfloat16", "nf4")
-    report, config = convert("trl_classes.json")
-    assert (config.model.name_or_path, config.data.train) == ("org/base-7b", "pairs.jsonl")
-    assert (config.adapter.r, config.adapter.lora_dropout) == (8, 0.1)
-    assert rows(report)["init_lora_weights"]["status"] == "cannot be had"
-    assert "hf_abc" not in json.dumps(report)
-    _, config = convert("trl_recipe.yaml")
-    assert config.data.train == ("org/one", "org/two")
-    assert config.data.pad_to_multiple_of is None
-
-
-def test_axolotls_repository_is_pushed_to(convert) -> None:
-    data = "datasets: [{path: org/rows, type: completion}]"
-    text = f"base_model: m\nmicro_batch_size: 1\n{data}\nhub_model_id: me/x\nhub_strategy: "
-    report, config = convert("a.yml", text + "every_save")
-    assert (config.training.push_to_hub, config.training.hub_model_id) == (True, "me/x")
-    assert rows(report)["hub_strategy"]["status"] == "changed"
-    _, config = convert("b.yml", text + "checkpoint")
-    assert config.training.hub_strategy == "checkpoint"
 
 
 def defaults_of(cls: type) -> dict[str, Any]:
@@ -346,16 +204,22 @@ def test_defaults_are_those_of_the_installed_trl(convert) -> None:
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 @pytest.mark.filterwarnings("ignore:This class will be removed:FutureWarning")
-@pytest.mark.parametrize("objective", ["dpo", "orpo", "cpo", "kto"])
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "cpo", "kto", "reward"])
 def test_whole_classes_of_preferences_are_read(objective: str, convert, tmp_path) -> None:
-    _, cls = trl_classes(objective)
+    cls: Any = trl.RewardConfig if objective == "reward" else trl_classes(objective)[1]
     fields = cls(str(tmp_path), use_cpu=True, bf16=False, disable_tqdm=False).to_dict()
+    if objective == "reward":
+        fields |= {"beta": 0.1, "center_rewards_coefficient": 0.01}
     options = ("--model", "org/m", "--data", "rows.jsonl")
     report, config = convert("c.json", json.dumps({cls.__name__: fields}, default=list), *options)
     training = config.training
     assert (training.objective, training.beta) == (objective, fields["beta"])
     theirs = fields.get("loss_type", "sigmoid")
-    assert training.losses == ((theirs,) if isinstance(theirs, str) else tuple(theirs))
+    if objective == "reward":
+        assert (training.center_rewards_coefficient, training.learning_rate) == (0.01, 1e-4)
+        assert config.data.max_length == 1024
+    else:
+        assert training.losses == ((theirs,) if isinstance(theirs, str) else tuple(theirs))
     lost = {row["key"] for row in report["keys"] if row["status"] not in KEPT}
     assert lost <= {"use_cpu", "accelerator_config", "hub_token"}
 
@@ -377,19 +241,6 @@ def test_whole_classes_are_read(convert) -> None:
     assert config.adapter.r == 4
     lost = {row["key"] for row in report["keys"] if row["status"] not in KEPT}
     assert lost <= {"use_cpu", "accelerator_config", "runtime_config", "hub_token", "peft_version"}
-
-
-def test_a_file_named_on_the_command_line_is_read_and_gives_way(convert) -> None:
-    text = "trl sft --seed 5 --config trl_recipe.yaml --learning_rate 1e-3"
-    _, config = convert("a.sh", text)
-    assert (config.training.seed, config.training.learning_rate) == (5, 1e-3)
-    assert config.data.max_length == 4096
-
-
-def test_unknown_keys_are_named(convert) -> None:
-    report, _ = convert("a.yml", "base_model: m\nfoo_bar: 3\ndatasets: [{path: d, typ: alpaca}]\n")
-    unknown = {row["key"]: row["value"] for row in report["keys"] if row["status"] == "unknown"}
-    assert unknown == {"foo_bar": 3, "datasets[0].typ": "alpaca"}
 
 
 def test_machines_come_from_options(convert) -> None:
@@ -466,32 +317,6 @@ def test_an_existing_file_stays(tmp_path, capsys) -> None:
     assert (tmp_path / "c.json").read_text() == "{}"
 
 
-def test_a_value_that_is_not_one_here_is_left_out(convert) -> None:
-    report, config = convert(
-        "a.yml", "base_model: m\noptimizer: muon\nlr_scheduler: rex\nlogging_steps: often\n"
-    )
-    found = rows(report)
-    for key in ("optimizer", "lr_scheduler", "logging_steps"):
-        assert found[key]["status"] == "cannot be had"
-    assert config.training.optim == "adamw_torch_fused"
-
-
-def test_noise_smoothing_and_grouping_are_taken(convert) -> None:
-    more = "group_by_length: true\nneftune_noise_alpha: 5\n"
-    for name, text, smoothing in (
-        ("a.yml", "base_model: m\nmicro_batch_size: 1\n", 0.0),
-        ("l.yaml", "model_name_or_path: m\nstage: sft\nlabel_smoothing_factor: 0.1\n", 0.1),
-        ("t.yaml", "model_name_or_path: m\ndataset_name: d\nlabel_smoothing_factor: 0.1\n", 0.1),
-    ):
-        report, config = convert(name, text + more)
-        training = config.training
-        assert training.train_sampling_strategy == "group_by_length"
-        assert (training.neftune_noise_alpha, training.label_smoothing_factor) == (5, smoothing)
-        assert rows(report)["group_by_length"]["status"] == "taken"
-        _, config = convert(name, text + "group_by_length: false\n")
-        assert config.training.train_sampling_strategy == "random"
-
-
 PUBLISHED: dict[str, dict[str, list[str]]] = {
     "TRL": {},  # those of the installed version
     **json.loads(Path(__file__).with_name("published_keys.json").read_text()),
@@ -519,20 +344,14 @@ def published(program: str) -> list[str]:
 def test_every_published_key_is_in_exactly_one_group(program: str) -> None:
     """In the table: taken (or said by its value), without effect, impossible. Fields of
     transformers and PEFT that it does not have are settings here or refused by name."""
-    table = convert_module._table(program)
     for name in published(program):
-        rules = [k for k in table["keys"] if any(re.fullmatch(p, name) for p in k.split())]
-        for group in ("idle", "never"):
-            rules += [why for why, names in table[group].items() if re.fullmatch(names, name)]
+        rules = [names for names, _ in convert_module.rules(program) if re.fullmatch(names, name)]
         if not rules:
             here = [s for s in ("adapter", "data", "training") if name in FIELDS[s]]
             rules += here if program != "axolotl" else []
             rules += [refusal_of("training", name)] * (not rules)
         assert len(rules) == 1, (name, rules)
         assert rules[0], name
-
-
-AXOLOTL = "base_model: m\nmicro_batch_size: 1\nadapter: lora\nlora_r: 4\n"
 
 
 def written(config: Config) -> list[list[dict[str, Any]]]:
@@ -547,7 +366,6 @@ def test_sets_of_several_types_are_written_in_one_format(convert) -> None:
         ("al.jsonl", {"instruction": "Add", "input": "1 and 2", "output": "3"}),
         ("chat.jsonl", {"talk": [{"who": "bot", "says": "Hi", "learn": False}], "x": 1}),
         ("texts.jsonl", {"body": "Once."}),
-        ("own.jsonl", {"q": "Why?", "a": "So.", "system": "Be brief."}),
     ):
         Path(name).write_text(json.dumps(row) + "\n")
     alpaca, plain = (
@@ -559,21 +377,16 @@ def test_sets_of_several_types_are_written_in_one_format(convert) -> None:
         " message_field_training: learn, message_property_mappings: {role: who, content: says},"
         " roles: {assistant: [bot]}}"
     )
-    own = (
-        "{path: own.jsonl, type: {field_instruction: q, field_output: a, no_input_format:"
-        ' "Q: {instruction}\\nA: ", system_format: "{system}\\n"}}'
-    )
-    report, config = convert("a.yml", f"{AXOLOTL}datasets: [{alpaca}, {chat}, {plain}, {own}]\n")
+    report, config = convert("a.yml", f"{AXOLOTL}datasets: [{alpaca}, {chat}, {plain}]\n")
     assert config.data.format == "messages"
     asked, said = ({"role": role} for role in ("user", "assistant"))
     assert written(config) == [
         [{"messages": [asked | {"content": "Add\n1 and 2"}, said | {"content": "3"}]}],
         [{"messages": [said | {"content": "Hi", "weight": 0}]}],
         [{"messages": [said | {"content": "Once."}]}],
-        [{"messages": [asked | {"content": "Be brief.\nQ: Why?\nA: "}, said | {"content": "So."}]}],
     ]
     assert "to do by hand" not in {row["status"] for row in report["keys"]}
-    assert len(rendered(config, tiny_tokenizer(CHATML_MARKED))) == 3  # one has nothing to learn
+    assert len(rendered(config, tiny_tokenizer(CHATML_MARKED))) == 2  # one has nothing to learn
     assert "the chat template writes" in rows(report)["datasets[2].type"]["why"]
     _, config = convert("a.yml", f"{AXOLOTL}datasets: [{alpaca}, {plain}]\n")
     assert config.data.format == "prompt_completion"
@@ -603,85 +416,11 @@ def test_answers_under_other_names_are_written_as_pairs(convert) -> None:
     yes, no = ([{"role": "assistant", "content": text}] for text in "YN")
     assert written(config) == [[{"prompt": row["talk"], "chosen": yes, "rejected": no}]]
     assert "to do by hand" not in {row["status"] for row in report["keys"]}
-    Path("p.jsonl").write_text(json.dumps({"q": "?", "good": "Y", "bad": "N"}) + "\n")
-    own = '{field_prompt: q, field_chosen: good, field_rejected: bad, prompt_format: "[{prompt}]"}'
-    _, config = convert("a.yml", f"{AXOLOTL}{rated}type: {own}}}]\n")
-    assert written(config) == [[{"prompt": "[?]", "chosen": "Y", "rejected": "N"}]]
+    own = "{path: p.jsonl, type: {field_prompt: q, field_chosen: good, field_rejected: bad}}"
+    report, _ = convert("a.yml", f"{AXOLOTL}rl: dpo\ndatasets: [{own}]\n")
+    assert rows(report)["datasets[0].type"]["status"] == "to do by hand"
     report, _ = convert("a.yml", f"{AXOLOTL}rl: dpo\ndatasets: [{{path: o/hub, {names}}}]\n")
     assert rows(report)["datasets[0].field_chosen"]["status"] == "to do by hand"
-    _, config = convert("a.yml", f"{AXOLOTL}reward_model: true\ncenter_rewards_coefficient: 0.1\n")
-    assert (config.training.objective, config.training.center_rewards_coefficient) == (
-        "reward",
-        0.1,
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        ("a.yml", "shuffle_merged_datasets: false\n", {"train_sampling_strategy": "random"}),
-        (
-            "a.yml",
-            "group_by_length: true\nshuffle_merged_datasets: false\n",
-            {"train_sampling_strategy": "group_by_length"},
-        ),
-        ("a.yml", "curriculum_sampling: true\n", {"train_sampling_strategy": "sequential"}),
-        (
-            "a.yml",
-            "",
-            {"save_total_limit": 4, "eval_on_start": False, "load_best_model_at_end": False},
-        ),
-        ("a.yml", "hub_model_id: me/x\n", {"hub_private_repo": True}),
-        ("a.yml", "early_stopping_patience: 3\n", {"early_stopping_patience": None}),
-        (
-            "a.yml",
-            "early_stopping_patience: 3\nval_set_size: 0.1\neval_steps: 10\nsave_steps: 20\n",
-            {"early_stopping_patience": 3, "load_best_model_at_end": True, "eval_on_start": True},
-        ),
-        (
-            "a.yml",
-            "early_stopping_patience: 3\nval_set_size: 0.1\neval_steps: 10\nsave_steps: 15\n",
-            {"early_stopping_patience": 3, "load_best_model_at_end": False},
-        ),
-        ("a.yml", "val_set_size: 0.1\neval_strategy: 'no'\n", {"eval_on_start": False}),
-        ("l.yaml", "disable_shuffling: true\n", {"train_sampling_strategy": "sequential"}),
-        (
-            "l.yaml",
-            "early_stopping_steps: 2\nval_size: 0.1\neval_strategy: steps\neval_steps: 5\n"
-            "load_best_model_at_end: true\nsave_steps: 5\nmetric_for_best_model: eval_loss\n",
-            {"early_stopping_patience": 2, "load_best_model_at_end": True},
-        ),
-        (
-            "t.yaml",
-            "eval_strategy: epoch\nsave_strategy: epoch\nload_best_model_at_end: true\n",
-            {"load_best_model_at_end": True, "eval_strategy": "epoch"},
-        ),
-        ("t.yaml", "load_best_model_at_end: true\n", {"load_best_model_at_end": False}),
-        ("a.yml", "tensor_parallel_size: 2\n", {"gradient_accumulation_steps": 2}),
-    ],
-)
-def test_orders_and_ends_of_training_are_those_of_the_program(
-    name: str, text: str, expected: dict[str, Any], convert
-) -> None:
-    Path("t.jsonl").write_text('{"text": "a"}\n')
-    begin = {
-        "a.yml": AXOLOTL + "datasets: [{path: t.jsonl, type: completion}]\n",
-        "l.yaml": "stage: sft\nmodel_name_or_path: m\ndataset: lora_one\n",
-        "t.yaml": "model_name_or_path: m\ndataset_name: t.jsonl\n",
-    }
-    _, config = convert(name, begin[name] + text, "--world-size", "4")
-    found = config.training.model_dump()
-    expected = {"gradient_accumulation_steps": 4} | expected
-    assert {key: found[key] for key in expected} == expected
-
-
-def test_files_called_as_the_example_or_given_as_a_list_are_taken(convert) -> None:
-    data = "datasets: [{path: train.jsonl, type: completion}]\n"
-    report, config = convert("a.yml", AXOLOTL + data)
-    assert "to do by hand" not in {row["status"] for row in report["keys"]}
-    text = "model_name_or_path: m\ntrain_file: [a.jsonl, b.jsonl]\nvalidation_file: v.jsonl\n"
-    _, config = convert("t.yaml", text + "learning_rate: 1e-4\neval_strategy: epoch\n")
-    assert (config.data.train, config.data.eval) == (("a.jsonl", "b.jsonl"), "v.jsonl")
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")

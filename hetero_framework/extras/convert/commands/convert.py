@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,15 @@ from hetero_framework.commands.options import (
     at_least,
     option,
     repeated,
+    report,
     writes,
 )
-from hetero_framework.commands.options import report as print_report
 from hetero_framework.config import Config
 from hetero_framework.config.problems import shown
 from hetero_framework.core import addresses
 from hetero_framework.core.files import refuse_output, write_file
 from hetero_framework.errors import UserError
-from hetero_framework.extras.convert.convert import STATUSES, Conversion
+from hetero_framework.extras.convert.convert import CHANGED, STATUSES, Conversion
 from hetero_framework.extras.convert.recipes import read_recipe
 
 EXAMPLES = """
@@ -53,9 +54,9 @@ OPTIONS = (
 def run(arguments: argparse.Namespace) -> int:
     file, output = Path(arguments.file), Path(arguments.output)
     made = _converted(file, arguments)
-    read = [one.source for one in made.rewrites]
     for target in (output, *(one.target for one in made.rewrites)):
-        refuse_output(target, overwrite=arguments.overwrite, inputs=[file, *read])
+        inputs = [file, *(one.source for one in made.rewrites)]
+        refuse_output(target, overwrite=arguments.overwrite, inputs=inputs)
     _write_rows(made)
     raw = _whole_file(made, arguments)
     config = Config.from_dict(raw, output.absolute().parent, name=f"what {file} becomes")
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         "defaults": made.defaults,
         "notes": list(_notes(config, made.world_size)),
     }
-    print_report(arguments, data, _text)
+    report(arguments, data, _text)
     if config.workers:
         with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
             prepare_machines(config, output)
@@ -75,16 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _converted(file: Path, arguments: argparse.Namespace) -> Conversion:
-    recipe = read_recipe(file)
-    if arguments.world_size:  # what the launcher does not tell is told
-        recipe.rows = [row for row in recipe.rows if row.key != "launcher"]
+    recipe, size = read_recipe(file), arguments.world_size
+    # What the launcher does not tell is told.
+    rows = [row for row in recipe.rows if not size or row.key != "launcher"]
     named = {"model.name_or_path": arguments.model, "data.train": arguments.data}
     given = {name: value for name, value in named.items() if value}
-    folder, output = file.absolute().parent, Path(arguments.output).absolute()
+    place = (file.absolute().parent, Path(arguments.output).absolute())
     try:
-        world_size = arguments.world_size or recipe.processes or 1
-        program, rows = recipe.program, recipe.rows
-        return Conversion(program, recipe.keys, folder, output, world_size, given, rows)
+        size = size or recipe.processes or 1
+        return Conversion(recipe.program, recipe.keys, *place, size, given, rows)
     except (AttributeError, TypeError, ValueError) as error:
         problem = f"{file} has a value of another kind than {recipe.program} takes: {error}"
         raise UserError(problem, hint="--debug shows where") from error
@@ -93,11 +93,10 @@ def _converted(file: Path, arguments: argparse.Namespace) -> Conversion:
 def _whole_file(made: Conversion, arguments: argparse.Namespace) -> dict[str, Any]:
     """The converted sections with the machines of the options; the plan is left to the run."""
     sections = made.sections(lambda text: str(beside(text, made.output)))
-    model = sections["model"]
-    adapter = "qlora" if model.get("quantization") else "lora"
-    answers = Answers(
-        model["name_or_path"], arguments.workers, arguments.coordinator, adapter=adapter
-    )
+    name, adapter = sections["model"]["name_or_path"], "lora"
+    if sections["model"].get("quantization"):
+        adapter = "qlora"
+    answers = Answers(name, arguments.workers, arguments.coordinator, adapter=adapter)
     hostname, own = addresses.local_hostnames()[0], addresses.primary_address()
     return {**propose(answers, None, hostname=hostname, own_address=own), **sections}
 
@@ -108,9 +107,8 @@ def _write_rows(made: Conversion) -> None:
 
     for file in made.rewrites:
         rows = islice(read_file(open_source(str(file.source), file.source)), file.limit)
-        lines = (new_row(row.fields, file) for row in rows)
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_file(file.target, text.encode())
+        lines = (json.dumps(new_row(row.fields, file), ensure_ascii=False) for row in rows)
+        write_file(file.target, "".join(f"{line}\n" for line in lines).encode())
 
 
 def _notes(config: Config, world_size: int) -> Iterator[str]:
@@ -128,16 +126,13 @@ def _text(data: dict[str, Any]) -> str:
         rows = [row for row in data["keys"] if row["status"] == status]
         lines += ["", f"{status}:"] * bool(rows)
         for row in (row for row in rows if row["to"]):
-            to = (p + f" = {shown(v)}" * (status == "changed") for p, v in row["to"].items())
+            to = (p + f" = {shown(v)}" * (status == CHANGED) for p, v in row["to"].items())
             why = f": {row['why']}" if row["why"] else ""
             lines.append(f"  {row['key']} {shown(row['value'])} -> {', '.join(to)}{why}")
-        without = sorted((row for row in rows if not row["to"]), key=lambda row: row["why"])
-        for why, group in groupby(without, key=lambda row: row["why"]):
-            bare = why == "empty"
-            keys = [
-                r["key"] + f" {shown(r['value'])}" * (not bare and r["value"] is not None)
-                for r in group
-            ]
+        without = sorted((row for row in rows if not row["to"]), key=itemgetter("why"))
+        for why, group in groupby(without, key=itemgetter("why")):
+            values = ((r["key"], None if why == "empty" else r["value"]) for r in group)
+            keys = (key + f" {shown(value)}" * (value is not None) for key, value in values)
             lines.append(f"  {', '.join(keys)}: {why}")
     lines += ["", "its defaults, which differ from those here:"] * bool(data["defaults"])
     lines += [f"  {path} = {shown(value)}" for path, value in data["defaults"].items()]
