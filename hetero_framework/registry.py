@@ -3,7 +3,8 @@
 heart.toml lists the heart's own entries, extras/*/extra.toml those of each extra. These files are
 read as data: an extra's code is imported when one of its names is asked for, and not before. A
 table is a kind of thing ("objectives"), an entry is `name = "module:attribute"`, relative to the
-folder of the file. Under "commands" an entry is the command's summary, and commands/NAME.py is its
+folder of the file, or `name = { at = "module:attribute", fact = ... }` with facts that are known
+without an import. Under "commands" an entry is the command's summary, and commands/NAME.py is its
 module.
 """
 
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import importlib
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -21,15 +23,16 @@ from hetero_framework.errors import ConfigError
 
 _ROOT = Path(__file__).parent
 _PACKAGE = __name__.rpartition(".")[0]
-_registered: dict[tuple[str, str], Any] = {}
+_registered: dict[tuple[str, str], tuple[Any, Mapping[str, Any]]] = {}
 
 
 @dataclass(frozen=True)
 class Registered:
-    """`text` as it stands in the file of the extra (`extra` is "" for the heart's)."""
+    """`text` and `facts` as they stand in the file of the extra (`extra` is "" for the heart's)."""
 
     extra: str
     text: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def package(self) -> str:
@@ -48,8 +51,14 @@ def _tables() -> dict[str, dict[str, Registered]]:
             table = tables.setdefault(kind, {})
             if twice := table.keys() & names.keys():
                 raise ImportError(f"{file}: {kind} has {min(twice)!r} twice")
-            table |= {name: Registered(extra, text) for name, text in names.items()}
+            table |= {name: _entry(extra, given) for name, given in names.items()}
     return tables
+
+
+def _entry(extra: str, given: str | dict[str, Any]) -> Registered:
+    if isinstance(given, str):
+        return Registered(extra, given)
+    return Registered(extra, given["at"], {k: v for k, v in given.items() if k != "at"})
 
 
 def entries(kind: str) -> dict[str, Registered]:
@@ -68,16 +77,23 @@ def has(kind: str, name: str) -> bool:
     return (kind, name) in _registered or name in entries(kind)
 
 
-def register(kind: str, name: str, thing: Any) -> None:
+def register(kind: str, name: str, thing: Any, **facts: Any) -> None:
     """Let a name stand for `thing`: for files of --import, on every machine."""
-    _registered[kind, name] = thing
+    _registered[kind, name] = thing, facts
+
+
+def facts(kind: str, name: str) -> Mapping[str, Any]:
+    """The facts of an entry; imports nothing. Raises KeyError for a name that is not known."""
+    if (kind, name) in _registered:
+        return _registered[kind, name][1]
+    return entries(kind)[name].facts
 
 
 def find(kind: str, name: str) -> Any:
     """What a name stands for; imports the extra that it belongs to. Raises KeyError for a name that
     is not known, ConfigError where its extra cannot be imported."""
     if (kind, name) in _registered:
-        return _registered[kind, name]
+        return _registered[kind, name][0]
     entry = entries(kind)[name]
     module, _, attribute = entry.text.partition(":")
     found = _imported(entry, module, f"{kind} {name!r}")

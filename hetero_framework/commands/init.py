@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hetero_framework import registry
 from hetero_framework.commands.options import (
     DEFAULT_CONFIG,
     IMPORT,
@@ -35,7 +36,7 @@ from hetero_framework.config import (
     process_name,
     split_address,
 )
-from hetero_framework.config.objectives import NEEDS, DataKind, needs_of
+from hetero_framework.config.objectives import needs_of
 from hetero_framework.core import addresses
 from hetero_framework.core.files import refuse_output, write_file
 from hetero_framework.errors import ConfigError, DataError, HeteroError, UserError
@@ -267,7 +268,7 @@ def propose(
 
 
 # All weights and an adapter. Of answers those of TRL, where an adapter learns ten times as fast.
-_RATES: Mapping[DataKind, tuple[float, float]] = {
+_RATES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("pairs", "ratings", "mismatched"), (1e-6, 1e-5)),
     "compared": (1e-5, 1e-4),
 }
@@ -451,7 +452,10 @@ class _Questions:
         if fields:
             self.say(f"The data have the fields {fields}.")
         if self.answers.objective is None:
-            known = ", ".join(told or (name for name in NEEDS if NEEDS[name].data != "own"))
+            known = ", ".join(
+                told
+                or (name for name in registry.names("objectives") if needs_of(name).data != "own")
+            )
             chosen = self.ask(
                 f"Objective ({known})",
                 told[0] if told else "sft",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from fnmatch import fnmatch
 from typing import Any
 
-from hetero_framework.config.objectives import BUILT_IN
+from hetero_framework import registry
 from hetero_framework.config.section import ReadIf, Section
 
 _RESOLVED = {"loss_type": "losses", "eval_strategy": "evaluation"}
@@ -50,7 +50,7 @@ def _holds(config: Section, part: str) -> bool:
         holder = holder and getattr(holder, _RESOLVED.get(key, key))
     if not has_values:
         return bool(holder)
-    if key == "objective" and holder not in BUILT_IN:
+    if key == "objective" and holder not in registry.entries("objectives"):
         return True  # one that the user has registered may read anything
     found = holder if isinstance(holder, tuple) else (holder,)
     fits = [

@@ -1,4 +1,5 @@
-"""The objectives by name: the data that each is trained on, and the class of its model."""
+"""The facts about objectives that the registry has: the data that each is trained on, and the class
+of its model."""
 
 from __future__ import annotations
 
@@ -6,19 +7,9 @@ import difflib
 from dataclasses import dataclass
 from typing import Literal
 
+from hetero_framework import registry
 from hetero_framework.config.aliases import meant
 from hetero_framework.errors import ConfigError
-
-DataKind = Literal[
-    "text", "pairs", "ratings", "mismatched", "compared", "labelled", "tagged", "own"
-]
-"""Texts, a chosen and a rejected answer, a rated answer, or this and one to another prompt; two
-answers as whole texts, a text with its label, words with one each; tensors of a user's data set."""
-ROWS = {
-    **{"text": 1, "pairs": 2, "ratings": 1, "mismatched": 2, "compared": 2},
-    **{"labelled": 1, "tagged": 1, "own": 1},
-}
-"""Rows of a micro-batch that one example makes."""
 
 Task = Literal[
     "causal-lm", "sequence-classification", "token-classification", "image-classification"
@@ -30,35 +21,32 @@ Task = Literal[
 class Needs:
     """The data and the task of the model that an objective is trained with."""
 
-    data: DataKind = "text"
+    data: str = "text"
     task: Task = "causal-lm"
-
-
-NEEDS: dict[str, Needs] = {
-    "sft": Needs(),
-    **dict.fromkeys(("dpo", "orpo", "cpo"), Needs("pairs")),
-    "kto": Needs("mismatched"),
-    "reward": Needs("compared", "sequence-classification"),
-    "classification": Needs("labelled", "sequence-classification"),
-    "token-classification": Needs("tagged", "token-classification"),
-    "sequential": Needs("own"),
-    "image-classification": Needs("own", "image-classification"),
-}
-"""Of each objective; models/cut/objectives.py registers further ones."""
-BUILT_IN = tuple(NEEDS)
 
 
 def needs_of(objective: str) -> Needs:
     """The entry of an objective. Raises ConfigError for an unknown one."""
-    if objective in NEEDS:
-        return NEEDS[objective]
-    near = difflib.get_close_matches(objective.lower(), NEEDS, n=1)
+    if registry.has("objectives", objective):
+        return Needs(**registry.facts("objectives", objective))
+    known = registry.names("objectives")
+    near = difflib.get_close_matches(objective.lower(), known, n=1)
     own = "one of your own is registered by a file of --import, on every machine"
     raise ConfigError(
-        f"training.objective: there is no objective {objective!r}; there are {', '.join(NEEDS)}",
+        f"training.objective: there is no objective {objective!r}; there are {', '.join(known)}",
         hint=meant("training.objective", objective)
         or (f'did you mean "{near[0]}"?' if near else own),
     )
+
+
+def needs_if_known(objective: str) -> Needs:
+    """The entry of an objective; that of "sft" for one that no file has registered yet."""
+    return needs_of(objective) if registry.has("objectives", objective) else Needs()
+
+
+def rows_of(kind: str) -> int:
+    """Rows of a micro-batch that an example of this kind of data makes."""
+    return int(registry.facts("data", kind).get("rows", 1))
 
 
 DPO_LOSSES = (

@@ -38,13 +38,11 @@ from hetero_framework.config.host_names import checked_host, host_and_port, norm
 from hetero_framework.config.idle import GivenNames, idle_lines
 from hetero_framework.config.objectives import (
     DPO_LOSSES,
-    NEEDS,
     ONE_LOSS,
-    ROWS,
     WITHOUT_KL,
-    DataKind,
-    Needs,
     Task,
+    needs_if_known,
+    rows_of,
 )
 from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown, without_harmless
@@ -308,7 +306,7 @@ class ModelConfig(Section):
     @property
     def task(self) -> Task:
         """The task of its head, which the objective of the run decides."""
-        return NEEDS.get(self._objective, Needs()).task
+        return needs_if_known(self._objective).task
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -932,20 +930,20 @@ class TrainingConfig(Section):
         return (named,) if isinstance(named, str) else named
 
     @property
-    def data_kind(self) -> DataKind:
+    def data_kind(self) -> str:
         """The data that the objective is trained on."""
-        kind = NEEDS.get(self.objective, Needs()).data
+        kind = needs_if_known(self.objective).data
         return "ratings" if kind == "mismatched" and WITHOUT_KL in self.losses else kind
 
     @property
     def train_rows(self) -> int:
         """Rows of a micro-batch."""
-        return self.per_device_train_batch_size * ROWS[self.data_kind]
+        return self.per_device_train_batch_size * rows_of(self.data_kind)
 
     @property
     def eval_rows(self) -> int:
         """Rows of a micro-batch of an evaluation."""
-        return self.per_device_eval_batch_size * ROWS[self.data_kind]
+        return self.per_device_eval_batch_size * rows_of(self.data_kind)
 
     def _check_best(self) -> None:
         """The Trainer's rules for what follows from evaluations."""
@@ -1315,7 +1313,7 @@ class Config(WholeFile):
         is_known = of_objective is not None or training.objective == "sft"
         metric = training.metric if is_known and not computes else None
         if metric is not None and metric.removeprefix("eval_") not in known:
-            of_tokens = NEEDS.get(training.objective, Needs()).task == "causal-lm"
+            of_tokens = needs_if_known(training.objective).task == "causal-lm"
             more = "; training.token_metrics gives more" * (of_tokens > training.token_metrics)
             more += ", and compute_metrics any, of train() or of a file named with --import"
             raise ConfigError(
@@ -1374,7 +1372,7 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
             f"{shown(training.objective)} and model.chain do not go together: a chain is trained"
             ' with "sequential", and nothing else is',
         )
-    generates = training is not None and NEEDS.get(training.objective, Needs()).task == "causal-lm"
+    generates = training is not None and needs_if_known(training.objective).task == "causal-lm"
     for setting in ("num_labels", "problem_type", "label_names"):
         if generates and model is not None and getattr(model, setting) is not None:
             yield Problem(

@@ -1,6 +1,6 @@
 """The kinds of examples that objectives are trained on: how they are read, kept and put together.
 
-`config/objectives.py` has their names, and the rows that an example of each makes.
+The table `data` of the registry has them by name, and the rows that an example of each makes.
 """
 
 from __future__ import annotations
@@ -8,38 +8,44 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hetero_framework.config import DataConfig, TrainingConfig
-from hetero_framework.config.objectives import NEEDS, DataKind
+from hetero_framework import registry
+from hetero_framework.config import Config, DataConfig, TrainingConfig
+from hetero_framework.config.objectives import needs_of
+from hetero_framework.config.schema import ProblemType
 from hetero_framework.data.batches import MicroBatch, collate, pack
 from hetero_framework.data.examples import Examples, Rows
 from hetero_framework.data.formats import Formatter, detect_format
 from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError
-from hetero_framework.extras.classification.labelled import (
-    WORDS,
-    LabelledTexts,
-    LabelledWords,
-    TextFormatter,
-    WordFormatter,
-    collate_texts,
-)
-from hetero_framework.extras.classification.labels import OF_TEXTS, OF_TOKENS, Labels
-from hetero_framework.extras.preferences.pairs import (
-    AnswerRows,
-    ComparisonFormatter,
-    PairFormatter,
-    collate_answers,
-)
-from hetero_framework.extras.preferences.ratings import RatingFormatter, unpaired, with_neighbours
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 Collate = Callable[[Any, Sequence[int] | np.ndarray, int, int | None], MicroBatch]
+
+
+class Labels(Protocol):
+    """Of each label its name, in the order of their numbers, and the kind of loss."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def problem(self) -> ProblemType: ...
+
+
+class LabelReader(Protocol):
+    """Of a kind of examples with labels."""
+
+    def stated(self, config: Config, model_config: PretrainedConfig) -> Any:
+        """Facts about the labels that the settings or the model's checkpoint have."""
+
+    def find(self, records: Iterator[Record], stated: Any) -> Labels:
+        """The labels of the training data, as far as they are not stated (None: none is)."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,8 @@ class ExampleKind:
     """`formats` are the values of data.format beside "auto", `formatter` reads records, `kept`
     makes examples of tokenised rows, and `collate` a micro-batch of those with some numbers, padded
     with a token to a multiple. `records` makes those of this kind of the records of a file.
-    `label_fields` hold labels, which `formatter` and `kept` are also told of. A record has one
-    field of each group of `needs`."""
+    A record has one field of each group of `needs`. `labels` are read where there are some;
+    `formatter` and `kept` are also told of them. `remarks` are lines on all training examples."""
 
     noun: str
     formats: tuple[str, ...]
@@ -56,13 +62,12 @@ class ExampleKind:
     kept: Callable[..., Rows]
     collate: Collate
     records: Callable[[Iterator[Record]], Iterator[Record]] = iter
-    label_fields: tuple[str, ...] = ()
     needs: tuple[tuple[str, ...], ...] = ()
+    labels: LabelReader | None = None
+    remarks: Callable[[Any, TrainingConfig], Iterator[str]] = lambda examples, training: iter(())
 
 
-def _text_formatter(
-    first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig
-) -> Formatter:
+def _formatter(first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Formatter:
     """By the first record of a set of examples."""
     kind: str = data.format
     if kind == "auto":
@@ -70,84 +75,19 @@ def _text_formatter(
     return Formatter(kind, tokenizer, data)
 
 
-def _pair_formatter(
-    first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig
-) -> Formatter:
-    return PairFormatter("preference", tokenizer, data)
-
-
 def _unchanged(examples: Examples, data: DataConfig, training: TrainingConfig) -> Rows:
     return examples
 
 
-def _answers(examples: Examples, data: DataConfig, training: TrainingConfig) -> AnswerRows:
-    return AnswerRows(examples, training.data_kind)
+_FORMATS = ("text", "prompt_completion", "messages", "alpaca")
+TEXT = ExampleKind("examples", _FORMATS, _formatter, _unchanged, collate)
 
 
-def _mismatched(examples: Examples, data: DataConfig, training: TrainingConfig) -> AnswerRows:
-    return with_neighbours(examples, data.max_length, training.per_device_train_batch_size)
-
-
-def _rated(kind: DataKind, kept: Any) -> ExampleKind:
-    def formatter(first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Formatter:
-        return RatingFormatter(kind, tokenizer, data)
-
-    return ExampleKind(
-        *("rated answers", ("preference",), formatter, kept, collate_answers, unpaired),
-        needs=(("prompt", "chosen"), ("completion", "chosen"), ("label", "rejected")),
-    )
-
-
-def _labelled_formatter(
-    first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig, labels: Labels
-) -> Formatter:
-    is_chat = data.format == "auto" and first.fields.get("messages") is not None
-    name = "messages" if is_chat or data.format == "messages" else "text"
-    return TextFormatter(name, tokenizer, data, labels)
-
-
-def _word_formatter(
-    first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig, labels: Labels
-) -> Formatter:
-    return WordFormatter("tokens", tokenizer, data, labels)
-
-
-def _labelled(
-    examples: Examples, data: DataConfig, training: TrainingConfig, labels: Labels
-) -> LabelledTexts:
-    parts = examples.ids, examples.trained, examples.offsets, examples.targets
-    return LabelledTexts(*parts, is_class=labels.problem == "single_label_classification")
-
-
-def _tagged(
-    examples: Examples, data: DataConfig, training: TrainingConfig, labels: Labels
-) -> LabelledWords:
-    return LabelledWords(examples, "tagged")
-
-
-_PAIR = (("chosen",), ("rejected",))
-_SFT_FORMATS = ("text", "prompt_completion", "messages", "alpaca")
-KINDS: dict[DataKind, ExampleKind] = {
-    "text": ExampleKind("examples", _SFT_FORMATS, _text_formatter, _unchanged, collate),
-    "pairs": ExampleKind(
-        *("pairs", ("preference",), _pair_formatter, _answers, collate_answers), needs=_PAIR
-    ),
-    "ratings": _rated("ratings", _answers),
-    "mismatched": _rated("mismatched", _mismatched),
-    "compared": ExampleKind(
-        *("pairs", ("preference",), ComparisonFormatter, _answers, collate_answers), needs=_PAIR
-    ),
-    "labelled": ExampleKind(
-        *("labelled texts", ("text", "messages"), _labelled_formatter, _labelled, collate_texts),
-        label_fields=OF_TEXTS,
-        needs=(("text", "messages"), OF_TEXTS),
-    ),
-    "tagged": ExampleKind(
-        *("texts of labelled words", (), _word_formatter, _tagged, collate),
-        label_fields=OF_TOKENS,
-        needs=((WORDS,), OF_TOKENS),
-    ),
-}
+def kind_of(name: str) -> ExampleKind:
+    """The kind of this name."""
+    found = registry.find("data", name)
+    assert isinstance(found, ExampleKind), f"{name} are no records"
+    return found
 
 
 def objectives_of(first: Record) -> list[str]:
@@ -155,19 +95,23 @@ def objectives_of(first: Record) -> list[str]:
     first."""
     there = {name for name, value in first.fields.items() if value is not None}
 
-    def suits(kind: DataKind) -> bool:
-        if kind in KINDS and (needs := KINDS[kind].needs):
-            return all(there.intersection(group) for group in needs)
+    def suits(kind: str) -> bool:
+        needs = getattr(
+            registry.find("data", kind), "needs", ()
+        )  # a data set of one's own has none
         with suppress(DataError):
-            return kind == "text" and bool(detect_format(first.fields, first.where, "text"))
+            is_text = kind == "text" and bool(detect_format(first.fields, first.where, "text"))
+            return is_text or (bool(needs) and all(there.intersection(group) for group in needs))
         return False
 
-    found = [name for name, needs in NEEDS.items() if suits(needs.data)]
-    return sorted(found, key=lambda name: NEEDS[name].data == "text")  # it may have other fields
+    known = {name: needs_of(name) for name in registry.names("objectives")}
+    found = [name for name, needs in known.items() if suits(needs.data)]
+    # Texts may have other fields.
+    return sorted(found, key=lambda o: (known[o].data == "text", known[o].task != "causal-lm"))
 
 
 def formatter_for(
-    kind: DataKind,
+    kind: str,
     first: Record,
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
@@ -175,18 +119,18 @@ def formatter_for(
 ) -> Formatter:
     """The formatter of a set of examples, by the first of them; `labels` are those of a kind that
     has some. Raises DataError where they are not of the kind that the objective is trained on."""
-    examples = KINDS[kind]
+    examples = kind_of(kind)
     if data.format not in ("auto", *examples.formats):
         raise DataError(
             f"data.format is {data.format!r}, but the objective is trained on {examples.noun}",
             hint="leave it out, or choose another training.objective; docs/objectives.md has the"
             " data of each",
         )
-    return examples.formatter(first, tokenizer, data, *[labels] * bool(examples.label_fields))
+    return examples.formatter(first, tokenizer, data, *[labels] * (examples.labels is not None))
 
 
 def collated(
-    kind: DataKind,
+    kind: str,
     examples: Any,
     indices: Sequence[int] | np.ndarray,
     pad_token_id: int,
@@ -195,4 +139,4 @@ def collated(
     """The micro-batch of these examples, by their numbers."""
     if data.padding_free:
         return pack(examples, indices)
-    return KINDS[kind].collate(examples, indices, pad_token_id, data.pad_to_multiple_of)
+    return kind_of(kind).collate(examples, indices, pad_token_id, data.pad_to_multiple_of)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hetero_framework.config import Config, DataConfig
 from hetero_framework.data.formats import Formatter
-from hetero_framework.data.kinds import KINDS, formatter_for
+from hetero_framework.data.kinds import formatter_for, kind_of
 from hetero_framework.data.rendered import LEFT_OUT
 from hetero_framework.data.sources import MEGATRON, Record, find_sources, listed
 from hetero_framework.data.splits import SplitReader
@@ -45,9 +45,10 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
         return [_row(rows, k, tokenizer) for k in range(min(count, len(rows)))]
     reader = SplitReader(data.train_split, ("train",), data.dataset_config)
     kind = config.training.data_kind
-    records = KINDS[kind].records(reader.read(sources, lambda note: None))
+    records = kind_of(kind).records(reader.read(sources, lambda note: None))
     chosen = list(islice(records, count))
-    labels = load_data(config, tokenizer, most=count).labels if KINDS[kind].label_fields else None
+    has_labels = kind_of(kind).labels is not None
+    labels = load_data(config, tokenizer, most=count).labels if has_labels else None
     formatter = formatter_for(kind, chosen[0], tokenizer, data, labels)
     return [shown for record in chosen for shown in _shown(record, formatter, tokenizer, data)]
 

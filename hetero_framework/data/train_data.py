@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetero_framework.config import Config, DataConfig, TrainingConfig
-from hetero_framework.config.objectives import ROWS, DataKind
+from hetero_framework.config.objectives import rows_of
 from hetero_framework.data.batches import (
     LazyBatches,
     MicroBatch,
@@ -24,17 +24,14 @@ from hetero_framework.data.batches import (
 from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder, ExampleSet, Rows
 from hetero_framework.data.formats import Formatter
-from hetero_framework.data.kinds import KINDS, collated, formatter_for
+from hetero_framework.data.kinds import ExampleKind, Labels, collated, formatter_for, kind_of
 from hetero_framework.data.sources import Record, Source, find_sources, listed, shorten
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.token_cache import find_entry
 from hetero_framework.data.tokenizer import choose_pad_token
 from hetero_framework.errors import DataError
-from hetero_framework.extras.classification.labels import Labels, Stated, find_labels
 from hetero_framework.extras.foreign_formats.megatron import Corpus, Samples, find_corpus
 from hetero_framework.extras.foreign_formats.sentence_piece import TokenizersErrors
-from hetero_framework.extras.preferences.pairs import AnswerRows
-from hetero_framework.extras.preferences.ratings import balance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,11 +131,11 @@ def load_data(
     *,
     vocab_size: int | None = None,
     most: int | None = None,
-    stated: Stated | None = None,
+    stated: Any = None,
 ) -> TrainData:
     """Read, tokenise and check `data.train` and `data.eval`, of each the first `most` examples;
-    `stated` is what is known of their labels, if they have some. Raises DataError, with file and
-    line, for unusable examples, such as a token beyond the model's `vocab_size` embeddings."""
+    `stated` are the facts of `LabelReader.stated`, if they have labels. Raises DataError, with file
+    and line, for unusable examples, such as a token beyond the model's `vocab_size` embeddings."""
     data = config.data
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
@@ -150,7 +147,7 @@ def load_data(
             hint="leave it out",
         )
     reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report, most, config.training)
-    reader.know_labels(stated or Stated())
+    reader.know_labels(stated)
     found = reader.read("train", data.train, data.train_split)
     train: Rows
     order: SampleOrder
@@ -161,8 +158,7 @@ def load_data(
         reader.look_at(train)
     else:
         train, order = found, SampleOrder(len(found), config.training, found.lengths)
-        if isinstance(found, AnswerRows) and found.kind in ("ratings", "mismatched"):
-            report += balance(found, config.training)
+        report += reader.kind.remarks(found, config.training)
     eval_sets: dict[str, ExampleSet] = {}
     for name, spec in data.eval_sets.items():
         held_out = reader.read(f"eval.{name}" if name else "eval", spec, data.eval_split)
@@ -241,26 +237,25 @@ class _Reader:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     labels: Labels | None = None
 
-    def know_labels(self, stated: Stated) -> None:
+    def know_labels(self, stated: Any) -> None:
         """Find the labels of the training data, for kinds that have some."""
-        if not KINDS[self.kind].label_fields:
+        if self.kind.labels is None:
             return
         sources = find_sources(self.data.train, self.base_dir)
         reader = SplitReader(self.data.train_split, ("train",), self.data.dataset_config)
         records = islice(reader.read(sources, lambda note: None), self.most)
-        self.labels = find_labels(records, stated, of_tokens=self.kind == "tagged")
+        self.labels = self.kind.labels.find(records, stated)
 
     @property
-    def kind(self) -> DataKind:
-        return self.training.data_kind
+    def kind(self) -> ExampleKind:
+        return kind_of(self.training.data_kind)
 
     def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Rows | Corpus:
         examples = self._read(name, spec, split)
         if isinstance(examples, Corpus):
             return examples
-        kind = KINDS[self.kind]
-        labels = [self.labels] * bool(kind.label_fields)
-        return kind.kept(examples, self.data, self.training, *labels)
+        labels = [self.labels] * (self.labels is not None)
+        return self.kind.kept(examples, self.data, self.training, *labels)
 
     def _read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples | Corpus:
         sources = find_sources(spec, self.base_dir)
@@ -274,8 +269,10 @@ class _Reader:
             )
             return corpus
         options = self.data.model_dump(exclude={"train", "eval"})
-        settings = [name, split, options, self.vocab_size, *[self.kind] * (self.kind != "text")]
-        settings += [asdict(self.labels)] if self.labels is not None else []
+        kind, labels = self.training.data_kind, self.labels
+        settings = [name, split, options, self.vocab_size, *[kind] * (kind != "text")]
+        if labels is not None:
+            settings.append({"problem": labels.problem, "names": labels.names})
         entry = find_entry(sources, self.tokenizer, settings)
         kept = entry.read() if entry is not None else None
         if kept is not None:
@@ -301,9 +298,10 @@ class _Reader:
         whole = ("train",) if name == "train" else ("test", "train")
         notes: list[str] = []
         reader = SplitReader(split, whole, self.data.dataset_config)
-        records = KINDS[self.kind].records(reader.read(sources, notes.append))
+        records = self.kind.records(reader.read(sources, notes.append))
         first = next(records)
-        formatter = formatter_for(self.kind, first, self.tokenizer, self.data, self.labels)
+        kind = self.training.data_kind
+        formatter = formatter_for(kind, first, self.tokenizer, self.data, self.labels)
         counts: Counter[str] = Counter()
         looked_at = islice(chain([first], records), self.most)
         examples = self._tokenise(name, looked_at, formatter, counts)
@@ -314,7 +312,8 @@ class _Reader:
         if split != whole[0] or not all(source.is_file for source in sources):
             origin += f", split {split}"
         lines = [
-            f"{name}: {self._counted(examples)}, {len(examples.ids):,} tokens from {origin}",
+            f"{name}: {len(examples) // (rows_of(kind) + formatter.label_rows):,} {self.kind.noun},"
+            f" {len(examples.ids):,} tokens from {origin}",
             f"{name}: format {formatter.name} (fields {listed(first.fields)})",
             *_unused(name, formatter.unused),
             *(f"{name}: {line}" for line in self._remarks(counts, formatter)),
@@ -322,10 +321,6 @@ class _Reader:
         ]
         dated = formatter.renderer is not None and formatter.renderer.uses_date
         return examples, lines, not (dated or rest)
-
-    def _counted(self, examples: Examples) -> str:
-        rows = 2 if self.kind == "tagged" else ROWS[self.kind]
-        return f"{len(examples) // rows:,} {KINDS[self.kind].noun}"
 
     def _tokenise(
         self, name: str, records: Iterator[Record], formatter: Formatter, counts: Counter[str]
@@ -387,7 +382,7 @@ class _Reader:
     def _twice(self, ids: list[int]) -> Iterator[str]:
         """Tokens for a beginning or an end that stand twice in a row, white space aside; of a
         classifier at its ends only, for a pair of texts may have two between them."""
-        anywhere, last = not KINDS[self.kind].label_fields, len(ids) - 1
+        anywhere, last = self.labels is None, len(ids) - 1
         for role in _ENDS:
             token, name = (getattr(self.tokenizer, f"{role}_token{end}") for end in ("_id", ""))
             if token is None or ids.count(token) < 2:

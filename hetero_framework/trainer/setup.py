@@ -19,6 +19,7 @@ from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.devices import open_device
 from hetero_framework.data import TrainData, load_data, load_tokenizer
+from hetero_framework.data.kinds import kind_of
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.schedule.tuning import default_max_in_flight
 from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
@@ -26,7 +27,6 @@ from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanErr
 from hetero_framework.extras.chains.chain import ChainConfig, example_bytes
 from hetero_framework.extras.chains.chain_objective import with_forms
 from hetero_framework.extras.chains.own import load_own_data
-from hetero_framework.extras.classification.labels import Stated, stated_names
 from hetero_framework.extras.talking.generation import Sampler
 from hetero_framework.models.adapters.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.cut.attention import check_attention
@@ -36,7 +36,7 @@ from hetero_framework.models.cut.language import meta_model, tower_lines
 from hetero_framework.models.cut.objective import ChunkedObjective
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
-from hetero_framework.models.cut.shard import load_model_config, own_labels
+from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.cut.varlen_attention import VARLEN
 from hetero_framework.models.files.export import base_generation
@@ -205,26 +205,15 @@ def read_data(
     """Tokenizer and data, checked with the model; `most` limits the examples of each set."""
     tokenizer = load_tokenizer(config)
     vocab_size = model_config.get_text_config().vocab_size
+    labels = kind_of(config.training.data_kind).labels
     data = load_data(
         *(config, tokenizer),
         vocab_size=vocab_size,
         most=most,
-        stated=_stated_labels(config, model_config),
+        stated=None if labels is None else labels.stated(config, model_config),
     )
     check_positions(model_config, data.row_tokens)
     return tokenizer, data
-
-
-def _stated_labels(config: Config, model_config: PretrainedConfig) -> Stated:
-    """The labels of a classifier, as its checkpoint or the settings have them."""
-    model = config.model
-    assert model is not None
-    names = model.label_names
-    if model.num_labels is None and names is None and own_labels(model, config.base_dir):
-        given = (model_config.id2label or {}).items()
-        names = stated_names(name for _, name in sorted(given))
-        return Stated(model_config.num_labels, model_config.problem_type, names)
-    return Stated(len(names) if names else model.num_labels, model.problem_type, names)
 
 
 def with_labels(

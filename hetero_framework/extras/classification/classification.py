@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from transformers import PretrainedConfig
 
 from hetero_framework.config import StageSpec, TrainingConfig
-from hetero_framework.config.objectives import NEEDS
+from hetero_framework.config.objectives import needs_of
 from hetero_framework.data.batches import MicroBatch, num_items
 from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.errors import ProtocolError
@@ -52,7 +52,7 @@ class Classification(_Classifies):
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(id_layers)
-        self._of_tokens = NEEDS[training.objective].task == "token-classification"
+        self._of_tokens = needs_of(training.objective).task == "token-classification"
 
     def loss(
         self,

@@ -14,15 +14,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hetero_framework.config import DataConfig
+from hetero_framework.config import DataConfig, TrainingConfig
 from hetero_framework.data.batches import MicroBatch, collate
 from hetero_framework.data.conversations import CONVERSATION_FIELDS
 from hetero_framework.data.examples import IGNORE_INDEX, Examples
 from hetero_framework.data.formats import Formatter, Tokens, string_field
+from hetero_framework.data.kinds import ExampleKind
 from hetero_framework.data.sources import Record, check_unicode
 from hetero_framework.errors import DataError
-from hetero_framework.extras.classification.labels import OF_TEXTS, OF_TOKENS, Labels, label_of
-from hetero_framework.extras.preferences.pairs import AnswerRows
+from hetero_framework.extras.classification.labels import (
+    OF_TEXTS,
+    OF_TOKENS,
+    ClassLabels,
+    LabelFields,
+    label_of,
+)
+from hetero_framework.extras.preferences.pairs import (
+    AnswerRows,
+    ComparisonFormatter,
+    answer_rows,
+    collate_answers,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +53,7 @@ class TextFormatter(Formatter):
         name: str,
         tokenizer: PreTrainedTokenizerBase,
         options: DataConfig,
-        labels: Labels,
+        labels: ClassLabels,
     ) -> None:
         super().__init__(name, tokenizer, options)
         self._labels = labels
@@ -206,3 +218,46 @@ def collate_texts(
             kinds[row, : len(kind)] = kind
         batch["token_type_ids"] = kinds
     return batch
+
+
+def _text_formatter(
+    first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig, labels: ClassLabels
+) -> TextFormatter:
+    is_chat = data.format == "auto" and first.fields.get("messages") is not None
+    name = "messages" if is_chat or data.format == "messages" else "text"
+    return TextFormatter(name, tokenizer, data, labels)
+
+
+def _word_formatter(
+    first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig, labels: ClassLabels
+) -> WordFormatter:
+    return WordFormatter("tokens", tokenizer, data, labels)
+
+
+def _labelled(
+    examples: Examples, data: DataConfig, training: TrainingConfig, labels: ClassLabels
+) -> LabelledTexts:
+    parts = examples.ids, examples.trained, examples.offsets, examples.targets
+    return LabelledTexts(*parts, is_class=labels.problem == "single_label_classification")
+
+
+def _tagged(
+    examples: Examples, data: DataConfig, training: TrainingConfig, labels: ClassLabels
+) -> LabelledWords:
+    return LabelledWords(examples, "tagged")
+
+
+COMPARED = ExampleKind(
+    *("pairs", ("preference",), ComparisonFormatter, answer_rows, collate_answers),
+    needs=(("chosen",), ("rejected",)),
+)
+LABELLED = ExampleKind(
+    *("labelled texts", ("text", "messages"), _text_formatter, _labelled, collate_texts),
+    needs=(("text", "messages"), OF_TEXTS),
+    labels=LabelFields(of_tokens=False),
+)
+TAGGED = ExampleKind(
+    *("texts of labelled words", (), _word_formatter, _tagged, collate),
+    needs=((WORDS,), OF_TOKENS),
+    labels=LabelFields(of_tokens=True),
+)

@@ -7,11 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import PretrainedConfig
+
+from hetero_framework.config import Config
 from hetero_framework.config.problems import shown
 from hetero_framework.config.schema import MAX_LABELS, ProblemType
 from hetero_framework.data.examples import IGNORE_INDEX, LARGEST
 from hetero_framework.data.sources import ClassNumber, Record, listed
 from hetero_framework.errors import DataError
+from hetero_framework.models.cut.shard import own_labels
 
 OF_TEXTS, OF_TOKENS = ("label", "labels"), ("labels", "tags", "ner_tags", "label")
 """Fields that may hold them, of which the first that is there does."""
@@ -32,7 +36,7 @@ class Stated:
 
 
 @dataclass(frozen=True)
-class Labels:
+class ClassLabels:
     """Of each label its name, in the order of their numbers, and the kind of loss."""
 
     problem: ProblemType
@@ -93,38 +97,56 @@ def label_of(record: Record, fields: tuple[str, ...]) -> tuple[str, Any]:
     raise DataError(f"{record.where}: no {fields[0]} among its fields: {there}", hint=_HINT)
 
 
-def find_labels(records: Iterable[Record], stated: Stated, *, of_tokens: bool) -> Labels:
-    """The labels of training data, as far as they are not stated. Names have the order that the
-    data set gives them, else they are sorted; of numbers there is one more than the largest.
-    Raises DataError for data whose labels are of several kinds, or more than stated."""
-    if stated.names is not None and (stated.problem is not None or of_tokens):
-        return Labels(stated.problem or "single_label_classification", stated.names)
-    seen = _Seen(of_tokens, measures=stated.problem == "regression")
-    for record in records:
-        seen.add(record)
-    problem, found = stated.problem, seen.given or tuple(sorted(seen.names))
-    if of_tokens or problem is None:
-        several = any(kind.endswith("s") for kind in seen.kinds)
-        problem = "multi_label_classification" if several else "single_label_classification"
-        # As in transformers, a model of one label learns a measure.
-        is_one = stated.count == 1 and not (of_tokens or found)
-        problem = "regression" if seen.kinds & {"measure"} or is_one else problem
-    if stated.names is not None:
-        return Labels(problem, stated.names)
-    if found and stated.count not in (None, len(found)):
-        raise DataError(
-            f"the training data have {len(found)} labels, and the model has {stated.count}:"
-            f" {_listed(found)}",
-            hint="name all labels of the model in model.label_names, in their order",
-        )
-    most, where = seen.largest
-    count = max(2, most + 1) if problem == "single_label_classification" else seen.width
-    count = len(found) or stated.count or count
-    if count > MAX_LABELS:
-        text = f"the training data have {len(found):,} labels: {_listed(found)}"
-        text = text if found else f"{where}: the label {most:,} would be one of {count:,}"
-        raise DataError(f"{text}; a model has at most {MAX_LABELS:,}", hint=_HINT)
-    return Labels(problem, found or tuple(f"LABEL_{number}" for number in range(count)))
+@dataclass(frozen=True)
+class LabelFields:
+    """Reads the labels of texts, or of their words."""
+
+    of_tokens: bool
+
+    def stated(self, config: Config, model_config: PretrainedConfig) -> Stated:
+        """The labels of a classifier, as its checkpoint or the settings have them."""
+        model = config.model
+        assert model is not None
+        names = model.label_names
+        if model.num_labels is None and names is None and own_labels(model, config.base_dir):
+            given = (model_config.id2label or {}).items()
+            names = stated_names(name for _, name in sorted(given))
+            return Stated(model_config.num_labels, model_config.problem_type, names)
+        return Stated(len(names) if names else model.num_labels, model.problem_type, names)
+
+    def find(self, records: Iterable[Record], stated: Stated | None = None) -> ClassLabels:
+        """The labels of training data, as far as they are not stated. Names have the order that the
+        data set gives them, else they are sorted; of numbers there is one more than the largest.
+        Raises DataError for data whose labels are of several kinds, or more than stated."""
+        stated = stated or Stated()
+        if stated.names is not None and (stated.problem is not None or self.of_tokens):
+            return ClassLabels(stated.problem or "single_label_classification", stated.names)
+        seen = _Seen(self.of_tokens, measures=stated.problem == "regression")
+        for record in records:
+            seen.add(record)
+        problem, found = stated.problem, seen.given or tuple(sorted(seen.names))
+        if self.of_tokens or problem is None:
+            several = any(kind.endswith("s") for kind in seen.kinds)
+            problem = "multi_label_classification" if several else "single_label_classification"
+            # As in transformers, a model of one label learns a measure.
+            is_one = stated.count == 1 and not (self.of_tokens or found)
+            problem = "regression" if seen.kinds & {"measure"} or is_one else problem
+        if stated.names is not None:
+            return ClassLabels(problem, stated.names)
+        if found and stated.count not in (None, len(found)):
+            raise DataError(
+                f"the training data have {len(found)} labels, and the model has {stated.count}:"
+                f" {_listed(found)}",
+                hint="name all labels of the model in model.label_names, in their order",
+            )
+        most, where = seen.largest
+        count = max(2, most + 1) if problem == "single_label_classification" else seen.width
+        count = len(found) or stated.count or count
+        if count > MAX_LABELS:
+            text = f"the training data have {len(found):,} labels: {_listed(found)}"
+            text = text if found else f"{where}: the label {most:,} would be one of {count:,}"
+            raise DataError(f"{text}; a model has at most {MAX_LABELS:,}", hint=_HINT)
+        return ClassLabels(problem, found or tuple(f"LABEL_{number}" for number in range(count)))
 
 
 @dataclass

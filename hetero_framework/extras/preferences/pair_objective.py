@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import PretrainedConfig
 
 from hetero_framework.config import TrainingConfig
-from hetero_framework.config.objectives import ROWS
+from hetero_framework.config.objectives import rows_of
 from hetero_framework.data.batches import MicroBatch
 from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.errors import ArchitectureError, ProtocolError
@@ -45,7 +45,7 @@ class PairObjective(ChunkedObjective):
         """`further`: names of metrics behind METRICS."""
         super().__init__(training.loss_chunk_tokens, id_layers)
         self._beta, self._smoothing = training.beta, training.label_smoothing
-        self._each = ROWS[training.data_kind]
+        self._each = rows_of(training.data_kind)
         # The other rows of a "mismatched" micro-batch would be in the routers' reports, too.
         self.adds_routing = training.data_kind != "mismatched"
         self.metric_names = (*METRICS, *further, *LOGITS)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hetero_framework.config import DataConfig
-from hetero_framework.config.objectives import ROWS, DataKind
+from hetero_framework.config import DataConfig, TrainingConfig
+from hetero_framework.config.objectives import rows_of
 from hetero_framework.config.problems import shown
 from hetero_framework.data.batches import MicroBatch, collate
 from hetero_framework.data.conversations import (
@@ -25,13 +25,14 @@ from hetero_framework.data.conversations import (
 )
 from hetero_framework.data.examples import LARGEST, Examples
 from hetero_framework.data.formats import Formatter, Tokens, common, string_field
+from hetero_framework.data.kinds import ExampleKind
 from hetero_framework.data.sources import Record, listed
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REFERENCE: Mapping[DataKind, tuple[str, ...]] = {
+REFERENCE: Mapping[str, tuple[str, ...]] = {
     "pairs": ("ref_chosen_logps", "ref_rejected_logps"),
     "ratings": ("ref_logps",),
     "mismatched": ("ref_logps", "ref_KL_logps"),
@@ -48,13 +49,13 @@ class AnswerRows:
     R i + R. `reference` are the REFERENCE of each, float32 [examples, R]."""
 
     rows: Examples
-    kind: DataKind = "pairs"
+    kind: str = "pairs"
     reference: np.ndarray | None = None
 
     @property
     def each(self) -> int:
         """Rows of an example."""
-        return ROWS[self.kind]
+        return rows_of(self.kind)
 
     def __len__(self) -> int:
         return len(self.rows) // self.each
@@ -225,3 +226,20 @@ def _split(chosen: str, rejected: str) -> dict[str, str]:
     elif chosen[index] != rejected[index] and chosen[index - 1] == " ":
         index -= 1  # part of the answer's first token
     return {"prompt": chosen[:index], "chosen": chosen[index:], "rejected": rejected[index:]}
+
+
+def answer_rows(examples: Examples, data: DataConfig, training: TrainingConfig) -> AnswerRows:
+    """Tokenised rows as examples of the objective's kind."""
+    return AnswerRows(examples, training.data_kind)
+
+
+def _formatter(
+    first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+) -> PairFormatter:
+    return PairFormatter("preference", tokenizer, data)
+
+
+PAIRS = ExampleKind(
+    *("pairs", ("preference",), _formatter, answer_rows, collate_answers),
+    needs=(("chosen",), ("rejected",)),
+)

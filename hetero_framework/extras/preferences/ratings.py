@@ -9,19 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hetero_framework.config import DataConfig, TrainingConfig
-from hetero_framework.config.objectives import ROWS, DataKind
+from hetero_framework.config.objectives import rows_of
 from hetero_framework.config.strict_json import json_type
 from hetero_framework.data.conversations import as_messages
 from hetero_framework.data.examples import Examples
 from hetero_framework.data.formats import Formatter, Tokens, parts
+from hetero_framework.data.kinds import ExampleKind
 from hetero_framework.data.sources import Record, listed
 from hetero_framework.errors import DataError
-from hetero_framework.extras.preferences.pairs import PAIR, AnswerRows, PairFormatter, with_prompt
+from hetero_framework.extras.preferences.pairs import (
+    PAIR,
+    AnswerRows,
+    PairFormatter,
+    answer_rows,
+    collate_answers,
+    with_prompt,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,11 +64,9 @@ def unpaired(records: Iterator[Record]) -> Iterator[Record]:
 class RatingFormatter(PairFormatter):
     """Tokenises rated answers: the row of each; for "mismatched" ones also the answer alone."""
 
-    def __init__(
-        self, kind: DataKind, tokenizer: PreTrainedTokenizerBase, options: DataConfig
-    ) -> None:
+    def __init__(self, kind: str, tokenizer: PreTrainedTokenizerBase, options: DataConfig) -> None:
         super().__init__("preference", tokenizer, options)
-        self._each, self.answers = ROWS[kind], ("completion",)
+        self._each, self.answers = rows_of(kind), ("completion",)
         self._rated: set[int] = set()
         if options.truncation_mode != "keep_start":
             raise DataError(
@@ -110,9 +116,10 @@ class RatingFormatter(PairFormatter):
         return super().teaches(rows[:1])
 
 
-def with_neighbours(examples: Examples, most: int | None, size: int) -> AnswerRows:
+def _with_neighbours(examples: Examples, data: DataConfig, training: TrainingConfig) -> AnswerRows:
     """Build KTO's "mismatched" examples, each an answer and the same prompt with another answer of
-    its micro-batch of `size`; cut to `most` tokens."""
+    its micro-batch; cut to max_length."""
+    most, size = data.max_length, training.per_device_train_batch_size
     offsets, count = examples.offsets, len(examples) // 2
     ids, trained, ends = [], [], [0]
     for number in range(count):
@@ -127,7 +134,7 @@ def with_neighbours(examples: Examples, most: int | None, size: int) -> AnswerRo
     return AnswerRows(Examples(*joined, examples.targets), "mismatched")
 
 
-def balance(answers: AnswerRows, training: TrainingConfig) -> Iterator[str]:
+def _balance(answers: AnswerRows, training: TrainingConfig) -> Iterator[str]:
     """Lines on the share of desirable answers, with the weights that TRL recommends for it."""
     assert answers.rows.targets is not None
     good = int(answers.rows.targets.sum())
@@ -139,3 +146,17 @@ def balance(answers: AnswerRows, training: TrainingConfig) -> Iterator[str]:
     hint = "; weights (desirable_weight, undesirable_weight) that make it 1 to 1.33 are recommended"
     fits = good == bad or 0.995 <= ratio <= 1.335
     yield line if fits else f"warning: {line}, {ratio:.2f} to 1 by their weights{hint}"
+
+
+def _rated(kind: str, kept: Any) -> ExampleKind:
+    def formatter(first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Formatter:
+        return RatingFormatter(kind, tokenizer, data)
+
+    return ExampleKind(
+        *("rated answers", ("preference",), formatter, kept, collate_answers, unpaired),
+        needs=(("prompt", "chosen"), ("completion", "chosen"), ("label", "rejected")),
+        remarks=_balance,
+    )
+
+
+RATINGS, MISMATCHED = _rated("ratings", answer_rows), _rated("mismatched", _with_neighbours)

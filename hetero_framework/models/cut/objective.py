@@ -27,7 +27,7 @@ COUNT = "batches/"
 
 class Objective(ABC):
     """An objective of a run: the loss of a micro-batch, what it is made of, and what is said of it.
-    `config/objectives.py` has the data and the class of model that go with its name."""
+    The registry has the data and the class of model that go with its name."""
 
     counts_tokens = False
     """Whether `prediction_counter` counts tokens."""

@@ -28,7 +28,8 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from hetero_framework.config.objectives import NEEDS, Task
+from hetero_framework import registry
+from hetero_framework.config.objectives import Task, needs_of
 from hetero_framework.core.cache import recall, remember
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.files import write_file
@@ -785,7 +786,8 @@ def _rows(head: str, rows: Mapping[str, str]) -> str:
 
 def _objectives(task: Task) -> str:
     """The objectives that train a class for a task."""
-    return _names(name for name, its in NEEDS.items() if its.task == task and name != "sequential")
+    known = (name for name in registry.names("objectives") if name != "sequential")
+    return _names(name for name in known if needs_of(name).task == task)
 
 
 def _subject(result: Comparison) -> str:

@@ -240,7 +240,7 @@ def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
         '"gpu" is not a device',
         '"lara" is not one of',
         "there is no file train.jsonl",
-        "there is no objective 'ppo'; there are sft, dpo,",
+        "there is no objective 'ppo'; there are sft, ",
         "the objective sequential is for a data set of your own",
     ):
         assert complaint in text

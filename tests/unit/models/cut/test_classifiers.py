@@ -17,8 +17,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from hetero_framework import registry
 from hetero_framework.config import ModelConfig
-from hetero_framework.config.objectives import NEEDS, Needs
 from hetero_framework.core.devices import open_device
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut.introspect import introspect
@@ -35,7 +35,8 @@ CUTS = ([0, 6], [0, 2, 6], [0, 0, 3, 4, 6, 6])
 
 @pytest.fixture(autouse=True)
 def objectives(monkeypatch) -> None:
-    monkeypatch.setitem(NEEDS, "texts", Needs("text", TEXTS))
+    monkeypatch.setattr(registry, "_registered", {})
+    registry.register("objectives", "texts", None, task=TEXTS)
 
 
 def section(place: Path, **settings: Any) -> ModelConfig:

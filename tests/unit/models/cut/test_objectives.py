@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from hetero_framework import registry
 from hetero_framework.config import Config
-from hetero_framework.config.objectives import ROWS, needs_of
+from hetero_framework.config.objectives import needs_of, rows_of
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.cut.objectives import objective_of
 
@@ -74,4 +75,6 @@ def test_an_unknown_objective_is_said_with_its_key_and_what_is_meant(name: str, 
 def test_the_page_has_each_kind_of_data_with_its_rows() -> None:
     page = (Path(__file__).resolve().parents[4] / "docs" / "objectives.md").read_text()
     found = re.findall(r'^\| `"(\w+)"` \| [^|]+\| (\d)', page, re.MULTILINE)
-    assert {kind: int(rows) for kind, rows in found} == ROWS
+    assert {kind: int(rows) for kind, rows in found} == {
+        kind: rows_of(kind) for kind in registry.names("data")
+    }

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig
 
 from hetero_framework.config import AdapterConfig, Config
-from hetero_framework.config.objectives import NEEDS
+from hetero_framework.config.objectives import needs_of
 from hetero_framework.core.cache import cache_directory
 from hetero_framework.errors import ArchitectureError, ConfigError
 from hetero_framework.models.adapters.lora import plan_adapter
@@ -453,7 +453,7 @@ def test_verify_takes_the_class_that_the_objective_trains(
     objective: str, has_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head that the weights lack is the same in the whole and in a shard."""
-    task = NEEDS[objective].task if has_head else "causal-lm"
+    task = needs_of(objective).task if has_head else "causal-lm"
     stored = tiny_config("llama", task)
     if has_head:
         stored.num_labels = 1 if objective == "reward" else 3
@@ -486,8 +486,8 @@ def test_verify_takes_the_class_that_the_objective_trains(
     monkeypatch.setattr(equivalence, "_whole_step", step)
     result = verify_model(Config.from_dict(raw, tmp_path))
     assert (result.verdict, result.reason, result.half) == ("bit-equal", "", "")
-    assert (result.subject, result.task) == ("the model itself", NEEDS[objective].task)
-    name = NEEDS[objective].task.title().replace("-", "")
+    assert (result.subject, result.task) == ("the model itself", needs_of(objective).task)
+    name = needs_of(objective).task.title().replace("-", "")
     assert steps == [f"LlamaFor{name}"] * 4
 
 
