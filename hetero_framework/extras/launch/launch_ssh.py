@@ -15,7 +15,7 @@ import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from hetero_framework._version import __version__
@@ -57,7 +57,11 @@ def run(given: Namespace, processes: Sequence[Launched]) -> int:
         return _problem(given, process, running, stopped)
 
     with signals_passed_to(stop), ThreadPoolExecutor(max(1, len(remote))) as pool:
-        problems = list(filter(None, pool.map(problem, remote)))
+        asked = [pool.submit(problem, process) for process in remote]
+        # A signal that comes just before a wait without an end is not handled until it has ended.
+        while wait(asked, timeouts.ANSWER_TICK_S).not_done:
+            pass
+    problems = [said for one in asked if (said := one.result()) is not None]
     if stopped.is_set():
         raise StoppedEarly("stopped before anything was started")
     if problems:
