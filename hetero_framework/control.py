@@ -30,6 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
+from hetero_framework import registry
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Control, Message, shortened
 from hetero_framework.core.protocol import UserMessage
@@ -265,8 +266,10 @@ def answer(message: Message, checked: Callable[[Control], Any] = _data) -> Messa
     sent become its `error`."""
     question = message.expect(Control)
     name, number = question.name, question.request
-    handler = _handlers.get(name)
     try:
+        handler = _handlers.get(name)
+        if handler is None and registry.has("answers", name):
+            handler = registry.find("answers", name)
         if handler is None:
             raise UserError(f"no handler for {name!r} is registered")
         data, tensors = handler(checked(question)), ()

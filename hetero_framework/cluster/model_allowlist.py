@@ -10,12 +10,21 @@ from __future__ import annotations
 import fnmatch
 import glob
 import os
+from typing import Any
 
-from hetero_framework.cluster.remote_measurement import TINY
 from hetero_framework.config import Config, WorkerConfig
 from hetero_framework.errors import ConfigError
 
 EVERYTHING = "*"
+MEASURE = "hetero.measure"
+"""Asks a worker for the cost of a model, which its configuration has to permit too."""
+LEFT_OUT = "hetero.left-out"
+"""Tells a measured worker that the plan has no layers for it; the data say why."""
+TINY: dict[str, Any] = {
+    **{"model_type": "llama", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2},
+}
+"""The model of which each worker loads a layer while it is measured."""
 
 
 def check_permitted(asked: Config, local: Config, entry: WorkerConfig) -> Config:

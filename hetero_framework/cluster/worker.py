@@ -27,10 +27,9 @@ from hetero_framework import control, errors, log
 from hetero_framework.cluster import link_probe
 from hetero_framework.cluster import worker_info as _worker_info  # noqa: F401 - registers its answer
 from hetero_framework.cluster.child import serving
-from hetero_framework.cluster.model_allowlist import check_permitted
+from hetero_framework.cluster.model_allowlist import LEFT_OUT, MEASURE, check_permitted
 from hetero_framework.cluster.outbound_worker import OutboundWorker
 from hetero_framework.cluster.peer_links import PeerLinks, accepted_frame_bytes, most_bytes
-from hetero_framework.cluster.remote_measurement import LEFT_OUT, MEASURE
 from hetero_framework.cluster.stop_signals import StopSignals
 from hetero_framework.config import Config, WorkerConfig, host_and_port
 from hetero_framework.core import addresses, failpoints, timeouts

@@ -32,7 +32,6 @@ from hetero_framework.core.devices import open_device, without_four_bit
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.data.sources import find_sources
-from hetero_framework.engine.measuring import ModelCost, PartCost
 from hetero_framework.errors import UserError
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.fleet_profile import profile_of
@@ -42,6 +41,7 @@ from hetero_framework.extras.planner.known_devices import (
     factor,
     known_device,
 )
+from hetero_framework.extras.planner.measuring import ModelCost, PartCost
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, stored_quantization

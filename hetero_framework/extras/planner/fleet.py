@@ -17,16 +17,16 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from hetero_framework.cluster import link_probe, remote_measurement
+from hetero_framework.cluster import link_probe, model_allowlist
 from hetero_framework.cluster.cluster import Cluster, free_bytes
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config, process_name
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.engine.hosts import DirectLost, LinkLost
-from hetero_framework.engine.measuring import ModelCost
 from hetero_framework.errors import HeteroError, PeerLostError, UserError
-from hetero_framework.extras.planner import FleetProfile, Result
+from hetero_framework.extras.planner import FleetProfile, Result, remote_measurement
 from hetero_framework.extras.planner.fleet_profile import profile_of
+from hetero_framework.extras.planner.measuring import ModelCost
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known
 from hetero_framework.models.sizing.memory import parts_by_process
@@ -63,7 +63,7 @@ def plan_fleet(
         needed = {entry["id"] for entry in result.shard_plan}
         for worker in (w for w in cluster.workers if w not in needed):
             with suppress(HeteroError):  # one that is gone need not know
-                cluster.control(worker, remote_measurement.LEFT_OUT, result.why)
+                cluster.control(worker, model_allowlist.LEFT_OUT, result.why)
         return result
 
 
@@ -235,7 +235,7 @@ def _tiny(config: Config, folder: str) -> Config:
     """The processes of `config`, all of them, with a layer of a tiny model each."""
     raw, owners = config.to_dict(), ["local", *(worker.id for worker in config.workers)]
     plan = [{"id": owner, "start": k, "end": k + 1} for k, owner in enumerate(owners)]
-    fields = {**remote_measurement.TINY, "num_hidden_layers": len(owners)}
+    fields = {**model_allowlist.TINY, "num_hidden_layers": len(owners)}
     kept = ("connect_timeout_s", "liveness_timeout_s", "load_timeout_s", "log_level")
     training = {name: raw["training"][name] for name in kept}
     for machine in (raw["coordinator"], *raw["workers"]):

@@ -10,8 +10,8 @@ import torch
 from hetero_framework.config import Config
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.engine.measuring import ModelCost
 from hetero_framework.extras.planner import FleetProfile
+from hetero_framework.extras.planner.measuring import ModelCost
 from hetero_framework.models.sizing.memory import StageMemory
 
 

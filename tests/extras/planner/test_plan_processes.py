@@ -16,10 +16,9 @@ import psutil
 import pytest
 
 from hetero_framework import cli
-from hetero_framework.cluster import remote_measurement
 from hetero_framework.config import Config, load_config
 from hetero_framework.errors import UserError
-from hetero_framework.extras.planner import auto_plan, fleet, load_profile
+from hetero_framework.extras.planner import auto_plan, fleet, load_profile, remote_measurement
 from hetero_framework.extras.planner.plan_report import Wishes
 from hetero_framework.trainer.coordinator import train
 from tests.pools import Pool, read_metrics

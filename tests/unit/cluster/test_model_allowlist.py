@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.cluster.model_allowlist import check_permitted
-from hetero_framework.cluster.remote_measurement import TINY
+from hetero_framework.cluster.model_allowlist import TINY, check_permitted
 from hetero_framework.config import Config, WorkerConfig
 from hetero_framework.errors import ConfigError
 from hetero_framework.repository import resolve_model_path

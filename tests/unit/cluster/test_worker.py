@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from hetero_framework import control, log
-from hetero_framework.cluster import link_probe, remote_measurement
+from hetero_framework.cluster import link_probe, model_allowlist
 from hetero_framework.cluster import worker as worker_module
 from hetero_framework.cluster.worker import Worker
 from hetero_framework.cluster.worker_links import WorkerLinks
@@ -266,7 +266,7 @@ def test_a_worker_measures_only_models_that_its_own_file_permits(serve: Any) -> 
     """`hetero plan --measure` asks for it: "hetero.measure" is one more way to name a model."""
     served = serve()
     coordinator = served.dial().set_up()
-    fields = {**remote_measurement.TINY, "num_hidden_layers": 2}
+    fields = {**model_allowlist.TINY, "num_hidden_layers": 2}
     named = (
         {"name_or_path": "/etc/x"},
         {"name_or_path": "org/name"},
@@ -275,7 +275,7 @@ def test_a_worker_measures_only_models_that_its_own_file_permits(serve: Any) -> 
     for number, model in enumerate(named):
         asked = {**served.config.to_dict(), "model": model}
         data = {"config": asked, "model": fields, "worker": 1}
-        coordinator.link.send(control.request(number, remote_measurement.MEASURE, data))
+        coordinator.link.send(control.request(number, model_allowlist.MEASURE, data))
         answer = coordinator.expect(Control)
         assert answer.answers == number
         assert "worker 1 may not load the model" in str(answer.error)
@@ -302,8 +302,8 @@ def peer_of(served: Served) -> Coordinator:
     ("name", "data", "said"),
     [
         ("gpu_reset", None, "CONTROL 'gpu_reset' came from a worker, which may ask for"),
-        (remote_measurement.MEASURE, {}, "'hetero.measure' came from a worker, which may ask for"),
-        (remote_measurement.LEFT_OUT, "x", "'hetero.left-out' came from a worker"),
+        (model_allowlist.MEASURE, {}, "'hetero.measure' came from a worker, which may ask for"),
+        (model_allowlist.LEFT_OUT, "x", "'hetero.left-out' came from a worker"),
         (link_probe.PEER, {"peer": 1, "bytes": 9}, "'hetero.peer' came from a worker"),
         ("hetero.about", None, "'hetero.about' came from a worker"),
         (link_probe.SOURCE, {"bytes": 1 << 30}, "'hetero.source' of 1073741824 bytes"),
@@ -569,10 +569,10 @@ def test_goodbye_ends_a_worker_and_a_failed_run_leaves_it_for_the_next(serve: An
 def test_worker_that_was_measured_waits_for_the_run_that_is_planned(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(control._handlers, remote_measurement.MEASURE, lambda data: {})
+    monkeypatch.setitem(control._handlers, model_allowlist.MEASURE, lambda data: {})
     served = serve()
     first = served.dial("first").set_up()
-    first.link.send(control.request(7, remote_measurement.MEASURE, {}))
+    first.link.send(control.request(7, model_allowlist.MEASURE, {}))
     assert first.expect(Control).answers == 7
     first.send(Bye("the run is over"))
     deadline = time.monotonic() + WAIT_S
@@ -586,10 +586,10 @@ def test_worker_that_was_measured_waits_for_the_run_that_is_planned(
 def test_worker_that_the_plan_leaves_out_says_so_and_ends(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(control._handlers, remote_measurement.MEASURE, lambda data: {})
+    monkeypatch.setitem(control._handlers, model_allowlist.MEASURE, lambda data: {})
     served = serve()
     coordinator = served.dial().set_up()
-    for number, question in enumerate((remote_measurement.MEASURE, remote_measurement.LEFT_OUT)):
+    for number, question in enumerate((model_allowlist.MEASURE, model_allowlist.LEFT_OUT)):
         coordinator.link.send(control.request(number, question, "it is too slow"))
         assert coordinator.expect(Control).answers == number
     coordinator.send(Bye("the run is over"))

@@ -1,7 +1,6 @@
 """Cost of a model's parts on a worker's machine, measured for `hetero plan --measure`.
 
-Each machine caches its results by device, model, settings and versions. Importing this module
-registers the worker's handler.
+Each machine caches its results by device, model, settings and versions.
 """
 
 from __future__ import annotations
@@ -19,25 +18,18 @@ from transformers import PretrainedConfig
 
 from hetero_framework import control, versions
 from hetero_framework._version import __version__
+from hetero_framework.cluster.model_allowlist import MEASURE
 from hetero_framework.config import Config, ModelConfig
 from hetero_framework.core import cache
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
-from hetero_framework.engine.measuring import ModelCost, measure
 from hetero_framework.errors import ProtocolError, ResourceError
+from hetero_framework.extras.planner.measuring import ModelCost, measure
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.sizing.memory import memory_of_parts
 
-MEASURE = "hetero.measure"
-LEFT_OUT = "hetero.left-out"
-"""Tells a measured worker that the plan has no layers for it; the data say why."""
-TINY: dict[str, Any] = {
-    **{"model_type": "llama", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32},
-    **{"num_attention_heads": 2, "num_key_value_heads": 2},
-}
-"""The model of which each worker loads a layer while it is measured."""
 _KIND = "costs"
 _log = logging.getLogger(__name__)
 # Settings that change often and do not affect the times of a model's parts.
@@ -116,16 +108,16 @@ def answer_of(worker: WorkerId, message: Message) -> Measurement:
         raise ProtocolError(f"worker {worker} gives no measurement: {error!r}") from error
 
 
-@control.on(LEFT_OUT)
-def _left_out(data: Any) -> None:
+def left_out(data: Any) -> None:
+    """A worker's answer to LEFT_OUT."""
     why = f": {data}" if data else ""
     _log.info("this machine is not needed: the plan has no layers for it%s", why)
 
 
-@control.on(MEASURE)
-def _measure(data: Any) -> dict[str, Any]:
-    """Measure the model of `data["config"]`, which this machine's file permits. Its own copy of the
-    model's settings takes precedence over those that were sent."""
+def measured(data: Any) -> dict[str, Any]:
+    """A worker's answer to MEASURE: the cost of the model of `data["config"]`, which this machine's
+    file permits. Its own copy of the model's settings takes precedence over those that were
+    sent."""
     config = data["config"]
     assert isinstance(config, Config)
     config = config.held_by(data["worker"])

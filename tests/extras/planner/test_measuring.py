@@ -11,8 +11,8 @@ import torch
 
 from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, open_device
-from hetero_framework.engine import measuring
-from hetero_framework.engine.measuring import ModelCost, measure
+from hetero_framework.extras.planner import measuring
+from hetero_framework.extras.planner.measuring import ModelCost, measure
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import tiny_config
 from tests.samples import save_llama

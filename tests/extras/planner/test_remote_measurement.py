@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.cluster import remote_measurement
 from hetero_framework.config import Config
 from hetero_framework.core.devices import Device
-from hetero_framework.engine.measuring import ModelCost, PartCost
+from hetero_framework.extras.planner import remote_measurement
+from hetero_framework.extras.planner.measuring import ModelCost, PartCost
 from hetero_framework.models.cut.shard import load_model_config
 
 PART = PartCost(0.25, 0.5, 0.125, 7, 3)
