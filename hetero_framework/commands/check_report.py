@@ -23,9 +23,9 @@ from hetero_framework.engine.schedule.tuner import assumed_profile
 from hetero_framework.engine.schedule.tuning import tune
 from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.extras.islands.forecast import island_lines
-from hetero_framework.extras.pictures.image_chain import as_saved
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.attention import check_attention
+from hetero_framework.models.cut.family import as_saved
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import tower_lines
 from hetero_framework.models.cut.objectives import objective_of

@@ -133,9 +133,9 @@ def load(arguments: argparse.Namespace, *, saved_plan: bool = True) -> Any:
     )
     set_level(config.training.log_level)
     if config.training.data_kind == "own":
-        from hetero_framework.extras.chains.chain_objective import with_forms
+        from hetero_framework.models.cut.family import decided
 
-        config = with_forms(config)
+        config = decided(config)
     return with_saved_plan(config) if saved_plan else config
 
 

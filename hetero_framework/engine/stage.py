@@ -32,7 +32,6 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.state_snapshot import Entry, StateSnapshot, in_parts
 from hetero_framework.errors import CheckpointError, ProtocolError
-from hetero_framework.extras.chains.chain import put_back
 from hetero_framework.extras.talking.decoding import ShardCache, next_token
 from hetero_framework.extras.talking.text_generation import SEQUENCE, TOKEN
 from hetero_framework.models.adapters.trainable import (
@@ -44,7 +43,7 @@ from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.predictions import PREPROCESS, Predictions
 from hetero_framework.models.cut.reuse import ReusableModules
-from hetero_framework.models.cut.shard import Shard, weakly
+from hetero_framework.models.cut.shard import Shard, put_back, weakly
 from hetero_framework.models.cut.side import (
     Bundle,
     Form,

@@ -19,7 +19,6 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.data import load_tokenizer
 from hetero_framework.engine.stage import WEIGHTS
 from hetero_framework.errors import CheckpointError, HeteroError, PeerLostError
-from hetero_framework.extras.chains.chain_objective import with_forms
 from hetero_framework.log import event
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import (
@@ -27,6 +26,7 @@ from hetero_framework.models.adapters.trainable import (
     export_parts,
     trainable_parameters,
 )
+from hetero_framework.models.cut.family import decided
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import load_model_config, load_shard
@@ -135,8 +135,8 @@ def _configuration(reader: CheckpointReader, file: Path | None) -> Config:
                 hint="name the run's: --config FILE",
             )
         name = str(reader.directory)
-        return with_forms(Config.from_dict(saved["settings"], saved["base_dir"], name=name))
-    config = with_forms(load_config(file))
+        return decided(Config.from_dict(saved["settings"], saved["base_dir"], name=name))
+    config = decided(load_config(file))
     config.require("model")
     if adapter_settings(config) != reader.manifest["identity"]["adapter"]:
         raise CheckpointError(

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
@@ -31,17 +30,16 @@ from hetero_framework.config import RESULT_DIRS, Config
 from hetero_framework.core.files import write_file
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.errors import ConfigError, HeteroError, in_words
-from hetero_framework.extras.chains.chain import ChainConfig, made
 from hetero_framework.extras.observe import curves, pictures
 from hetero_framework.extras.observe.curves import CURVES_FILE
 from hetero_framework.extras.observe.diagram import DiagramDetails
 from hetero_framework.extras.observe.diagram_file import draw
 from hetero_framework.extras.observe.trace_file import TIMELINE_FILE
-from hetero_framework.extras.pictures.image_chain import as_saved
 from hetero_framework.extras.preferences.reference import REFERENCES
 from hetero_framework.file_trust import other_writers, refuse_link
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+from hetero_framework.models.cut.family import as_saved, family_named
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.export import (
@@ -446,11 +444,8 @@ def load_result(files: Mapping[str, Path], **settings: Any) -> Any:
         base = stock_class(config).from_pretrained(about.base_model_name_or_path, **settings)
         return PeftModel.from_pretrained(base, adapter)
     raw = json.loads((files["model"] / CONFIG).read_text("utf-8"))
-    if raw["model_type"] == ChainConfig.model_type:
-        chain = made(raw["chain"])
-        parts = map(load_file, sorted(files["model"].glob("*.safetensors")))
-        chain.load_state_dict({name: t for part in parts for name, t in part.items()})
-        return chain
+    if (family := family_named(raw["model_type"])) is not None:
+        return family.load(raw, files["model"])
     config = AutoConfig.from_pretrained(files["model"])
     return stock_class(config).from_pretrained(files["model"], **settings)
 

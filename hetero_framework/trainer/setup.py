@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from hetero_framework import registry
 from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config, StageSpec
@@ -24,13 +26,11 @@ from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.schedule.tuning import default_max_in_flight
 from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanError
-from hetero_framework.extras.chains.chain import ChainConfig, example_bytes
-from hetero_framework.extras.chains.chain_objective import with_forms
-from hetero_framework.extras.chains.own import load_own_data
 from hetero_framework.extras.talking.generation import Sampler
 from hetero_framework.models.adapters.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.chunked_loss import chunk_tokens
+from hetero_framework.models.cut.family import decided, family_of
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, tower_lines
 from hetero_framework.models.cut.objective import ChunkedObjective
@@ -120,7 +120,7 @@ def prepare(
 
     `say` gets each line for the user; `most` limits the number of examples that are read.
     """
-    resolved, adapter_plan = Resolved.start(with_forms(config)), None
+    resolved, adapter_plan = Resolved.start(decided(config)), None
     if plan is not None:
         resolved = resolved.decide("shard_plan", list(plan), "the plan that the run had taken")
     config = resolved.config
@@ -140,7 +140,8 @@ def prepare(
         resolved = resolved.decide("model.tie_word_embeddings", tied, reason)
         config = resolved.config
     assert config.model is not None
-    own = load_own_data(config) if config.training.data_kind == "own" else None
+    of_own = config.training.data_kind == "own"
+    own = registry.find("data", "own")(config) if of_own else None
     model_config = load_model_config(config.model, config.base_dir)
     for line in codec_lines(config, model_config):
         say(line)
@@ -417,8 +418,12 @@ def largest_boundary(
     that of training's micro-batches by default."""
     training, structure = config.training, introspect(model_config)
     rows = rows or max(training.train_rows, training.eval_rows)
-    if isinstance(model_config, ChainConfig):
-        return rows * example_bytes(model_config)
+    if (family := family_of(model_config)) is not None:
+        bundles = (family.entering(model_config, k, rows) for k in range(structure.num_layers + 1))
+        return max(
+            sum(math.prod(shape) * max(4, dtype.itemsize) for shape, dtype, _ in forms)
+            for forms in bundles
+        )
     # A tiny copy may have fewer residual streams than the model.
     streams = max(structure.streams, _MAX_STREAMS) if structure.streams > 1 else 1
     width = int(model_config.get_text_config().hidden_size) * streams

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hetero_framework import control
 from hetero_framework.core.tensors import TORCH_DTYPES
 from hetero_framework.errors import ArchitectureError, ModelError
-from hetero_framework.models.cut.side import Form, shown_form
+from hetero_framework.models.cut.side import shown_form
 from hetero_framework.models.library import LIBRARY_ERRORS
 
 INPUT, TARGET = "input", "target"
@@ -267,20 +266,6 @@ def part_of(batch: Mapping[str, Tensor], role: str) -> Value:
     return joined({rest: batch[f"{of}{dot}{rest}"] for of, dot, rest in names if of == role})
 
 
-def example_bytes(config: ChainConfig) -> int:
-    """The most bytes that one example has at a boundary."""
-    return max(
-        sum(math.prod(shape) * max(4, dtype.itemsize) for shape, dtype in forms.values())
-        for forms in bundles(config)
-    )
-
-
-def bundle_forms_of(config: ChainConfig, block: int, rows: int) -> tuple[Form, ...]:
-    """The forms of the input of a child, for a micro-batch of `rows` examples."""
-    forms = bundles(config)[block].values()
-    return tuple(((rows, *shape), dtype, dtype.is_floating_point) for shape, dtype in forms)
-
-
 def child_flops(config: ChainConfig, index: int, rows: int) -> int:
     """Floating-point operations of a child's forward for `rows` examples, those of its matrix
     products and convolutions."""
@@ -299,10 +284,3 @@ def statistics(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that a state has, by name: training changes some (running means of BatchNorm)."""
     saved = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
-
-
-def put_back(buffers: dict[str, Tensor], kept: dict[str, Tensor]) -> None:
-    """Give buffers the values that were `kept`."""
-    for name, value in kept.items():
-        # Unseen by autograd, which stores running means for a backward that does not read them.
-        buffers[name].data.copy_(value)

@@ -12,10 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 from hetero_framework import control
-from hetero_framework.config import Config, StageSpec, TrainingConfig
+from hetero_framework.config import StageSpec, TrainingConfig
 from hetero_framework.data.batches import MicroBatch
 from hetero_framework.errors import DataError, ModelError, ProtocolError
 from hetero_framework.extras.chains.chain import (
@@ -24,12 +23,9 @@ from hetero_framework.extras.chains.chain import (
     ChainConfig,
     examples,
     members,
-    modules_of,
     part_of,
 )
 from hetero_framework.extras.chains.chain_shard import ChainShard
-from hetero_framework.extras.chains.own import OwnExamples
-from hetero_framework.extras.pictures.image_chain import ImageConfig
 from hetero_framework.models.cut.objective import Objective
 from hetero_framework.models.cut.predictions import Predictions
 from hetero_framework.models.cut.shard import Inputs, Shard
@@ -37,21 +33,6 @@ from hetero_framework.models.cut.side import Bundle
 
 LOSS, METRICS = "loss", "loss_metrics"
 """Names in the user's file: the function, and the names of what it returns beside the number."""
-
-
-def with_forms(config: Config) -> Config:
-    """The configuration with what a run decides of its chain, where this process has its data. An
-    example counts as a row of one token."""
-    model, data = config.model, config.data
-    of_own = config.training.data_kind == "own"
-    if model is None or data is None or not of_own or model.chain_forms is not None:
-        return config
-    if control.named(str(data.train)) is None:
-        return config
-    forms = OwnExamples("train", data.train, config.training.seed).forms
-    modules = modules_of(model.chain) if model.chain is not None else None
-    decided = {"chain_forms": forms, "chain_modules": modules}
-    return config.with_changes(model=decided, data={"max_length": 1})
 
 
 class ChainLoss(Objective):
@@ -154,29 +135,3 @@ class ChainLoss(Objective):
     ) -> int:
         """Small, where it cannot be counted."""
         return 0
-
-
-class ImageLoss(ChainLoss):
-    """The loss of transformers' image classifiers: of a class for each picture, of several labels,
-    or of measures."""
-
-    averages_means, predicts = False, True
-
-    def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
-        super().__init__(training, id_layers)
-        self.metric_names = ("accuracy",)
-
-    def called(
-        self, config: PretrainedConfig, output: Any, target: Any
-    ) -> tuple[Tensor, list[Tensor]]:
-        classifier = cast(ImageConfig, config).of_classifier
-        try:
-            loss = ForSequenceClassificationLoss(target, output, classifier)
-        except (IndexError, ValueError, RuntimeError) as error:
-            raise DataError(
-                f"the targets do not fit the model's {classifier.num_labels} labels: {error}",
-                hint="set model.num_labels, or correct the data set",
-            ) from error
-        if target.is_floating_point():  # several labels, or measures
-            return loss, []
-        return loss, [(output.argmax(-1) == target).float().mean()]

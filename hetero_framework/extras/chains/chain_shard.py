@@ -26,14 +26,12 @@ from hetero_framework.extras.chains.chain import (
     joined,
     members,
     part_of,
-    put_back,
     statistics,
 )
-from hetero_framework.extras.pictures.image_chain import ImageConfig
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import on_meta
 from hetero_framework.models.cut.partition import ShardRange, Skeleton
-from hetero_framework.models.cut.shard import BUILDERS, Inputs, Shard
+from hetero_framework.models.cut.shard import Inputs, Shard, put_back
 from hetero_framework.models.cut.side import Bundle, as_inner, shown_form
 
 
@@ -160,6 +158,3 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         put_back(statistics(module), kept)
-
-
-BUILDERS.update(dict.fromkeys((ChainConfig, ImageConfig), build_chain))

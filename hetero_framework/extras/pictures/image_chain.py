@@ -22,8 +22,6 @@ from transformers import AutoConfig, PretrainedConfig
 
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.extras.chains.chain import (
-    INPUT,
-    TARGET,
     BundleForms,
     ChainConfig,
     tensor_in_order,
@@ -42,7 +40,7 @@ class ImageConfig(ChainConfig):
     """The configuration of a classifier as a chain: `classifier` is transformers' own, as JSON
     types; its weights are those of `source`, or random without one."""
 
-    model_type = "image_chain"
+    model_type = "image-classification"
 
     def __init__(
         self,
@@ -53,14 +51,6 @@ class ImageConfig(ChainConfig):
     ) -> None:
         self.classifier, self.source, self.revision = classifier or {}, source, revision
         super().__init__(**kwargs)
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> ImageConfig:
-        """With random weights, for pictures of the size that a configuration names."""
-        size = getattr(config, "image_size", None) or 224
-        sides = [size, size] if isinstance(size, int) else size
-        shape = (getattr(config, "num_channels", 3), *sides)
-        return cls(config.to_dict(), forms={INPUT: (shape, "float32"), TARGET: ((), "int64")})
 
     @property
     def of_classifier(self) -> PretrainedConfig:
@@ -141,11 +131,6 @@ class ImageConfig(ChainConfig):
             )
         unlike = (name for name, *_ in report["mismatched_keys"])
         return model, sorted({*report["missing_keys"], *unlike})
-
-
-def as_saved(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration that a result has: that of the classifier, where it is one of images."""
-    return config.of_classifier if isinstance(config, ImageConfig) else config
 
 
 class _Calls:

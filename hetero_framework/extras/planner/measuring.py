@@ -33,8 +33,8 @@ from hetero_framework.data import padded_count
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.extras.chains.chain import ChainConfig
 from hetero_framework.models.adapters.trainable import export_parts
+from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
@@ -127,8 +127,8 @@ def measure(
 def _entering(config: Config, model: PretrainedConfig, layer: int, hidden_BSD: Tensor) -> Bundle:
     """The inputs of a layer: this hidden state, and random side tensors of the model's shapes; all
     of them random where hidden states differ in shape."""
-    training, is_chain = config.training, isinstance(model, ChainConfig)
-    if not introspect(model).sides_at(layer) and not is_chain:
+    training, all_random = config.training, family_of(model) is not None
+    if not introspect(model).sides_at(layer) and not all_random:
         return (hidden_BSD,)
     tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
     setting = Setting(
@@ -139,7 +139,7 @@ def _entering(config: Config, model: PretrainedConfig, layer: int, hidden_BSD: T
     for shape, dtype, _ in bundle_at(setting, layer):
         tensor = torch.zeros(shape, dtype=dtype, device=hidden_BSD.device)
         made.append(tensor.normal_() if dtype.is_floating_point else tensor)
-    return tuple(made) if is_chain else (hidden_BSD, *made[1:])
+    return tuple(made) if all_random else (hidden_BSD, *made[1:])
 
 
 class _MeasuredPart:

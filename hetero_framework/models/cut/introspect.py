@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -24,14 +24,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.extras.chains.chain import ChainConfig, ChainModel, bundles, statistics
 from hetero_framework.models.cut.codebooks import for_model, ids_per_token
+from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.language import (
     WeightUses,
     meta_model,
     model_class,
     no_tiny_copy,
-    on_meta,
     run_on_text,
 )
 from hetero_framework.models.cut.provenance import IDS, Provenance
@@ -109,20 +108,20 @@ class ModelStructure:
     blocks: str
     forms: tuple[BlockForm, ...]
     running: tuple[int, ...]
-    owner: dict[str, int]
-    shared: dict[str, tuple[int, ...]]
     sides: tuple[Side, ...]
-    id_readers: frozenset[int]
-    holders: frozenset[int]
-    reports: tuple[Report, ...]
     hidden_shape: tuple[int, ...]
     tiny_width: int
-    token_factor: int
-    more_tokens: int
-    ids_per_token: int
-    takes_embeddings: bool
-    reaches_into_blocks: bool
-    loss_counts_items: bool
+    owner: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    id_readers: frozenset[int] = frozenset()
+    holders: frozenset[int] = frozenset()
+    reports: tuple[Report, ...] = ()
+    token_factor: int = 1
+    more_tokens: int = 0
+    ids_per_token: int = 1
+    takes_embeddings: bool = False
+    reaches_into_blocks: bool = False
+    loss_counts_items: bool = False
     statistics: tuple[str, ...] = ()
 
     @property
@@ -165,8 +164,8 @@ def introspect(config: PretrainedConfig) -> ModelStructure:
             tiny = shrink(config)
             key = json.dumps(tiny.to_dict(), sort_keys=True, default=str)
             if key not in _learned:
-                if isinstance(config, ChainConfig):
-                    _learned[key] = _chain_structure(config)
+                if (family := family_of(config)) is not None:
+                    _learned[key] = family.structure(config)
                     return _learned[key]
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(0)
@@ -174,44 +173,6 @@ def introspect(config: PretrainedConfig) -> ModelStructure:
             return _learned[key]
     except LIBRARY_ERRORS as error:
         raise no_tiny_copy(config, error) from error
-
-
-def _chain_structure(config: ChainConfig) -> ModelStructure:
-    """Every child is a block, and nothing is outside. Of a bundle, the tensors behind the first one
-    are side tensors of one boundary each."""
-    forms = bundles(config)
-    count, model = len(forms) - 1, on_meta(ChainModel, config)
-    sides = []
-    for boundary, bundle in enumerate(forms):
-        before = tuple(f"blocks.{k}." for k in range(boundary))
-        weights = frozenset(n for n, _ in model.named_parameters() if n.startswith(before))
-        for place, (name, (shape, dtype)) in enumerate(bundle.items()):
-            where = (boundary, ((tuple, place),))
-            depends = weights if dtype.is_floating_point else frozenset[str]()
-            side = Side(name, boundary - 1, (where,), False, (1, *shape), dtype, depends)
-            sides += [side] if place else []
-    first = next(iter(forms[0].values()))
-    return ModelStructure(
-        model_class=ChainModel,
-        blocks="blocks",
-        forms=(BlockForm(0, None, 1),) * count,
-        running=tuple(range(count)),
-        owner={},
-        shared={},
-        sides=tuple(sides),
-        id_readers=frozenset(),
-        holders=frozenset(),
-        reports=(),
-        hidden_shape=(PROBE_ROWS, *first[0]),
-        tiny_width=1,
-        token_factor=1,
-        more_tokens=0,
-        ids_per_token=1,
-        takes_embeddings=False,
-        reaches_into_blocks=False,
-        loss_counts_items=False,
-        statistics=tuple(statistics(model)),
-    )
 
 
 def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructure:
@@ -615,13 +576,13 @@ def _loss_counts_items(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) 
 def layer_kinds(config: PretrainedConfig) -> list[int]:
     """For each layer the first one of its kind: of the same modules, with weights of the same
     shapes and types, and of the same type where the configuration lists one for every layer; in a
-    chain, with the same input. Raises ArchitectureError. Nothing is loaded."""
+    model of a family, with the same input. Raises ArchitectureError. Nothing is loaded."""
     structure = introspect(config)
     blocks = meta_model(config).get_submodule(structure.blocks)
     assert isinstance(blocks, nn.ModuleList)
     listed = list(_listed(config, len(blocks)))
-    if isinstance(config, ChainConfig):
-        listed.append([list(forms.values()) for forms in bundles(config)])
+    if (family := family_of(config)) is not None:
+        listed.append([family.entering(config, k, 1) for k in range(len(blocks))])
     first: dict[tuple[object, ...], int] = {}
     kinds = []
     for index, block in enumerate(blocks):

@@ -20,7 +20,6 @@ import copy
 import functools
 import inspect
 import itertools
-import platform
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,22 +30,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
-from transformers import (
-    AutoConfig,
-    AutoModelForImageClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hetero_framework.core import frames
 from hetero_framework.errors import ArchitectureError, ModelError
-from hetero_framework.extras.chains.chain import ChainConfig, modules_of
-from hetero_framework.extras.pictures.image_chain import ImageConfig
 from hetero_framework.extras.talking.decoding import ShardCache
 from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.attention import check_installed
 from hetero_framework.models.cut.codebooks import for_model
+from hetero_framework.models.cut.family import family_asked, family_of
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.known_masks import knowing, register_known_masks
 from hetero_framework.models.cut.language import lies_in
@@ -91,8 +84,6 @@ Look = Callable[[Tensor, Tensor], None]
 _COMPILED_VERSIONS = 64
 NOTHING = ReusableModules()
 _GIVEN = ("attention_mask", "position_ids", "token_type_ids")
-BUILDERS: dict[type[PretrainedConfig], Callable[..., Shard]] = {}
-"""Builders of the shards of models that are not of transformers' classes (`build_chain`)."""
 _Part = Literal["whole", "blocks", "head"]
 
 
@@ -100,24 +91,19 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     """The transformers configuration that the `model` section names: the one gate for all models.
     Raises ModelError, also for settings that would load code, and DeviceError where the attention
     is not installed."""
-    if model.task == "image-classification":
-        return _image_config(model, base_dir)
-    if model.chain is not None:
-        if model.chain_modules not in (None, found := modules_of(model.chain)):
-            raise ModelError(
-                f"the file of --import on {platform.node()} makes another chain {model.chain!r}"
-                " than that of the run",
-                hint="start all machines with the same file; where that makes random weights as it"
-                " is imported, have a function return the nn.Sequential: it draws from"
-                " training.seed",
-            )
-        return ChainConfig(model.chain, _forms(model), found)
-    config, place = _stated(model, base_dir)
+    if (family := family_asked(model)) is not None:
+        return family.read(model, base_dir)
+    config, place = stated(model, base_dir)
     if model.attn_implementation is not None:
         register_per_sample()  # quantising looks at a model before one is built
         config._attn_implementation = model.attn_implementation
     config = config_for(config, model.task)
-    _set_labels(config, model)
+    set_labels(config, model)
+    text: Any = config.get_text_config()
+    if model.task != "causal-lm" and model.pad_token_id is not None:
+        text.pad_token_id = model.pad_token_id
+    elif model.task != "causal-lm" and getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = 0  # until the data say it: without any some classes take one row only
     _check_built(config, place)
     if model.tie_word_embeddings is not None:
         for part in (config, config.get_text_config()):
@@ -127,31 +113,7 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     return config
 
 
-def _forms(model: ModelConfig) -> dict[str, Any]:
-    if model.chain_forms is None:
-        raise ModelError(
-            "the forms of what the model takes are not known: no imported file has the data set"
-            " that data.train names",
-            hint="add --import FILE.py, with the data set, to the command",
-        )
-    return dict(model.chain_forms)
-
-
-def _image_config(model: ModelConfig, base_dir: Path) -> ImageConfig:
-    """Raises as `load_model_config`, and ArchitectureError for a model that has no such class."""
-    config, place = _stated(model, base_dir)
-    if type(config) not in AutoModelForImageClassification._model_mapping:
-        raise ArchitectureError(
-            f"transformers has no class for image-classification of model type"
-            f" {config.model_type!r}",
-            hint="choose another model, or another training.objective",
-        )
-    _set_labels(config, model)
-    source = place if model.name_or_path is not None else None
-    return ImageConfig(config.to_dict(), source, model.revision, forms=_forms(model))
-
-
-def _stated(model: ModelConfig, base_dir: Path) -> tuple[PretrainedConfig, str]:
+def stated(model: ModelConfig, base_dir: Path) -> tuple[PretrainedConfig, str]:
     """The configuration as it is written, and where."""
     if model.from_config is None:
         place = resolve_model_path(str(model.name_or_path), base_dir)
@@ -166,7 +128,7 @@ def _stated(model: ModelConfig, base_dir: Path) -> tuple[PretrainedConfig, str]:
         ) from error
 
 
-def _set_labels(config: PretrainedConfig, model: ModelConfig) -> None:
+def set_labels(config: PretrainedConfig, model: ModelConfig) -> None:
     """Enter what the `model` section says of a classifier."""
     if model.task == "causal-lm":
         return
@@ -177,19 +139,12 @@ def _set_labels(config: PretrainedConfig, model: ModelConfig) -> None:
         config.label2id = {name: number for number, name in config.id2label.items()}
     if model.problem_type is not None:
         config.problem_type = model.problem_type
-    text: Any = config.get_text_config()
-    if model.task == "image-classification":
-        return
-    if model.pad_token_id is not None:
-        text.pad_token_id = model.pad_token_id
-    elif getattr(text, "pad_token_id", None) is None:
-        text.pad_token_id = 0  # until the data say it: without any some classes take one row only
 
 
 def own_labels(model: ModelConfig, base_dir: Path) -> bool:
     """Whether the configuration that the `model` section names is that of a classifier for its
     task, so that its labels count. Raises as `load_model_config`."""
-    return model.task != "causal-lm" and task_of(_stated(model, base_dir)[0]) == model.task
+    return model.task != "causal-lm" and task_of(stated(model, base_dir)[0]) == model.task
 
 
 def _check_built(config: PretrainedConfig, place: str) -> None:
@@ -243,7 +198,7 @@ def load_shard(
     build = functools.partial(
         build_shard, config, rng=rng, dtype=dtype, device=device.torch_device, kept=kept
     )
-    if model.name_or_path is None or type(config) in BUILDERS:
+    if model.name_or_path is None or family_of(config) is not None:
         return build(checkpoint=None, seed=seed)
     compute_dtype = dtype or config_dtype(config)
     quantization = quantization_config(model.quantization, config, compute_dtype, device)
@@ -275,8 +230,9 @@ def build_shard(
     register_per_sample()
     register_known_masks()
     device, dtype = torch.device(device), dtype or config_dtype(config)
-    if (build := BUILDERS.get(type(config))) is not None:
-        return build(config, rng, dtype=dtype, device=device, seed=seed)
+    if (family := family_of(config)) is not None:
+        made: Shard = family.build(config, rng, dtype=dtype, device=device, seed=seed)
+        return made
     with ONE_AT_A_TIME:
         whole = Skeleton(config, introspect(config))
         partition.check_cut(config, whole, rng)
@@ -987,6 +943,13 @@ def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
         return bound(*first, *args, **kwargs)
 
     return call
+
+
+def put_back(tensors: dict[str, Tensor], kept: dict[str, Tensor]) -> None:
+    """Give tensors the values that were `kept`."""
+    for name, value in kept.items():
+        # Unseen by autograd, which stores running means for a backward that does not read them.
+        tensors[name].data.copy_(value)
 
 
 def token_loss(model: PreTrainedModel, logits: Tensor, labels: Tensor, num_items: Tensor) -> Tensor:

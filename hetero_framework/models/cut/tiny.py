@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 
 from hetero_framework.config.objectives import Task
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.extras.chains.chain import ChainConfig, ChainModel
+from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.library import OWN_CLASS_HINT
 
 TINY_LAYERS = 6
@@ -225,8 +225,8 @@ def stock_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The library's class of a configuration: the one named in it, of those that classify or
     generate text, else the causal language model, else the multimodal one. Raises ArchitectureError
     if there is none."""
-    if isinstance(config, ChainConfig):
-        return ChainModel
+    if (family := family_of(config)) is not None:
+        return family.stock_class
     if (task := task_of(config)) != "causal-lm":
         found = _classifier(config, task)
         assert found is not None
@@ -342,9 +342,9 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
-    """`config` with tiny widths: same class, layer count, layer pattern and switches. A chain stays
-    as it is."""
-    if isinstance(config, ChainConfig):
+    """`config` with tiny widths: same class, layer count, layer pattern and switches. That of a
+    family stays as it is."""
+    if family_of(config) is not None:
         return config
     fields = _narrow(config.to_dict())
     fields.pop("quantization_config", None)

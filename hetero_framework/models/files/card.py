@@ -15,8 +15,7 @@ from huggingface_hub import EvalResult, ModelCardData, metadata_load, try_to_loa
 from transformers import PretrainedConfig
 
 from hetero_framework._version import __version__
-from hetero_framework.extras.chains.chain import ChainConfig
-from hetero_framework.extras.pictures.image_chain import as_saved
+from hetero_framework.models.cut.family import as_saved, family_of
 from hetero_framework.models.cut.tiny import stock_class, task_of
 from hetero_framework.models.files.export import CARD
 from hetero_framework.repository import resolve_model_path
@@ -55,10 +54,6 @@ _LOAD_MODEL = """from transformers import AutoTokenizer, {loader}
 
 model = {loader}.from_pretrained("PATH-OR-NAME-OF-THIS")
 tokenizer = AutoTokenizer.from_pretrained("PATH-OR-NAME-OF-THIS")"""
-_LOAD_CHAIN = """from safetensors.torch import load_file
-
-chain = ...  # {chain} of the file that it was trained with
-chain.load_state_dict(load_file("model.safetensors"))"""
 _VERSIONS = {"PEFT": "peft", "Transformers": "transformers", "Pytorch": "torch"}
 
 
@@ -83,9 +78,8 @@ def model_card(
     load = _LOAD_ADAPTER if adapter else _LOAD_MODEL
     if task == "image-classification":
         load = load.replace("AutoTokenizer", "AutoImageProcessor").replace("tokenizer", "processor")
-    chain = config.chain if isinstance(config, ChainConfig) else None
-    if chain is not None:
-        title, load, library = f"{chain}, a chain of modules", _LOAD_CHAIN, "pytorch"
+    if (family := family_of(config)) is not None:
+        title, load, library = family.card(config)
     metadata = ModelCardData(
         base_model=name,
         datasets=list(datasets) or None,
@@ -104,7 +98,6 @@ def model_card(
         title=title,
         load=load.format(
             loader=loader,
-            chain=chain,
             base=name or "PATH-OF-THE-BASE-MODEL",
             labels=_OF_LABELS * classifies,
         ),

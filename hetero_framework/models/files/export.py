@@ -34,8 +34,8 @@ from hetero_framework.core.files import (
 )
 from hetero_framework.data.tokenizer import settle_pad_token
 from hetero_framework.errors import CheckpointError, ModelError, ResourceError, in_words
-from hetero_framework.extras.pictures.image_chain import ImageConfig, as_saved
 from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS, PEFT_TASKS, AdapterPlan
+from hetero_framework.models.cut.family import as_saved, family_of
 from hetero_framework.models.cut.language import meta_model, model_class
 from hetero_framework.models.files.non_text_modules import NonTextWeights, copy_processor
 from hetero_framework.models.files.weights import checkpoint_form
@@ -199,8 +199,9 @@ def write_checkpoint(
         for key, tensor in towers.tensors() if towers is not None else ():
             files.add(key, tensor)
         files.finish()
-        if isinstance(config, ImageConfig) and config.source is not None:
-            copy_processor(config.source, config.revision, folder)
+        family = family_of(config)
+        if family is not None and (source := family.processor(config)) is not None:
+            copy_processor(*source, folder)
         config = copy.deepcopy(as_saved(config))
         # Added by `save_pretrained` of a model.
         config.architectures, config.dtype = [model_class(config).__name__], files.dtype

@@ -16,7 +16,7 @@ import torch
 
 from hetero_framework.config import ModelConfig
 from hetero_framework.errors import ModelError
-from hetero_framework.extras.pictures.image_chain import ImageConfig
+from hetero_framework.models.cut.family import family_asked
 from hetero_framework.models.cut.introspect import introspect, tied_names
 from hetero_framework.models.cut.language import lies_in, meta_model, towers
 from hetero_framework.models.cut.partition import Skeleton
@@ -35,7 +35,7 @@ _SHOWN = 4
 def as_held(model: ModelConfig, base_dir: Path) -> tuple[ModelConfig, list[str]]:
     """The `model` section with `tie_word_embeddings` as the checkpoint has it, where it holds both
     ends of tied weights, and warnings. Raises ModelError, also for names that a wrapper made."""
-    if model.name_or_path is None or model.task == "image-classification":
+    if model.name_or_path is None or family_asked(model) is not None:
         return model, []
     config = load_model_config(model, base_dir)
     whole = meta_model(config)
@@ -75,8 +75,8 @@ def new_weights(model: ModelConfig, base_dir: Path) -> list[str]:
     if model.name_or_path is None or model.task == "causal-lm":
         return []
     config = load_model_config(model, base_dir)
-    if isinstance(config, ImageConfig):
-        return config.new_weights()
+    if (family := family_asked(model)) is not None:
+        return family.new_weights(config)
     checkpoint = Checkpoint(resolve_model_path(model.name_or_path, base_dir), model.revision)
     return new_names(Skeleton(config, introspect(config)), meta_model(config), checkpoint)
 

@@ -29,7 +29,7 @@ from transformers.utils.hub import cached_file
 from hetero_framework import repository
 from hetero_framework.core import frames
 from hetero_framework.errors import ModelError
-from hetero_framework.extras.chains.chain import ChainModel
+from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.library import LIBRARY_ERRORS, OWN_CLASS_HINT
 
 SINGLE_FILE = "model.safetensors"
@@ -218,8 +218,8 @@ def checkpoint_form(model: Any, state: dict[str, torch.Tensor]) -> dict[str, tor
     """Tensors of a model as a checkpoint of its class names and cuts them."""
     # The model records how names differed in the checkpoint it was loaded from (a missing prefix,
     # say); those written here must be the class's own on every stage.
-    if isinstance(model, ChainModel):
-        return model.users_names(state)
+    if (family := family_of(model.config)) is not None:
+        return family.users_names(model, state)
     recorded = getattr(model, "_weight_conversions", None)
     model._weight_conversions = None
     try:

@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
-from hetero_framework.extras.chains.chain import ChainConfig, bundle_forms_of
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import attach_adapter
+from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
 from hetero_framework.models.cut.objective import Objective
 from hetero_framework.models.cut.partition import ShardRange
@@ -108,9 +108,9 @@ _parts: dict[tuple[object, ...], tuple[Shard, FakeTensorMode]] = {}
 def bundle_at(setting: Setting, block: int) -> tuple[Form, ...]:
     """The bundle at the boundary in front of a block: the hidden state, then side tensors. Raises
     one of LIBRARY_ERRORS where a part that makes one cannot run without numbers."""
+    if (family := family_of(setting.model)) is not None:
+        return family.entering(setting.model, block, setting.rows)
     structure = introspect(setting.model)
-    if isinstance(setting.model, ChainConfig):
-        return bundle_forms_of(setting.model, block, setting.rows)
     crossing_sides = structure.sides_at(block)
     made: dict[Side, Form] = {}
     for maker in {side.maker for side in crossing_sides}:

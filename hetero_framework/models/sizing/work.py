@@ -16,8 +16,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from hetero_framework.config import Config
-from hetero_framework.extras.chains.chain import ChainConfig, child_flops
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.sizing.footprint import Setting, bundle_bytes
 from hetero_framework.models.sizing.memory import (
@@ -127,10 +127,9 @@ class _PartShapes:
         is_layer = self._rng.end > self._rng.start
         products = 2.0 * batch_tokens * sum(self._numbers.values())
         trained = 2.0 * batch_tokens * self._trained
-        if isinstance(self._shapes.text, ChainConfig):
-            chain = self._shapes.text
+        if (family := family_of(model := self._shapes.text)) is not None:
             here = range(self._rng.start, self._rng.end)
-            products = trained = float(sum(child_flops(chain, k, rows) for k in here))
+            products = trained = float(sum(family.flops(model, k, rows) for k in here))
         added = 2.0 * batch_tokens * self._added
         attention = 4.0 * batch_tokens * tokens * _attention_numbers(self._shapes.text) * is_layer
         kept = memory.per_micro_batch if is_layer else memory.logits

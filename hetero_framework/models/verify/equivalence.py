@@ -36,12 +36,10 @@ from hetero_framework.core.files import write_file
 from hetero_framework.data.batches import collate, num_items, pack
 from hetero_framework.data.examples import ExamplesBuilder
 from hetero_framework.errors import ArchitectureError, ConfigError
-from hetero_framework.extras.chains.chain import ChainConfig
-from hetero_framework.extras.chains.chain_equivalence import chain_problem
-from hetero_framework.extras.pictures.image_chain import ImageConfig
 from hetero_framework.models.adapters.trainable import attach_adapter
 from hetero_framework.models.cut.chunked_loss import chunked_loss, spans
 from hetero_framework.models.cut.codebooks import for_model
+from hetero_framework.models.cut.family import family_named, family_of
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, towers
 from hetero_framework.models.cut.partition import ShardRange, Skeleton, ranges_between
@@ -179,8 +177,8 @@ def verify_model(
     elif model_type is not None:
         with quiet_library():
             model_config = tiny_config(model_type, task)
-            if task == "image-classification":
-                model_config = ImageConfig.of(model_config)
+            if (family := family_named(task)) is not None:
+                model_config = family.tiny(model_config)
     else:
         raise ArchitectureError("there is no model to verify: name a configuration or a type")
     if cuts is not None or config is None:
@@ -213,7 +211,7 @@ def _fits(config: PretrainedConfig) -> bool:
 
 def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Comparison:
     """Compare before training, or remember that it passed. Raises ArchitectureError if not."""
-    if isinstance(config, ChainConfig):  # the user's code, which is not known by its name
+    if family_of(config) is not None:  # what decides may be the user's code, unknown by its name
         return _admitted(compare(config, ranges))
     asked = question("cut", config, ranges)
     if verdict := recall("verdicts", asked):
@@ -344,8 +342,9 @@ def compare(
 ) -> Comparison:
     """Train the whole model and the chain of its shards, in float32, on the CPU. Without
     `checkpoint` the weights are random, and `config` must be tiny."""
-    if isinstance(config, ChainConfig):
-        return _compare_chain(config, ranges)
+    if (family := family_of(config)) is not None:
+        compared: Comparison = family.compare(config, ranges)
+        return compared
     config = deterministic(config)
     subject = "a tiny copy" if checkpoint is None else "the model itself"
     result = Comparison(config.model_type, "refused", subject=subject, stages=tuple(ranges))
@@ -356,22 +355,6 @@ def compare(
         return replace(result, reason=error.message)
     with quiet_library():
         return _train_both(whole, _Chain(shards), config, result)
-
-
-def _compare_chain(config: ChainConfig, ranges: Sequence[ShardRange]) -> Comparison:
-    result = Comparison(config.chain, "refused", subject="the chain", stages=tuple(ranges))
-    if isinstance(config, ImageConfig):
-        name, subject = config.classifier["model_type"], "the classifier with random weights"
-        if config.source is not None:
-            subject = "the model itself"
-        result = replace(result, model_type=name, subject=subject, task="image-classification")
-    try:
-        problem = chain_problem(config, ranges)
-    except ArchitectureError as error:
-        problem = error.message
-    except LIBRARY_ERRORS as error:
-        problem = one_line(error)
-    return replace(result, reason=problem) if problem else replace(result, verdict="bit-equal")
 
 
 def deterministic(config: PretrainedConfig) -> PretrainedConfig:

@@ -1,18 +1,28 @@
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from transformers import Trainer
 
 from hetero_framework import control
 from hetero_framework.config import TrainingConfig
+from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.errors import ArchitectureError, DataError, ModelError
-from hetero_framework.extras.chains.chain import ChainConfig, bundles, child_flops, made, modules_of
+from hetero_framework.extras.chains.chain import (
+    ChainConfig,
+    ChainModel,
+    bundles,
+    child_flops,
+    made,
+    modules_of,
+)
 from hetero_framework.extras.chains.chain_objective import ChainLoss
 from hetero_framework.extras.chains.chain_shard import build_chain
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
@@ -228,3 +238,23 @@ def test_the_examples_are_cut_to_the_bit(
     bounds = [0, 1, 2, 4, 5, 6]
     ranges = [ShardRange(a, b, a == 0, b == 6) for a, b in pairwise(bounds)]
     assert compare(config, ranges).verdict == "bit-equal"
+
+
+class Named(nn.Sequential):
+    """Children whose names, their own or within, tell whether they decay."""
+
+    def __init__(self) -> None:
+        inner = nn.Sequential(OrderedDict(my_norm=nn.Linear(4, 4), bias=nn.Linear(4, 4)))
+        children = {"first": nn.Linear(3, 4), "norm": nn.RMSNorm(4), "layernorm": nn.Linear(4, 4)}
+        super().__init__(OrderedDict(children, ln=nn.LayerNorm(4), norms=nn.RMSNorm(4), sub=inner))
+
+
+def test_names_of_a_chains_children_tell_what_decays(having: Any) -> None:
+    having(mine=Named)
+    model = ChainModel(ChainConfig("mine", FORMS, "named"))
+    optimizer = build_optimizer(TrainingConfig(weight_decay=0.1), model, [*model.parameters()])
+    decayed, _ = (list(map(id, group["params"])) for group in optimizer.param_groups)
+    users = model.users_names(dict(model.named_parameters()))
+    found = [name for name, parameter in users.items() if id(parameter) in decayed]
+    expected = Trainer.get_decay_parameter_names(cast(Any, None), Named())
+    assert sorted(found) == sorted(expected) == ["first.weight", "norms.weight"]

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-from collections import OrderedDict
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import bitsandbytes
 import pytest
@@ -18,7 +16,6 @@ from transformers import (
 )
 from transformers.training_args import OptimizerNames
 
-from hetero_framework import control
 from hetero_framework.config import TrainingConfig
 from hetero_framework.config.optimizers import optimizer_problems
 from hetero_framework.engine.optimizer import (
@@ -28,7 +25,6 @@ from hetero_framework.engine.optimizer import (
     state_tensors,
 )
 from hetero_framework.errors import ConfigError
-from hetero_framework.extras.chains.chain import ChainConfig, ChainModel
 from hetero_framework.models.adapters.trainable import trainable_parameters
 from tests.unit.adapter_helpers import save_model, shards, stock
 
@@ -179,27 +175,6 @@ def test_build_optimizer_of_a_stage_without_decayed_parameters_has_one_group() -
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     optimizer = build_optimizer(TrainingConfig(weight_decay=0.1), model, norms)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
-
-
-class Named(nn.Sequential):
-    """Children whose names, their own or within, tell whether they decay."""
-
-    def __init__(self) -> None:
-        inner = nn.Sequential(OrderedDict(my_norm=nn.Linear(4, 4), bias=nn.Linear(4, 4)))
-        children = {"first": nn.Linear(3, 4), "norm": nn.RMSNorm(4), "layernorm": nn.Linear(4, 4)}
-        super().__init__(OrderedDict(children, ln=nn.LayerNorm(4), norms=nn.RMSNorm(4), sub=inner))
-
-
-def test_names_of_a_chains_children_tell_what_decays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_modules", [SimpleNamespace(mine=Named)])
-    forms = {"input": ((3,), "float32"), "target": ((), "int64")}
-    model = ChainModel(ChainConfig("mine", forms, "named"))
-    optimizer = build_optimizer(TrainingConfig(weight_decay=0.1), model, [*model.parameters()])
-    decayed, _ = (list(map(id, group["params"])) for group in optimizer.param_groups)
-    users = model.users_names(dict(model.named_parameters()))
-    found = [name for name, parameter in users.items() if id(parameter) in decayed]
-    expected = Trainer.get_decay_parameter_names(cast(Any, None), Named())
-    assert sorted(found) == sorted(expected) == ["first.weight", "norms.weight"]
 
 
 def test_build_optimizer_that_is_not_installed_is_a_config_error() -> None:

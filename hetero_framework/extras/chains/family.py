@@ -1,0 +1,140 @@
+"""Chains as a family of models."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hetero_framework import control
+from hetero_framework.config import Config, ModelConfig
+from hetero_framework.errors import ArchitectureError, ModelError
+from hetero_framework.extras.chains.chain import (
+    ChainConfig,
+    ChainModel,
+    bundles,
+    child_flops,
+    made,
+    modules_of,
+    statistics,
+)
+from hetero_framework.extras.chains.chain_equivalence import chain_problem
+from hetero_framework.extras.chains.chain_shard import ChainShard, build_chain
+from hetero_framework.extras.chains.own import OwnExamples
+from hetero_framework.models.cut.family import Family
+from hetero_framework.models.cut.introspect import BlockForm, ModelStructure
+from hetero_framework.models.cut.language import on_meta
+from hetero_framework.models.cut.side import Form, Side
+from hetero_framework.models.cut.tiny import PROBE_ROWS
+from hetero_framework.models.library import LIBRARY_ERRORS, one_line
+from hetero_framework.models.verify.equivalence import Comparison, Verdict
+
+_LOAD = """from safetensors.torch import load_file
+
+chain = ...  # {} of the file that it was trained with
+chain.load_state_dict(load_file("model.safetensors"))"""
+
+
+class Chains(Family):
+    """Every child is a block, and nothing is outside."""
+
+    stock_class = ChainModel
+
+    def decided(self, config: Config) -> Config:
+        """An example counts as a row of one token."""
+        model, data = config.model, config.data
+        if model is None or data is None or model.chain_forms is not None:
+            return config
+        if control.named(str(data.train)) is None:
+            return config
+        forms = OwnExamples("train", data.train, config.training.seed).forms
+        modules = modules_of(model.chain) if model.chain is not None else None
+        settings = {"chain_forms": forms, "chain_modules": modules}
+        return config.with_changes(model=settings, data={"max_length": 1})
+
+    def read(self, model: ModelConfig, base_dir: Path) -> ChainConfig:
+        name = str(model.chain)
+        if model.chain_modules not in (None, found := modules_of(name)):
+            raise ModelError(
+                f"the file of --import on {platform.node()} makes another chain {name!r}"
+                " than that of the run",
+                hint="start all machines with the same file; where that makes random weights as it"
+                " is imported, have a function return the nn.Sequential: it draws from"
+                " training.seed",
+            )
+        return ChainConfig(name, forms_of(model), found)
+
+    def structure(self, config: Any) -> ModelStructure:
+        """Of a bundle, the tensors behind the first one are side tensors of one boundary each."""
+        forms = bundles(config)
+        count, model = len(forms) - 1, on_meta(ChainModel, config)
+        sides = []
+        for boundary, bundle in enumerate(forms):
+            before = tuple(f"blocks.{k}." for k in range(boundary))
+            weights = frozenset(n for n, _ in model.named_parameters() if n.startswith(before))
+            for place, (name, (shape, dtype)) in enumerate(bundle.items()):
+                where = (boundary, ((tuple, place),))
+                depends = weights if dtype.is_floating_point else frozenset[str]()
+                side = Side(name, boundary - 1, (where,), False, (1, *shape), dtype, depends)
+                sides += [side] if place else []
+        first = next(iter(forms[0].values()))
+        return ModelStructure(
+            model_class=ChainModel,
+            blocks="blocks",
+            forms=(BlockForm(0, None, 1),) * count,
+            running=tuple(range(count)),
+            sides=tuple(sides),
+            hidden_shape=(PROBE_ROWS, *first[0]),
+            tiny_width=1,
+            statistics=tuple(statistics(model)),
+        )
+
+    def build(self, config: Any, rng: Any, *, dtype: Any, device: Any, seed: int) -> ChainShard:
+        return build_chain(config, rng, dtype=dtype, device=device, seed=seed)
+
+    def compare(self, config: Any, ranges: Any) -> Any:
+        try:
+            problem = chain_problem(config, ranges) or ""
+        except ArchitectureError as error:
+            problem = error.message
+        except LIBRARY_ERRORS as error:
+            problem = one_line(error)
+        verdict: Verdict = "refused" if problem else "bit-equal"
+        return Comparison(config.chain, verdict, problem, "the chain", tuple(ranges))
+
+    def entering(self, config: Any, block: int, rows: int) -> tuple[Form, ...]:
+        forms = bundles(config)[block].values()
+        return tuple(((rows, *shape), dtype, dtype.is_floating_point) for shape, dtype in forms)
+
+    def flops(self, config: Any, block: int, rows: int) -> int:
+        return child_flops(config, block, rows)
+
+    def users_names(self, model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return ChainModel.users_names(model, state)
+
+    def card(self, config: Any) -> tuple[str, str, str]:
+        return f"{config.chain}, a chain of modules", _LOAD.format(config.chain), "pytorch"
+
+    def load(self, fields: dict[str, Any], folder: Path) -> Any:
+        """As the imported file makes it, with the trained weights."""
+        chain = made(fields["chain"])
+        parts = map(load_file, sorted(folder.glob("*.safetensors")))
+        chain.load_state_dict({name: t for part in parts for name, t in part.items()})
+        return chain
+
+
+def forms_of(model: ModelConfig) -> dict[str, Any]:
+    """The forms of a micro-batch's tensors. Raises ModelError where they are not decided."""
+    if model.chain_forms is None:
+        raise ModelError(
+            "the forms of what the model takes are not known: no imported file has the data set"
+            " that data.train names",
+            hint="add --import FILE.py, with the data set, to the command",
+        )
+    return dict(model.chain_forms)
+
+
+CHAINS = Chains()

@@ -1,0 +1,102 @@
+"""Families of models: what the heart asks of a kind of model that its own rules do not cut.
+
+transformers' classes for text are cut by the rules of this folder. Another kind is a `Family` in
+the registry's table "families", by the `model_type` of its configurations: "chain", or the task of
+the model section.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hetero_framework import registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from hetero_framework.config import Config, ModelConfig
+    from hetero_framework.models.cut.side import Form
+
+
+class Family(Protocol):
+    """A kind of model; `config` is a configuration that `read` or `tiny` has made. Any is written
+    for types of modules that know this one; the docstrings name them."""
+
+    stock_class: type[PreTrainedModel]
+    """The class of its models, of which only names, shapes and types count."""
+
+    def decided(self, config: Config) -> Config:
+        """A run's configuration with what its data decide of the model, where they are here."""
+
+    def read(self, model: ModelConfig, base_dir: Path) -> PretrainedConfig:
+        """The configuration that the model section names. Raises ModelError, ArchitectureError."""
+
+    def tiny(self, config: PretrainedConfig) -> PretrainedConfig:
+        """That of a model with random weights; transformers' own configuration is `config`."""
+        return config
+
+    def structure(self, config: PretrainedConfig) -> Any:
+        """The ModelStructure. Raises ArchitectureError."""
+
+    def build(self, config: Any, rng: Any, *, dtype: Any, device: Any, seed: int) -> Any:
+        """The Shard of a ShardRange; without data on the device "meta". Raises ModelError,
+        ArchitectureError."""
+
+    def compare(self, config: PretrainedConfig, ranges: Any) -> Any:
+        """The Comparison of the model that is cut at ShardRanges with the whole one."""
+
+    def entering(self, config: PretrainedConfig, block: int, rows: int) -> tuple[Form, ...]:
+        """The forms of what enters a block, or leaves the last one, for `rows` examples."""
+
+    def flops(self, config: PretrainedConfig, block: int, rows: int) -> int:
+        """Floating-point operations of a block's forward for `rows` examples."""
+
+    def users_names(self, model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of a model by their names in the result."""
+
+    def new_weights(self, config: PretrainedConfig) -> list[str]:
+        """The weights that the checkpoint lacks, so that they begin at random."""
+        return []
+
+    def saved(self, config: PretrainedConfig) -> PretrainedConfig:
+        """The configuration that a result has."""
+        return config
+
+    def processor(self, config: PretrainedConfig) -> tuple[str, str | None] | None:
+        """The checkpoint, and its revision, whose files of a processor a result gets."""
+        return None
+
+    def card(self, config: PretrainedConfig) -> tuple[str, str, str]:
+        """The title, the lines that load it, and their library, of a result of this family."""
+
+    def load(self, fields: dict[str, Any], folder: Path) -> Any:
+        """The model of such a result; `fields` are those of its config.json."""
+
+
+def family_named(name: str) -> Family | None:
+    """The family with this name, if there is one."""
+    return registry.find("families", name) if registry.has("families", name) else None
+
+
+def family_of(config: PretrainedConfig) -> Family | None:
+    """The family of a model; None for transformers' classes for text."""
+    return family_named(config.model_type)
+
+
+def family_asked(model: ModelConfig | None) -> Family | None:
+    """The family that the model section asks for."""
+    return family_named("chain" if model.chain else model.task) if model is not None else None
+
+
+def decided(config: Config) -> Config:
+    """See `Family.decided`."""
+    family = family_asked(config.model)
+    return config if family is None else family.decided(config)
+
+
+def as_saved(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration that a result has."""
+    family = family_of(config)
+    return config if family is None else family.saved(config)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
+
+from hetero_framework import registry
+from hetero_framework.config import ModelConfig
+from hetero_framework.models.cut.family import as_saved, family_asked, family_of
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.cut.tiny import shrink, stock_class
+
+
+class MadeUpConfig(PretrainedConfig):
+    model_type = "chain"
+
+
+class MadeUpModel(PreTrainedModel):
+    pass
+
+
+def test_a_family_stands_for_its_models(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    config, saved = MadeUpConfig(), LlamaConfig()
+    family = SimpleNamespace(stock_class=MadeUpModel, saved=lambda c: saved)
+    family.read = lambda model, base_dir: config
+    registry.register("families", "chain", family)
+    assert load_model_config(ModelConfig(chain="mine"), tmp_path) is config
+    assert family_of(config) is family
+    assert stock_class(config) is MadeUpModel
+    assert shrink(config) is config
+    assert as_saved(config) is saved
+    assert as_saved(saved) is saved
+    assert family_asked(ModelConfig(name_or_path="a")) is family_of(saved) is None
