@@ -1,4 +1,4 @@
-"""Write the tree of the package into docs/maintainers/architecture.md: `python docs/tree.py`.
+"""Write the tree of the package into docs/maintainers/modules.md: `python docs/tree.py`.
 
 Every module's line is the first one of its own docstring, so that the page cannot say anything
 else than the code.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hetero_framework"
-PAGE = ROOT / "docs" / "maintainers" / "architecture.md"
+PAGE = ROOT / "docs" / "maintainers" / "modules.md"
 # From the bottom up: imports point to earlier rooms only.
 HEART = ("core", "config", "security", "data", "models", "engine", "cluster", "trainer")
 ROOMS = (*HEART, "commands", "extras")

@@ -2,7 +2,7 @@
 fails at the start rather than mid-run.
 
 The probe is an attempt at the next step that is aborted, as after a broken link: it changes no
-weight, no optimizer state and no random number (docs/maintainers/architecture.md, "Numbers").
+weight, no optimizer state and no random number (docs/maintainers/internals.md, "Numbers").
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Replaced words do not come back as names, nor sentences that are read twice.
 
-docs/maintainers/architecture.md has the glossary.
+docs/maintainers/internals.md has the glossary.
 """
 
 from __future__ import annotations
