@@ -10,7 +10,7 @@ module.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -119,17 +119,16 @@ def _imported(entry: Registered, module: str, what: str) -> ModuleType:
 
 
 def lacking() -> list[str]:
-    """The extras with settings that this installation lacks, each with those that it has."""
-    return [
-        f"{name} ({entry.text})"
-        for name, entry in entries("extras").items()
-        if not _is_present(Registered(name, "").package)
-    ]
+    """The extras that some settings need and this installation lacks."""
+    needed = sorted({entry.text for entry in entries("extras").values()})
+    return [extra for extra in needed if not is_installed(extra)]
 
 
-def _is_present(package: str) -> bool:
+@cache
+def is_installed(extra: str | None) -> bool:
+    """Whether the folder of an extra is here and can be imported, as the heart can (no name)."""
     try:
-        importlib.import_module(package)
+        spec = importlib.util.find_spec(Registered(extra or "", "").package)
     except ImportError:
         return False
-    return True
+    return spec is not None and spec.origin is not None

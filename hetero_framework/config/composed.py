@@ -2,8 +2,8 @@
 
 An extra declares its settings in extras/NAME/settings.py: sections of their own ("sections" in its
 extra.toml), and classes derived from a section of the heart ("settings"), which add to that
-section. A function under "checks" finds contradictions between sections, as
-`schema._disagreements` does. A file asks for the extra of its objective and of its sections; where
+section. A function under "disagreements" finds contradictions between sections, as that of
+schema.py does. A file asks for the extra of its objective and of its sections; where
 a name in it is still unknown, its schema holds the settings of all extras.
 """
 
@@ -22,7 +22,6 @@ from hetero_framework.config.section import Section, WholeFile
 from hetero_framework.errors import ConfigError
 
 File = TypeVar("File", bound=WholeFile)
-_OWN_OBJECTIVE = "sft"
 
 
 def schema_for(root: type[File], raw: Mapping[str, Any]) -> type[File]:
@@ -48,7 +47,7 @@ def _asked(raw: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
             yield name, entry.extra
     training = raw.get("training")
     objective = training.get("objective") if isinstance(training, Mapping) else None
-    if isinstance(objective, str) and objective != _OWN_OBJECTIVE:
+    if isinstance(objective, str):
         known = registry.entries("objectives").get(objective)
         if known is None or known.extra:
             yield "training.objective", known.extra if known is not None else None
@@ -112,5 +111,5 @@ def _found(kind: str, extras: frozenset[str]) -> dict[str, Any]:
 
 def disagreements(schema: type[WholeFile], parts: Mapping[str, Any]) -> Iterator[Problem]:
     """Contradictions that the extras of a schema find between the sections that are valid."""
-    for check in _found("checks", schema.extras).values():
+    for check in _found("disagreements", schema.extras).values():
         yield from check(parts)

@@ -47,7 +47,7 @@ def _holds(config: Section, part: str) -> bool:
     section, _, key = path.rstrip("!").partition(".")
     holder: Any = getattr(config, section)
     if key:
-        holder = holder and getattr(holder, _RESOLVED.get(key, key))
+        holder = holder and getattr(holder, _RESOLVED.get(key, key), None)
     if not has_values:
         return bool(holder)
     if key == "objective" and holder not in registry.entries("objectives"):

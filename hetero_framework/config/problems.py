@@ -166,7 +166,8 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
     fields = sections.get(section, root).model_fields
     names = [field.alias or name for name, field in fields.items()]
     if lacking := registry.lacking():
-        return f"unknown key; extras that this installation lacks are: {', '.join(lacking)}"
+        text = "unknown key, unless it is of an extra that this installation lacks"
+        return f"{text}: {', '.join(lacking)}"
     near = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.75)
     if near:
         return f'unknown key; did you mean "{near[0]}"?'
