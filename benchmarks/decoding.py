@@ -31,6 +31,7 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.core.messages import Decoding
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import HeteroError
+from hetero_framework.extras.talking.decoding import ShardCache
 from hetero_framework.extras.talking.text_generation import TextGeneration
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import Shard, load_shard
@@ -77,7 +78,11 @@ def through_processes(cluster: Cluster) -> tuple[list[int], float]:
 
 def by_themselves(shards: list[Shard]) -> tuple[list[int], float]:
     """As `through_processes`, of shards in this process."""
-    caches, tokens, first = [shard.new_cache() for shard in shards], list(PROMPT), 0
+    caches, tokens, first = (
+        [ShardCache(shard.config, shard.range) for shard in shards],
+        list(PROMPT),
+        0,
+    )
     seconds = 0.0
     with torch.no_grad():
         for number in range(NEW):

@@ -22,7 +22,8 @@ import psutil
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.models.verify import continuing, equivalence
+from hetero_framework.extras.talking import continuing
+from hetero_framework.models.verify import equivalence
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.progress import Progress
 from tests.samples import DEVICE, free_ports, save_llama, save_texts

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hetero_framework.config import StageSpec
 from hetero_framework.core.fields import WorkerId
@@ -29,7 +29,6 @@ from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.engine.summing import Summing
 from hetero_framework.engine.ties import TiedGradients, Ties
 from hetero_framework.errors import NumericError, ProtocolError
-from hetero_framework.extras.talking.text_generation import TextGeneration
 
 if TYPE_CHECKING:
     from hetero_framework.models.cut.objective import Objective  # imports transformers
@@ -70,6 +69,15 @@ class HeldState:
 
     parts: Sequence[api.StatePart]
     digest: str
+
+
+class Texts(Protocol):
+    """Texts that are continued, a token at a time; `next` and `take` go by micro-batches."""
+
+    @property
+    def is_done(self) -> bool: ...
+    def next(self) -> api.Tensors | None: ...
+    def take(self, outcome: api.Outcome) -> None: ...
 
 
 class Pipeline:
@@ -200,7 +208,7 @@ class Pipeline:
                 self._wait(lambda: f"losses of micro-batches {self._results.open(len(batches))}")
         return self._results.losses()
 
-    def decode(self, texts: TextGeneration) -> None:
+    def decode(self, texts: Texts) -> None:
         """Continue texts, in a step with `decoding`. Raises as `run`."""
         fed = taken = 0
         self._last_progress = time.monotonic()

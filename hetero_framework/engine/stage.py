@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_framework import control
+from hetero_framework import control, registry
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device, HostCopy
@@ -32,8 +32,6 @@ from hetero_framework.engine.stage_api import (
 )
 from hetero_framework.engine.state_snapshot import Entry, StateSnapshot, in_parts
 from hetero_framework.errors import CheckpointError, ProtocolError
-from hetero_framework.extras.talking.decoding import ShardCache, next_token
-from hetero_framework.extras.talking.text_generation import SEQUENCE, TOKEN
 from hetero_framework.models.adapters.trainable import (
     export_parts,
     tied_parameters,
@@ -104,7 +102,7 @@ class Stage:
         # What training changes beside the weights, and as it was before the step.
         self._statistics = shard.statistics
         self._kept: Tensors | None = None
-        self._caches: dict[int, ShardCache] = {}  # by slot, of texts that are continued
+        self._decoder: Any = None  # a Decoder of extras/talking, while texts are continued
         self._loading: dict[str, dict[str, Any]] = {}
         self._loaded_keys: set[str] = set()
         self._current_micro_batch = 0
@@ -133,6 +131,8 @@ class Stage:
         self._info = info
         if info.train and self._statistics:
             self._kept = {name: value.clone() for name, value in self._statistics.items()}
+        if info.decoding is not None:
+            self._decoder = registry.find("stages", "decoding")(self._shard, info.decoding)
         self._early.begin(take if info.summed else None)
         self._shard.train(info.train)
         self._shard.switch_adapter(on=not info.reference)
@@ -166,21 +166,15 @@ class Stage:
         """Last stage outside training: the sum of the micro-batch's token losses, 0-d, or the next
         token of a text."""
         received = self._fitting(micro_batch, inputs, received)
-        if (decoding := self._info.decoding) is not None:
+        if self._decoder is not None:
             with self._running(micro_batch):
                 logits_V = self._shard.next_logits(inputs, received, self._cache(inputs))
-            text, position = _numbers(inputs[SEQUENCE])[1], _numbers(inputs["positions"])[-1] + 1
-            return Outcome(0.0, {TOKEN: next_token(logits_V, decoding, text, position)})
+            return Outcome(0.0, self._decoder.named(inputs, logits_V))
         return self._outcome(micro_batch, inputs, received, 1.0)
 
-    def _cache(self, inputs: Tensors) -> ShardCache | None:
+    def _cache(self, inputs: Tensors) -> Any:
         """The cache of the text that the inputs belong to, if it is continued with one."""
-        if self._info.decoding is None or not self._info.decoding.cached:
-            return None
-        slot = _numbers(inputs[SEQUENCE])[0]
-        if _numbers(inputs["positions"])[0] == 0:
-            self._caches[slot] = self._shard.new_cache()
-        return self._caches[slot]
+        return self._decoder.cache(inputs) if self._decoder is not None else None
 
     def _outcome(
         self, micro_batch: int, inputs: Tensors, received: Bundle, num_items: float
@@ -329,7 +323,7 @@ class Stage:
         self._sums_elsewhere = {}
         self._saved.clear()
         self._finite.clear()
-        self._caches.clear()
+        self._decoder = None
         self._early.begin(None)
 
     # -- state ----------------------------------------------------------------------------------
@@ -528,12 +522,6 @@ class Stage:
     def _unscale(self, parameter: torch.nn.Parameter) -> None:
         if parameter.grad is not None and self._info.loss_scale != 1.0:
             parameter.grad.mul_(1.0 / self._info.loss_scale)
-
-
-def _numbers(tensor: Tensor) -> list[int]:
-    """The numbers of an input, from its CPU tensor where it has one."""
-    numbers: list[int] = getattr(tensor, "_hetero_host", tensor).reshape(-1).tolist()
-    return numbers
 
 
 def _sum(total: Tensor | None, more: Tensor) -> Tensor:

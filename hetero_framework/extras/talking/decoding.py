@@ -22,7 +22,9 @@ from transformers import (
 )
 
 from hetero_framework.core.messages import Decoding
+from hetero_framework.extras.talking.text_generation import SEQUENCE, TOKEN
 from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.rng import derive_seed
 
 
@@ -49,6 +51,34 @@ class ShardCache:
                 layer.has_previous_state = dict.fromkeys(seen, True)
             elif seen is not None:
                 layer.has_previous_state = True
+
+
+class Decoder:
+    """One stage's part in continuing texts, in one pass."""
+
+    def __init__(self, shard: Shard, decoding: Decoding) -> None:
+        self._shard, self._decoding = shard, decoding
+        self._caches: dict[int, ShardCache] = {}  # by the places of texts
+
+    def cache(self, inputs: Inputs) -> ShardCache | None:
+        """The cache of the text that the inputs belong to, if it is continued with one."""
+        if not self._decoding.cached:
+            return None
+        slot = _numbers(inputs[SEQUENCE])[0]
+        if _numbers(inputs["positions"])[0] == 0:
+            self._caches[slot] = ShardCache(self._shard.config, self._shard.range)
+        return self._caches[slot]
+
+    def named(self, inputs: Inputs, logits_V: Tensor) -> dict[str, Tensor]:
+        """The next token of the text."""
+        text, position = _numbers(inputs[SEQUENCE])[1], _numbers(inputs["positions"])[-1] + 1
+        return {TOKEN: next_token(logits_V, self._decoding, text, position)}
+
+
+def _numbers(tensor: Tensor) -> list[int]:
+    """The numbers of an input, from its CPU tensor where it has one."""
+    numbers: list[int] = getattr(tensor, "_hetero_host", tensor).reshape(-1).tolist()
+    return numbers
 
 
 def next_token(logits_V: Tensor, decoding: Decoding, text: int, position: int) -> Tensor:

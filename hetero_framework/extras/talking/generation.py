@@ -13,10 +13,10 @@ from hetero_framework.config import Config, TrainingConfig
 from hetero_framework.core.messages import Decoding
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import HeteroError, PeerLostError, StoppedEarly
+from hetero_framework.extras.talking.continuing import admit_decoding
 from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat
 from hetero_framework.extras.talking.text_generation import TextGeneration
 from hetero_framework.models.cut.partition import ShardRange
-from hetero_framework.models.verify.continuing import admit_decoding
 from hetero_framework.units import plural
 
 _log = logging.getLogger(__name__)

@@ -35,7 +35,6 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hetero_framework.core import frames
 from hetero_framework.errors import ArchitectureError, ModelError
-from hetero_framework.extras.talking.decoding import ShardCache
 from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.attention import check_installed
 from hetero_framework.models.cut.codebooks import for_model
@@ -560,10 +559,11 @@ class Shard:
             kept, partition.outside(model, whole, rng, _is_frozen), self.fingerprint
         )
 
-    def forward(self, inputs: Inputs, received: Bundle, cache: ShardCache | None = None) -> Bundle:
+    def forward(self, inputs: Inputs, received: Bundle, cache: Any = None) -> Bundle:
         """The output of this shard's last block. `received` is empty on the first shard. `inputs`
         holds input_ids (first shard, and where blocks read them), attention_mask and optional
-        position_ids. With a `cache` they are the tokens behind those that it has seen."""
+        position_ids. With a `cache`, a ShardCache of extras/talking, they are
+        the tokens behind those that it has seen."""
         if self._entry is None and not self.range.is_first:
             return received
         received = as_inner(received)
@@ -588,10 +588,7 @@ class Shard:
         takes = inspect.signature(type(self.model).forward).parameters
         return "cache_params" if "cache_params" in takes else "past_key_values"
 
-    def new_cache(self) -> ShardCache:
-        return ShardCache(self.config, self.range)
-
-    def next_logits(self, inputs: Inputs, received: Bundle, cache: ShardCache | None) -> Tensor:
+    def next_logits(self, inputs: Inputs, received: Bundle, cache: Any) -> Tensor:
         """The logits of the token behind the only row of `inputs`, [V], on the last shard."""
         logits_BSV: Tensor = self._run(inputs, as_inner(received), cache).logits
         return logits_BSV[0, -1]
@@ -677,9 +674,7 @@ class Shard:
             return smoothed
         return token_loss(self.model, logits, labels, num_items)
 
-    def _run(
-        self, inputs: Inputs, received: Bundle, cache: ShardCache | None = None, **extra: Any
-    ) -> Any:
+    def _run(self, inputs: Inputs, received: Bundle, cache: Any = None, **extra: Any) -> Any:
         """The model's forward on the result of `for_model`."""
         arguments: dict[str, Any] = {name: inputs[name] for name in _GIVEN if name in inputs}
         if self._part != "head" and self.on_enter is not None:

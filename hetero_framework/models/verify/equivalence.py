@@ -292,9 +292,9 @@ def _fresh(plan: AdapterPlan) -> AdapterPlan:
 
 
 def question(what: str, config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str:
-    """Everything on which an answer about a tiny copy depends, this package's code included."""
+    """Everything on which an answer about a tiny copy depends, the code of models/ included."""
     settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
-    versions = [torch.__version__, transformers.__version__, _own_code()]
+    versions = [torch.__version__, transformers.__version__, own_code(Path(__file__).parents[1])]
     machine = [platform.system(), platform.machine(), torch.get_num_threads()]
     cut = [astuple(rng) for rng in ranges]
     asked = [what, settings, config._attn_implementation, cut, versions, machine]
@@ -302,9 +302,10 @@ def question(what: str, config: PretrainedConfig, ranges: Sequence[ShardRange]) 
 
 
 @functools.cache
-def _own_code() -> str:
+def own_code(folder: Path) -> str:
+    """A digest of the modules in a folder."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from transformers import PretrainedConfig
 
 from hetero_framework.core.cache import recall, remember
 from hetero_framework.errors import ArchitectureError
+from hetero_framework.extras.talking.decoding import ShardCache
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import Shard
 from hetero_framework.models.cut.side import Bundle
@@ -20,6 +22,7 @@ from hetero_framework.models.verify.equivalence import (
     TOLERANCE,
     build_both,
     deterministic,
+    own_code,
     question,
 )
 
@@ -40,7 +43,7 @@ class Continuing:
 def admit_decoding(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Continuing:
     """How a model that is cut this way continues a text, remembered. Raises ArchitectureError where
     it cannot."""
-    asked = question("decoding", config, ranges)
+    asked = question(f"decoding {own_code(Path(__file__).parent)}", config, ranges)
     if answer := recall("verdicts", asked):
         return Continuing(answer["cached"], answer["reason"])
     found = try_decoding(config, ranges)
@@ -94,7 +97,7 @@ def _whole(model: torch.nn.Module, ids_1S: Tensor) -> list[Tensor]:
 
 def _cut(shards: Sequence[Shard], ids_1S: Tensor, cached: bool) -> list[Tensor]:
     """The logits of each next token, by a chain of shards."""
-    caches = [shard.new_cache() if cached else None for shard in shards]
+    caches = [ShardCache(s.config, s.range) if cached else None for s in shards]
     logits, first = [], 0
     for end in range(_PROMPT_TOKENS, ids_1S.shape[1]):
         inputs = {
