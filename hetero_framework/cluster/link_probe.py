@@ -18,7 +18,7 @@ from hetero_framework import control
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import Fields, WorkerId
-from hetero_framework.core.frames import WireTensor, shown
+from hetero_framework.core.frames import WireTensor, brief
 from hetero_framework.core.messages import Control, Message, shortened
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
 
@@ -114,13 +114,13 @@ def check_peer(question: Control, payload_bytes: int) -> None:
     if question.answers is None:
         if question.name not in BETWEEN_WORKERS:
             raise ProtocolError(
-                f"CONTROL {shown(question.name)} came from a worker, which may ask for"
+                f"CONTROL {brief(question.name)} came from a worker, which may ask for"
                 f" {' and '.join(BETWEEN_WORKERS)} alone"
             )
         asked = question.data.get("bytes") if isinstance(question.data, dict) else 0
     largest = max(payload_bytes, asked if isinstance(asked, int) else 0)
     if largest > MOST_BYTES_OF_PEER:
-        text = f"CONTROL {shown(question.name)} of {largest} bytes came from a worker"
+        text = f"CONTROL {brief(question.name)} of {largest} bytes came from a worker"
         raise ProtocolError(f"{text}; at most {MOST_BYTES_OF_PEER} may")
 
 

@@ -46,7 +46,7 @@ def problems_of(details: Sequence[Any], root: type[BaseModel], raw: Any) -> list
         if is_union and detail["type"] in _EXPECTED:
             unions.setdefault(path, []).append(_expected(detail))
             options = " or ".join(dict.fromkeys(unions[path]))
-            text = f"must be {options}, not {_shown(detail['input'])}"
+            text = f"must be {options}, not {_value_or_type(detail['input'])}"
             problems[path] = Problem(path, text + _advice(path, detail["input"]))
         else:
             text = _text(detail, keys, root)
@@ -143,13 +143,13 @@ def _text(detail: Any, keys: Sequence[str | int], root: type[BaseModel]) -> str:
         return "must not be empty"
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind]
-        return f"must be {words} {detail['ctx'][bound]}, not {_shown(value)}"
+        return f"must be {words} {detail['ctx'][bound]}, not {_value_or_type(value)}"
     if kind not in _EXPECTED:
         return str(detail["msg"])
     options = _expected(detail).split('"')[1::2]  # none but those of a literal
     near = difflib.get_close_matches(str(value).lower(), options, n=1)
     hint = f'; did you mean "{near[0]}"?' if near else ""
-    return f"must be {_expected(detail)}, not {_shown(value)}{hint}"
+    return f"must be {_expected(detail)}, not {_value_or_type(value)}{hint}"
 
 
 def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
@@ -199,7 +199,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _shown(value: Any) -> str:
+def _value_or_type(value: Any) -> str:
     """A wrong value in a message: its type when it is long, else the value itself."""
     if isinstance(value, (dict, list, tuple)):
         return json_type(value)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hetero_framework.core.frames import MAX_DEPTH, is_int, is_shape, shown
+from hetero_framework.core.frames import MAX_DEPTH, brief, is_int, is_shape
 from hetero_framework.errors import ProtocolError
 from hetero_framework.log import one_line
 
@@ -68,7 +68,7 @@ def _is_plain(value: Any, depth: int = 1, *, finite: bool = False) -> bool:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise ProtocolError(f"map keys must be strings, got {shown(key)}")
+                raise ProtocolError(f"map keys must be strings, got {brief(key)}")
         return all(_is_plain(item, depth + 1, finite=finite) for item in value.values())
     raise ProtocolError(f"{type(value).__name__} cannot travel in a message's fields")
 
@@ -175,16 +175,16 @@ class Fields:
                         return f"field {name!r} must be {kind.name}, got None"
                     return f"field {name!r} is missing"
             elif not kind.accepts(value):
-                return f"field {name!r} must be {kind.name}, got {shown(value)}"
+                return f"field {name!r} must be {kind.name}, got {brief(value)}"
         for name in values:
             if name not in self.kinds:
                 known = ", ".join(self.kinds) or "none"
-                return f"unknown field {shown(name)} (known: {known})"
+                return f"unknown field {brief(name)} (known: {known})"
         return None
 
     def read(self, values: Any) -> Any:
         """The dataclass of what a peer gave. Raises ProtocolError where it is none."""
-        problem = self.problem(values) if isinstance(values, dict) else f"no map: {shown(values)}"
+        problem = self.problem(values) if isinstance(values, dict) else f"no map: {brief(values)}"
         if problem is not None:
             raise ProtocolError(f"{self._cls.__name__}: {problem}")
         return self.unpack(dict(values))

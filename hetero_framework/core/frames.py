@@ -117,7 +117,7 @@ class WireTensor:
         return self.data.nbytes
 
 
-def shown(value: Any) -> str:
+def brief(value: Any) -> str:
     """A value as errors show it: not more than 60 characters of it, however large or deep it is."""
     text = _SHORT.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -147,7 +147,7 @@ def _tensor_bytes(dtype: DType, shape: Any) -> int:
     if not is_shape(shape):
         raise ProtocolError(
             f"a tensor's shape is a list of at most {MAX_DIMS} non-negative ints whose product is "
-            f"below {IMPOSSIBLE_FRAME_BYTES}, got {shown(shape)}"
+            f"below {IMPOSSIBLE_FRAME_BYTES}, got {brief(shape)}"
         )
     return int(math.prod(shape) * dtype.itemsize)
 
@@ -179,7 +179,7 @@ def unpack_header(header: bytes) -> dict[str, Any]:
         detail = str(error) or type(error).__name__
         raise ProtocolError(f"a header that is not msgpack: {detail}") from error
     if not isinstance(fields, dict) or fields.keys() != {"t", "m", "x"}:
-        raise ProtocolError(f"a header must be a map with t, m and x, got {shown(fields)}")
+        raise ProtocolError(f"a header must be a map with t, m and x, got {brief(fields)}")
     return fields
 
 
@@ -212,10 +212,10 @@ def unpack_shapes(name: str, described: Any, payload_bytes: int) -> Shapes:
     total = 0
     for entry in described:
         if not isinstance(entry, list) or len(entry) != 2:
-            raise ProtocolError(f"{name}: a tensor is [dtype, shape], got {shown(entry)}")
+            raise ProtocolError(f"{name}: a tensor is [dtype, shape], got {brief(entry)}")
         code, shape = entry
         if not is_int(code) or code not in _BY_CODE:
-            raise ProtocolError(f"{name}: unknown dtype code {shown(code)}")
+            raise ProtocolError(f"{name}: unknown dtype code {brief(code)}")
         total += _tensor_bytes(_BY_CODE[code], shape)
         shapes.append((_BY_CODE[code], tuple(shape)))
     if total != payload_bytes:

@@ -989,7 +989,7 @@ def read_header(
     number, fields = values["t"], values["m"]
     if not frames.is_int(number) or number not in BODIES:
         raise ProtocolError(
-            f"unknown message type {frames.shown(number)}",
+            f"unknown message type {frames.brief(number)}",
             hint="the peer may run a later version of hetero-framework",
         )
     spec = BODIES[number].spec
@@ -999,7 +999,7 @@ def read_header(
     spec.check_count(values["x"])
     shapes = frames.unpack_shapes(spec.name, values["x"], payload_bytes)
     if not isinstance(fields, dict):
-        raise ProtocolError(f"{spec.name}: the fields must be a map, got {frames.shown(fields)}")
+        raise ProtocolError(f"{spec.name}: the fields must be a map, got {frames.brief(fields)}")
     body: Body
     version: Any = fields.get("protocol")
     is_other = frames.is_int(version) and version != PROTOCOL_VERSION

@@ -50,7 +50,7 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
     has_labels = kind_of(kind).labels is not None
     labels = load_data(config, tokenizer, most=count).labels if has_labels else None
     formatter = formatter_for(kind, chosen[0], tokenizer, data, labels)
-    return [shown for record in chosen for shown in _shown(record, formatter, tokenizer, data)]
+    return [shown for record in chosen for shown in _views(record, formatter, tokenizer, data)]
 
 
 def _row(rows: Samples, number: int, tokenizer: PreTrainedTokenizerBase) -> Shown:
@@ -59,7 +59,7 @@ def _row(rows: Samples, number: int, tokenizer: PreTrainedTokenizerBase) -> Show
     return Shown(rows.where(number), len(ids), len(ids), pieces, [])
 
 
-def _shown(
+def _views(
     record: Record, formatter: Formatter, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 ) -> list[Shown]:
     """Each row of an example."""

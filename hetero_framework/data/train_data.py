@@ -201,7 +201,7 @@ def _unused(name: str, fields: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: fields that are not used: {listed(shown)}"
 
 
-def _shown(sources: list[Source]) -> str:
+def _first_names(sources: list[Source]) -> str:
     names = ", ".join(source.name for source in sources[:3])
     return f"{names} and {len(sources) - 3} more" if len(sources) > 3 else names
 
@@ -265,7 +265,7 @@ class _Reader:
             samples = sum(corpus.pass_samples)
             self.report.append(
                 f"{name}: {samples:,} samples of {corpus.length + 1:,} tokens in one pass over "
-                f"{corpus.tokens:,} tokens of {_shown(sources)}, in Megatron's order"
+                f"{corpus.tokens:,} tokens of {_first_names(sources)}, in Megatron's order"
             )
             return corpus
         options = self.data.model_dump(exclude={"train", "eval"})
@@ -308,7 +308,7 @@ class _Reader:
         rest = self.most is not None and next(records, None) is not None
         if rest:
             notes.append(f"{name}: only the first {self.most:,} examples were looked at")
-        origin = _shown(sources)
+        origin = _first_names(sources)
         if split != whole[0] or not all(source.is_file for source in sources):
             origin += f", split {split}"
         lines = [

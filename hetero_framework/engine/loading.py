@@ -18,7 +18,7 @@ from hetero_framework.models.adapters.trainable import attach_adapter
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.models.cut.shard import load_model_config, load_shard
-from hetero_framework.models.library import LIBRARY_ERRORS, one_line, quiet_libraries
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_libraries
 
 BuildStages = Callable[[Config, Sequence[StageSpec], Device, ReusePool], Sequence[StageInterface]]
 """`load_stages`, or its replacement where other stages are played."""
@@ -106,7 +106,7 @@ def check_compiler(training: TrainingConfig, device: Device) -> None:
     except LIBRARY_ERRORS as error:
         raise DeviceError(
             f"torch.compile with the backend {backend!r} does not work on {device.label}:"
-            f" {one_line(error)}",
+            f" {briefly(error)}",
             hint="install a compiler (g++ or clang for a CPU, Triton for a GPU), choose another"
             " training.torch_compile_backend, or set training.torch_compile to false",
         ) from error

@@ -47,10 +47,10 @@ from hetero_framework.models.cut.side import (
     Form,
     as_leaves,
     crossing,
+    described,
     differentiate,
     gradients_of,
     returning,
-    shown,
     shown_form,
 )
 from hetero_framework.models.rng import Place, forward_seed
@@ -208,7 +208,7 @@ class Stage:
             wanted = ", ".join(starmap(shown_form, expected))
             raise ProtocolError(
                 f"stage {self.index}: the gradient of micro-batch {micro_batch} is "
-                f"{shown(*gradients)}, expected {wanted}"
+                f"{described(*gradients)}, expected {wanted}"
             )
         self._current_micro_batch = micro_batch
         with self._last_backward(micro_batch):

@@ -35,7 +35,7 @@ ONE_AT_A_TIME = threading.Lock()
 OWN_CLASS_HINT = "a class of your own is registered by the file that --import names, everywhere"
 
 
-def one_line(error: BaseException) -> str:
+def briefly(error: BaseException) -> str:
     """An error as one short line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 

@@ -147,7 +147,7 @@ def _changed(manifest: Mapping[str, Any], resolved: Resolved) -> Iterator[tuple[
             continue  # reported with the section, or a setting that one version does not know
         a, b = theirs.get(name), ours.get(name)
         if a != b and not _is_same(name, a, b, base, resolved.given):
-            yield name, f"{name} was {_shown(a)}, now it is {_shown(b)}"
+            yield name, f"{name} was {_value_text(a)}, now it is {_value_text(b)}"
 
 
 def _is_same(name: str, was: Any, now: Any, base: str, config: Config) -> bool:
@@ -159,7 +159,7 @@ def _is_same(name: str, was: Any, now: Any, base: str, config: Config) -> bool:
     return names and sorted(map(str, was)) == sorted(map(str, now))
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "given" if value is True else json.dumps(value)
 
 

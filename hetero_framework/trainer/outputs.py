@@ -405,7 +405,7 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
     """Next steps for a run's results: a label, and a command or a line of Python."""
     config = prepared.config
     assert config.model is not None
-    result, output = shown(config.result_dir), shown(config.output_dir)
+    result, output = typed(config.result_dir), typed(config.output_dir)
     load = f"{stock_class(as_saved(prepared.model_config)).__name__}.from_pretrained"
     steps = {}
     if config.model.chain is not None:
@@ -414,14 +414,14 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
         steps["to load it"] = f"{load}({str(result)!r})"
     elif (base := config.model.name_or_path) is not None:
         place = config.path(base)
-        base = str(shown(place)) if place.is_dir() else base
+        base = str(typed(place)) if place.is_dir() else base
         labels = "" if config.model.task == "causal-lm" else f", config={str(result / CONFIG)!r}"
         model = f"{load}({base!r}{labels})"
         steps["to load it"] = f"PeftModel.from_pretrained({model}, {str(result)!r})"
         merged = ("--adapter", result, "--model", base, "--output", output / "merged")
         steps["to merge it"] = command("hetero", "merge", *merged)
     if (saved := files.get("checkpoints")) is not None and len(list(saved.glob("step_*"))) > 1:
-        step = ("--checkpoint", shown(saved) / "step_N", "--output", output / "step_N")
+        step = ("--checkpoint", typed(saved) / "step_N", "--output", output / "step_N")
         steps["an earlier step"] = command("hetero", "export", *step)
     if "timeline" in files:
         steps["where time went"] = command("hetero", "timeline", output)
@@ -456,7 +456,7 @@ def command(*words: object) -> str:
     return subprocess.list2cmdline(line) if os.name == "nt" else shlex.join(line)
 
 
-def shown(path: Path) -> Path:
+def typed(path: Path) -> Path:
     """`path` as typed in this directory."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

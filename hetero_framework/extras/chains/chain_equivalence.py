@@ -29,7 +29,7 @@ from hetero_framework.models.cut.side import (
     gradients_of,
     returning,
 )
-from hetero_framework.models.library import LIBRARY_ERRORS, one_line
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly
 
 _ROWS = 2
 
@@ -53,7 +53,7 @@ def chain_problem(config: ChainConfig, ranges: Sequence[ShardRange]) -> str | No
         except ArchitectureError:
             raise
         except (ModelError, *LIBRARY_ERRORS) as error:
-            return f"a part does not run alone ({one_line(error)}): something goes around the cut"
+            return f"a part does not run alone ({briefly(error)}): something goes around the cut"
     different = [name for name, value in expected.items() if not _same(actual.get(name), value)]
     return f"{different[0]} differs from that of the whole" if different else None
 

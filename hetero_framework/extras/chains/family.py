@@ -29,7 +29,7 @@ from hetero_framework.models.cut.introspect import BlockForm, ModelStructure
 from hetero_framework.models.cut.language import on_meta
 from hetero_framework.models.cut.side import Form, Side
 from hetero_framework.models.cut.tiny import PROBE_ROWS
-from hetero_framework.models.library import LIBRARY_ERRORS, one_line
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly
 from hetero_framework.models.verify.equivalence import Comparison, Verdict
 
 _LOAD = """from safetensors.torch import load_file
@@ -101,7 +101,7 @@ class Chains(Family):
         except ArchitectureError as error:
             problem = error.message
         except LIBRARY_ERRORS as error:
-            problem = one_line(error)
+            problem = briefly(error)
         verdict: Verdict = "refused" if problem else "bit-equal"
         return Comparison(config.chain, verdict, problem, "the chain", tuple(ranges))
 

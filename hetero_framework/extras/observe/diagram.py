@@ -131,8 +131,8 @@ def _caption(config: Config, boundaries: Sequence[How]) -> tuple[str, ...]:
 def _place(config: Config, owner: int | str, details: DiagramDetails) -> ProcessBox:
     is_local = owner == "local"
     machine = config.machine(owner)
-    host = _one_line(machine.hostname or "")
-    lines = [] if is_local or host in ("", _one_line(machine.ip)) else [host]
+    host = _unbroken(machine.hostname or "")
+    lines = [] if is_local or host in ("", _unbroken(machine.ip)) else [host]
     lines.append((host or machine.ip) if is_local else config.worker(owner).address)
     label = details.devices.get(owner)
     lines.append(f"{label} ({machine.device})" if label else f"device {machine.device}")
@@ -166,14 +166,14 @@ def _title(config: Config, details: DiagramDetails) -> tuple[str, ...]:
     return (*_wrap(name, 60), *island)
 
 
-def _one_line(text: str) -> str:
+def _unbroken(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
 def _wrap(text: str, width: int = _MAX_CHARS) -> tuple[str, ...]:
     """Lines of at most `width`, broken after a space, else . - : or /, if their second half has
     one."""
-    lines, rest = [], _one_line(text)
+    lines, rest = [], _unbroken(text)
     while len(rest) > width:
         space, *others = (rest.rfind(char, width // 2, width) + 1 for char in " .-:/")
         cut = space or max(others) or width

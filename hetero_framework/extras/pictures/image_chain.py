@@ -29,7 +29,7 @@ from hetero_framework.extras.chains.chain import (
 from hetero_framework.models.cut.language import WeightUses
 from hetero_framework.models.cut.side import Way, put_at, tensors_at
 from hetero_framework.models.cut.tiny import config_for, stock_class
-from hetero_framework.models.library import LIBRARY_ERRORS, one_line, quiet_library
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.units import plural
 
 _META = torch.device("meta")
@@ -111,7 +111,7 @@ class ImageConfig(ChainConfig):
             with quiet_library(), _META:
                 return cls._from_config(self.of_classifier)
         except LIBRARY_ERRORS as error:
-            raise ArchitectureError(f"{cls.__name__} cannot be made: {one_line(error)}") from error
+            raise ArchitectureError(f"{cls.__name__} cannot be made: {briefly(error)}") from error
 
     def _loaded(self) -> tuple[Any, list[str]]:
         """The model, and the names of its weights that the checkpoint lacks or has for other
@@ -214,7 +214,7 @@ def _blocks_of(model: Any, pixels: tuple[int, ...]) -> tuple[str, _Calls]:
         except LIBRARY_ERRORS as error:
             raise ArchitectureError(
                 f"{name} does not run on pictures of {' x '.join(map(str, pixels))}:"
-                f" {one_line(error)}",
+                f" {briefly(error)}",
                 hint="the data set has to give what its image processor makes",
             ) from error
         if calls.order == list(range(len(blocks))):

@@ -24,7 +24,7 @@ from hetero_framework.extras.reporting.hub_upload import PUBLIC, repository
 from hetero_framework.log import event
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.observers import Due, Observer, RunStart
-from hetero_framework.trainer.outputs import command, shown
+from hetero_framework.trainer.outputs import command, typed
 from hetero_framework.trainer.progress import StageRow
 from hetero_framework.trainer.train_state import TrainState
 
@@ -167,7 +167,7 @@ class HubUploads(Observer):
         self._is_told, training = True, self._config.training
         todo = ""
         if upload.folder is not None and by_hand:
-            words = ["hf", "upload", repository(self._config), shown(upload.folder), upload.path]
+            words = ["hf", "upload", repository(self._config), typed(upload.folder), upload.path]
             words += ["--private"] if training.hub_private_repo else []
             words += ["--revision", training.hub_revision] if training.hub_revision else []
             todo = f". To upload it: {command(*filter(None, words))}"

@@ -17,7 +17,7 @@ from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import Shard
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.models.cut.tiny import shrink
-from hetero_framework.models.library import LIBRARY_ERRORS, one_line, quiet_library
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.models.verify.equivalence import (
     TOLERANCE,
     build_both,
@@ -78,7 +78,7 @@ def try_decoding(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Cont
                 try:
                     difference = _difference(_cut(shards, ids, cached), expected)
                 except LIBRARY_ERRORS as error:
-                    reasons.append(one_line(error))
+                    reasons.append(briefly(error))
                     continue
                 if difference <= TOLERANCE:
                     return Continuing(cached, "; ".join(reasons))
@@ -86,7 +86,7 @@ def try_decoding(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Cont
     except ArchitectureError as error:
         reasons = [error.message]
     except LIBRARY_ERRORS as error:
-        reasons = [f"its tiny copy does not run ({one_line(error)})"]
+        reasons = [f"its tiny copy does not run ({briefly(error)})"]
     return Continuing(False, reasons[-1], impossible=True)
 
 

@@ -26,7 +26,7 @@ from hetero_framework.models.cut.codebooks import for_model, ids_per_token
 from hetero_framework.models.cut.missing_parts import AbsentPart, Placed, stand_in
 from hetero_framework.models.cut.side import tensors_at
 from hetero_framework.models.cut.tiny import probe_inputs, shrink, stock_class
-from hetero_framework.models.library import LIBRARY_ERRORS, one_line, quiet_library
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 
 PLAIN = (str, int, float, bool)
 
@@ -115,7 +115,7 @@ def no_tiny_copy(
     if isinstance(error, ImportError):
         hint = "install on every machine what its class asks for"
     return ArchitectureError(
-        f"{text}, so that its cut cannot be verified: {one_line(error)}{more}", hint=hint
+        f"{text}, so that its cut cannot be verified: {briefly(error)}{more}", hint=hint
     )
 
 
@@ -127,7 +127,7 @@ def run_on_text(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> None
         raise ArchitectureError(
             f"a {model.config.model_type} model does not run on text alone: what else it takes"
             " would have to come with the data and go to the stages that read it"
-            f" ({one_line(error)})",
+            f" ({briefly(error)})",
             hint=f"its class has to run without pictures and sound; {_LISTED}",
         ) from error
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
-from hetero_framework.models.library import one_line
+from hetero_framework.models.library import briefly
 
 
 class Placed(nn.Module):
@@ -60,7 +60,7 @@ def stand_in(config: PretrainedConfig) -> bool:
             with torch.device("meta"):
                 AutoModel.from_config(copy.deepcopy(part))
         except ImportError as error:
-            fields = {"config_class": type(part), "why": one_line(error), "__module__": __name__}
+            fields = {"config_class": type(part), "why": briefly(error), "__module__": __name__}
             absent: Any = type("AbsentPart", (AbsentPart,), fields)
             AutoModel.register(type(part), absent, exist_ok=True)
             registered = True

@@ -152,7 +152,7 @@ def _check_built(config: PretrainedConfig, place: str) -> None:
     if not isinstance(text, PretrainedConfig):
         raise ModelError(
             f"{place}: a {config.model_type} model has no part for text, but its settings hold"
-            f" {frames.shown(text)} for one",
+            f" {frames.brief(text)} for one",
             hint="take that entry out (text_config, decoder, generator, ...)",
         )
     for part in (config, text):

@@ -153,7 +153,7 @@ def differentiate(left: Bundle, gradients: Bundle) -> None:
         torch.autograd.backward(tensors, root_gradients)
 
 
-def shown(*tensors: torch.Tensor) -> str:
+def described(*tensors: torch.Tensor) -> str:
     """ "4 x 128 x 64 of float32"; several with a comma between."""
     return ", ".join(shown_form(t.shape, t.dtype, t.requires_grad) for t in tensors) or "nothing"
 

@@ -39,7 +39,7 @@ from hetero_framework.models.cut.family import as_saved, family_of
 from hetero_framework.models.cut.language import meta_model, model_class
 from hetero_framework.models.files.non_text_modules import NonTextWeights, copy_processor
 from hetero_framework.models.files.weights import checkpoint_form
-from hetero_framework.models.library import one_line, quiet_library
+from hetero_framework.models.library import briefly, quiet_library
 
 if TYPE_CHECKING:
     from hetero_framework.config import ModelConfig
@@ -109,7 +109,7 @@ def base_generation(
                 return GenerationConfig.from_pretrained(source, **options)
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(
-            f"{repository.GENERATION} of the model {source!r} cannot be used: {one_line(error)}",
+            f"{repository.GENERATION} of the model {source!r} cannot be used: {briefly(error)}",
             hint="correct it there, or take it away",
         ) from error
 

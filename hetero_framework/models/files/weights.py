@@ -83,7 +83,7 @@ def check_settings(fields: dict[str, Any], where: str) -> None:
     for key, value in repository.settings_in(fields):
         if _COUNT.search(key) and isinstance(value, (int, float)) and value > _MOST_PARTS:
             raise ModelError(
-                f"{where} has {key} {frames.shown(value)}; at most {_MOST_PARTS} are supported"
+                f"{where} has {key} {frames.brief(value)}; at most {_MOST_PARTS} are supported"
             )
 
 

@@ -70,7 +70,7 @@ from hetero_framework.models.cut.varlen_attention import VARLEN, register_per_sa
 from hetero_framework.models.files.quantization import stored_quantization
 from hetero_framework.models.files.stated import as_held
 from hetero_framework.models.files.weights import Checkpoint
-from hetero_framework.models.library import LIBRARY_ERRORS, one_line, quiet_library
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.models.verify.boundary_contents import tiny_crossing
 from hetero_framework.repository import resolve_model_path
 
@@ -272,7 +272,7 @@ def admit_adapter(config: PretrainedConfig, plan: AdapterPlan) -> None:
         except LIBRARY_ERRORS as error:
             raise ConfigError(
                 f"a {config.model_type} model does not run with this adapter: {entered[-1]} fails"
-                f" ({one_line(error)})",
+                f" ({briefly(error)})",
                 hint=f'set "adapter.exclude_modules": ["{entered[-1].rpartition(".")[2]}"]',
             ) from error
     remember("verdicts", asked, True)
@@ -328,7 +328,7 @@ def verify_all(
             result = Comparison(name, "refused", error.message, task=task)
         except LIBRARY_ERRORS as error:
             reason = (
-                f"no tiny copy of its default configuration runs: {one_line(error)}; `hetero verify"
+                f"no tiny copy of its default configuration runs: {briefly(error)}; `hetero verify"
                 " --config` tries one of the model that a configuration names"
             )
             result = Comparison(name, "refused", reason, task=task)
@@ -430,7 +430,7 @@ def _train_both(
         try:
             cut_loss = chain.forward_backward(inputs, items)
         except LIBRARY_ERRORS as error:
-            return refused(f"a shard does not run alone ({one_line(error)})")
+            return refused(f"a shard does not run alone ({briefly(error)})")
         difference = max(result.loss_difference, abs(loss - cut_loss.item()))
         result = replace(result, loss_difference=difference)
         expected, actual = _gradients(whole), chain.gradients()
@@ -487,7 +487,7 @@ def why_not_chunked(config: PretrainedConfig) -> str | None:
                     if difference > TOLERANCE:
                         return f"{worst} would differ by {difference:.2g} (relative)"
         except LIBRARY_ERRORS as error:
-            why = one_line(error)
+            why = briefly(error)
             return f"what follows the layers does not run on a part of the tokens ({why})"
     return None
 
@@ -524,7 +524,7 @@ def try_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Packi
             if not reason:
                 return Packing(chosen)
     except LIBRARY_ERRORS as error:
-        reason = f"its tiny copy does not run ({one_line(error)})"
+        reason = f"its tiny copy does not run ({briefly(error)})"
     return Packing(None, reason)
 
 
@@ -568,7 +568,7 @@ def _packing_problem(
     except ArchitectureError as error:
         return error.message
     except LIBRARY_ERRORS as error:
-        return f"it cannot take many samples in one row ({one_line(error)})"
+        return f"it cannot take many samples in one row ({briefly(error)})"
     difference, worst = largest_difference(chain.gradients(), gradients)
     if max(difference, abs(cut_loss - loss)) <= TOLERANCE:
         return ""
@@ -611,7 +611,7 @@ def _half_problem(whole: Any, chain: _Chain, config: PretrainedConfig) -> str:
         who = "a shard does not run alone"
         actual = {"the loss": chain.forward_backward(inputs, items, half), **chain.gradients()}
     except LIBRARY_ERRORS as error:
-        return f"{who} ({one_line(error)})"
+        return f"{who} ({briefly(error)})"
     finally:
         whole.zero_grad()
         for part in (whole, chain):

@@ -18,8 +18,8 @@ import torch
 from hetero_framework.config import TrainingConfig
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import Shard
-from hetero_framework.models.cut.side import Bundle, Form, Side, shown, shown_form
-from hetero_framework.models.library import LIBRARY_ERRORS, one_line
+from hetero_framework.models.cut.side import Bundle, Form, Side, described, shown_form
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly
 from hetero_framework.models.sizing.footprint import Setting, bundle_at
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class SideTensorChecks:
                 types = self._floats | {dtype} if dtype.is_floating_point else {dtype}
                 alike = tensor.shape == shape and tensor.dtype in types
             if not alike or tensor.requires_grad != wants:
-                return f"{side.name} is {shown(tensor)}, expected {expected}"
+                return f"{side.name} is {described(tensor)}, expected {expected}"
         return None
 
     def _expected(self, rows: int, tokens: int) -> Sequence[Form] | None:
@@ -107,7 +107,7 @@ class SideTensorChecks:
         try:
             return bundle_at(setting, self._block)[1:]
         except LIBRARY_ERRORS as error:
-            _log.debug("no shapes of what enters layer %d: %s", self._block, one_line(error))
+            _log.debug("no shapes of what enters layer %d: %s", self._block, briefly(error))
             return None
 
 
