@@ -229,8 +229,3 @@ def log_probabilities(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 def lengths_of(labels_BS: Tensor) -> Tensor:
     """Labels of each row that are predicted."""
     return labels_BS[:, 1:].ne(IGNORE_INDEX).sum(1)
-
-
-def chosen_loss(logps_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """The mean loss of the chosen rows' tokens."""
-    return -logps_B.chunk(2)[0].sum() / lengths_B.chunk(2)[0].sum().clamp(min=1)

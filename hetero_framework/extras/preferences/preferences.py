@@ -8,22 +8,20 @@ rated answers N, B = N or 2 N rows, first the answers, then the same prompts wit
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 from transformers import PretrainedConfig
 
 from hetero_framework.config import TOKEN_METRICS, StageSpec, TrainingConfig
 from hetero_framework.data.examples import IGNORE_INDEX
+from hetero_framework.extras.preferences.pair_losses import PAIR_LOSSES
 from hetero_framework.extras.preferences.pair_objective import (
     LOGITS,
     MEANS,
     PairObjective,
-    chosen_loss,
     lengths_of,
     log_probabilities,
 )
@@ -79,11 +77,11 @@ class Preferences(Referenced):
         super().__init__(training, id_layers)
         self.metric_names += TOKEN_METRICS * self._measures
         weights = training.loss_weights or (1.0,) * len(training.losses)
-        self._losses = list(zip(training.losses, weights, strict=True))
+        losses = list(zip(training.losses, weights, strict=True))
         if training.rpo_alpha:
-            self._losses.append(("sft", training.rpo_alpha))
+            losses.append(("sft", training.rpo_alpha))
+        self._losses = [(PAIR_LOSSES["dpo"][name].of(training), w) for name, w in losses]
         self._ld_alpha, self._weighs = training.ld_alpha, training.use_weighting
-        self._tau = training.discopop_tau
 
     def compared(
         self, inputs: Inputs, sums_BC: Tensor, ratios_B: Tensor
@@ -91,53 +89,13 @@ class Preferences(Referenced):
         logps_B, plain_B, aligned_B = sums_BC.unbind(1)
         lengths_B = lengths_of(inputs["labels"])
         loss = logps_B.new_zeros(())
-        for name, weight in self._losses:
-            if name == "sft":
-                loss_P = chosen_loss(plain_B, lengths_B)
-            else:
-                loss_P = self._loss_of(name, ratios_B, lengths_B)
+        for loss_of, weight in self._losses:
+            loss_P = loss_of(ratios_B, plain_B, lengths_B)
             if self._weighs:
                 one_P, other_P = (aligned_B / lengths_B.clamp(min=1)).exp().detach().chunk(2)
                 loss_P = loss_P * one_P * other_P
             loss = loss + weight * loss_P.mean()
         return loss, self.means(logps_B, ratios_B)
-
-    def _loss_of(self, name: str, ratios_B: Tensor, lengths_B: Tensor) -> Tensor:
-        """The loss of each pair, from how much likelier its answers are than for the reference."""
-        beta, epsilon = self._beta, self._smoothing
-        chosen_P, rejected_P = ratios_B.chunk(2)
-        delta_P = chosen_P - rejected_P
-        if name in ("ipo", "sigmoid_norm"):
-            one_P, other_P = (ratios_B / lengths_B.clamp(min=1)).chunk(2)
-            if name == "ipo":
-                return (one_P - other_P - 1 / (2 * beta)) ** 2
-            return -logsigmoid(beta * (one_P - other_P))
-        if name == "sigmoid":
-            return -logsigmoid(beta * delta_P)
-        if name == "hinge":
-            return torch.relu(1 - beta * delta_P)
-        if name == "exo_pair":
-            p_P, q_P = torch.sigmoid(beta * delta_P), torch.sigmoid(-beta * delta_P)
-            return p_P * (logsigmoid(beta * delta_P) - math.log1p(-epsilon)) + q_P * (
-                logsigmoid(-beta * delta_P) - math.log(epsilon)
-            )
-        if name == "nca_pair":
-            both = logsigmoid(-beta * chosen_P) + logsigmoid(-beta * rejected_P)
-            return -logsigmoid(beta * chosen_P) - 0.5 * both
-        if name == "robust":
-            clean, flipped = logsigmoid(beta * delta_P), logsigmoid(-beta * delta_P)
-            return (-(1 - epsilon) * clean + epsilon * flipped) / (1 - 2 * epsilon)
-        if name == "bco_pair":
-            return -logsigmoid(beta * chosen_P) - logsigmoid(-beta * rejected_P)
-        if name == "sppo_hard":
-            return (chosen_P - 0.5 / beta) ** 2 + (rejected_P + 0.5 / beta) ** 2
-        if name == "apo_zero":
-            return 1 - torch.sigmoid(beta * chosen_P) + torch.sigmoid(beta * rejected_P)
-        if name == "apo_down":
-            return torch.sigmoid(beta * chosen_P) + 1 - torch.sigmoid(beta * delta_P)
-        assert name == "discopop"
-        share_P = torch.sigmoid(beta * delta_P / self._tau)
-        return -logsigmoid(beta * delta_P) * (1 - share_P) + torch.exp(-beta * delta_P) * share_P
 
     def targets(self, inputs: Inputs) -> tuple[Tensor, ...]:
         return inputs["labels"], self._weights(inputs["labels"])

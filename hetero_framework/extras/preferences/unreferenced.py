@@ -15,9 +15,9 @@ from torch.nn.functional import logsigmoid, pad
 
 from hetero_framework.config import StageSpec, TrainingConfig
 from hetero_framework.data.examples import IGNORE_INDEX
+from hetero_framework.extras.preferences.pair_losses import PAIR_LOSSES, chosen_loss
 from hetero_framework.extras.preferences.pair_objective import (
     PairObjective,
-    chosen_loss,
     lengths_of,
     log_probabilities,
 )
@@ -67,8 +67,9 @@ class Contrastive(PairObjective):
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(training, id_layers, "nll_loss")
-        (self._name,) = training.losses
-        self._alpha, self._gamma = training.cpo_alpha, training.simpo_gamma
+        (name,) = training.losses
+        self._loss = PAIR_LOSSES["cpo"][name]
+        self._loss_of, self._alpha = self._loss.of(training), training.cpo_alpha
 
     def seen(self, inputs: Inputs) -> Tensor:
         """All, padding too."""
@@ -82,19 +83,10 @@ class Contrastive(PairObjective):
         (logps_B,) = sums_BC.unbind(1)
         lengths_B = lengths_of(inputs["labels"])
         nll = chosen_loss(logps_B, lengths_B) if self._alpha else logps_B.new_zeros(())
-        if self._name in ("ipo", "simpo"):
+        loss = self._loss_of(logps_B, logps_B, lengths_B).mean() + self._alpha * nll
+        if self._loss.averages:
             logps_B = logps_B / lengths_B.clamp(min=1)
-        loss_P = self._loss_of(_difference(logps_B))
-        return loss_P.mean() + self._alpha * nll, self.means(logps_B, logps_B, nll)
-
-    def _loss_of(self, delta_P: Tensor) -> Tensor:
-        beta, epsilon = self._beta, self._smoothing
-        if self._name == "hinge":
-            return torch.relu(1 - beta * delta_P)
-        if self._name == "ipo":
-            return (delta_P - 1 / (2 * beta)) ** 2
-        scaled_P = beta * delta_P - (self._gamma if self._name == "simpo" else 0.0)
-        return -logsigmoid(scaled_P) * (1 - epsilon) - logsigmoid(-scaled_P) * epsilon
+        return loss, self.means(logps_B, logps_B, nll)
 
 
 def _difference(values_B: Tensor) -> Tensor:
