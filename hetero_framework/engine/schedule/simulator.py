@@ -136,28 +136,6 @@ class SimulatedSpan(NamedTuple):
     leg: int = 0
 
 
-def outcome(profile: Profile, spans: Sequence[SimulatedSpan]) -> Simulation:
-    """The outcome of a step with these tasks and transfers, sorted by beginning."""
-    last = profile.num_stages - 1
-    busy_s = dict.fromkeys(profile.devices, 0.0)
-    events: list[tuple[float, int, int]] = []  # of stored forwards: one less before one more
-    for task, began, ended, is_transfer, _ in spans:
-        if is_transfer:
-            continue
-        busy_s[profile.devices[task.stage]] += ended - began
-        if task.kind == FORWARD:
-            events.append((began, 1, task.stage))
-        if task.kind == BACKWARD or task.stage == last:
-            events.append((ended, -1, task.stage))
-    stored, peaks = [0] * (last + 1), [0] * (last + 1)
-    for _, change, stage in sorted(events):
-        stored[stage] += change
-        peaks[stage] = max(peaks[stage], stored[stage])
-    seconds = max((span.ended for span in spans), default=0.0)
-    busy = tuple(work_s / seconds if seconds else 0.0 for work_s in busy_s.values())
-    return Simulation(seconds, busy, tuple(peaks))
-
-
 def simulate(
     profile: Profile,
     micro_batches: int,

@@ -9,14 +9,12 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hetero_framework.engine.schedule.bounds import step_bound
-from hetero_framework.engine.schedule.job_shop import shortened
 from hetero_framework.engine.schedule.policies import portfolio
 from hetero_framework.engine.schedule.readiness import Policy
 from hetero_framework.engine.schedule.simulator import (
     Profile,
     SimulatedSpan,
     Simulation,
-    outcome,
     simulate,
 )
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
@@ -49,25 +47,28 @@ class TunedSchedule:
     assumed: bool = False
 
     @cached_property
-    def forecast(self) -> Simulation:
-        """The planned step; never less than its bound, as sums rounded in another order may be."""
-        step = outcome(self.profile, self.spans)
-        return replace(step, seconds=max(step.seconds, self.bound_s))
-
-    @cached_property
-    def spans(self) -> Sequence[SimulatedSpan]:
-        """The planned step: simulated whole by the policy, then shortened."""
-        simulated: list[SimulatedSpan] = []
-        simulate(
+    def _simulated(self) -> tuple[Simulation, Sequence[SimulatedSpan]]:
+        spans: list[SimulatedSpan] = []
+        step = simulate(
             self.profile,
             self.micro_batches,
             self.max_in_flight,
             policy=self.policy,
             in_flight_limits=self.in_flight_limits,
-            spans=simulated,
+            spans=spans,
         )
-        limits, most = self.in_flight_limits, self.max_in_flight
-        return shortened(self.profile, simulated, limits, most, self.bound_s)
+        return step, spans
+
+    @cached_property
+    def forecast(self) -> Simulation:
+        """The planned step; never less than its bound, as sums rounded in another order may be."""
+        step, _ = self._simulated
+        return replace(step, seconds=max(step.seconds, self.bound_s))
+
+    @property
+    def spans(self) -> Sequence[SimulatedSpan]:
+        """Tasks and transfers of the planned step, by their beginning."""
+        return self._simulated[1]
 
     @property
     def unordered(self) -> StepSchedule:

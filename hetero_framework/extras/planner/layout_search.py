@@ -4,9 +4,8 @@
    the layers within a step of T seconds, for the shortest T at which it can and some longer ones.
 2. `local_search` improves them one move at a time: by their scores, which bounds make (`scores`),
    then by simulation (`fast_evaluation`). The best few are tuned.
-3. Where few enough layouts could be faster still, all of them are simulated (`proof`).
-4. Where devices may have several stages, 2 and 3 follow for such layouts, from the plan without
-   them on: so allowing them never makes a plan longer.
+3. Where devices may have several stages, 2 follows for such layouts, from the plan without them
+   on: so allowing them never makes a plan longer.
 
 All limits are counts of work, never of time: the same profile gives the same plan everywhere.
 docs/maintainers/planner.md has more of each part, and the ideas behind them.
@@ -14,16 +13,12 @@ docs/maintainers/planner.md has more of each part, and the ideas behind them.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import islice
 
 from hetero_framework.extras.planner.evaluated import Evaluated, evaluated
 from hetero_framework.extras.planner.layout import Layout, has_chunks
-from hetero_framework.extras.planner.optimality.enumeration import Enumeration, TooMany
-from hetero_framework.extras.planner.optimality.proof import Proof
 from hetero_framework.extras.planner.rules import Rules
 from hetero_framework.extras.planner.search import initial_layouts, moves
 from hetero_framework.extras.planner.search.fast_evaluation import MANY, FastEvaluation
@@ -33,18 +28,10 @@ from hetero_framework.extras.planner.search.scores import Scores
 # docs/maintainers/experiments/planner.md has the effects of half and twice these limits.
 _STAGES = 30_000  # scored in each phase of the search
 _CANDIDATES = 24  # layouts with one stage for each device that are simulated
-_NODES = 40_000  # of the enumeration where the dynamic programme finds no layout
+_NODES = 40_000  # beginnings of layouts that are tried where the dynamic programme finds no layout
 _FITTING = 4  # layouts that are climbed from then
 _FINALISTS = 2  # layouts that are tuned; three times as many where steps are short:
 _FINAL_TASKS = 3_000
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The best layout, and whether all others were looked at and none is to be preferred."""
-
-    best: Evaluated
-    proved: bool
 
 
 class Search:
@@ -52,44 +39,35 @@ class Search:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = initial_layouts.without_the_weakest(rules)
-        self._has_all = self._rules.devices == rules.devices
         self._scores = Scores(self._rules, _STAGES)
         self._steps = FastEvaluation(self._rules, self._scores)
         self._local = LocalSearch(self._rules, self._scores, self._steps)
 
-    def run(self) -> SearchResult | None:
+    def run(self) -> Evaluated | None:
         """Return the best layout; None where nothing fits."""
         climbed = self._climbed()
         if not climbed:
             return None
-        best, proved = self._simple([layout for layout in climbed if not has_chunks(layout)])
-        if self._rules.interleaves:
-            best, proved = self._interleaved(climbed, best, proved)
-        assert best is not None
-        return SearchResult(
-            best, proved and self._has_all and self._rules.interleaves == self._rules.chunks
-        )
+        best = self._simple([layout for layout in climbed if not has_chunks(layout)])
+        return self._interleaved(climbed, best) if self._rules.interleaves else best
 
     def evened_s(self, layout: Layout) -> float:
         """The approximate step after moving layers between these stages, infinite where that does
         not fit; for comparing profiles, not for plans."""
         return self._steps.look(self._local.evened(layout))
 
-    def _simple(self, layouts: list[Layout]) -> tuple[Evaluated | None, bool]:
-        """The best layout with one stage for each device, and whether that is proved."""
+    def _simple(self, layouts: list[Layout]) -> Evaluated | None:
+        """The best layout with one stage for each device."""
         if not layouts:
-            return None, False
+            return None
         for layout in layouts:
             self._steps.look(layout, *self._steps.fastest(1))
         self._scores.allow(_STAGES)
         self._local.descend_simple()
-        best = self._tuned(self._fastest(lambda layout: not has_chunks(layout)))
-        return Proof(self._rules, self._scores).run(best)
+        return self._tuned(self._fastest(lambda layout: not has_chunks(layout)))
 
-    def _interleaved(
-        self, layouts: list[Layout], simple: Evaluated | None, proved: bool
-    ) -> tuple[Evaluated, bool]:
-        """The best of all layouts, of which `simple` is one, and whether that is proved."""
+    def _interleaved(self, layouts: list[Layout], simple: Evaluated | None) -> Evaluated:
+        """The best of all layouts, of which `simple` is one."""
         self._scores.allow(_STAGES)
         several = initial_layouts.interleaved(
             self._rules, self._scores, self._local.evened, layouts
@@ -101,10 +79,7 @@ class Search:
         fastest = self._fastest()
         others = ends if len(fastest) > _FINALISTS else []
         chosen = (one for one in [*fastest, *others] if simple is None or has_chunks(one))
-        best = self._tuned(chosen, *([] if simple is None else [simple]))
-        if not proved:
-            return best, False
-        return Proof(self._rules, self._scores).run(best, several=True)
+        return self._tuned(chosen, *([] if simple is None else [simple]))
 
     def _climbed(self) -> list[Layout]:
         """The best layouts with one stage for each device, climbing from the initial ones."""
@@ -124,14 +99,12 @@ class Search:
     def _first_that_fit(self) -> list[Layout]:
         """Layouts for tight memory, where stages of the greatest length leave no room for the
         others, or only the coordinator has room for the head."""
-        rules, layouts = self._rules, list[Layout]()
-        every = Enumeration(rules, math.inf, nodes=_NODES).layouts()
+        rules = self._rules
+        tried = islice(initial_layouts.beginnings(rules), _NODES)
+        every = (one for one in tried if one[-1].end == rules.fleet.layers and rules.permits(one))
         if rules.interleaves:
             every = (other for one in every for other in (one, *moves.closed(rules, one)))
-        fit = (layout for layout in every if self._scores.of(layout) < math.inf)
-        with contextlib.suppress(TooMany):
-            layouts.extend(islice(fit, _FITTING))
-        return layouts
+        return list(islice((one for one in every if self._scores.of(one) < math.inf), _FITTING))
 
     def _fastest(self, where: Callable[[Layout], bool] = lambda layout: True) -> list[Layout]:
         """The layouts to be tuned, more of them where steps are short."""

@@ -44,7 +44,7 @@ def plan(result: Result, kind: str = "Predicted") -> PlanPicture:
     subtitle = (
         f"{plural(layers, 'layer')} on {plural(len(result.devices), 'process')}; {kind.lower()}"
     )
-    subtitle += f" step {seconds(result.predicted_step_s)}{_optimal(result)}"
+    subtitle += f" step {seconds(result.predicted_step_s)}"
     if any(one.recompute for row in rows for one in row.held):
         subtitle += "; orange: computed again backward"
     return PlanPicture("Plan", subtitle, layers, rows)
@@ -87,7 +87,7 @@ def step(result: Result, kind: str = "Predicted") -> StepPicture:
     return StepPicture(
         f"{kind} step",
         f"{count}, {plural(len(owners), 'stage')} on {plural(len(rows), 'process')};"
-        f" {seconds(result.predicted_step_s)}{_optimal(result)}",
+        f" {seconds(result.predicted_step_s)}",
         rows,
         result.lower_bound_s,
     )
@@ -96,7 +96,3 @@ def step(result: Result, kind: str = "Predicted") -> StepPicture:
 def _plain(bar: Bar) -> Bar:
     """A bar of a link, without a number."""
     return Bar(bar.kind, bar.began, bar.ended)
-
-
-def _optimal(result: Result) -> str:
-    return ", no plan is better" if result.proved_optimal else ""

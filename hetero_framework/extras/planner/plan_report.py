@@ -240,7 +240,7 @@ def _long(hours: float) -> str:
 
 def _lines(facts: Mapping[str, Any]) -> list[str]:
     step_s = facts["predicted_step_s"]
-    lines = [f"A step is predicted to take {_step(facts)}{_optimal(facts)}."]
+    lines = [f"A step is predicted to take {_step(facts)}."]
     if facts["alone"]:
         single, name = facts["alone"]["step_s"], process_name(facts["alone"]["id"])
         faster = f" ({single / step_s:.2f} times as long)" if step_s > 0 else ""
@@ -273,10 +273,6 @@ def _step(facts: Mapping[str, Any]) -> str:
         return seconds(step_s)
     factor = facts["estimate"]["factor"]
     return f"{seconds(step_s)} ({seconds(step_s / factor)} to {seconds(step_s * factor)})"
-
-
-def _optimal(facts: Mapping[str, Any]) -> str:
-    return "; no plan is better" if facts["proved_optimal"] else ""
 
 
 def _known(name: str, ids: Sequence[WorkerId]) -> WorkerId:

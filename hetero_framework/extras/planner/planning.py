@@ -15,9 +15,9 @@ from hetero_framework.config.plan import Plan, PlanEntry, owner_problems, plan_p
 from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.errors import PlanError, UserError
 from hetero_framework.extras.planner import explain, what_if
-from hetero_framework.extras.planner.evaluated import evaluated
+from hetero_framework.extras.planner.evaluated import Evaluated, evaluated
 from hetero_framework.extras.planner.layout import Fleet, Layout, Part, WorkerId
-from hetero_framework.extras.planner.layout_search import Search, SearchResult
+from hetero_framework.extras.planner.layout_search import Search
 from hetero_framework.extras.planner.profile import FleetProfile, ids_text
 from hetero_framework.extras.planner.result import Result
 from hetero_framework.extras.planner.rules import Rules
@@ -57,7 +57,7 @@ def plan(
         if variant.allowed_by in allow:
             other = _rules(Fleet(variant.profile, margins=margins), pins, excluded, allow)
             candidate = Search(other).run()
-            if candidate and (not result or candidate.best.seconds < result.best.seconds):
+            if candidate and (not result or candidate.seconds < result.seconds):
                 rules, result, changes = other, candidate, variant.changes
     if result is None:
         raise explain.nothing_fits(rules, margins)
@@ -85,7 +85,7 @@ def evaluate(
     if step is None:
         raise _does_not_fit(fleet, layout)
     rules = _rules(fleet, {}, (), ALLOWED)
-    result = _result(rules, SearchResult(step, False), {})
+    result = _result(rules, step, {})
     return replace(result, seconds=time.perf_counter() - began)
 
 
@@ -109,8 +109,8 @@ def _rules(
     )
 
 
-def _result(rules: Rules, search: SearchResult, changes: Mapping[str, Any]) -> Result:
-    best, fleet = search.best, rules.fleet
+def _result(rules: Rules, best: Evaluated, changes: Mapping[str, Any]) -> Result:
+    fleet = rules.fleet
     uses = explain.device_uses(best)
     used = {use.id for use in uses}
     return Result(
@@ -118,7 +118,6 @@ def _result(rules: Rules, search: SearchResult, changes: Mapping[str, Any]) -> R
         gradient_checkpointing={str(k): part.recompute for k, part in enumerate(best.layout)},
         max_in_flight=best.schedule.max_in_flight,
         predicted_step_s=best.seconds,
-        proved_optimal=search.proved,
         devices=uses,
         unused=tuple(fleet.ids[d] for d in rules.devices if fleet.ids[d] not in used),
         why=explain.left_out(best, rules),

@@ -44,7 +44,6 @@ class Result:
     gradient_checkpointing: Mapping[str, bool]
     max_in_flight: int
     predicted_step_s: float
-    proved_optimal: bool
     devices: tuple[DeviceUse, ...]
     unused: tuple[WorkerId, ...]
     why: str
@@ -73,7 +72,6 @@ class Result:
             "max_in_flight": self.max_in_flight,
             "predicted_step_s": self.predicted_step_s,
             "lower_bound_s": self.lower_bound_s,
-            "proved_optimal": self.proved_optimal,
             "devices": [
                 {
                     "id": use.id,

@@ -6,10 +6,9 @@ import pytest
 
 from hetero_framework.extras.planner import evaluated as evaluated_layouts
 from hetero_framework.extras.planner import plan
-from hetero_framework.extras.planner.evaluated import evaluated
+from hetero_framework.extras.planner.evaluated import Evaluated, evaluated
 from hetero_framework.extras.planner.layout import Part, has_chunks
-from hetero_framework.extras.planner.layout_search import Search, SearchResult
-from hetero_framework.extras.planner.optimality import proof
+from hetero_framework.extras.planner.layout_search import Search
 from hetero_framework.extras.planner.rules import Rules
 from hetero_framework.extras.planner.search import initial_layouts, moves
 from tests.extras.planner.fleets import GB, device, fleet_of, rules_of
@@ -29,7 +28,7 @@ FEW_LAYERS = fleet_of(
 HALVES = (Part(0, 0, 4), Part(1, 4, 8))
 
 
-def searched(rules: Rules) -> SearchResult:
+def searched(rules: Rules) -> Evaluated:
     found = Search(rules).run()
     assert found is not None
     return found
@@ -39,47 +38,30 @@ def searched(rules: Rules) -> SearchResult:
 def test_the_found_layout_is_permitted_fits_and_keeps_to_its_bound(chunks: bool) -> None:
     rules = rules_of(UNLIKE, chunks=chunks)
     found = searched(rules)
-    layout = found.best.layout
+    layout = found.layout
     assert rules.permits(layout)
     assert rules.fleet.memory_limits(layout) is not None
     again = evaluated(rules.fleet, layout)
     assert again is not None
-    assert found.best.seconds == again.seconds
-    assert found.best.seconds >= found.best.schedule.bound_s > 0
-
-
-def test_a_plan_with_one_stage_per_device_is_proved() -> None:
-    found = searched(rules_of(UNLIKE))
-    assert found.proved
-
-
-def test_an_interleaved_plan_needs_a_proof_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "_SEVERAL_NODES", 100)
-    assert not searched(rules_of(UNLIKE, chunks=True)).proved
-
-
-def test_interleaved_layouts_of_few_layers_are_all_proved() -> None:
-    found = searched(rules_of(FEW_LAYERS, chunks=True))
-    assert found.proved
-    assert has_chunks(found.best.layout)
+    assert found.seconds == again.seconds
+    assert found.seconds >= found.schedule.bound_s > 0
 
 
 def test_interleaving_that_gains_too_little_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = rules_of(FEW_LAYERS, chunks=True)
-    least_s = searched(rules).best.seconds
+    least_s = searched(rules).seconds
     monkeypatch.setattr(evaluated_layouts, "_WORTH_CHUNKS", 10.0)
     found = searched(rules)
-    assert not has_chunks(found.best.layout)
-    assert found.proved
-    assert found.best.seconds > least_s
+    assert not has_chunks(found.layout)
+    assert found.seconds > least_s
 
 
 @pytest.mark.long
 def test_the_same_rules_give_the_same_plan() -> None:
     one, other = (searched(rules_of(UNLIKE, chunks=True)) for _ in range(2))
-    assert one.best.layout == other.best.layout
-    assert one.best.seconds == other.best.seconds
-    assert one.best.schedule.max_in_flight == other.best.schedule.max_in_flight
+    assert one.layout == other.layout
+    assert one.seconds == other.seconds
+    assert one.schedule.max_in_flight == other.schedule.max_in_flight
 
 
 def test_a_search_without_a_fitting_layout_returns_none() -> None:
@@ -87,25 +69,21 @@ def test_a_search_without_a_fitting_layout_returns_none() -> None:
     assert Search(rules_of(small, chunks=True)).run() is None
 
 
-@pytest.mark.parametrize("chunks", [False, True])
-def test_a_search_of_a_part_of_the_devices_proves_nothing(
-    chunks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_may_be_of_a_part_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initial_layouts, "_MOST_DEVICES", 2)
-    found = searched(rules_of(UNLIKE, chunks=chunks))
-    assert len({part.device for part in found.best.layout}) <= 2
-    assert not found.proved
+    found = searched(rules_of(UNLIKE))
+    assert len({part.device for part in found.layout}) <= 2
 
 
 def test_pins_are_kept() -> None:
     free = rules_of(UNLIKE, chunks=True)
     rules = Rules(free.fleet, free.devices, {2: (2, 4)}, checkpointing=True, chunks=True)
-    assert [p[:3] for p in searched(rules).best.layout if p.device == 2] == [(2, 2, 4)]
+    assert [p[:3] for p in searched(rules).layout if p.device == 2] == [(2, 2, 4)]
 
 
 def test_profiles_are_compared_by_layers_moved_between_the_same_stages() -> None:
     rules = rules_of(UNLIKE)
-    best = searched(rules).best
+    best = searched(rules)
     assert len(best.layout) == 3
     uneven = moves.recut(best.layout, [6, 1, 1])
     by_hand = evaluated(rules.fleet, uneven)

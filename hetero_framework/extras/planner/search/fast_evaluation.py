@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hetero_framework.engine.schedule.bounds import step_bound
-from hetero_framework.engine.schedule.critical_path import OnPath, critical_path
 from hetero_framework.engine.schedule.policies import portfolio
 from hetero_framework.engine.schedule.readiness import Policy
-from hetero_framework.engine.schedule.simulator import Profile, SimulatedSpan, simulate
+from hetero_framework.engine.schedule.simulator import Profile, simulate
 from hetero_framework.engine.schedule.tuning import tapered_limits
 from hetero_framework.extras.planner.layout import Layout
 from hetero_framework.extras.planner.rules import Rules
@@ -42,7 +41,6 @@ class FastEvaluation:
         self._scores = scores
         self._seconds: dict[Layout, float] = {}
         self._by: dict[Layout, int] = {}  # the schedule that took that
-        self._recorded: tuple[Layout, list[SimulatedSpan]] = ((), [])  # the last recorded one
         self.tasks = 0
         """Tasks that have been simulated."""
 
@@ -89,44 +87,23 @@ class FastEvaluation:
             schedules.sort(key=lambda entry: entry[0] != self._by[like])
         times = []
         for number, schedule in schedules:
-            spans: list[SimulatedSpan] | None = [] if alone else None
-            taken = self._run(profile, m, schedule, spans)
-            if spans is not None:
-                self._recorded = (layout, spans)
+            taken = self._run(profile, m, schedule)
             times.append((taken + rest_s, number))
             if alone or (like is not None and taken + rest_s > _NO_FASTER * self._seconds[like]):
                 break
         self._seconds[layout], self._by[layout] = min(times)
         return self._seconds[layout]
 
-    def critical_path(self, layout: Layout) -> list[OnPath]:
-        """The part of each stage of an evaluated layout in its step's critical path."""
-        fleet, limits = self._fleet, self._fleet.memory_limits(layout)
-        assert limits is not None
-        profile, m = fleet.pipeline(layout), self._judged(layout)
-        recorded, spans = self._recorded
-        if recorded != layout:
-            spans = []
-            self._run(profile, m, schedules_of(profile, m, limits)[self._by[layout]], spans)
-        return critical_path(profile, spans)
-
     def _judged(self, layout: Layout) -> int:
         """The number of micro-batches by which a layout is judged."""
         p = len(layout)
         return min(self._m, max(2 * p, _TASKS // (2 * p)))
 
-    def _run(
-        self,
-        profile: Profile,
-        m: int,
-        schedule: ScheduleChoice,
-        spans: list[SimulatedSpan] | None = None,
-    ) -> float:
+    def _run(self, profile: Profile, m: int, schedule: ScheduleChoice) -> float:
         """Seconds of m micro-batches."""
         size, policy, limits = schedule
         self.tasks += 2 * profile.num_stages * m
-        done = simulate(profile, m, size, policy=policy, in_flight_limits=limits, spans=spans)
-        return done.seconds
+        return simulate(profile, m, size, policy=policy, in_flight_limits=limits).seconds
 
 
 def schedules_of(

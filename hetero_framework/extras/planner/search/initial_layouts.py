@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from hetero_framework.extras.planner.layout import Layout, has_chunks
+from hetero_framework.extras.planner.layout import Layout, Part, has_chunks
 from hetero_framework.extras.planner.rules import Rules
 from hetero_framework.extras.planner.search import moves
 from hetero_framework.extras.planner.search.fast_evaluation import MANY
@@ -93,6 +93,28 @@ def without_the_weakest(rules: Rules) -> Rules:
 
     strongest = sorted(rules.devices, key=weakness)[:_MOST_DEVICES]
     return replace(rules, devices=tuple(sorted(strongest)))
+
+
+def beginnings(rules: Rules, parts: Layout = ()) -> Iterator[Layout]:
+    """Every beginning, and so every whole layout, with one stage for each device, each of which has
+    memory for its stage; of devices that are alike the first ones come."""
+    fleet, start, free = rules.fleet, parts[-1].end if parts else 0, dict[int, int]()
+    used = {part.device for part in parts}
+    for d in rules.devices if parts else (0,):
+        if d not in used:
+            free.setdefault(rules.kinds[d], d)
+    for d, recompute in product(free.values(), (False, True)[: 1 + rules.checkpointing]):
+        direct = bool(parts) and rules.ways(parts[-1].device, d, start)[0][1]
+        for end in range(start, fleet.layers + 1):
+            part = Part(d, start, end, recompute, direct)
+            if not fleet.may_fit(part):
+                break
+            is_empty = end == start and (recompute or (bool(parts) and end < fleet.layers))
+            is_vain = recompute and not fleet.is_short_of_memory(part)
+            if not is_empty and not is_vain and rules.permits_part(part):
+                yield (*parts, part)
+                if start < fleet.layers:
+                    yield from beginnings(rules, (*parts, part))
 
 
 def interleaved(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from hetero_framework.extras.planner.layout import Layout, has_chunks
@@ -14,7 +14,7 @@ from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
 from hetero_framework.extras.planner.search.scores import Scores
 
 FEW = 6
-"""Devices up to which more moves are looked at, and proofs may visit more."""
+"""Devices up to which more moves are looked at."""
 # By scores.
 _MOVES = 40  # from one layout
 _EVENING_MOVES = 10  # moves of layers alone, in the same order
@@ -26,7 +26,6 @@ _SPLIT = 24  # of the latter that are simulated
 _PROMISING = 1.2  # times the best step: variants that take longer are not started from
 _AGAIN = 2  # from the best layouts that the others have not visited
 _NEIGHBOURS = 10  # neighbours with the best bounds
-_TRIED = 8  # neighbours that take most from the critical path
 
 
 class LocalSearch:
@@ -109,33 +108,18 @@ class LocalSearch:
         return heapq.nsmallest(_VARIANTS, fit, key=looks.__getitem__)
 
     def _descend(self, layout: Layout, most_tasks: int, *, several: bool = False) -> Layout:
-        """Go to a faster neighbour until there is none: one that relieves the critical path, a near
-        one, or with `several` a further one."""
+        """Go to a faster neighbour until there is none: a near one, or with `several` a further
+        one."""
         better: Layout | None = layout
         while better is not None:
             layout = better
             self._passed.add(layout)
             better = (
-                self._first_faster(self._relieved(layout), layout, most_tasks)
-                or self._fastest(self._near(layout), layout, most_tasks)
+                self._fastest(self._near(layout), layout, most_tasks)
                 or (several and self._fastest(self._further(layout), layout, most_tasks))
                 or None
             )
         return layout
-
-    def _first_faster(
-        self, near: Iterable[Layout], layout: Layout, most_tasks: int
-    ) -> Layout | None:
-        """The first neighbour that is faster by the layout's schedule, of those not simulated
-        before; None after a few that are not."""
-        steps, now = self._steps, self._steps[layout]
-        new = (x for x in near if x not in steps and self._scores.bound(x) < now)
-        for other in islice(new, _TRIED):
-            if steps.tasks > most_tasks:
-                break
-            if steps.look(other, layout, alone=len(layout) > MANY) < now:
-                return other
-        return None
 
     def _fastest(self, near: Iterator[Layout], layout: Layout, most_tasks: int) -> Layout | None:
         """The fastest of some neighbours, of which the most promising are simulated; None if none
@@ -192,21 +176,3 @@ class LocalSearch:
             yield from moves.shifted(layout, count=3)
             yield from moves.split(self._rules, layout)
             yield from moves.joined(self._rules, layout)
-
-    def _relieved(self, layout: Layout) -> Iterator[Layout]:
-        """Neighbours of an interleaved layout with one layer moved, first those that take most from
-        the critical path of the simulated step. With one stage for each device bounds do as well.
-        """
-        if not has_chunks(layout):
-            return
-        costs = []  # seconds of the path that a layer of each stage takes
-        for part, on_path in zip(layout, self._steps.critical_path(layout), strict=True):
-            forward_s, backward_s = self._rules.fleet.mean_layer_s(
-                part.device, recompute=part.recompute
-            )
-            costs.append(on_path.forwards * forward_s + on_path.backwards * backward_s)
-        every = range(len(layout))
-        pairs = [(costs[b] - costs[a], a, b) for a in every for b in every if costs[b] < costs[a]]
-        for _, a, b in sorted(pairs):
-            if layout[a].end > layout[a].start:
-                yield moves.relieved(self._rules, layout, a, b)

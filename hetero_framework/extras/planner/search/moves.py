@@ -143,16 +143,6 @@ def wrapped(rules: Rules, layout: Layout, front: int, share: float) -> Layout:
     return _built(rules, [*kept, *rest, *(stage for stage in behind if stage[1])])
 
 
-def relieved(rules: Rules, layout: Layout, source: int, target: int) -> Layout:
-    """One layer moved from a stage to another; a stage without layers is left out."""
-    counts = [part.end - part.start for part in layout]
-    counts[source] -= 1
-    counts[target] += 1
-    if counts[source] or source in (0, len(layout) - 1):
-        return recut(layout, counts)
-    return _built(rules, list(zip(layout, counts, strict=True)))
-
-
 def split(rules: Rules, layout: Layout) -> Iterator[Layout]:
     """A new stage elsewhere with some layers of a stage: with all of them only from the first one,
     which keeps the embedding; with none only at the end, where the head is."""

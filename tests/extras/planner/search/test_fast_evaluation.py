@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 from hetero_framework.extras.planner.evaluated import evaluated
-from hetero_framework.extras.planner.layout import Layout, Part
+from hetero_framework.extras.planner.layout import Part
 from hetero_framework.extras.planner.search.fast_evaluation import FastEvaluation
 from hetero_framework.extras.planner.search.scores import Scores
 from tests.extras.planner.fleets import device, fleet_of, rules_of
@@ -50,12 +50,3 @@ def test_alone_tries_one_schedule() -> None:
     tasks = quick.tasks
     assert quick.look(UNEVEN, alone=True) < math.inf
     assert quick.tasks - tasks == 2 * 2 * 8
-
-
-def test_the_critical_path_is_that_of_the_slowest_device() -> None:
-    quick = looks()
-    layout: Layout = UNEVEN
-    quick.look(layout)
-    first, last = quick.critical_path(layout)
-    assert first.forwards == first.backwards == 8
-    assert last.forwards <= 1

@@ -94,16 +94,8 @@ def test_tune_keeps_few_in_flight_that_bears_late_tensors(p: int, latency: int) 
     assert taken <= 1.005 * simulate(slow, m, m, spread=0.3).seconds
 
 
-def test_forecast_order_and_spans_are_of_one_step_shorter_than_the_policys() -> None:
+def test_forecast_order_and_spans_are_of_one_step() -> None:
     choice = tune(equal(4, 20, 40, Edge(33.5, 33.5, 0.3)), 16)
-    by_policy = simulate(
-        choice.profile,
-        16,
-        choice.max_in_flight,
-        policy=choice.policy,
-        in_flight_limits=choice.in_flight_limits,
-    )
-    assert choice.forecast.seconds < 0.985 * by_policy.seconds
     assert choice.forecast.seconds == max(span.ended for span in choice.spans)
     assert choice.schedule.tasks == choice.unordered.in_order_of(choice.spans).tasks
     assert choice.forecast.seconds == pytest.approx(retimed(choice.profile, choice.spans))

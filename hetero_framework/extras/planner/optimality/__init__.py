@@ -1,1 +1,0 @@
-"""Branch and bound: searches all layouts of a small fleet for a better one."""
