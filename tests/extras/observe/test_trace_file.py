@@ -192,6 +192,8 @@ def test_a_step_with_lost_spans_is_written_all_the_same(tmp_path: Path) -> None:
         assert steps_in(tmp_path, [1, 2, 3, 4, 5]) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.faults
+@pytest.mark.alone
 def test_the_training_thread_writes_no_events(tmp_path: Path) -> None:
     """Fifty thousand cost it about a fortieth of what it takes to read them again."""
     config = config_of(["local"], output_dir=str(tmp_path), timeline_steps=-1)

@@ -505,11 +505,10 @@ def test_error_of_the_route_is_the_reason(relay: Relay) -> None:
 def test_signs_of_life_come_also_in_the_middle_of_a_stalled_frame(
     relay: Relay, stack: ExitStack
 ) -> None:
-    target = end(stack, relay.target_socket, "relay", liveness_s=0.4, heartbeat_s=0.05)
+    target = end(stack, relay.target_socket, "relay", liveness_s=1.0, heartbeat_s=0.05)
     frame = framed(control(500_000, 1))
     relay.source_socket.sendall(frame[:200_000])
-    # Three times as long as the receiver bears silence.
-    assert not target.ended.wait(1.2)
+    assert not target.ended.wait(2.0)  # twice as long as the receiver bears silence
     relay.source_socket.sendall(frame[200_000:])
     assert payload_of(target.take()[0]) == payload_of(control(500_000, 1))
 
@@ -866,6 +865,8 @@ def test_f32_both_ends_send_100_mb_at_once(stack: ExitStack) -> None:
         assert all(message.tensors[0].data == tensor.data for message in side.take(4))
 
 
+@pytest.mark.faults
+@pytest.mark.alone
 def test_silence_is_noticed_within_the_liveness_timeout(stack: ExitStack) -> None:
     """Not at the first look after that."""
     a, b, proxy = proxied(stack, heartbeat_s=60.0, liveness_s=1.2)
@@ -909,7 +910,7 @@ def test_pings_measure_the_round_trip_and_the_offset_of_the_clocks(
     clock = a.link.clock
     assert clock.round_trip_s is not None
     assert clock.offset_s is not None
-    assert 0.04 <= clock.round_trip_s < 1
+    assert clock.round_trip_s >= 0.04
     assert abs(clock.offset_s - 100) <= clock.round_trip_s / 2
     assert clock.round_trip_s == min(a.link._pings._round_trips)[0]
     assert a.messages == b.messages == []
@@ -1070,6 +1071,8 @@ class SessionStart:
             scheduler.plan(self.attempt, lanes, lanes, order_timeout_s)
 
 
+@pytest.mark.faults
+@pytest.mark.alone
 @pytest.mark.parametrize("senders_share", [False, True])
 def test_large_frames_that_meet_go_one_after_the_other(
     senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
