@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetero_framework.config import Config, DataConfig
 from hetero_framework.data.formats import Formatter
@@ -13,7 +13,6 @@ from hetero_framework.data.rendered import LEFT_OUT
 from hetero_framework.data.sources import MEGATRON, Record, find_sources, listed
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.train_data import kept_part, load_data
-from hetero_framework.extras.foreign_formats.megatron import Samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,8 +39,7 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
         return []
     sources = find_sources(data.train, config.base_dir)
     if any(source.kind == MEGATRON for source in sources):
-        rows = load_data(config, tokenizer).examples
-        assert isinstance(rows, Samples)
+        rows: Any = load_data(config, tokenizer).examples
         return [_row(rows, k, tokenizer) for k in range(min(count, len(rows)))]
     reader = SplitReader(data.train_split, ("train",), data.dataset_config)
     kind = config.training.data_kind
@@ -53,7 +51,7 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
     return [shown for record in chosen for shown in _views(record, formatter, tokenizer, data)]
 
 
-def _row(rows: Samples, number: int, tokenizer: PreTrainedTokenizerBase) -> Shown:
+def _row(rows: Any, number: int, tokenizer: PreTrainedTokenizerBase) -> Shown:
     ids = rows[number][0].tolist()
     pieces = _pieces(tokenizer, ids, [True] * len(ids))
     return Shown(rows.where(number), len(ids), len(ids), pieces, [])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_framework import repository
+from hetero_framework import registry, repository
 from hetero_framework.config import Config
 from hetero_framework.errors import DataError, in_words
-from hetero_framework.extras.foreign_formats import sentence_piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,22 @@ _ERRORS = (
     *(ArithmeticError, AssertionError),
 )
 """Exceptions of the library for files with unexpected values."""
+_LOADED = ("tokenizer.json", repository.TOKENIZER)
+"""Files of which transformers needs one; else those of the table "tokenizers" are looked for."""
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "spiece*", "*.vocab")
+
+
+@dataclass(frozen=True)
+class TokenizersErrors(AbstractContextManager[None]):
+    """DataError, which begins with `what`, for what tokenizers raises for a file that it cannot
+    use: a bare `Exception`, or that of a panic in Rust, which is none."""
+
+    what: str = "the tokenizer cannot be used"
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if kind is Exception or getattr(kind, "__module__", "") == "pyo3_runtime":
+            hint = "get its files again, or choose another tokenizer in model.tokenizer"
+            raise DataError(f"{self.what}: {error}", hint=hint) from error
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -84,7 +100,7 @@ def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     if Path(name).is_dir():
         _check_folder(Path(name))
     try:
-        with sentence_piece.TokenizersErrors(f"cannot load a tokenizer from {name}"):
+        with TokenizersErrors(f"cannot load a tokenizer from {name}"):
             tokenizer = _read(name, revision)
     except _ERRORS as error:
         raise DataError(f"cannot load a tokenizer from {name}: {error}", hint=_HINT) from error
@@ -96,8 +112,11 @@ def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
 
 
 def _read(name: str, revision: str | None) -> PreTrainedTokenizerBase:
-    if sentence_piece.is_bare(Path(name)):
-        return sentence_piece.read_sentence_piece(Path(name, sentence_piece.MODEL))
+    if not any(Path(name, file).exists() for file in _LOADED):
+        for file in registry.names("tokenizers"):
+            if Path(name, file).is_file():
+                found: PreTrainedTokenizerBase = registry.find("tokenizers", file)(Path(name, file))
+                return found
     from transformers import AutoTokenizer  # slow, and not needed to find data
 
     return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)

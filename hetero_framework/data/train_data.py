@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hetero_framework import registry
 from hetero_framework.config import Config, DataConfig, TrainingConfig
 from hetero_framework.config.objectives import rows_of
 from hetero_framework.data.batches import (
@@ -22,16 +23,21 @@ from hetero_framework.data.batches import (
     padded_left,
 )
 from hetero_framework.data.display import display
-from hetero_framework.data.examples import Examples, ExamplesBuilder, ExampleSet, Rows
+from hetero_framework.data.examples import Corpus, Examples, ExamplesBuilder, ExampleSet, Rows
 from hetero_framework.data.formats import Formatter
 from hetero_framework.data.kinds import ExampleKind, Labels, collated, formatter_for, kind_of
-from hetero_framework.data.sources import Record, Source, find_sources, listed, shorten
+from hetero_framework.data.sources import (
+    MEGATRON,
+    Record,
+    Source,
+    find_sources,
+    listed,
+    shorten,
+)
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.token_cache import find_entry
-from hetero_framework.data.tokenizer import choose_pad_token
+from hetero_framework.data.tokenizer import TokenizersErrors, choose_pad_token
 from hetero_framework.errors import DataError
-from hetero_framework.extras.foreign_formats.megatron import Corpus, Samples, find_corpus
-from hetero_framework.extras.foreign_formats.sentence_piece import TokenizersErrors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -260,14 +266,8 @@ class _Reader:
     def _read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples | Corpus:
         sources = find_sources(spec, self.base_dir)
         self.report += _twice(name, sources)
-        known = math.inf if self.vocab_size is None else self.vocab_size
-        if (corpus := find_corpus(name, sources, split, self.data, known)) is not None:
-            samples = sum(corpus.pass_samples)
-            self.report.append(
-                f"{name}: {samples:,} samples of {corpus.length + 1:,} tokens in one pass over "
-                f"{corpus.tokens:,} tokens of {_first_names(sources)}, in Megatron's order"
-            )
-            return corpus
+        if any(source.kind == MEGATRON for source in sources):
+            return self._corpus(name, sources, split)
         options = self.data.model_dump(exclude={"train", "eval"})
         kind, labels = self.training.data_kind, self.labels
         settings = [name, split, options, self.vocab_size, *[kind] * (kind != "text")]
@@ -285,7 +285,23 @@ class _Reader:
             entry.write(examples, lines)
         return examples
 
-    def look_at(self, samples: Samples) -> None:
+    def _corpus(self, name: str, sources: list[Source], split: str) -> Corpus:
+        if not registry.has("corpora", MEGATRON):
+            raise DataError(
+                f"data.{name} names Megatron's files, which need the extra foreign_formats",
+                hint="install hetero_framework whole, or name other files",
+            )
+        known = math.inf if self.vocab_size is None else self.vocab_size
+        find: Callable[..., Corpus] = registry.find("corpora", MEGATRON)
+        corpus = find(name, sources, split, self.data, known)
+        samples = sum(corpus.pass_samples)
+        self.report.append(
+            f"{name}: {samples:,} samples of {corpus.length + 1:,} tokens in one pass over "
+            f"{corpus.tokens:,} tokens of {_first_names(sources)}, in Megatron's order"
+        )
+        return corpus
+
+    def look_at(self, samples: Rows) -> None:
         """Check the ids of the first samples, where a part of the data is looked at. In a run the
         check is made when a sample is taken: a corpus is too large to be read first."""
         for number in range(min(self.most or 0, len(samples))):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero_framework import registry
 from hetero_framework.cli import build_parser
 from hetero_framework.config import effects
 from tests.unit.test_troubleshooting import templates
@@ -85,6 +86,8 @@ class Names:
         self.modules: dict[str, set[str]] = defaultdict(set)
         for file in CODE:
             self._read(file)
+        for table in registry._tables().values():
+            self.words |= table.keys()
 
     def _read(self, file: Path) -> None:
         tree = ast.parse(file.read_text(encoding="utf-8"))

@@ -28,6 +28,7 @@ import numpy as np
 
 from hetero_framework.config import DataConfig
 from hetero_framework.core.cache import cache_directory
+from hetero_framework.data.examples import Corpus
 from hetero_framework.data.sources import MEGATRON, Source
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.errors import DataError, in_words
@@ -286,7 +287,7 @@ class _Blend:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class MegatronCorpus(Corpus):
     """What `data.train` or `data.eval` names: files, the sequences that are taken of each, and the
     weights of a blend. `known` are the token ids that the model has embeddings for."""
 
@@ -336,11 +337,9 @@ class Corpus:
 
 def find_corpus(
     name: str, sources: Sequence[Source], split: str, data: DataConfig, known: float
-) -> Corpus | None:
-    """The corpus that data.train or data.eval (`name`) means; None where it names other data.
-    Raises DataError for settings that have no meaning for token ids."""
-    if not any(source.kind == MEGATRON for source in sources):
-        return None
+) -> MegatronCorpus:
+    """The corpus that data.train or data.eval (`name`) means. Raises DataError for settings that
+    have no meaning for token ids."""
     if others := [source.name for source in sources if source.kind != MEGATRON]:
         raise DataError(f"data.{name} mixes Megatron's files with others: {', '.join(others)}")
     for setting in _MEANINGLESS:
@@ -353,14 +352,14 @@ def find_corpus(
     reader = SplitReader(split, ("train",) if name == "train" else ("test", "train"))
     numbers = [reader.of_rows(str(file.bin), len(file)) for file in files]
     weights = [source.weight for source in sources if source.weight is not None]
-    return Corpus(files, numbers, weights or None, data.max_length, known)
+    return MegatronCorpus(files, numbers, weights or None, data.max_length, known)
 
 
 @dataclass(frozen=True)
 class Samples:
     """`count` rows of `length` + 1 tokens, in the order in which a run takes them."""
 
-    corpus: Corpus
+    corpus: MegatronCorpus
     streams: list[_Stream]
     blend: _Blend | None
     count: int

@@ -9,31 +9,22 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_framework.data.sources import shorten
+from hetero_framework.data.tokenizer import TokenizersErrors
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-MODEL = "tokenizer.model"
-_CONVERTED = ("tokenizer.json", "tokenizer_config.json")
 _SPACE = "▁"
 _APART = "\ufdd0"  # no letter
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # SentencePiece.Type
 _ROLES = ("bos", "eos", "unk", "pad")
-
-
-def is_bare(folder: Path) -> bool:
-    """Whether the folder has a SentencePiece model and nothing that says how to load it."""
-    others = any((folder / name).exists() for name in _CONVERTED)
-    return (folder / MODEL).is_file() and not others
 
 
 def read_sentence_piece(path: Path) -> PreTrainedTokenizerBase:
@@ -71,19 +62,6 @@ def read_sentence_piece(path: Path) -> PreTrainedTokenizerBase:
         tokenizer = _tokenizer(model, composes=rules("\u1112\u1161\u11ab") == "\ud55c")
         checked: type[PreTrainedTokenizerBase] = _checked(PreTrainedTokenizerFast, rules)
         return checked(tokenizer_object=tokenizer, **named)
-
-
-@dataclass(frozen=True)
-class TokenizersErrors(AbstractContextManager[None]):
-    """DataError, which begins with `what`, for what tokenizers raises for a file that it cannot
-    use: a bare `Exception`, or that of a panic in Rust, which is none."""
-
-    what: str = "the tokenizer cannot be used"
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if kind is Exception or getattr(kind, "__module__", "") == "pyo3_runtime":
-            hint = "get its files again, or choose another tokenizer in model.tokenizer"
-            raise DataError(f"{self.what}: {error}", hint=hint) from error
 
 
 def _rules(model: Any, path: Path) -> Callable[[str], str]:
