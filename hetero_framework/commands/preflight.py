@@ -13,11 +13,11 @@ from typing import Any
 
 from hetero_framework import control, repository
 from hetero_framework.config import Config
+from hetero_framework.config.asked_extras import absent_extras, asked
 from hetero_framework.config.optimizers import optimizer_problems
 from hetero_framework.data.sources import find_sources
 from hetero_framework.data.tokenizer import tokenizer_place
 from hetero_framework.errors import ConfigError, DataError, ModelError, UserError
-from hetero_framework.extras.reporting import hub_upload, reporters
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Names of the number of layers in config.json."""
@@ -26,8 +26,8 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 def preflight(config: Config, *, data: bool = True, writes: bool = False) -> None:
     """Raise the UserError of the one problem, or one that lists them all.
     `data`: the data are needed; `writes`: the output directories are."""
-    checks: list[Callable[[Config], Iterator[UserError]]] = [_optimizer, _metric, _model]
-    checks += [_data] * data + [_directories, _reporters] * writes
+    checks: list[Callable[[Config], Iterator[UserError]]] = [_extras, _optimizer, _metric, _model]
+    checks += [_data] * data + [_directories, _of_extras] * writes
     problems = [error for check in checks for error in check(config)]
     if len(problems) == 1:
         raise problems[0]
@@ -86,9 +86,13 @@ def _data(config: Config) -> Iterator[UserError]:
         yield DataError(f"data.chat_template_path: there is no file {config.path(template)}")
 
 
-def _reporters(config: Config) -> Iterator[UserError]:
-    yield from _raised(partial(reporters.check, config.training))
-    yield from _raised(partial(hub_upload.check, config))
+def _extras(config: Config) -> Iterator[UserError]:
+    yield from _raised(lambda: list(absent_extras(config)))
+
+
+def _of_extras(config: Config) -> Iterator[UserError]:
+    for check in asked("run_checks", config):
+        yield from _raised(partial(check, config))
 
 
 def _metric(config: Config) -> Iterator[UserError]:

@@ -37,12 +37,13 @@ def idle_lines(config: Section, given: Collection[str]) -> Iterator[str]:
             [f"{section}.{part}" if re.split("!?=", part)[0] in fields else part for part in way]
             for way in (way.split(" and ") for way in mark.condition.split(" or "))
         ]
-        if not any(all(_holds(config, part) for part in way) for way in ways):
+        if not any(all(holds(config, part) for part in way) for way in ways):
             told = ", or with ".join(" and ".join(map(_words, way)) for way in ways)
             yield f"{name} has no effect: it counts only with {told}"
 
 
-def _holds(config: Section, part: str) -> bool:
+def holds(config: Section, part: str) -> bool:
+    """Whether one condition of a `ReadIf`, with its section, is met."""
     path, has_values, values = part.partition("=")
     section, _, key = path.rstrip("!").partition(".")
     holder: Any = getattr(config, section)

@@ -20,11 +20,11 @@ from typing import Any, NoReturn, Unpack
 
 from torch import Tensor
 
-from hetero_framework import control, errors, log
+from hetero_framework import control, errors, log, registry
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.cluster.local_workers import LocalWorkers
-from hetero_framework.cluster.membership import WorkerState
-from hetero_framework.config import Config, interval
+from hetero_framework.config import PLAN_FILE, Config, interval
+from hetero_framework.config.asked_extras import absent_extras, asked
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core import failpoints, timeouts
 from hetero_framework.core.fields import WorkerId
@@ -36,16 +36,6 @@ from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
-from hetero_framework.extras.islands.opening import open_islands
-from hetero_framework.extras.observe.prediction_error import stage_predictions
-from hetero_framework.extras.observe.trace_file import Timeline
-from hetero_framework.extras.planner import saved_plan
-from hetero_framework.extras.planner.replanning import AUTO, PlanChange, Replanning, absence_s
-from hetero_framework.extras.preferences.reference import Reference
-from hetero_framework.extras.reporting import computed_metrics, hub_upload
-from hetero_framework.extras.reporting.computed_metrics import ComputedMetrics
-from hetero_framework.extras.reporting.hub import HubUploads
-from hetero_framework.extras.reporting.reporters import reporters
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.predictions import PREPROCESS
@@ -54,23 +44,30 @@ from hetero_framework.trainer import outputs, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.checkpoint_export import export_last_checkpoint
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
-from hetero_framework.trainer.given import COMPUTE, Given, with_objects
+from hetero_framework.trainer.given import COMPUTE, ComputedMetrics, Given, with_objects
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
-from hetero_framework.trainer.metrics import SPEED, MetricsWriter, metric_name, stage_lines
+from hetero_framework.trainer.metrics import (
+    SPEED,
+    MetricsWriter,
+    metric_name,
+    predicted_stages,
+    stage_lines,
+)
 from hetero_framework.trainer.observers import (
-    Curves,
     Due,
     EventLog,
     MetricsFile,
     Observer,
     Observers,
+    Placement,
     RunStart,
-    SamplesFile,
     Screen,
-    TimelineFile,
+    Watched,
+    extra_observers,
 )
 from hetero_framework.trainer.outputs import RunDirectories
-from hetero_framework.trainer.progress import Progress, StageRow
+from hetero_framework.trainer.plans import PlanChange, Plans
+from hetero_framework.trainer.progress import Progress
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single, StepPart
 from hetero_framework.trainer.run_checkpoint import (
     RunCheckpoints,
@@ -147,15 +144,17 @@ def train(
     """
     config = with_objects(config, given)
     config.require("model", "data")
-    computes = bool(given.get(COMPUTE) or control.function(COMPUTE))
-    config.check_metric(objective_of(config.training).evaluated, computes=computes)
+    objects = _objects(config, given, replan)
+    absent = list(absent_extras(config, objects))
+    config.check_metric(objective_of(config.training).evaluated, computes=COMPUTE in objects)
     preprocess = control.having(PREPROCESS, given.get(PREPROCESS))
     access = access or access_of(config, "local")
     if config.setting("island") is not None:
         islands = islands or island_access(config)
     check_optimizer(config.training)
-    hub_upload.check(config)
-    replan = replan or config.training.replan == AUTO
+    for check in asked("run_checks", config):
+        check(config)
+    replan = replan or config.training.replan == "auto"
     show = progress or Progress()
     events = log.Events(config.output_dir / log.EVENTS_FILE, "coordinator")
     store = CheckpointStore(config.checkpoints, config.training.save_total_limit)
@@ -164,6 +163,8 @@ def train(
     log_of_run = _log_of_run(config, show, events)
     armed = failpoints.armed("coordinator")
     with StopRequest() as stop, directories, log_of_run, armed, preprocess:
+        for line in absent:
+            _log.info("%s", line)
         try:
             goes_on = resume is None and not fresh and directories.is_unfinished
             checkpoint = newest_state(config, store, "latest" if goes_on else resume, goes_on)
@@ -171,7 +172,9 @@ def train(
                 directories.check_fresh()
             kept = plan_in_force(checkpoint, config) if checkpoint is not None and replan else None
             prepared = setup.prepare(config, kept)
-            computed = computed_metrics.of_run(given, prepared)
+            computed = None
+            for make in asked("metrics", config, objects):
+                computed = make(given, prepared)
             if checkpoint is not None:
                 checkpoint = same_run(checkpoint, prepared, must=not goes_on)
             # The workers of a run and their threads follow from the plan that was given.
@@ -185,7 +188,7 @@ def train(
                 workers=workers,
                 access=access,
                 should_stop=lambda: stop.requested is not None,
-                absence_s=absence_s(config) if replan else None,
+                absence_s=min(config.training.rejoin_wait_s, timeouts.REPLAN_S) if replan else None,
                 id_layers=introspect(prepared.model_config).id_readers,
                 statistics=introspect(prepared.model_config).statistics,
                 show_away=show.away,
@@ -193,41 +196,45 @@ def train(
                 facts = cluster.start(prepared.config.plan.owners)
                 prepared = setup.fit_devices(prepared, facts)
                 began = time.monotonic()
-                plan = saved_plan.planned(prepared.config)
+                plan = None
+                for read in asked("predictions", config, objects):
+                    plan = read(prepared.config)
                 times = plan.pipeline if plan is not None else None
                 cluster.assemble(prepared.config, prepared.memory_limits, times)
                 load_s = time.monotonic() - began
-                labels = {owner: fact.label for owner, fact in facts.items()}
                 with (
                     MetricsWriter(
                         config.output_dir,
                         logging_dir=directories.tensorboard,
                         run_id=directories.run_id,
                     ) as metrics,
-                    Timeline(config, devices=labels) as timeline,
-                    HubUploads(config, store, lambda: stop.requested is not None) as uploads,
+                    Observers() as observers,
                 ):
                     checkpoints = RunCheckpoints(store, cluster, prepared)
-                    observers = [MetricsFile(metrics), EventLog(events), TimelineFile(timeline)]
-                    observers += [Screen(show), Curves(config)]
-                    if prepared.sampler is not None:
-                        observers.append(SamplesFile(config))
-                    observers += [uploads] * config.training.push_to_hub
+                    observers.watch([MetricsFile(metrics), EventLog(events), Screen(show)])
                     callbacks = control.as_list(given.get("callbacks") or ())
-                    observers += _callbacks(prepared, store, callbacks)
-                    replanning = Replanning(prepared, facts, survivors=replan)
-                    replanning.move_s = load_s
+                    watched = Watched(
+                        Placement(prepared, facts, cluster.loaded.direct),
+                        store,
+                        lambda: stop.requested is not None,
+                        [*callbacks, *control.imported_callbacks()],
+                    )
+                    observers.watch(extra_observers(watched, objects))
+                    plans = Plans(prepared, facts)
+                    for make in asked("plans", config, objects):
+                        plans = make(prepared, facts, survivors=replan)
+                    plans.move_s = load_s
                     replicas = _replicas(prepared, cluster, checkpoints, stop, islands)
                     run = Coordinator(
                         prepared,
                         cluster,
                         checkpoints,
                         directories,
-                        Observers(observers),
+                        observers,
                         show,
                         stop,
                         replicas,
-                        replanning,
+                        plans,
                         plan.step_s if plan is not None else None,
                         computed,
                     )
@@ -255,7 +262,7 @@ class Coordinator:
         progress: Progress,
         stop: StopRequest,
         replicas: ReplicaGroup,
-        replanning: Replanning,
+        plans: Plans,
         planned_s: float | None = None,
         computed: ComputedMetrics | None = None,
     ) -> None:
@@ -263,13 +270,13 @@ class Coordinator:
         `computed` are the user's metrics, if there are any."""
         self._prepared, self._computed = prepared, computed
         self._planned_s = planned_s
-        self._replanning = replanning
+        self._plans = plans
         self._config = config = prepared.config
         self._data: TrainData = prepared.data
         self._cluster = cluster
         self._checkpoints = checkpoints
         self._directories = directories
-        self._tell = observers.tell
+        self._observers, self._tell = observers, observers.tell
         self._progress = progress
         self._stop = stop
         self._replicas = replicas
@@ -278,10 +285,10 @@ class Coordinator:
         self._objective = objective_of(config.training)
         self._count_items = self._objective.item_counter(prepared.model_config)
         self._count_predictions = self._objective.prediction_counter(prepared.model_config)
-        self._reference = None
+        self._reference: Any = None
         if self._objective.has_reference:
-            labels = {owner: fact.label for owner, fact in replanning.facts.items()}
-            self._reference = Reference(prepared, labels)
+            labels = {owner: fact.label for owner, fact in plans.facts.items()}
+            self._reference = registry.find("references", "log_probs")(prepared, labels)
         self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
         self._first_step, self._has_begun = 0, False
         self._epoch = 0.0
@@ -338,7 +345,6 @@ class Coordinator:
         if checkpoint is not None:
             self._directories.tidy()
         warn_of_a_small_disk(self._prepared, self._directories.store, self._state.step)
-        self._draw_diagram()
         total = self._data.total_steps
         training = self._config.training
         logging_steps = {
@@ -349,21 +355,18 @@ class Coordinator:
         is_resumed = checkpoint is not None
         goes_on = is_resumed and self._is_continued
         run = RunStart(
-            *(self._cluster.run_id, total, logging_steps, is_resumed, goes_on),
+            *(self._placed, self._cluster.run_id, total, logging_steps, is_resumed, goes_on),
             unit=self._objective.unit,
             measures=self._objective.shown,
         )
         self._epoch = self._epoch_before(self._state)
-        self._tell(Observer.begin, self._state, run, self._stage_rows(), self._due)
+        self._tell(Observer.begin, self._state, run, self._due)
         if goes_on and self._state.step > 0:
             self._note_what_is_left()
 
-    def _draw_diagram(self) -> None:
-        outputs.draw_diagram(self._prepared, self._replanning.facts, self._cluster.loaded.direct)
-
-    def _stage_rows(self) -> list[StageRow]:
-        facts, stages = self._replanning.facts, self._config.plan.stages
-        return [StageRow(s.process, s.start, s.end, facts[s.owner].device) for s in stages]
+    @property
+    def _placed(self) -> Placement:
+        return Placement(self._prepared, self._plans.facts, self._cluster.loaded.direct)
 
     def _take_up(self, checkpoint: CheckpointReader | None) -> TrainState:
         """Give all stages the state that the run begins with."""
@@ -400,14 +403,7 @@ class Coordinator:
         _log.info(text, state.step, trouble.worker, repeated, extra=back)
 
     def without(self, lost: errors.PeerLostError) -> Callable[[], None]:
-        if not self._replanning.survivors:
-            raise lost
-        try:
-            change = self._replanning.without(self._cluster.members.away)
-        except errors.UserError as error:
-            hint = f"the others cannot go on without it: {error.message}"
-            hint = ". ".join(filter(None, [hint, lost.hint]))
-            raise type(lost)(lost.message, hint=hint) from error
+        change = self._plans.after_loss(lost, self._cluster.members.away)
         return partial(self._take_plan, change)
 
     def _note_death(self, lost: StagesLost) -> None:
@@ -437,23 +433,6 @@ class Coordinator:
         self._tell(Observer.went_back, state)
         log.set_step(state.step)
 
-    def _take_back(self) -> None:
-        """Between two steps: give workers that are back layers again."""
-        for worker, fact in self._cluster.returned().items():
-            if fact is not None:
-                self._replanning.facts[worker] = fact
-        spare = self._cluster.members.those(WorkerState.SPARE)
-        back = [worker for worker in spare if worker in self._replanning.lacking]
-        if not back:
-            return
-        try:
-            change = self._replanning.with_back(back, self._cluster.members.away)
-        except errors.UserError as error:
-            self._replanning.lacking.difference_update(back)
-            _log.warning("worker %s is back and stays without layers: %s", back, error.message)
-            return
-        self._take_plan_now(change)
-
     def _take_plan_now(self, change: PlanChange) -> None:
         """Between two steps: keep the state first, so that no step is repeated, then take the
         plan."""
@@ -470,20 +449,19 @@ class Coordinator:
         def take() -> TrainState:
             self._cluster.recovery.forget_step()
             self._prepared, self._config = change.prepared, change.prepared.config
-            self._replanning.taken(change)
+            self._plans.taken(change)
             self._checkpoints.replanned(change.prepared)
             self._cluster.assemble(change.prepared.config, change.prepared.memory_limits)
             return self._checkpoints.rewind() or self._take_up(None)
 
         state = self._cluster.recovery.outlive(take, loads=True)
-        self._replanning.move_s = time.monotonic() - began
+        self._plans.move_s = time.monotonic() - began
         self._planned_s = change.planned_s
         self._replicas.went_back(state)
         self._return_to(state)
         self._order = ModelOrder(self._cluster.loaded.trainable)
         self._memory = _memory_by_owner(change.prepared)
-        self._tell(Observer.replanned, self._stage_rows(), self._config.plan.stages)
-        self._draw_diagram()
+        self._tell(Observer.replanned, self._placed)
         repeated = plural(reached - state.step, "step")
         fields: dict[str, Any] = {"to_step": state.step, "from_step": reached}
         changed = log.event("plan changed", reason=change.reason, plan=change.layers, **fields)
@@ -532,8 +510,7 @@ class Coordinator:
                     raise
                 return self.finish(lost)
             if (left := total - self._state.position) > 0 and not self._due.is_over:
-                self._take_back()
-                if (change := self._replanning.wanted(left)) is not None:
+                for change in self._plans.changes(self._cluster, left):
                     self._take_plan_now(change)
         self._state = self._replicas.finished(self._state)
         return self.finish()
@@ -623,7 +600,7 @@ class Coordinator:
 
     def _leave_epoch(self) -> None:
         """Go on with the next epoch, as a callback wants it."""
-        if self._config.setting("island") is not None:
+        if not self._replicas.is_alone:
             _log.warning("an island cannot leave an epoch early: all train on one order of data")
             return
         due, every = self._due, self._data.steps_per_epoch
@@ -688,7 +665,7 @@ class Coordinator:
         seconds = time.perf_counter() - started
         if batches:
             seen = self._cluster.loaded.observe(len(batches), stages)
-            self._replanning.after_step(seen, seconds)
+            self._plans.after_step(seen, seconds)
         self._keep_spans()
         line: dict[str, Any] = {
             "step": self._state.step,
@@ -709,7 +686,7 @@ class Coordinator:
             line |= {"skipped": outcome.skip, "reason": outcome.reason}
         line |= {**measured, **self._tokens(), **self._replicas.metrics()}
         specs, moved = self._config.plan.stages, (traffic, self._cluster.traffic())
-        predicted = stage_predictions(forecast, self._memory, [spec.owner for spec in specs])
+        predicted = predicted_stages(forecast, self._memory, [spec.owner for spec in specs])
         line["stages"] = stage_lines(specs, stages, *moved, predicted)
         self._metrics |= _numbers(line)
         self._tell(Observer.step_end, self._state, line, due)
@@ -728,7 +705,7 @@ class Coordinator:
         epoch between two. They run at the same time, so this is looked at when all are computed."""
         for number in range(1, count):
             self._tell(Observer.substep_end, self._state, due)
-            if (due.stop or due.stop_epoch) and self._config.setting("island") is None:
+            if (due.stop or due.stop_epoch) and self._replicas.is_alone:
                 return number
         return count
 
@@ -866,7 +843,8 @@ class Coordinator:
             self._config.check_metric(self._objective.evaluated)
         except errors.ConfigError:
             metric = str(self._config.training.metric).removeprefix("eval_")
-            computed_metrics.check_best(f"eval_{metric}", line)
+            assert self._computed is not None
+            self._computed.check_best(f"eval_{metric}", line)
 
     def sample(self) -> None:
         """Have the model continue the sample_prompts, through the same pipeline. A request to stop
@@ -916,7 +894,9 @@ class Coordinator:
         self._keep_spans()
         self._tell(Observer.exported, self._state)
         files = outputs.result_files(self._config, result)
-        shown: dict[str, str | Path] = {**files, **outputs.what_next(self._prepared, files)}
+        told = {**outputs.what_next(self._prepared, files), **self._observers.leave()}
+        files |= {label: path for label, path in told.items() if isinstance(path, Path)}
+        shown: dict[str, str | Path] = {**files, **told}
         self._tell(Observer.finished, self._state, shown)
         losses = tuple(loss for _, loss in self._losses)
         store = self._directories.store
@@ -926,8 +906,7 @@ class Coordinator:
 
     def _save_at_the_end(self) -> None:
         """Save what was due and is not saved. The result matters more than the checkpoint."""
-        strategy = self._config.training.save_strategy
-        ends = self._config.setting("island") is not None
+        strategy, ends = self._config.training.save_strategy, not self._replicas.is_alone
         ends |= self._state.step >= self._data.total_steps
         is_due = strategy == "epoch" or (strategy == "steps" and ends)
         if is_due and self._due.is_saver and not self._checkpoints.has(self._state):
@@ -1053,18 +1032,15 @@ class Coordinator:
         raise errors.StoppedEarly(where, hint=self._checkpoints.advice())
 
 
-def _callbacks(
-    prepared: setup.Prepared, store: CheckpointStore, given: Sequence[Any]
-) -> Iterator[Observer]:
-    """What tells transformers' callbacks, where there are any."""
-    callbacks, training = [*given, *control.imported_callbacks()], prepared.config.training
-    reporting = reporters(training)
-    if callbacks or reporting or training.metric is not None:
-        from hetero_framework.extras.reporting.callbacks import (
-            Callbacks,  # it imports the Trainer's parts
-        )
-
-        yield Callbacks(prepared, store, callbacks, reporting)
+def _objects(config: Config, given: Given, replan: bool) -> set[str]:
+    """What a run has beside its settings that extras are for."""
+    found = {
+        "callbacks": given.get("callbacks") or control.imported_callbacks(),
+        COMPUTE: given.get(COMPUTE) or control.function(COMPUTE),
+        "replan": replan,
+        "saved_plan": (config.output_dir / PLAN_FILE).exists(),
+    }
+    return {name for name, value in found.items() if value}
 
 
 def _replicas(
@@ -1075,9 +1051,10 @@ def _replicas(
     access: Access | None,
 ) -> ReplicaGroup:
     """The group of replicas that this run belongs to; `access` is for links to other islands."""
-    if access is None:
-        return Single()
-    return open_islands(prepared, cluster, checkpoints, stop, access)
+    group: ReplicaGroup = Single()
+    for make in asked("replicas", prepared.config):
+        group = make(prepared, cluster, checkpoints, stop, access)
+    return group
 
 
 def _memory_by_owner(prepared: setup.Prepared) -> Counter[WorkerId]:

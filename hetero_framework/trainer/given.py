@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypedDict
 
 from torch import Tensor
 
 from hetero_framework.config import Config
 from hetero_framework.core.files import replace_directory
+from hetero_framework.engine.stage_api import Outcome
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import EvalPrediction
+
+
+class ComputedMetrics(Protocol):
+    """The metrics that the user computes of an evaluation's predictions."""
+
+    def predictions(self, outcomes: Sequence[Outcome]) -> list[Any]:
+        """Those of each micro-batch. Raises CallbackError where the user's function fails."""
+
+    def of_set(
+        self,
+        outcomes: Sequence[Outcome],
+        labels: Sequence[Tensor],
+        prefix: str,
+        taken: Collection[str],
+    ) -> dict[str, Any]:
+        """The metrics of an evaluation set, given the outcomes and labels of its micro-batches, the
+        beginning of their names, and names that they must not have. Raises CallbackError."""
+
+    def check_best(self, metric: str, line: Mapping[str, Any]) -> None:
+        """Raise CallbackError where an evaluation's `line` has no number for the metric that
+        decides on the best model."""
+
 
 COMPUTE: Final = "compute_metrics"
 GIVEN = "given"

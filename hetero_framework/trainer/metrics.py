@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.config import StageSpec
+from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.files import write_file
 from hetero_framework.engine.pipeline import StageStatistics
+from hetero_framework.engine.schedule.simulator import Edge
+from hetero_framework.engine.schedule.tuning import TunedSchedule
 from hetero_framework.errors import DataError, ResourceError, UserError
 from hetero_framework.log import not_through_links
 
 METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
-HISTORY_FILE, TRAINER_STATE_FILE = "log_history.jsonl", "trainer_state.json"  # of callbacks
 Traffic = tuple[int, int, float, int]  # bytes in, bytes out, seconds of writing, direct bytes
 
 _log = logging.getLogger(__name__)
@@ -269,6 +270,30 @@ def stage_lines(
             }
         )
     return lines
+
+
+def predicted_stages(
+    schedule: TunedSchedule | None, memory_bytes: Mapping[WorkerId, int], owners: Sequence[WorkerId]
+) -> list[dict[str, Any]]:
+    """The predictions of each stage for its line: its process's memory and, with known times
+    (`schedule`), those of the stage, of an activation from the boundary in front of it and of a
+    gradient from the one behind it."""
+    stages: list[dict[str, Any]] = [{"memory": memory_bytes.get(owner, 0)} for owner in owners]
+    if schedule is None:
+        return stages
+    profile = schedule.profile
+    for k, stage in enumerate(stages):
+        before = profile.edges[k - 1] if k else Edge()
+        behind = profile.edges[k] if k < len(profile.edges) else Edge()
+        stage |= {
+            "forward_s": profile.forward_s[k],
+            "backward_s": profile.backward_s[k],
+            "activation_s": before.forward_s,
+            "gradient_s": behind.backward_s,
+            "latency_s": before.latency_s,
+            "relayed": before.relay is not None,
+        }
+    return stages
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""Observers of a run: the display, the files of metrics, callbacks.
+"""Observers of a run: the display, the files of metrics, and those of extras, which the registry's
+table "observers" names for settings.
 
 The training loop names events, and no observer. A step that is repeated after a loss is told again,
 after `went_back`.
@@ -7,26 +8,20 @@ after `went_back`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
-from hetero_framework import errors, log
-from hetero_framework.config import Config, StageSpec
-from hetero_framework.core.spans import Span, is_span
+from hetero_framework import log
+from hetero_framework.config.asked_extras import asked
+from hetero_framework.core.spans import Span
 from hetero_framework.data.sources import shorten
-from hetero_framework.extras.observe.trace_file import Timeline
-from hetero_framework.extras.talking.generation import Sample
-from hetero_framework.trainer import outputs
-from hetero_framework.trainer.metrics import (
-    SAMPLES_FILE,
-    MetricsWriter,
-    StepLines,
-    by_set,
-    metric_name,
-)
+from hetero_framework.trainer.checkpoint import CheckpointStore
+from hetero_framework.trainer.metrics import MetricsWriter, by_set, metric_name
 from hetero_framework.trainer.progress import Progress, StageRow
+from hetero_framework.trainer.setup import Facts, Prepared, Sample
 from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
@@ -62,11 +57,28 @@ class Due:
 
 
 @dataclass(frozen=True)
-class RunStart:
-    """A run as it begins or goes on: its number, all its steps, how often it logs, in what its
-    speed is counted, and the metrics that are shown. `is_continued`: it was cut short, and the
-    same command goes on."""
+class Placement:
+    """The stages under the plan in force: `prepared` has it, `facts` are those of the processes,
+    `direct` the boundaries with a link from worker to worker."""
 
+    prepared: Prepared
+    facts: Facts
+    direct: frozenset[int] = frozenset()
+
+    @property
+    def rows(self) -> list[StageRow]:
+        """The stages as the display shows them."""
+        stages = self.prepared.config.plan.stages
+        return [StageRow(s.process, s.start, s.end, self.facts[s.owner].device) for s in stages]
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A run as it begins or goes on: its stages, its number, all its steps, how often it logs, in
+    what its speed is counted, and the metrics that are shown. `is_continued`: it was cut short, and
+    the same command goes on."""
+
+    placed: Placement
     run_id: str
     total_steps: int
     logging_steps: int
@@ -79,14 +91,14 @@ class RunStart:
 class Observer:
     """Told of the events of one run, in the coordinator's thread. Each does nothing by itself."""
 
-    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
+    def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
         """The stages have the state that the run begins or goes on with. `due` is told what was
         done after that step already."""
 
     def went_back(self, state: TrainState) -> None:
         """The stages have an earlier state again; the steps after it are repeated."""
 
-    def replanned(self, rows: Sequence[StageRow], stages: Sequence[StageSpec]) -> None:
+    def replanned(self, placed: Placement) -> None:
         """Other stages run the steps from now on."""
 
     def step_begin(self, state: TrainState, due: Due) -> None:
@@ -137,12 +149,57 @@ class Observer:
     def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
         """The result is written. `files` are lines for the user: a label and a path or text."""
 
+    def leaves(self) -> Mapping[str, str | Path]:
+        """Lines for `files`: a label, and the path of a file or a command for it. A path where
+        there is nothing is left out."""
+        return {}
+
+    def close(self, failed: bool) -> None:
+        """The run has ended, with an error or without. What it raises ends the run."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The run that an observer is made for, which begins as `placed`. `should_stop`: whether it is
+    not to wait any more; `callbacks`: those that `train` was given."""
+
+    placed: Placement
+    store: CheckpointStore
+    should_stop: Callable[[], bool]
+    callbacks: Sequence[Any] = ()
+
+
+def extra_observers(run: Watched, objects: Collection[str]) -> Iterator[Observer]:
+    """The observers of extras that the run's settings and `objects` ask for."""
+    for make in asked("observers", run.placed.prepared.config, objects):
+        if (made := make(run)) is not None:
+            yield made
+
 
 class Observers:
-    """Tells each event to all observers, in their order."""
+    """Tells each event to all observers, in their order. A context manager: it closes them, the
+    last one first."""
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
+    def __init__(self) -> None:
+        self._observers: list[Observer] = []
+
+    def watch(self, observers: Iterable[Observer]) -> None:
+        """Take further ones, one after the other, as they are made."""
+        for observer in observers:
+            self._observers.append(observer)
+
+    def __enter__(self) -> Observers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        with ExitStack() as closing:
+            for observer in self._observers:
+                closing.callback(observer.close, kind is not None)
+
+    def leave(self) -> dict[str, str | Path]:
+        """What all of them leave."""
+        lines = (line for observer in self._observers for line in observer.leaves().items())
+        return {k: v for k, v in lines if not isinstance(v, Path) or v.exists()}
 
     def tell(
         self, event: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
@@ -158,12 +215,12 @@ class Screen(Observer):
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
-    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
+    def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
         shown = run.logging_steps, run.unit, run.measures
-        self._progress.start(run.total_steps, rows, state.step, *shown)
+        self._progress.start(run.total_steps, run.placed.rows, state.step, *shown)
 
-    def replanned(self, rows: Sequence[StageRow], stages: Sequence[StageSpec]) -> None:
-        self._progress.replanned(rows)
+    def replanned(self, placed: Placement) -> None:
+        self._progress.replanned(placed.rows)
 
     def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
         self._progress.step(line)
@@ -187,7 +244,7 @@ class MetricsFile(Observer):
     def __init__(self, writer: MetricsWriter) -> None:
         self._writer = writer
 
-    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
+    def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
         if self._writer.resume(state.step) == state.step:
             due.done.add("evaluate")
 
@@ -206,31 +263,13 @@ class MetricsFile(Observer):
         )
 
 
-class SamplesFile(Observer):
-    """samples.jsonl."""
-
-    def __init__(self, config: Config) -> None:
-        self._lines = StepLines(config.output_dir / SAMPLES_FILE)
-
-    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
-        if any(line["step"] == state.step for line in self._lines.resume(state.step)):
-            due.done.add("sample")
-
-    def went_back(self, state: TrainState) -> None:
-        self._lines.resume(state.step)
-
-    def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            self._lines.write({"step": state.step, **asdict(sample)})
-
-
 class EventLog(Observer):
     """events.jsonl. Other code puts its events there through the log."""
 
     def __init__(self, events: log.Events) -> None:
         self._events = events
 
-    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
+    def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
         self._events.open()
         what = "run resumed" if run.is_resumed else "run started"
         fields: dict[str, Any] = {"run_id": run.run_id, "total_steps": run.total_steps}
@@ -244,32 +283,3 @@ class EventLog(Observer):
 
     def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
         _log.info("", extra=log.event("run finished", step=state.step))
-
-
-class TimelineFile(Observer):
-    """timeline.json, of one plan's steps."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-
-    def replanned(self, rows: Sequence[StageRow], stages: Sequence[StageSpec]) -> None:
-        self._timeline.close()
-
-    def spans(self, owner: int | str, spans: Sequence[Span], offset_s: float) -> None:
-        if not all(map(is_span, spans)):
-            text = f"worker {owner}: COMMITTED holds what is not a span"
-            raise errors.ProtocolError(text)
-        self._timeline.add(owner, spans, offset_s)
-
-    def exported(self, state: TrainState) -> None:
-        self._timeline.close()
-
-
-class Curves(Observer):
-    """curves.png, at the end."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
-    def exported(self, state: TrainState) -> None:
-        outputs.draw_curves(self._config)

@@ -25,22 +25,16 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from hetero_framework import registry
 from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
 from hetero_framework.config import RESULT_DIRS, Config
 from hetero_framework.core.files import write_file
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.errors import ConfigError, HeteroError, in_words
-from hetero_framework.extras.observe import curves, pictures
-from hetero_framework.extras.observe.curves import CURVES_FILE
-from hetero_framework.extras.observe.diagram import DiagramDetails
-from hetero_framework.extras.observe.diagram_file import draw
-from hetero_framework.extras.observe.trace_file import TIMELINE_FILE
-from hetero_framework.extras.preferences.reference import REFERENCES
 from hetero_framework.file_trust import other_writers, refuse_link
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.family import as_saved, family_named
-from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.export import (
     MODEL_WEIGHTS,
@@ -52,19 +46,16 @@ from hetero_framework.models.files.export import (
 from hetero_framework.models.files.non_text_modules import non_text_weights
 from hetero_framework.repository import CONFIG, resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
-from hetero_framework.trainer.metrics import HISTORY_FILE, METRICS_FILE, TRAINER_STATE_FILE
+from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.trainer.run_card import run_card
-from hetero_framework.trainer.setup import Facts, Prepared
+from hetero_framework.trainer.setup import Prepared
 
 _log = logging.getLogger(__name__)
 OWNER_FILE = ".hetero-run"
 HOLDER_FILE = ".lock.json"  # beside the lock: Windows lets nobody read a locked file
 UNFINISHED_FILE = ".unfinished"
-_RECORDS = (
-    *(METRICS_FILE, EVENTS_FILE, TIMELINE_FILE, CURVES_FILE),
-    *(HISTORY_FILE, TRAINER_STATE_FILE),
-)
-_NO_LINKS = (".durable", ".lock", "logs", REFERENCES, *_RECORDS)
+_RECORDS = (METRICS_FILE, EVENTS_FILE, *registry.names("records"))
+_NO_LINKS = (".durable", ".lock", "logs", *registry.names("caches"), *_RECORDS)
 _HINTS = {
     "training.output_dir": "choose another one: --output-dir DIR",
     "checkpoint_dir": "set checkpoint_dir to a directory that can be written, or to null",
@@ -315,38 +306,6 @@ def _holder(file: Path) -> str:
         return "another run"
 
 
-def draw_diagram(prepared: Prepared, facts: Facts, direct: frozenset[int]) -> None:
-    """Draw `architecture.<format>` in the output directory, if the configuration wants it.
-    `direct` has the boundaries with a link from worker to worker."""
-    config = prepared.config
-    if not config.training.visualize:
-        return
-    model = config.model
-    assert model is not None
-    details = DiagramDetails(
-        model=model.name_or_path or model.chain or prepared.model_config.model_type,
-        num_layers=introspect(prepared.model_config).num_layers,
-        parameters={m.index: m.parameters for m in prepared.memory},
-        memory_bytes={m.index: m.total for m in prepared.memory},
-        devices={owner: fact.label for owner, fact in facts.items()},
-        direct=direct,
-    )
-    chosen = config.training.visualization_format
-    draw(config, config.output_dir / f"architecture.{chosen}", chosen, details)
-
-
-def draw_curves(config: Config) -> None:
-    """Draw `curves.png` in the output directory, if the configuration wants pictures and matplotlib
-    is there. A picture that fails is no reason for a run to fail."""
-    if not (config.training.visualize and pictures.can_draw()):
-        return
-    output = config.output_dir
-    try:
-        curves.draw([curves.read_run(output, output.name)], output / CURVES_FILE)
-    except (HeteroError, ImportError, OSError, RuntimeError, ValueError) as error:
-        _log.warning("the curves are not drawn: %s", error)
-
-
 def export(prepared: Prepared, pipeline: Pipeline) -> Path:
     """Write the finished artefact that the stages hold; returns its directory."""
     config, plan, directory = prepared.config, prepared.adapter_plan, prepared.config.result_dir
@@ -388,16 +347,9 @@ def write_result(
 
 
 def result_files(config: Config, result: Path) -> dict[str, Path]:
-    """Label and place of everything that a run leaves."""
+    """Label and place of what a run leaves, beside its observers' files."""
     files = {result.name: result, "metrics": config.output_dir / METRICS_FILE}
     files["checkpoints"] = config.checkpoints
-    files["timeline"] = config.output_dir / TIMELINE_FILE
-    for chosen in (config.training.visualization_format, "mmd"):
-        picture = config.output_dir / f"architecture.{chosen}"
-        if config.training.visualize and picture.exists():
-            files["diagram"] = picture
-            break
-    files["curves"] = config.output_dir / CURVES_FILE
     return {label: path for label, path in files.items() if path.exists()}
 
 
@@ -423,8 +375,6 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
     if (saved := files.get("checkpoints")) is not None and len(list(saved.glob("step_*"))) > 1:
         step = ("--checkpoint", typed(saved) / "step_N", "--output", output / "step_N")
         steps["an earlier step"] = command("hetero", "export", *step)
-    if "timeline" in files:
-        steps["where time went"] = command("hetero", "timeline", output)
     return steps
 
 

@@ -36,6 +36,8 @@ class ReplicaGroup(Protocol):
     """The replicas of a model; by itself, a group of one. In each step the methods are called in
     the order in which they stand here; all but the first may raise ReplicasChanged."""
 
+    is_alone: bool = False
+    """Whether this replica is the whole group."""
     saves: bool = True
     """Whether this replica writes the checkpoints, and all agree on its state."""
 
@@ -87,3 +89,5 @@ class ReplicaGroup(Protocol):
 
 class Single(ReplicaGroup):
     """A replica by itself: its numbers are the group's."""
+
+    is_alone = True

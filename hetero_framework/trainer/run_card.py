@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 from hetero_framework.config import Config
 from hetero_framework.data.sources import find_sources
 from hetero_framework.errors import DataError, UserError
-from hetero_framework.extras.observe.curves import loss_of, read_run
 from hetero_framework.models.files.card import TAGS, base_facts, code, is_hub_name, model_card
+from hetero_framework.trainer.read_metrics import loss_of, read_curves
 
 # What shapes the result, without what may hold a path or a name of a machine.
 _SETTINGS = {
@@ -71,7 +71,7 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
 def _last_figures(config: Config, step: int | None) -> dict[str, tuple[int, float]]:
     """The steps and values of the last losses up to `step`, where they are known and finite."""
     try:
-        curves = read_run(config.output_dir, "").curves
+        curves = read_curves(config.output_dir)
     except UserError:  # the metrics are elsewhere, or lost
         return {}
     last = {}

@@ -9,15 +9,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework import registry
-from hetero_framework.cluster.cluster import MachineFacts
+from hetero_framework.cluster.cluster import Cluster, MachineFacts
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config, StageSpec
+from hetero_framework.config.asked_extras import asked
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.devices import open_device
 from hetero_framework.data import TrainData, load_data, load_tokenizer
@@ -26,7 +27,6 @@ from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.schedule.tuning import default_max_in_flight
 from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanError
-from hetero_framework.extras.talking.generation import Sampler
 from hetero_framework.models.adapters.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.chunked_loss import chunk_tokens
@@ -75,6 +75,28 @@ _MAX_STREAMS = 8
 
 
 @dataclass(frozen=True)
+class Sample:
+    """A prompt as people read it, and the text that the model put behind it."""
+
+    prompt: str
+    text: str
+    tokens: int
+
+
+class PromptSampler(Protocol):
+    """Has the model continue a run's sample_prompts. `line` is for the user."""
+
+    line: str
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+
+    def run(self, cluster: Cluster, config: Config, step: int) -> list[Sample]:
+        """Samples after `step`, under the plan of `config`."""
+
+
+@dataclass(frozen=True)
 class Prepared:
     """A run's settings before any process is started, and `memory_limits`: how many micro-batches
     each stage has memory for, once the devices are known."""
@@ -88,7 +110,7 @@ class Prepared:
     max_frame_bytes: int
     max_boundary_bytes: int
     generation: GenerationConfig | None = None
-    sampler: Sampler | None = None
+    sampler: PromptSampler | None = None
     memory_limits: tuple[int, ...] | None = None
 
     @property
@@ -189,10 +211,10 @@ def prepare(
     for line in crossing_lines(config, model_config, data.row_tokens):
         say(line)
     boundary, sampler = largest_boundary(config, model_config, data.row_tokens), None
-    if config.training.sample_prompts is not None:
+    for sampler_of in asked("samplers", config):
         if tokenizer is None:
             raise ConfigError("training.sample_prompts: a chain answers no prompts")
-        sampler = Sampler(config, model_config, tokenizer, generation)
+        sampler = sampler_of(config, model_config, tokenizer, generation)
         say(sampler.line)
         boundary = max(boundary, largest_boundary(config, model_config, sampler.longest, rows=1))
     frame = largest_frame(model_config, boundary)

@@ -152,13 +152,7 @@ STILL: set[str] = {
     "commands/estimate.py",
     "commands/export.py",
     "commands/init.py",
-    "commands/preflight.py",
     "commands/train.py",
-    "trainer/coordinator.py",
-    "trainer/observers.py",
-    "trainer/outputs.py",
-    "trainer/run_card.py",
-    "trainer/setup.py",
 }
 
 

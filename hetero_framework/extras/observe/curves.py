@@ -6,7 +6,6 @@ Read from metrics.jsonl, drawn by matplotlib (the extra "pictures").
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,18 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.errors import UserError, in_words
 from hetero_framework.extras.observe.pictures import heading_pt, save, text_pt
+from hetero_framework.trainer.read_metrics import MEASURES, Points, loss_of, read_curves
 from hetero_framework.units import plural
 
 CURVES_FILE = "curves.png"
-_METRICS = "metrics.jsonl"
 _PANELS = {"loss": "loss", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
-_MEASURES = {
-    "accuracy": re.compile("(rewards/)?accurac(y|ies)|mean_token_accuracy"),
-    "reward": re.compile("rewards/(margins|chosen|rejected)|margin|(min|mean|max)_reward"),
-}
-"""Panels of what objectives measure, where a run has any."""
 _PAPER, _INK, _FAINT, _GRID = "#fdfdfb", "#222222", "#5f6670", "#d9d8d3"
 # Okabe and Ito's colours, which people with any common colour blindness tell apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555")
@@ -34,7 +27,6 @@ _WIDTH_PT, _HEIGHT_PT, _NAME = 760.0, 520.0, 90
 _MARKED = 40  # points: of a shorter curve each one is marked
 _DRAWN = 500  # points: of a longer curve means are drawn, between the least and the greatest value
 _LOGARITHMIC = 100.0  # the greatest value over the least
-Points = tuple[list[int], list[float]]  # steps and values, NaN where one was not finite
 
 
 @dataclass(frozen=True)
@@ -68,45 +60,19 @@ class Run:
         }
 
     def measures(self, panel: str) -> dict[str, str]:
-        """The curves of one of _MEASURES, and how they are called."""
+        """The curves of one of MEASURES, and how they are called."""
         found = {}
         for key in self.curves:
-            match = re.fullmatch(rf"(eval_(?:.*_)?)?({_MEASURES[panel].pattern})", key)
+            match = re.fullmatch(rf"(eval_(?:.*_)?)?({MEASURES[panel].pattern})", key)
             if match is not None:
                 of_set = (match[1] or "").replace("eval_", "evaluation ").replace("_", " ")
                 found[key] = of_set + match[2].removeprefix("rewards/").replace("_", " ")
         return found
 
 
-def loss_of(name: str = "") -> str:
-    """The name of the loss of an evaluation set; "" is one without a name."""
-    return f"eval_{name}_loss" if name else "eval_loss"
-
-
 def read_run(place: Path, name: str) -> Run:
     """The curves of an `output_dir` or a metrics.jsonl. Raises UserError where there are none."""
-    file = place / _METRICS if place.is_dir() else place
-    curves: dict[str, Points] = {}
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for line in (json.loads(line) for line in lines if line.endswith("\n")):
-                known = {*_PANELS, *map(loss_of, line.get("sets", [""]))}
-                for key in (key for key in line if key in known or _is_measure(key)):
-                    steps, values = curves.setdefault(key, ([], []))
-                    steps.append(int(line["step"]))
-                    values.append(math.nan if line[key] is None else float(line[key]))
-    except FileNotFoundError:
-        hint = "give the output_dir of a run"
-        raise UserError(f"there is no {_METRICS} in {place}", hint=hint) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"cannot read {file}: {in_words(error)}") from None
-    if not curves:
-        raise UserError(f"{file} holds no step yet")
-    return Run(name, curves)
-
-
-def _is_measure(key: str) -> bool:
-    return any(re.fullmatch(f"(eval_.*)?({p.pattern})", key) for p in _MEASURES.values())
+    return Run(name, read_curves(place))
 
 
 def draw(runs: Sequence[Run], path: Path) -> Path:
@@ -126,7 +92,7 @@ def figure(runs: Sequence[Run]) -> Any:
     labels = [f"{name}: {run.summary}" for name, run in zip(names, runs, strict=True)]
     title = names[0] if is_one else f"{len(runs)} runs"
     width = max(_WIDTH_PT, heading_pt(title, ""), *(90 + text_pt(text, 9) for text in labels))
-    more = [panel for panel in _MEASURES if any(run.measures(panel) for run in runs)]
+    more = [panel for panel in MEASURES if any(run.measures(panel) for run in runs)]
     height = _HEIGHT_PT * (1.4 if more else 1.0) + (0 if is_one else 16 * len(runs))
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
     drawn = Figure(figsize=(width / 72, height / 72), facecolor=_PAPER, layout=layout)
@@ -166,7 +132,7 @@ def _draw_panel(axes: Any, runs: Sequence[Run], panel: str) -> None:
     finite: list[float] = []
     is_one, names = len(runs) == 1, {panel: ""}
     for number, run in enumerate(runs):
-        if panel in _MEASURES:  # colours tell several runs apart, so there is one measure of each
+        if panel in MEASURES:  # colours tell several runs apart, so there is one measure of each
             found = run.measures(panel).items()
             names = {k: v for k, v in found if is_one or re.search("accurac|margin", k)}
         shown = {**names, **run.evaluations} if panel == "loss" else names
@@ -177,7 +143,7 @@ def _draw_panel(axes: Any, runs: Sequence[Run], panel: str) -> None:
             other = whats.index(name.removeprefix("evaluation ")) if is_one else 0
             look = _EVALUATION if key.startswith("eval_") else {}
             _draw_curve(axes, steps, values, _COLOURS[(number + other) % len(_COLOURS)], look)
-    if panel in _MEASURES and is_one:
+    if panel in MEASURES and is_one:
         above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3}
         look = {"frameon": False, "labelcolor": _INK, "fontsize": 8.5, **above}
         axes.legend(axes.get_lines(), names.values(), **look)

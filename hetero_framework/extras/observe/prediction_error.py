@@ -2,8 +2,8 @@
 difference.
 
 A run predicts every step before it begins, by the planner's simulator from the times of the steps
-before, and its stages' memory from shapes. `stage_predictions` writes that into metrics.jsonl
-beside the measured values; `read_account` compares the two. All seconds of stages and boundaries
+before, and its stages' memory from shapes. metrics.jsonl has that beside the measured values;
+`read_account` compares the two. All seconds of stages and boundaries
 are of one micro-batch.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from hetero_framework.config import process_name
 from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
-from hetero_framework.engine.schedule.tuning import TunedSchedule, default_max_in_flight
+from hetero_framework.engine.schedule.tuning import default_max_in_flight
 from hetero_framework.errors import UserError, in_words
 from hetero_framework.extras.islands.island_stats import data_step
 from hetero_framework.tables import table
@@ -78,30 +78,6 @@ class Account:
     def to_dict(self) -> dict[str, Any]:
         """As JSON types, for programs."""
         return {**asdict(self), "error": self.error, "unexplained_s": self.unexplained_s}
-
-
-def stage_predictions(
-    schedule: TunedSchedule | None, memory_bytes: Mapping[WorkerId, int], owners: Sequence[WorkerId]
-) -> list[dict[str, Any]]:
-    """The predictions of each stage for its line in metrics.jsonl: its process's memory and, with
-    known times (`schedule`), those of the stage, of an activation from the boundary in front of it
-    and of a gradient from the one behind it."""
-    stages: list[dict[str, Any]] = [{"memory": memory_bytes.get(owner, 0)} for owner in owners]
-    if schedule is None:
-        return stages
-    profile = schedule.profile
-    for k, stage in enumerate(stages):
-        before = profile.edges[k - 1] if k else Edge()
-        behind = profile.edges[k] if k < len(profile.edges) else Edge()
-        stage |= {
-            "forward_s": profile.forward_s[k],
-            "backward_s": profile.backward_s[k],
-            "activation_s": before.forward_s,
-            "gradient_s": behind.backward_s,
-            "latency_s": before.latency_s,
-            "relayed": before.relay is not None,
-        }
-    return stages
 
 
 def read_account(folder: Path, steps: Collection[int]) -> Account | None:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from hetero_framework.cluster.cluster import MachineFacts, free_bytes
-from hetero_framework.config import Config, StageSpec
-from hetero_framework.core import timeouts
+from hetero_framework.cluster.cluster import Cluster, MachineFacts, free_bytes
+from hetero_framework.cluster.membership import WorkerState
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.threads import in_background
 from hetero_framework.engine.schedule.simulator import Profile
-from hetero_framework.errors import PlanError, UserError
+from hetero_framework.errors import PeerLostError, PlanError, UserError
 from hetero_framework.extras import planner
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.layout import Fleet
@@ -39,51 +38,34 @@ from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.sizing.memory import memory_of_parts
 from hetero_framework.trainer import setup
+from hetero_framework.trainer.plans import PlanChange, Plans, layers_of
 from hetero_framework.trainer.run_checkpoint import plan_entries
 
-NEVER, ASK, AUTO = "never", "ask", "auto"
+NEVER, ASK = "never", "ask"
 _LEAST_GAIN = 0.02
 _log = logging.getLogger(__name__)
 
 
-def absence_s(config: Config) -> float:
-    """How long a run that can go on without a worker waits for it."""
-    return min(config.training.rejoin_wait_s, timeouts.REPLAN_S)
-
-
 @dataclass(frozen=True)
-class PlanChange:
-    """A plan to take, ready to be loaded, and the reason. It does without the workers `away`.
-    `planned_s` is a step's expected time by measurements under earlier plans, where they fit;
-    `proposal` is the judge's, for a shorter step."""
+class ChosenPlan(PlanChange):
+    """One that does without the workers `away`; `proposal` is the judge's, for a shorter step."""
 
-    prepared: setup.Prepared
-    reason: str
     away: tuple[WorkerId, ...]
-    planned_s: float | None
     proposal: Proposal | None = None
 
-    @property
-    def layers(self) -> str:
-        """The owner of each stage, in words."""
-        return layers_of(self.prepared.config.plan.stages)
 
-
-class Replanning:
-    """The plans of one run. `prepared` is of the plan in force."""
+class Replanning(Plans):
+    """The plans of one run."""
 
     def __init__(
         self, prepared: setup.Prepared, facts: Mapping[WorkerId, MachineFacts], *, survivors: bool
     ) -> None:
         """`survivors`: the run goes on without workers that stay away."""
+        super().__init__(prepared, facts)
         given = prepared.resolved.given
-        self.survivors = survivors
-        self.facts = dict(facts)
+        self._survivors = survivors
         self.lacking: set[WorkerId] = {*given.plan.owners} - {*prepared.config.plan.owners}
         """Workers that the plan in force was made without; `Membership` knows which are here."""
-        self.move_s = 0.0
-        """Seconds that loading took the last time."""
-        self._prepared = prepared
         self._policy: str = given.training.replan
         self._home = plan_entries(given)  # the plan when everybody is here
         self._judge = Judge(_model_work(prepared), prepared.config.plan.stages, self._fleet)
@@ -94,7 +76,6 @@ class Replanning:
     # -- for a shorter step ---------------------------------------------------------------------
 
     def after_step(self, seen: Profile, step_s: float) -> None:
-        """Note that a step was done, with these times of stages and edges."""
         if len(self.facts) == 1:
             return
         advice = self._judge.note(seen, step_s)
@@ -107,7 +88,7 @@ class Replanning:
             answer = partial(self._judge.answer, advice)
             self._search = advice, in_background(answer, "search for a plan")
 
-    def wanted(self, steps_left: int) -> PlanChange | None:
+    def wanted(self, steps_left: int) -> ChosenPlan | None:
         """The plan to take now, since it shortens the rest of the run; under "ask" it is only
         reported."""
         question, proposal = self._answer()
@@ -152,7 +133,7 @@ class Replanning:
             self._judge.refuse(question)
         return question, proposal
 
-    def _proposed(self, proposal: Proposal) -> PlanChange:
+    def _proposed(self, proposal: Proposal) -> ChosenPlan:
         if proposal.returns:
             reason = "the other plan's gain has not come"
         else:
@@ -163,13 +144,37 @@ class Replanning:
 
     # -- for workers that come and go -----------------------------------------------------------
 
-    def without(self, away: Collection[WorkerId]) -> PlanChange:
+    def changes(self, cluster: Cluster, steps_left: int) -> Iterator[PlanChange]:
+        for worker, fact in cluster.returned().items():
+            if fact is not None:
+                self.facts[worker] = fact
+        spare = cluster.members.those(WorkerState.SPARE)
+        if back := [worker for worker in spare if worker in self.lacking]:
+            try:
+                yield self.with_back(back, cluster.members.away)
+            except UserError as error:
+                self.lacking.difference_update(back)
+                _log.warning("worker %s is back and stays without layers: %s", back, error.message)
+        if (change := self.wanted(steps_left)) is not None:
+            yield change
+
+    def after_loss(self, lost: PeerLostError, away: Collection[WorkerId]) -> PlanChange:
+        if not self._survivors:
+            raise lost
+        try:
+            return self.without(away)
+        except UserError as error:
+            hint = f"the others cannot go on without it: {error.message}"
+            hint = ". ".join(filter(None, [hint, lost.hint]))
+            raise type(lost)(lost.message, hint=hint) from error
+
+    def without(self, away: Collection[WorkerId]) -> ChosenPlan:
         """The best plan of the present workers. Raises PlanError if they cannot hold it all."""
         names = ", ".join(map(str, away))
         entries = self._searched(away)
         return self._change(entries, f"worker {names} stays away", tuple(away))
 
-    def with_back(self, back: Collection[WorkerId], away: Collection[WorkerId]) -> PlanChange:
+    def with_back(self, back: Collection[WorkerId], away: Collection[WorkerId]) -> ChosenPlan:
         """The plan for when workers have come `back` and others are still `away`. Raises
         PlanError."""
         entries = self._searched(away) if away else self._home
@@ -177,7 +182,7 @@ class Replanning:
         return self._change(entries, f"worker {names} is back", tuple(away))
 
     def taken(self, change: PlanChange) -> None:
-        """Note that this plan is in force."""
+        assert isinstance(change, ChosenPlan)
         self._prepared, self.lacking = change.prepared, set(change.away)
         if not self.lacking:
             self._home = plan_entries(change.prepared.config)
@@ -194,9 +199,9 @@ class Replanning:
 
     def _change(
         self, entries: setup.Entries, reason: str, away: tuple[WorkerId, ...]
-    ) -> PlanChange:
+    ) -> ChosenPlan:
         prepared = setup.replanned(self._prepared, entries, self.facts, reason)
-        return PlanChange(prepared, reason, away, self._step_s(prepared.config.plan.stages, away))
+        return ChosenPlan(prepared, reason, self._step_s(prepared.config.plan.stages, away), away)
 
     def _step_s(self, stages: Stages, away: Collection[WorkerId]) -> float | None:
         """The expected time of a plan's step, from the measured steps."""
@@ -272,11 +277,6 @@ def _say(question: Question, proposal: Proposal) -> None:
     )
     fields = event("better plan", "none", process=slowest, shares=shares, plan=better)
     _log.info(text, slowest, shares, better, 100 * proposal.gain, extra=fields)
-
-
-def layers_of(stages: Sequence[StageSpec]) -> str:
-    """The layers of each process: "layers 0-3 on coordinator, no layers on worker 1"."""
-    return ", ".join(f"{stage.layers} on {stage.process}" for stage in stages)
 
 
 def _model_work(prepared: setup.Prepared) -> LayerWork:

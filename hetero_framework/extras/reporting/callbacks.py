@@ -44,25 +44,22 @@ from hetero_framework.extras.reporting.reporters import (
     new_run,
     remote_run,
     report_samples,
+    reporters,
 )
-from hetero_framework.extras.talking.generation import Sample
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.cut.objective import COUNT
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.metrics import (
-    HISTORY_FILE,
     METRICS_FILE,
     SPEED,
-    TRAINER_STATE_FILE,
     StepLines,
     by_set,
     is_evaluation,
     metric_name,
 )
-from hetero_framework.trainer.observers import Due, Observer, RunStart
-from hetero_framework.trainer.progress import StageRow
-from hetero_framework.trainer.setup import Prepared
+from hetero_framework.trainer.observers import Due, Observer, RunStart, Watched
+from hetero_framework.trainer.setup import Prepared, Sample
 from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
@@ -78,6 +75,7 @@ _FLAGS = {
     "should_epoch_stop": "stop_epoch",
     "should_training_stop": "stop",
 }
+HISTORY_FILE, TRAINER_STATE_FILE = "log_history.jsonl", "trainer_state.json"
 _SET_APART = {"output_dir", "eval_strategy", "report_to", "run_name"}
 _log = logging.getLogger(__name__)
 
@@ -146,7 +144,7 @@ class Callbacks(Observer):
         parameters = self._model.num_parameters(exclude_embeddings=True)
         self.state.total_flos = float(6 * self._padded_tokens * parameters)
 
-    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
+    def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
         training = self._prepared.config.training
         total, data = run.total_steps, self._prepared.data
         self._began_s, self._first_step = time.monotonic(), state.step
@@ -502,6 +500,15 @@ class Callbacks(Observer):
             write_file(path, text.encode())
         except OSError as error:
             _log.warning("cannot write %s: %s", path, error.strerror)
+
+
+def make(run: Watched) -> Callbacks | None:
+    """The observer that tells callbacks and reporters, where there are any."""
+    prepared = run.placed.prepared
+    callbacks, reporting = [*run.callbacks], reporters(prepared.config)
+    if callbacks or reporting or prepared.config.training.metric is not None:
+        return Callbacks(prepared, run.store, callbacks, reporting)
+    return None
 
 
 class _Means:

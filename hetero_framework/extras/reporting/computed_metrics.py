@@ -17,13 +17,13 @@ from hetero_framework.errors import CallbackError, ConfigError, ProtocolError
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.predictions import PLAIN, PREPROCESS, predictions
-from hetero_framework.trainer.given import COMPUTE, Given
+from hetero_framework.trainer.given import COMPUTE, ComputedMetrics, Given
 from hetero_framework.trainer.setup import Prepared
 
 _PADDING = -100
 
 
-class ComputedMetrics:
+class UserMetrics(ComputedMetrics):
     """The user's `compute`, which gets an EvalPrediction and gives metrics by name."""
 
     def __init__(self, compute: Any) -> None:
@@ -31,7 +31,6 @@ class ComputedMetrics:
         self._preprocesses = control.function(PREPROCESS) is not None
 
     def predictions(self, outcomes: Sequence[Outcome]) -> list[Any]:
-        """Those of each micro-batch. Raises as the function `predictions`."""
         read = partial(predictions, preprocesses=self._preprocesses)
         return [read(outcome.named) for outcome in outcomes]
 
@@ -42,15 +41,6 @@ class ComputedMetrics:
         prefix: str,
         taken: Collection[str],
     ) -> dict[str, Any]:
-        """The metrics of an evaluation set.
-
-        Args:
-            outcomes: Those of its micro-batches; `labels` are theirs, [B, S].
-            prefix: What the names will begin with; the user's may do so already.
-            taken: Names that they must not have.
-
-        Raises CallbackError where the user's function fails or gives something else.
-        """
         from transformers import EvalPrediction  # brings PEFT
         from transformers.trainer_utils import denumpify_detensorize
 
@@ -73,6 +63,9 @@ class ComputedMetrics:
             text = f"{COMPUTE} gives {clash[0]!r}, as every evaluation does"
             raise CallbackError(text, hint="give it another name")
         return found
+
+    def check_best(self, metric: str, line: Mapping[str, Any]) -> None:
+        check_best(metric, line)
 
 
 def check_best(metric: str, line: Mapping[str, Any]) -> None:
@@ -113,7 +106,7 @@ def of_run(given: Given, prepared: Prepared) -> ComputedMetrics | None:
             f"there is no {COMPUTE} for a {kind} model, each of whose tokens has several labels",
             hint="leave it out",
         )
-    return ComputedMetrics(compute)
+    return UserMetrics(compute)
 
 
 def _joined(parts: Sequence[Tensor]) -> np.ndarray:

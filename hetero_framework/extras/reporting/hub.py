@@ -12,20 +12,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_framework.cluster.child import describe_exit, end_processes, environment, start
-from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.extras.reporting.hub_upload import PUBLIC, repository
 from hetero_framework.log import event
-from hetero_framework.trainer.checkpoint import CheckpointStore
-from hetero_framework.trainer.observers import Due, Observer, RunStart
+from hetero_framework.trainer.observers import Due, Observer, RunStart, Watched
 from hetero_framework.trainer.outputs import command, typed
-from hetero_framework.trainer.progress import StageRow
 from hetero_framework.trainer.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -42,16 +39,11 @@ class _Upload:
 
 
 class HubUploads(Observer):
-    """Uploads what training.hub_strategy says. Inside `with`: no upload outlives it.
+    """Uploads what training.hub_strategy says. No upload outlives the run."""
 
-    Args:
-        should_stop: Whether the run is not to wait for uploads any more.
-    """
-
-    def __init__(
-        self, config: Config, store: CheckpointStore, should_stop: Callable[[], bool]
-    ) -> None:
-        self._config, self._store, self._should_stop = config, store, should_stop
+    def __init__(self, run: Watched) -> None:
+        config = run.placed.prepared.config
+        self._config, self._store, self._should_stop = config, run.store, run.should_stop
         self._process: subprocess.Popen[bytes] | None = None
         self._upload = _Upload("the repository")  # that of the process
         self._until = 0.0
@@ -61,15 +53,12 @@ class HubUploads(Observer):
         self._is_saver = True
         self._result = _Upload(f"the {config.result_dir.name}", config.result_dir)
 
-    def __enter__(self) -> HubUploads:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self, failed: bool) -> None:
         if self._process is not None:
             self._is_told |= self._upload.folder is None
             self._take("the run has ended")
 
-    def begin(self, state: TrainState, run: RunStart, rows: Sequence[StageRow], due: Due) -> None:
+    def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
         self._look()
 
     def step_end(self, state: TrainState, line: Mapping[str, object], due: Due) -> None:

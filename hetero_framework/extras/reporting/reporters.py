@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hetero_framework.config import TrainingConfig
+from hetero_framework.config import Config, TrainingConfig
 from hetero_framework.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from hetero_framework.extras.talking.generation import Sample
+    from hetero_framework.trainer.setup import Sample
 
 _PACKAGES = {
     **{"azure_ml": "azureml-core", "codecarbon": "codecarbon", "comet_ml": "comet-ml"},
@@ -32,9 +32,9 @@ _MODULES = {"azure_ml": "azureml", "comet_ml": "comet_ml", "flyte": "flytekit"}
 """Their modules, where these have other names."""
 
 
-def check(training: TrainingConfig) -> None:
+def check(config: Config) -> None:
     """Raise ConfigError for reporters whose package is not installed."""
-    for name in training.report_to:
+    for name in config.training.report_to:
         packages = _PACKAGES.get(name)
         if packages is None or name == "tensorboard":
             continue
@@ -46,18 +46,19 @@ def check(training: TrainingConfig) -> None:
             )
 
 
-def reporters(training: TrainingConfig) -> list[type[TrainerCallback]]:
+def reporters(config: Config) -> list[type[TrainerCallback]]:
     """The callbacks that report_to names. Raises as `check`."""
-    check(training)
-    names = [name for name in training.report_to if name not in ("tensorboard", "all")]
-    if not names and "all" not in training.report_to:
+    check(config)
+    chosen = config.training.report_to
+    names = [name for name in chosen if name not in ("tensorboard", "all")]
+    if not names and "all" not in chosen:
         return []
     from transformers.integrations import (  # type: ignore[attr-defined]
         get_available_reporting_integrations,
         get_reporting_integration_callbacks,
     )
 
-    if "all" in training.report_to:
+    if "all" in chosen:
         names = [name for name in get_available_reporting_integrations() if name != "tensorboard"]
     return list(get_reporting_integration_callbacks(names))
 

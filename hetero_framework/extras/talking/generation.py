@@ -17,20 +17,12 @@ from hetero_framework.extras.talking.continuing import admit_decoding
 from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat
 from hetero_framework.extras.talking.text_generation import TextGeneration
 from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.trainer.setup import Sample
 from hetero_framework.units import plural
 
 _log = logging.getLogger(__name__)
 PROMPTS = "training.sample_prompts"
 TakeToken = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A prompt as people read it, and the text that the model put behind it."""
-
-    prompt: str
-    text: str
-    tokens: int
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hetero_framework.config import Config
 from hetero_framework.core.messages import SessionKind
 from hetero_framework.data import load_tokenizer
 from hetero_framework.errors import UserError
-from hetero_framework.extras.talking.generation import Choice, Generator, Sample, TakeToken
+from hetero_framework.extras.talking.generation import Choice, Generator, TakeToken
 from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
@@ -22,6 +22,7 @@ from hetero_framework.models.files.quantization import check_devices
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.security.access import Access
 from hetero_framework.trainer.setup import (
+    Sample,
     largest_boundary,
     largest_frame,
     load_initial_adapter,

@@ -12,7 +12,8 @@ import pytest
 from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
 from hetero_framework.engine.schedule.tuning import tune
 from hetero_framework.errors import UserError
-from hetero_framework.extras.observe.prediction_error import read_account, stage_predictions, text
+from hetero_framework.extras.observe.prediction_error import read_account, text
+from hetero_framework.trainer.metrics import predicted_stages
 
 OWNERS: list[int | str] = ["local", 1, 2]
 M = 8
@@ -26,7 +27,7 @@ PREDICTED = Profile.of(
 def line(step: int, took: Profile, *, more_s: float = 0.0) -> dict[str, Any]:
     """What a run writes of a step that took the times of `took`, and so much more."""
     schedule = tune(PREDICTED, M)
-    predicted = stage_predictions(schedule, {"local": 10, 1: 20, 2: 30}, OWNERS)
+    predicted = predicted_stages(schedule, {"local": 10, 1: 20, 2: 30}, OWNERS)
     activation = [0.0, *(edge.forward_s for edge in took.edges)]
     gradient = [*(edge.backward_s for edge in took.edges), 0.0]
     return {
@@ -101,7 +102,7 @@ def test_a_slow_link_and_unexplained_time_are_told_apart(tmp_path: Path) -> None
 
 
 def test_before_anything_is_measured_only_memory_is_predicted() -> None:
-    assert stage_predictions(None, {"local": 5}, ["local", 1]) == [{"memory": 5}, {"memory": 0}]
+    assert predicted_stages(None, {"local": 5}, ["local", 1]) == [{"memory": 5}, {"memory": 0}]
 
 
 def test_runs_that_predict_nothing_have_no_account(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from transformers import (
 from hetero_framework import control
 from hetero_framework.config import Config
 from hetero_framework.errors import CallbackError, ConfigError, StoppedEarly
+from hetero_framework.extras.reporting import callbacks, reporters
 from hetero_framework.trainer import coordinator
 from hetero_framework.trainer.coordinator import train
 from tests.alone import Alone
@@ -592,8 +593,8 @@ class Down(TrainerCallback):
 def test_a_reporter_that_fails_is_told_once_and_the_run_goes_on(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "reporters", lambda training: [Down])
-    config = alone()
+    monkeypatch.setattr(callbacks, "reporters", lambda config: [Down])
+    config = alone(training={"report_to": "all"})
     assert train(config).steps == 4
     log = (config.output_dir / "logs" / "coordinator.log").read_text()
     assert log.count("Down reports no more: ConnectionError: no route to the server") == 1
@@ -679,7 +680,8 @@ def test_reporters_are_told_the_run_that_goes_on(
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             told.append({name: os.environ[name] for name in names})
 
-    monkeypatch.setattr(coordinator, "reporters", lambda training: [Reader])
+    monkeypatch.setattr(callbacks, "reporters", lambda config: [Reader])
+    monkeypatch.setattr(reporters, "check", lambda config: None)
     config = alone(training={"report_to": ["wandb", "comet_ml", "swanlab"]})
     with pytest.raises(CallbackError):
         train(config, callbacks=[Failing])

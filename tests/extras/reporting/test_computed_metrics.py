@@ -23,7 +23,7 @@ from hetero_framework import control
 from hetero_framework.config import Config
 from hetero_framework.engine.stage_api import Outcome
 from hetero_framework.errors import ConfigError, ProtocolError
-from hetero_framework.extras.reporting.computed_metrics import ComputedMetrics
+from hetero_framework.extras.reporting.computed_metrics import UserMetrics
 from hetero_framework.trainer.coordinator import train
 from tests.alone import Alone
 from tests.cases import seldom
@@ -265,7 +265,7 @@ def test_what_train_does_not_take_is_refused(alone: Alone) -> None:
 def test_predictions_of_other_rows_are_no_fault_of_the_users_function(
     shape: tuple[int, ...], name: str
 ) -> None:
-    metrics, labels = ComputedMetrics(lambda prediction: {}), [torch.zeros(2, 4)]
+    metrics, labels = UserMetrics(lambda prediction: {}), [torch.zeros(2, 4)]
     assert metrics.of_set([Outcome(0.0, {name: torch.zeros(2, 4)})], labels, "", ()) == {}
     with pytest.raises(ProtocolError, match="predictions of other rows"):
         metrics.of_set([Outcome(0.0, {name: torch.zeros(shape)})], labels, "", ())

@@ -6,9 +6,10 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,7 +19,8 @@ from hetero_framework.extras.reporting import hub as uploads
 from hetero_framework.extras.reporting.hub import HubUploads
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.trainer.observers import Due
+from hetero_framework.trainer.observers import Due, Observers, Placement, Watched
+from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
 from tests.alone import Alone
 from tests.hub_server import TOKEN, HubServer, serving_hub
@@ -165,9 +167,14 @@ def test_a_hub_that_hangs_slows_no_step_and_is_left(
     assert "the model is not on the hub: it took too long. To upload it: hf upload" in last
 
 
-def observer(config: Config, *, stop: bool = False) -> HubUploads:
+@contextmanager
+def observer(config: Config, *, stop: bool = False) -> Iterator[HubUploads]:
     store = CheckpointStore(config.checkpoints, config.training.save_total_limit)
-    return HubUploads(config, store, lambda: stop)
+    placed = Placement(cast(Prepared, SimpleNamespace(config=config)), {})
+    pushing = HubUploads(Watched(placed, store, lambda: stop))
+    with Observers() as observers:
+        observers.watch([pushing])
+        yield pushing
 
 
 def saved(store: CheckpointStore, step: int) -> TrainState:
@@ -182,10 +189,10 @@ def test_a_checkpoint_stays_while_it_is_uploaded_and_a_newer_one_is_next(
     hub.fail = "hang"
     limits = {"save_total_limit": 1, "hub_strategy": "checkpoint"}
     config = alone(training={**PUSHES, **SAVES, **limits})
-    store = CheckpointStore(config.checkpoints, 1)
     config.result_dir.mkdir(parents=True)
     (config.result_dir / "README.md").write_text("a card")
-    with HubUploads(config, store, lambda: False) as pushing:
+    with observer(config) as pushing:
+        store = pushing._store
         pushing._next = []
         for step in (1, 2, 3):
             pushing.saved(saved(store, step), Due())

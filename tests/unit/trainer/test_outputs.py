@@ -166,7 +166,6 @@ def test_a_directory_that_is_a_file_is_refused_by_its_setting(
 def test_a_directory_is_probed_with_a_runs_own_operations(
     alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-    from hetero_framework.trainer import outputs
 
     elsewhere = tmp_path / "elsewhere"
     module = outputs.tempfile if operation == "mkdtemp" else os
@@ -206,26 +205,3 @@ def test_the_base_model_is_no_place_to_write_into(
     with refused, entered(config):
         pass
     assert names(base) == ["config.json"]
-
-
-def test_a_run_goes_on_where_its_curves_cannot_be_drawn(
-    alone: Alone, logged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = alone(training={"visualize": True})
-    curves, metrics = config.output_dir / "curves.png", config.output_dir / "metrics.jsonl"
-    outputs.draw_curves(config)
-    assert "the curves are not drawn: there is no metrics.jsonl" in logged.pop()
-    config.output_dir.mkdir()
-    metrics.write_text('{"step": 1, "loss": 2.0, "learning_rate": 0.1, "grad_norm": null}\n')
-    outputs.draw_curves(alone())  # which wants none
-    monkeypatch.setattr("hetero_framework.extras.observe.pictures.can_draw", lambda: False)
-    outputs.draw_curves(config)
-    assert not curves.exists()
-    monkeypatch.undo()
-    curves.mkdir()
-    outputs.draw_curves(config)
-    assert "cannot write the picture" in logged.pop()
-    curves.rmdir()
-    outputs.draw_curves(config)
-    assert logged == []
-    assert outputs.result_files(config, config.result_dir)["curves"] == curves

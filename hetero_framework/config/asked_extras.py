@@ -1,0 +1,53 @@
+"""Extras that a configuration asks for.
+
+Tables of the registry have conditions of `ReadIf` as names, or objects that are no settings, such
+as arguments of `train`. The table "needs" has the extra that each of these needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from hetero_framework import registry
+from hetero_framework.config.idle import holds
+from hetero_framework.config.schema import Config
+from hetero_framework.errors import ConfigError
+
+
+def asked(kind: str, config: Config, objects: Collection[str] = ()) -> Iterator[Any]:
+    """The things of a kind whose condition is met, each once."""
+    found: list[Any] = []
+    for condition in registry.names(kind):
+        entry = registry.entries(kind).get(condition)
+        if _is_met(condition, config, objects) and registry.is_installed(entry and entry.extra):
+            thing = registry.find(kind, condition)
+            if thing not in found:
+                found.append(thing)
+                yield thing
+
+
+def absent_extras(config: Config, objects: Collection[str] = ()) -> Iterator[str]:
+    """A line for each setting that asks for an absent extra by its default: the run does without.
+    Raises ConfigError for one that the user has set, and for one of the `objects`."""
+    for condition, entry in registry.entries("needs").items():
+        if registry.is_installed(entry.text) or not _is_met(condition, config, objects):
+            continue
+        setting = condition.partition("=")[0].rstrip("!")
+        text = f"{setting} needs the extra {entry.text!r}, which this installation lacks"
+        if setting in objects or _is_set(config, setting):
+            hint = f"install hetero_framework whole, or take {setting} out"
+            raise ConfigError(text, hint=hint)
+        yield f"{text}: the run does without it"
+
+
+def _is_met(condition: str, config: Config, objects: Collection[str]) -> bool:
+    is_setting = condition.partition(".")[0] in type(config).model_fields
+    return holds(config, condition) if is_setting else condition in objects
+
+
+def _is_set(config: Config, setting: str) -> bool:
+    section, _, name = setting.partition(".")
+    holder = getattr(config, section)
+    default = type(holder).model_fields[name].get_default(call_default_factory=True)
+    return setting in config._given or getattr(holder, name) != default

@@ -1,0 +1,105 @@
+"""Observers of a run that draw it: its timeline, the diagram of its machines, and its curves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hetero_framework.core.spans import Span, is_span
+from hetero_framework.errors import HeteroError, ProtocolError
+from hetero_framework.extras.observe import curves, pictures
+from hetero_framework.extras.observe.curves import CURVES_FILE
+from hetero_framework.extras.observe.diagram import DiagramDetails
+from hetero_framework.extras.observe.diagram_file import draw
+from hetero_framework.extras.observe.trace_file import TIMELINE_FILE, Timeline
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.trainer.observers import Due, Observer, Placement, RunStart, Watched
+from hetero_framework.trainer.outputs import command
+from hetero_framework.trainer.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+
+class TimelineFile(Observer):
+    """timeline.json, of one plan's steps."""
+
+    def __init__(self, run: Watched) -> None:
+        config, facts = run.placed.prepared.config, run.placed.facts
+        labels = {owner: fact.label for owner, fact in facts.items()}
+        self._output = config.output_dir
+        self._timeline = Timeline(config, devices=labels)
+
+    def replanned(self, placed: Placement) -> None:
+        self._timeline.close()
+
+    def spans(self, owner: int | str, spans: Sequence[Span], offset_s: float) -> None:
+        if not all(map(is_span, spans)):
+            text = f"worker {owner}: COMMITTED holds what is not a span"
+            raise ProtocolError(text)
+        self._timeline.add(owner, spans, offset_s)
+
+    def exported(self, state: TrainState) -> None:
+        self._timeline.close()
+
+    def leaves(self) -> Mapping[str, str | Path]:
+        file = self._output / TIMELINE_FILE
+        advice = command("hetero", "timeline", self._output)
+        return {"timeline": file, **({"where time went": advice} if file.exists() else {})}
+
+    def close(self, failed: bool) -> None:
+        try:
+            self._timeline.close()
+        except ProtocolError:
+            if not failed:
+                raise
+
+
+class RunPictures(Observer):
+    """The diagram of the machines, under each plan, and curves.png, at the end."""
+
+    def __init__(self, run: Watched) -> None:
+        self._config = run.placed.prepared.config
+
+    def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
+        draw_diagram(run.placed)
+
+    def replanned(self, placed: Placement) -> None:
+        draw_diagram(placed)
+
+    def exported(self, state: TrainState) -> None:
+        self._draw_curves()
+
+    def leaves(self) -> Mapping[str, str | Path]:
+        output = self._config.output_dir
+        diagram = output / f"architecture.{self._config.training.visualization_format}"
+        if not diagram.exists():  # without a program that draws
+            diagram = diagram.with_suffix(".mmd")
+        return {"diagram": diagram, "curves": output / CURVES_FILE}
+
+    def _draw_curves(self) -> None:
+        """A picture that fails, or for which matplotlib is missing, is no reason to fail."""
+        if not pictures.can_draw():
+            return
+        output = self._config.output_dir
+        try:
+            curves.draw([curves.read_run(output, output.name)], output / CURVES_FILE)
+        except (HeteroError, ImportError, OSError, RuntimeError, ValueError) as error:
+            _log.warning("the curves are not drawn: %s", error)
+
+
+def draw_diagram(placed: Placement) -> None:
+    """Draw `architecture.<format>` in the output directory."""
+    prepared = placed.prepared
+    config, model = prepared.config, prepared.config.model
+    assert model is not None
+    details = DiagramDetails(
+        model=model.name_or_path or model.chain or prepared.model_config.model_type,
+        num_layers=introspect(prepared.model_config).num_layers,
+        parameters={m.index: m.parameters for m in prepared.memory},
+        memory_bytes={m.index: m.total for m in prepared.memory},
+        devices={owner: fact.label for owner, fact in placed.facts.items()},
+        direct=placed.direct,
+    )
+    chosen = config.training.visualization_format
+    draw(config, config.output_dir / f"architecture.{chosen}", chosen, details)

@@ -1,0 +1,59 @@
+"""Changes of a run's plan, between two steps or after a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetero_framework.cluster.cluster import Cluster, MachineFacts
+from hetero_framework.config import StageSpec
+from hetero_framework.core.fields import WorkerId
+from hetero_framework.engine.schedule.simulator import Profile
+from hetero_framework.errors import PeerLostError
+from hetero_framework.trainer.setup import Prepared
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """A plan to take, ready to be loaded, and the reason. `planned_s` is a step's expected time by
+    measurements under earlier plans, where they fit."""
+
+    prepared: Prepared
+    reason: str
+    planned_s: float | None
+
+    @property
+    def layers(self) -> str:
+        """The owner of each stage, in words."""
+        return layers_of(self.prepared.config.plan.stages)
+
+
+def layers_of(stages: Sequence[StageSpec]) -> str:
+    """The layers of each process: "layers 0-3 on coordinator, no layers on worker 1"."""
+    return ", ".join(f"{stage.layers} on {stage.process}" for stage in stages)
+
+
+class Plans:
+    """The plans of one run; by itself, the one that it begins with."""
+
+    move_s = 0.0
+    """Seconds that loading took the last time."""
+
+    def __init__(self, prepared: Prepared, facts: Mapping[WorkerId, MachineFacts]) -> None:
+        """`prepared` is of the plan in force, `facts` are those of its processes."""
+        self._prepared, self.facts = prepared, dict(facts)
+
+    def after_step(self, seen: Profile, step_s: float) -> None:
+        """Note that a step was done, with these times of stages and edges."""
+
+    def changes(self, cluster: Cluster, steps_left: int) -> Iterator[PlanChange]:
+        """The plans to take now, between two steps, each before the next one is asked for."""
+        return iter(())
+
+    def after_loss(self, lost: PeerLostError, away: Collection[WorkerId]) -> PlanChange:
+        """The plan of the workers that are not `away`. Raises `lost` where there is none."""
+        raise lost
+
+    def taken(self, change: PlanChange) -> None:
+        """Note that this plan is in force."""
+        self._prepared = change.prepared

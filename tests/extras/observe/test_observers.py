@@ -1,0 +1,40 @@
+"""Observers that draw a run cost it nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from hetero_framework.extras.observe.observers import RunPictures
+from hetero_framework.trainer.checkpoint import CheckpointStore
+from hetero_framework.trainer.observers import Placement, Watched
+from hetero_framework.trainer.setup import Prepared
+from hetero_framework.trainer.train_state import TrainState
+from tests.alone import Alone
+
+
+def test_a_run_goes_on_where_its_curves_cannot_be_drawn(
+    alone: Alone, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = alone(training={"visualize": True})
+    curves, metrics = config.output_dir / "curves.png", config.output_dir / "metrics.jsonl"
+    placed = Placement(cast(Prepared, SimpleNamespace(config=config)), {})
+    drawn = RunPictures(Watched(placed, CheckpointStore(config.checkpoints), lambda: False))
+    drawn.exported(TrainState())
+    assert "the curves are not drawn: there is no metrics.jsonl" in logged.pop()
+    config.output_dir.mkdir()
+    metrics.write_text('{"step": 1, "loss": 2.0, "learning_rate": 0.1, "grad_norm": null}\n')
+    monkeypatch.setattr("hetero_framework.extras.observe.pictures.can_draw", lambda: False)
+    drawn.exported(TrainState())
+    assert not curves.exists()
+    monkeypatch.undo()
+    curves.mkdir()
+    drawn.exported(TrainState())
+    assert "cannot write the picture" in logged.pop()
+    curves.rmdir()
+    drawn.exported(TrainState())
+    assert logged == []
+    assert drawn.leaves()["curves"] == curves
+    assert curves.exists()
