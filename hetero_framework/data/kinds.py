@@ -17,7 +17,7 @@ from hetero_framework.config import Config, DataConfig, TrainingConfig
 from hetero_framework.config.objectives import needs_of
 from hetero_framework.config.schema import ProblemType
 from hetero_framework.data.batches import MicroBatch, collate, pack
-from hetero_framework.data.examples import Examples, Rows
+from hetero_framework.data.examples import Rows
 from hetero_framework.data.formats import Formatter, detect_format
 from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError
@@ -75,12 +75,8 @@ def _formatter(first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConf
     return Formatter(kind, tokenizer, data)
 
 
-def _unchanged(examples: Examples, data: DataConfig, training: TrainingConfig) -> Rows:
-    return examples
-
-
 _FORMATS = ("text", "prompt_completion", "messages", "alpaca")
-TEXT = ExampleKind("examples", _FORMATS, _formatter, _unchanged, collate)
+TEXT = ExampleKind("examples", _FORMATS, _formatter, lambda examples, *_: examples, collate)
 
 
 def kind_of(name: str) -> ExampleKind:

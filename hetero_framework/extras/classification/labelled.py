@@ -50,12 +50,14 @@ class TextFormatter(Formatter):
 
     def __init__(
         self,
-        name: str,
+        first: Record,
         tokenizer: PreTrainedTokenizerBase,
         options: DataConfig,
         labels: ClassLabels,
     ) -> None:
-        super().__init__(name, tokenizer, options)
+        is_chat = options.format == "auto" and first.fields.get("messages") is not None
+        name = "messages" if is_chat or options.format == "messages" else "text"
+        super().__init__("tokens" if self.label_rows else name, tokenizer, options)
         self._labels = labels
         if options.truncation_mode == "keep_end":
             tokenizer.truncation_side = "left"
@@ -220,20 +222,6 @@ def collate_texts(
     return batch
 
 
-def _text_formatter(
-    first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig, labels: ClassLabels
-) -> TextFormatter:
-    is_chat = data.format == "auto" and first.fields.get("messages") is not None
-    name = "messages" if is_chat or data.format == "messages" else "text"
-    return TextFormatter(name, tokenizer, data, labels)
-
-
-def _word_formatter(
-    first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig, labels: ClassLabels
-) -> WordFormatter:
-    return WordFormatter("tokens", tokenizer, data, labels)
-
-
 def _labelled(
     examples: Examples, data: DataConfig, training: TrainingConfig, labels: ClassLabels
 ) -> LabelledTexts:
@@ -241,23 +229,18 @@ def _labelled(
     return LabelledTexts(*parts, is_class=labels.problem == "single_label_classification")
 
 
-def _tagged(
-    examples: Examples, data: DataConfig, training: TrainingConfig, labels: ClassLabels
-) -> LabelledWords:
-    return LabelledWords(examples, "tagged")
-
-
 COMPARED = ExampleKind(
     *("pairs", ("preference",), ComparisonFormatter, answer_rows, collate_answers),
     needs=(("chosen",), ("rejected",)),
 )
 LABELLED = ExampleKind(
-    *("labelled texts", ("text", "messages"), _text_formatter, _labelled, collate_texts),
+    *("labelled texts", ("text", "messages"), TextFormatter, _labelled, collate_texts),
     needs=(("text", "messages"), OF_TEXTS),
     labels=LabelFields(of_tokens=False),
 )
 TAGGED = ExampleKind(
-    *("texts of labelled words", (), _word_formatter, _tagged, collate),
+    *("texts of labelled words", (), WordFormatter),
+    *(lambda examples, *_: LabelledWords(examples, "tagged"), collate),
     needs=((WORDS,), OF_TOKENS),
     labels=LabelFields(of_tokens=True),
 )

@@ -46,25 +46,20 @@ class PairLoss:
     averages: bool
     check: Callable[[Any], None]
 
-    @property
+    @cached_property
     def reads(self) -> list[str]:
         """The settings that the loss depends on."""
         return list(inspect.signature(self.function).parameters)[1:]
 
-    def of(self, training: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The loss with a run's settings, of what the halves of `Pairs` are made of, and the
-        log-probabilities and lengths of all rows."""
+    def __call__(
+        self, training: Any, ratios_B: Tensor, logps_B: Tensor, lengths_B: Tensor
+    ) -> Tensor:
+        """The loss with a run's settings; `ratios_B` makes the halves of `Pairs`."""
+        if self.averages:
+            ratios_B = ratios_B / lengths_B.clamp(min=1)
+        chosen_P, rejected_P = ratios_B.chunk(2)
         settings = {name: getattr(training, name) for name in self.reads}
-
-        def loss(ratios_B: Tensor, logps_B: Tensor, lengths_B: Tensor) -> Tensor:
-            if self.averages:
-                ratios_B = ratios_B / lengths_B.clamp(min=1)
-            chosen_P, rejected_P = ratios_B.chunk(2)
-            made: Tensor = self.function(
-                Pairs(chosen_P, rejected_P, logps_B, lengths_B), **settings
-            )
-            return made
-
+        loss: Tensor = self.function(Pairs(chosen_P, rejected_P, logps_B, lengths_B), **settings)
         return loss
 
 

@@ -44,7 +44,7 @@ class PairObjective(ChunkedObjective):
     ) -> None:
         """`further`: names of metrics behind METRICS."""
         super().__init__(training.loss_chunk_tokens, id_layers)
-        self._beta, self._smoothing = training.beta, training.label_smoothing
+        self._training, self._beta = training, training.beta
         self._each = rows_of(training.data_kind)
         # The other rows of a "mismatched" micro-batch would be in the routers' reports, too.
         self.adds_routing = training.data_kind != "mismatched"

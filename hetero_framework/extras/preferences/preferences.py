@@ -80,7 +80,7 @@ class Preferences(Referenced):
         losses = list(zip(training.losses, weights, strict=True))
         if training.rpo_alpha:
             losses.append(("sft", training.rpo_alpha))
-        self._losses = [(PAIR_LOSSES["dpo"][name].of(training), w) for name, w in losses]
+        self._losses = [(PAIR_LOSSES["dpo"][name], weight) for name, weight in losses]
         self._ld_alpha, self._weighs = training.ld_alpha, training.use_weighting
 
     def compared(
@@ -90,7 +90,7 @@ class Preferences(Referenced):
         lengths_B = lengths_of(inputs["labels"])
         loss = logps_B.new_zeros(())
         for loss_of, weight in self._losses:
-            loss_P = loss_of(ratios_B, plain_B, lengths_B)
+            loss_P = loss_of(self._training, ratios_B, plain_B, lengths_B)
             if self._weighs:
                 one_P, other_P = (aligned_B / lengths_B.clamp(min=1)).exp().detach().chunk(2)
                 loss_P = loss_P * one_P * other_P

@@ -68,8 +68,7 @@ class Contrastive(PairObjective):
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(training, id_layers, "nll_loss")
         (name,) = training.losses
-        self._loss = PAIR_LOSSES["cpo"][name]
-        self._loss_of, self._alpha = self._loss.of(training), training.cpo_alpha
+        self._loss_of, self._alpha = PAIR_LOSSES["cpo"][name], training.cpo_alpha
 
     def seen(self, inputs: Inputs) -> Tensor:
         """All, padding too."""
@@ -83,8 +82,8 @@ class Contrastive(PairObjective):
         (logps_B,) = sums_BC.unbind(1)
         lengths_B = lengths_of(inputs["labels"])
         nll = chosen_loss(logps_B, lengths_B) if self._alpha else logps_B.new_zeros(())
-        loss = self._loss_of(logps_B, logps_B, lengths_B).mean() + self._alpha * nll
-        if self._loss.averages:
+        loss = self._loss_of(self._training, logps_B, logps_B, lengths_B).mean() + self._alpha * nll
+        if self._loss_of.averages:
             logps_B = logps_B / lengths_B.clamp(min=1)
         return loss, self.means(logps_B, logps_B, nll)
 
