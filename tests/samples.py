@@ -115,6 +115,15 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def plan_of(*parts: tuple[str | int, int]) -> list[dict[str, Any]]:
+    """A shard plan of these owners, each with the layer before which its part ends."""
+    starts = (0, *(end for _, end in parts))
+    return [
+        {"id": owner, "start": start, "end": end}
+        for (owner, end), start in zip(parts, starts, strict=False)
+    ]
+
+
 def boundary_message(
     kind: type[BoundaryTensor],
     info: StepInfo,

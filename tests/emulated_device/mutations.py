@@ -137,10 +137,7 @@ MUTATIONS = (
         "    parts = [from_wire(tensor) for tensor in message.tensors]\n    message.release()\n",
     ),
     Mutation(
-        "inputs stay in the receive buffer",
-        messages,
-        "else tensor.clone()\n",
-        "else tensor\n",
+        "inputs stay in the receive buffer", messages, "else tensor.clone()\n", "else tensor\n"
     ),
     Mutation(
         "a loss stays in the buffer of its copy",

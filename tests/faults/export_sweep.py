@@ -17,15 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hetero_framework.models.files.export import OutputDirectory, write_checkpoint
-from tests.faults.syscall_sweep import (
-    MODES,
-    WRITTEN,
-    WRITTEN_AGAIN,
-    Counts,
-    disturbed,
-    points,
-    run,
-)
+from tests.faults.syscall_sweep import MODES, WRITTEN, WRITTEN_AGAIN, Counts, disturbed, points, run
 
 Tree = dict[str, bytes]
 CONFIG = LlamaConfig(

@@ -18,15 +18,7 @@ from hetero_framework.core import files
 from hetero_framework.security import authority as x509
 from hetero_framework.security import certificates
 from hetero_framework.security.keys import KeyDirectory
-from tests.faults.syscall_sweep import (
-    MODES,
-    WRITTEN,
-    WRITTEN_AGAIN,
-    Counts,
-    disturbed,
-    points,
-    run,
-)
+from tests.faults.syscall_sweep import MODES, WRITTEN, WRITTEN_AGAIN, Counts, disturbed, points, run
 
 Tree = dict[str, bytes]
 

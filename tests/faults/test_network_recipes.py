@@ -130,11 +130,7 @@ class Net:
                 {"id": k or "local", "start": bounds[k], "end": bounds[k + 1]}
                 for k in range(len(workers) + 1)
             ],
-            "training": {
-                **networked.TRAINING,
-                "max_steps": 3,
-                "output_dir": str(self.at / "run"),
-            },
+            "training": {**networked.TRAINING, "max_steps": 3, "output_dir": str(self.at / "run")},
         }
         return raw
 

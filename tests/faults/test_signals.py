@@ -21,12 +21,9 @@ import psutil
 import pytest
 
 from tests.integration.test_parity import LORA
-from tests.samples import free_ports, save_llama, save_texts
+from tests.samples import free_ports, plan_of, save_llama, save_texts
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.skipif(os.name == "nt", reason="POSIX signals"),
-]
+pytestmark = [pytest.mark.faults, pytest.mark.skipif(os.name == "nt", reason="POSIX signals")]
 GOAL_S = 25.0
 WAIT_S = 150.0
 
@@ -57,10 +54,7 @@ class Site:
         raw = {
             "coordinator": {**machine, "port": coordinator},
             "workers": [{**machine, "id": 1, "port": worker}],
-            "shard_plan": [
-                {"id": "local", "start": 0, "end": 3},
-                {"id": 1, "start": 3, "end": 6},
-            ],
+            "shard_plan": plan_of(("local", 3), (1, 6)),
             "model": {"name_or_path": str(self.llama)},
             "adapter": LORA,
             "data": {"train": str(self.texts), "max_length": 64, "eval": str(self.texts)},

@@ -192,11 +192,7 @@ def runs(product: Product) -> bool:
 def test_strangers_cost_a_run_neither_time_nor_memory(what: str, product: Product, figure) -> None:
     place = product.network.places[1]
     calm = product.run(ENGINE, STEPS, LIMIT_S).seconds
-    with (
-        ThreadPoolExecutor() as pool,
-        Machines() as strangers,
-        Meter(product.pids[1:]) as meter,
-    ):
+    with ThreadPoolExecutor() as pool, Machines() as strangers, Meter(product.pids[1:]) as meter:
         running = pool.submit(product.run, ENGINE, LOUD_STEPS, LIMIT_S)
         while not runs(product):
             assert not running.done(), running.result()

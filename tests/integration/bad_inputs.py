@@ -155,20 +155,12 @@ ROWS = [
         'did you mean "gradient_accumulation_steps"',
         **trained(gradient_acumulation_steps=2),
     ),
-    row(
-        "31",
-        r"coordinator\.ip: is missing \(Address",
-        config={"coordinator": {"ip": None}},
-    ),
+    row("31", r"coordinator\.ip: is missing \(Address", config={"coordinator": {"ip": None}}),
     row("32-text", r"coordinator\.port: must be a whole", config={"coordinator": {"port": "99"}}),
     row("32-bool", r"coordinator\.port: .*not true", config={"coordinator": {"port": True}}),
     row("33-zero", r"coordinator\.port: .*at least 1", config={"coordinator": {"port": 0}}),
     row("33-large", r"port: .*at most 65535", config={"coordinator": {"port": 70000}}),
-    row(
-        "34",
-        r"\[1\]\.start: is 2.* start it at 3",
-        config=plan(("local", 0, 3), ("local", 2, 4)),
-    ),
+    row("34", r"\[1\]\.start: is 2.* start it at 3", config=plan(("local", 0, 3), ("local", 2, 4))),
     row("35-gap", "nobody holds layer 1", config=plan(("local", 0, 1), ("local", 2, 4))),
     # 35: an entry without layers is legal: it holds the embedding, or norm and head.
     row("35-negative", r"shard_plan\[0\]\.start", config=plan(("local", -1, 4))),
@@ -353,11 +345,7 @@ ROWS = [
             "config": {"data": {"train": "x.jsonl"}, "training": {"dataloader_drop_last": True}},
         },
     ),
-    row(
-        "71-missing",
-        "there is no folder .*none",
-        config={"model": {"tokenizer": "./none"}},
-    ),
+    row("71-missing", "there is no folder .*none", config={"model": {"tokenizer": "./none"}}),
     row(
         "71-vocab",
         r"good\.jsonl:1: token .* has the id \d+, but the model has only 50 embeddings",

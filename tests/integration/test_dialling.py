@@ -26,13 +26,9 @@ from hetero_framework.trainer.coordinator import train
 from tests.certificates import keys_of
 from tests.fault_proxy import FaultProxy
 from tests.pools import TRAINING, Notes, read_metrics
-from tests.samples import free_ports
+from tests.samples import free_ports, plan_of
 
-PLAN = [
-    {"id": "local", "start": 0, "end": 2},
-    {"id": 1, "start": 2, "end": 4},
-    {"id": 2, "start": 4, "end": 6},
-]
+PLAN = plan_of(("local", 2), (1, 4), (2, 6))
 MACHINE = {"ip": "127.0.0.1", "device": "cpu"}
 AWAY = {"id": 1, "hostname": "laptop.invalid", "device": "cpu"}
 

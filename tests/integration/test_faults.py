@@ -277,12 +277,7 @@ def test_both_links_cut_at_once_change_nothing(cut, make, proxies, whole, tmp_pa
 
 def test_a_flipped_bit_on_the_way_changes_nothing(make, proxies, whole, tmp_path) -> None:
     """To a worker, from one, and on a tensor's way through the coordinator, which does not look."""
-    flips = {
-        2: proxies[2].up,
-        3: proxies[2].down,
-        4: proxies[1].down,
-        5: proxies[1].up,
-    }
+    flips = {2: proxies[2].up, 3: proxies[2].down, 4: proxies[1].down, 5: proxies[1].up}
 
     class Flip(Notes):
         def step(self, metrics: Mapping[str, Any]) -> None:

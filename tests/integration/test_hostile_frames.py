@@ -39,7 +39,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.framed import checksum, framed
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.pools import Notes, Pool, is_listening, read_metrics
-from tests.samples import free_ports
+from tests.samples import free_ports, plan_of
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -223,11 +223,7 @@ def run_with(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Iterator[C
         raw = pool.config(
             tmp_path / "run",
             [],
-            shard_plan=[
-                {"id": "local", "start": 0, "end": 2},
-                {"id": 1, "start": 2, "end": 4},
-                {"id": "local", "start": 4, "end": 6},
-            ],
+            shard_plan=plan_of(("local", 2), (1, 4), ("local", 6)),
             model={"name_or_path": str(llama)},
             data={"train": str(texts), "max_length": 64},
             adapter=LORA,

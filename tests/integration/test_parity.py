@@ -17,7 +17,7 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.trainer.coordinator import train
 from tests.cases import seldom
 from tests.pools import read_metrics
-from tests.samples import save_llama
+from tests.samples import plan_of, save_llama
 
 pytestmark = pytest.mark.xdist_group("pool")
 
@@ -163,11 +163,7 @@ def test_tied_embeddings_under_full_training_stay_one_weight(losses, tmp_path) -
 
 
 def test_local_with_the_embedding_only_equals_one_process(losses) -> None:
-    plan = [
-        {"id": "local", "start": 0, "end": 0},
-        {"id": 1, "start": 0, "end": 4},
-        {"id": 2, "start": 4, "end": 6},
-    ]
+    plan = plan_of(("local", 0), (1, 4), (2, 6))
     assert losses([], "cut", shard_plan=plan, adapter=LORA) == losses([], "whole", adapter=LORA)
 
 

@@ -24,7 +24,7 @@ from hetero_framework.errors import OutOfMemory, PeerLostError
 from hetero_framework.trainer.coordinator import train
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.pools import TRAINING, Notes, read_metrics
-from tests.samples import DEVICE, free_ports
+from tests.samples import DEVICE, free_ports, plan_of
 
 pytestmark = [pytest.mark.usefixtures("nothing_left_here")]
 
@@ -41,11 +41,7 @@ def configuration(output: Path, llama: Path, texts: Path, **training: Any) -> Co
         {
             "coordinator": {**machine, "port": ports[0]},
             "workers": [{**machine, "id": i, "port": ports[i]} for i in (1, 2)],
-            "shard_plan": [
-                {"id": "local", "start": 0, "end": 2},
-                {"id": 1, "start": 2, "end": 4},
-                {"id": 2, "start": 4, "end": 6},
-            ],
+            "shard_plan": plan_of(("local", 2), (1, 4), (2, 6)),
             "model": {"name_or_path": str(llama)},
             "data": data,
             "adapter": LORA,

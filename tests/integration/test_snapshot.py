@@ -15,16 +15,11 @@ from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.data.batches import MicroBatch
 from hetero_framework.engine.stage_api import StatePart, StepInfo
 from tests.pools import Pool
+from tests.samples import plan_of
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.xdist_group("pool")]
 
-PLAN = [
-    {"id": "local", "start": 0, "end": 1},
-    {"id": 1, "start": 1, "end": 2},
-    {"id": 2, "start": 2, "end": 3},
-    {"id": 1, "start": 3, "end": 4},
-    {"id": "local", "start": 4, "end": 6},
-]
+PLAN = plan_of(("local", 1), (1, 2), (2, 3), (1, 4), ("local", 6))
 State = dict[tuple[int, str], torch.Tensor]
 
 

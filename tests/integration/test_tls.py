@@ -32,7 +32,7 @@ from tests.certificates import authority, keys_of
 from tests.fault_proxy import FaultProxy
 from tests.framed import framed
 from tests.pools import TRAINING, Notes, Pool, is_listening, read_metrics, with_end
-from tests.samples import free_ports
+from tests.samples import free_ports, plan_of
 
 WAIT_S = 30.0
 
@@ -51,11 +51,7 @@ class Cluster:
         self.raw: dict[str, Any] = {
             "coordinator": {**machine, "port": free_ports(1)[0]},
             "workers": [{**machine, "id": i, "port": p} for i, p in enumerate(self.ports, 1)],
-            "shard_plan": [
-                {"id": "local", "start": 0, "end": 2},
-                {"id": 1, "start": 2, "end": 4},
-                {"id": 2, "start": 4, "end": 6},
-            ],
+            "shard_plan": plan_of(("local", 2), (1, 4), (2, 6)),
             "model": {"name_or_path": str(llama)},
             "data": {"train": str(texts), "max_length": 64},
             "training": {**TRAINING, "num_train_epochs": 2, "reconnect_timeout_s": 60.0},
@@ -290,10 +286,7 @@ def test_unauthenticated_connections_get_nothing_and_disturb_nothing(
     assert cluster.train("strangers", notes)[0] == undisturbed
     assert not any("lost" in line for line in notes.lines)
     # Which of two alerts it is depends on OpenSSL's version.
-    assert notes.said.pop("self-signed") in (
-        "TLSV1_ALERT_UNKNOWN_CA",
-        "TLSV1_ALERT_DECRYPT_ERROR",
-    )
+    assert notes.said.pop("self-signed") in ("TLSV1_ALERT_UNKNOWN_CA", "TLSV1_ALERT_DECRYPT_ERROR")
     assert notes.said == {
         "plaintext": "nothing",
         "HTTP": "nothing",

@@ -166,9 +166,7 @@ def test_user_error_is_one_message_and_exit_code_2(
     assert len(captured.err.splitlines()) == 2
 
 
-def test_unknown_option_prints_the_usage_of_its_command(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_unknown_option_prints_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["check", "--confg", "x.json"])
     assert ended.value.code == 2

@@ -123,11 +123,7 @@ def test_an_unknown_name_raises_where_it_was_asked_for() -> None:
 
 @pytest.mark.parametrize(
     ("raised", "text"),
-    [
-        (KeyError("card"), "KeyError"),
-        (DeviceError("no sensor"), "no sensor"),
-        (OSError(5), "OS"),
-    ],
+    [(KeyError("card"), "KeyError"), (DeviceError("no sensor"), "no sensor"), (OSError(5), "OS")],
 )
 def test_a_failing_handler_raises_where_it_was_asked_for(raised: Exception, text: str) -> None:
     @control.on("temperature")

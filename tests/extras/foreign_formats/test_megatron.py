@@ -176,11 +176,7 @@ LENGTHS_AT = 56 + 8 * 14
         (present, {34 + 24 + 24: 80}, "sequence 3, 8 tokens from byte 80 on, is outside"),
         (present, {34 + 24 + 48: 1}, "documents do not go from sequence 0 to 6"),
         # Bytes of these are 0 in 64 bits.
-        (
-            cached,
-            {STARTS + 8: 1 << 62},
-            "sequence 1, 0 tokens from byte 18,446,744,073,709,551",
-        ),
+        (cached, {STARTS + 8: 1 << 62}, "sequence 1, 0 tokens from byte 18,446,744,073,709,551"),
         (cached, {STARTS + 24: (1 << 62) + 5}, "sequence 3, 8 tokens from byte 18,446,744,073,709"),
         (
             cached,

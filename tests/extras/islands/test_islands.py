@@ -58,10 +58,7 @@ def quorums(nothing_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sta
 
 @pytest.fixture
 def settings(llama: Path, texts: Path) -> dict[str, Any]:
-    return {
-        "model": {"name_or_path": str(llama)},
-        "data": {"train": str(texts), "max_length": 64},
-    }
+    return {"model": {"name_or_path": str(llama)}, "data": {"train": str(texts), "max_length": 64}}
 
 
 def island(
@@ -331,7 +328,7 @@ def test_an_island_with_other_settings_is_told_which(
     other["model"] = {**other["model"], "name_or_path": str(same)}
     for name, raw in (("a", one), ("b", other)):
         raw["island"] = {
-            **{"name": name, "lighthouse": "127.0.0.1:29510", "min_islands": 2, "wait_s": 0.1},
+            **{"name": name, "lighthouse": "127.0.0.1:29510", "min_islands": 2, "wait_s": 0.1}
         }
     for section, change in DIFFERENT[key].items():
         if section == "model" and change == "other":

@@ -42,6 +42,7 @@ from hetero_framework.security.access import LOOPBACK_ONLY, Access, Keyed
 from tests.certificates import keys_of
 from tests.extras.islands.helpers import StandIn, serving
 from tests.optional import need_torchft
+from tests.waiting import wait_until
 
 WAIT_S = 60.0
 DONE = FinishedRun("run 1", "facts", 9, ("a", "b"))
@@ -132,13 +133,6 @@ def meet(*islands: LighthouseClient) -> View:
     for found in [in_background(partial(ask, island), "island") for island in islands]:
         found.result(WAIT_S)
     return wanted
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # -- views

@@ -85,11 +85,7 @@ class Group:
 
 # -- torchft's numbers ----------------------------------------------------------------------------
 
-REGRESSION: dict[str, Any] = {
-    "fragments": 2,
-    "outer_learning_rate": 2.0,
-    "outer_momentum": 0.0,
-}
+REGRESSION: dict[str, Any] = {"fragments": 2, "outer_learning_rate": 2.0, "outer_momentum": 0.0}
 
 
 def by_two(island: int, step: int, fragment: int) -> Tensor:

@@ -21,6 +21,7 @@ import pytest
 from hetero_framework._version import __version__
 from hetero_framework.security.keys import AUTHORITY, KeyDirectory
 from tests import sshd
+from tests.samples import plan_of
 
 pytestmark = pytest.mark.skipif(sshd.needs() is not None, reason=str(sshd.needs()))
 
@@ -49,11 +50,7 @@ class Place:
         raw = {
             "coordinator": {"ip": "192.0.2.1"},
             "workers": [{"id": k, "ip": f"192.0.2.{k + 1}", "port": 9000} for k in (1, 2)],
-            "shard_plan": [
-                {"id": "local", "start": 0, "end": 1},
-                {"id": 1, "start": 1, "end": 2},
-                {"id": 2, "start": 2, "end": 3},
-            ],
+            "shard_plan": plan_of(("local", 1), (1, 2), (2, 3)),
             "model": {"name_or_path": "x"},
             "data": {"train": "x.txt"},
         }

@@ -27,7 +27,7 @@ from hetero_framework.security import certificates
 from hetero_framework.security.access import KeyOptions, lighthouse_access
 from hetero_framework.security.keys import KeyDirectory
 from tests.certificates import keys_of_year
-from tests.samples import free_ports
+from tests.samples import free_ports, plan_of
 
 WAIT_S = 60.0
 
@@ -36,11 +36,7 @@ def configuration(folder: Path) -> Path:
     raw: dict[str, Any] = {
         "coordinator": {"ip": "127.0.0.1", "port": free_ports(1)[0]},
         "workers": [{"id": 1, "ip": "192.0.2.7"}, {"id": "two", "ip": "192.0.2.8"}],
-        "shard_plan": [
-            {"id": "local", "start": 0, "end": 1},
-            {"id": 1, "start": 1, "end": 2},
-            {"id": "two", "start": 2, "end": 3},
-        ],
+        "shard_plan": plan_of(("local", 1), (1, 2), ("two", 3)),
     }
     folder.mkdir()
     file = folder / "hetero_config.json"

@@ -7,7 +7,6 @@ import re
 import socket
 import ssl
 import struct
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -33,6 +32,7 @@ from hetero_framework.security import certificates
 from hetero_framework.security.acceptor import Acceptor
 from hetero_framework.security.keys import KeyDirectory
 from tests import certificates as clocks
+from tests.waiting import wait_until
 
 WAIT_S = 30.0
 CONFIGURATION = Configuration("cluster.json", '{"any": "text, also ünïcode"}')
@@ -84,13 +84,6 @@ class Host:
 def host(tmp_path: Path) -> Iterator[Host]:
     with closing(Host(tmp_path / "host")) as made:
         yield made
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def wrong(token: Token) -> Token:

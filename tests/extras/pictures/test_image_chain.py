@@ -118,8 +118,7 @@ def test_parts_that_compute_otherwise_than_the_class_are_refused(
 
 def test_a_tensor_that_goes_around_the_blocks_is_refused() -> None:
     config = CvtConfig(
-        **{"embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 4]},
-        num_labels=5,
+        **{"embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 4]}, num_labels=5
     )
     result = compare(chain_of(config), ranges_between([0, 2, len(bundles(chain_of(config))) - 1]))
     assert result.verdict == "refused"

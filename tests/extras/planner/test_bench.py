@@ -12,6 +12,7 @@ import pytest
 from hetero_framework.cli import main
 from hetero_framework.extras.planner import FleetProfile, fleet
 from tests.extras.planner.fleets import device, raw_fleet
+from tests.samples import plan_of
 
 MEASURED = raw_fleet(
     [
@@ -21,11 +22,7 @@ MEASURED = raw_fleet(
     ],
     speed=1e8,
 )
-PLAN = [
-    {"id": "local", "start": 0, "end": 1},
-    {"id": 1, "start": 1, "end": 4},
-    {"id": "box", "start": 4, "end": 8},
-]
+PLAN = plan_of(("local", 1), (1, 4), ("box", 8))
 
 
 @pytest.fixture

@@ -249,12 +249,7 @@ def test_the_plan_error_names_the_missing_memory() -> None:
             "the head fits on no process; the nearest one is short of 7.45 GiB",
         ),
         ({}, {}, {"pins": {1: (4, 5)}, "excluded": [2]}, "--pin: no plan keeps worker 1 layer 4"),
-        (
-            {},
-            {},
-            {"pins": {1: (1, 2), 2: (6, 8)}},
-            "keeps worker 1 layer 1, worker 2 layers 6-7",
-        ),
+        ({}, {}, {"pins": {1: (1, 2), 2: (6, 8)}}, "keeps worker 1 layer 1, worker 2 layers 6-7"),
     ],
 )
 def test_the_plan_error_names_the_obstacle(

@@ -14,12 +14,9 @@ from hetero_framework.extras.observe import plan_picture
 from hetero_framework.extras.planner import evaluate
 from hetero_framework.extras.planner.plan_drawings import plan, step
 from tests.extras.planner.fleets import GB, device, fleet_of, raw_fleet
+from tests.samples import plan_of
 
-ENTRIES = [
-    {"id": "local", "start": 0, "end": 3},
-    {"id": 1, "start": 3, "end": 6},
-    {"id": "local", "start": 6, "end": 8},
-]
+ENTRIES = plan_of(("local", 3), (1, 6), ("local", 8))
 FLEET = fleet_of(device("local"), device(1, memory_bytes=6 * GB), device("box"), speed=1e8)
 RESULT = evaluate(FLEET, ENTRIES, gradient_checkpointing={"1": True}, max_in_flight=4)
 

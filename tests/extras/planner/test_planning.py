@@ -157,10 +157,7 @@ def test_evaluate_refuses_an_invalid_plan_with_the_reason() -> None:
         ([half[0], {"id": 9, "start": 4, "end": 8}], "9 is not a worker"),
         ([half[0], {"id": 1, "start": 5, "end": 8}], "nobody holds layer 4"),
         ([half[0], {"id": 1, "start": "x"}], "shard_plan[1].start: must be a whole number"),
-        (
-            [half[0], {"id": [], "start": 4, "end": 8}],
-            "shard_plan[1].id: must be a whole number",
-        ),
+        ([half[0], {"id": [], "start": 4, "end": 8}], "shard_plan[1].id: must be a whole number"),
         (
             [half[0], {"id": "local", "start": 4, "end": 8}],
             "shard_plan[1]: is on coordinator as the one before",

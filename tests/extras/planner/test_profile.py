@@ -89,10 +89,7 @@ def test_omitted_fields_of_a_profile_are_zero() -> None:
             {"devices": [device("local", memory_bytes=float("nan")), device(1)]},
             "devices[0].memory_bytes: must be a finite number",
         ),
-        (
-            {"devices": [device("local", memori=1), device(1)]},
-            "devices[0].memori: unknown key",
-        ),
+        ({"devices": [device("local", memori=1), device(1)]}, "devices[0].memori: unknown key"),
         ({"links": []}, 'links: none goes from "local" to 1'),
         (
             {"links": [{"from": 1, "to": 7, "bytes_per_s": 1}]},
@@ -103,10 +100,7 @@ def test_omitted_fields_of_a_profile_are_zero() -> None:
             {"links": [{"from": 1, "to": "local", "bytes_per_s": 0}]},
             "links[0].bytes_per_s: must be at least 0.001, not 0",
         ),
-        (
-            {"links": [{"from": 1, "to": 1, "bytes_per_s": 1}]},
-            "links[0]: goes from 1 to itself",
-        ),
+        ({"links": [{"from": 1, "to": 1, "bytes_per_s": 1}]}, "links[0]: goes from 1 to itself"),
         (
             {"links": [{"from": 1, "to": "local", "bytes_per_s": 1}] * 2},
             "links[1]: says the same direction as links[0]",

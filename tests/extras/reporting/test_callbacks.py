@@ -534,9 +534,7 @@ class Failing(TrainerCallback):
             raise KeyError("no such dial")
 
 
-def test_a_callback_that_raises_ends_the_run_with_its_name_and_the_work_saved(
-    alone: Alone,
-) -> None:
+def test_a_callback_that_raises_ends_the_run_with_its_name_and_the_work_saved(alone: Alone) -> None:
     config = alone()
     with pytest.raises(CallbackError, match="the callback Failing failed in on_step_end") as error:
         train(config, callbacks=[Failing])

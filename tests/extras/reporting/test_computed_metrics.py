@@ -36,10 +36,7 @@ def evaluating(alone: Alone, tmp_path: Path, *, sets: bool = False, **training: 
     texts = str(save_texts(tmp_path / "uneven.jsonl", 11))
     others = {"one": texts, "two": str(save_texts(tmp_path / "two.jsonl", 4, seed=2))}
     data = {"train": texts, "max_length": 32, "eval": others if sets else texts}
-    return alone(
-        training={"eval_strategy": "steps", "eval_steps": 2, **training},
-        data=data,
-    )
+    return alone(training={"eval_strategy": "steps", "eval_steps": 2, **training}, data=data)
 
 
 class Accuracy:
@@ -111,10 +108,7 @@ def test_metrics_and_what_they_are_computed_of_are_the_trainers(
     config = evaluating(alone, tmp_path, **settings)
     recorder, ours, others = Recorder(), Accuracy(), Accuracy()
     summary = train(
-        config,
-        callbacks=[recorder],
-        compute_metrics=ours,
-        preprocess_logits_for_metrics=preprocess,
+        config, callbacks=[recorder], compute_metrics=ours, preprocess_logits_for_metrics=preprocess
     )
     state = theirs(config, tmp_path / "trainer", others, preprocess or argmax)
     assert recorder.state is not None

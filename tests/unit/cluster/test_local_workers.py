@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from hetero_framework.config import Config
 from hetero_framework.core.dial import Listener
 from hetero_framework.errors import ResourceError, UserError
 from tests.samples import free_ports
+from tests.waiting import is_running, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -78,13 +78,6 @@ def config(tmp_path: Path) -> Config:
         },
         tmp_path,
     )
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)  # nothing announces what a process does
 
 
 def pids(workers: LocalWorkers) -> dict[int | str, int]:
@@ -336,13 +329,6 @@ def test_workers_end_when_their_parent_is_killed(
         wait_until(lambda: says_hello(workers_log(config)))
         parent.kill()
     wait_until(lambda: not any(is_running(pid) for pid in started))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_ctrl_c_reaches_the_parent_alone(config: Config, program: Any) -> None:

@@ -26,12 +26,7 @@ def ready(worker: int = 1) -> Membership:
 
 def test_worker_is_dialled_set_up_and_started() -> None:
     members = Membership([1])
-    assert [members.on(1, event) for event in START] == [
-        (),
-        (),
-        (Action.SET_UP,),
-        (),
-    ]
+    assert [members.on(1, event) for event in START] == [(), (), (Action.SET_UP,), ()]
     assert members._states[1] is WorkerState.READY
 
 

@@ -37,19 +37,12 @@ from hetero_framework.core.stream import Stream
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
 from tests.samples import boundary_message, free_ports
+from tests.waiting import wait_until
 
 WAIT_S = 10.0
 LARGEST = 1 << 20
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=8)
 TENSOR = torch.arange(6.0).view(1, 2, 3)
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, f"timed out: {what}"
-        pause.wait(0.005)
 
 
 @pytest.fixture(autouse=True)
@@ -326,9 +319,7 @@ def test_link_that_breaks_is_reported_at_both_ends(pair: tuple[Machine, Machine]
     assert not one.links.knows(one.open[0])
 
 
-def test_sending_over_a_link_that_has_just_gone_is_no_error(
-    pair: tuple[Machine, Machine],
-) -> None:
+def test_sending_over_a_link_that_has_just_gone_is_no_error(pair: tuple[Machine, Machine]) -> None:
     one, other = pair
     link_up(one, other)
     one.open[0].close(drain_s=0)

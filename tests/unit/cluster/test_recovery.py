@@ -93,7 +93,7 @@ def test_a_worker_that_leaves_hands_over_before_it_is_let_go() -> None:
     loop = Loop(WorkerLeaving(2, LEAVING))
     assert loop.recovery.run(loop) == "finished"
     assert loop.done == [
-        *("step", "abort", "hand over", "let go 2", "forget commits", "abort", "load 2", "rewind"),
+        *("step", "abort", "hand over", "let go 2", "forget commits", "abort", "load 2", "rewind")
     ]
 
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.errors import PeerLostError, UserError
 from tests.samples import free_ports
+from tests.waiting import is_running, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 60.0
@@ -102,20 +102,6 @@ class Served:
     def ended(self) -> None:
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)  # nothing announces what a process does
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture

@@ -73,7 +73,8 @@ from hetero_framework.errors import (
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.security import acceptor
 from tests.framed import framed
-from tests.samples import free_ports
+from tests.samples import free_ports, plan_of
+from tests.waiting import wait_until
 
 WAIT_S = 10.0
 B = TypeVar("B", bound=Body)
@@ -116,10 +117,7 @@ class Served:
             {
                 "coordinator": {"ip": "127.0.0.1", "port": 1},
                 "workers": [{"id": 1, "ip": "127.0.0.1", "port": self.port, "device": "cpu"}],
-                "shard_plan": [
-                    {"id": "local", "start": 0, "end": 1},
-                    {"id": 1, "start": 1, "end": 2},
-                ],
+                "shard_plan": plan_of(("local", 1), (1, 2)),
                 "training": {"reconnect_timeout_s": reconnect_s},
             }
         )
@@ -219,14 +217,6 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
     with ExitStack() as stack:
         yield lambda **options: Served(stack, **options)
     wait_until(lambda: set(threading.enumerate()) <= threads)
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        pause.wait(0.005)
 
 
 def lost(served: Served) -> Callable[[], bool]:

@@ -17,6 +17,7 @@ from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.errors import ConfigError, DataError, PlanError
 from hetero_framework.extras.observe.token_view import print_examples
 from hetero_framework.trainer.setup import prepare
+from tests.samples import plan_of
 from tests.unit.data_helpers import CHATML, tiny_tokenizer
 
 LLAMA = {
@@ -36,11 +37,7 @@ def raw(tmp_path: Path) -> dict[str, Any]:
     return {
         "coordinator": {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"},
         "workers": [{"id": 1, "ip": "127.0.0.1", "port": 29512, "device": "cpu"}],
-        "shard_plan": [
-            {"id": "local", "start": 0, "end": 0},
-            {"id": 1, "start": 0, "end": 3},
-            {"id": "local", "start": 3, "end": 4},
-        ],
+        "shard_plan": plan_of(("local", 0), (1, 3), ("local", 4)),
         "model": {"from_config": LLAMA, "tokenizer": "tokenizer"},
         "data": {"train": "train.jsonl"},
         "training": {"gradient_accumulation_steps": 8},

@@ -41,6 +41,6 @@ def test_every_device_is_described_also_one_that_cannot_be_used(
     said = lines[start + 1 : lines.index(next(x for x in lines if x.startswith("device cpu")))]
     assert said[0] == "  cannot be used: this torch has no kernels for it install another"
     assert {line.split(":")[0].strip() for line in said[1:]} == {
-        *("float32", "bfloat16", "float16", "float64", "4-bit (nf4)", "streams", "memory figures"),
+        *("float32", "bfloat16", "float16", "float64", "4-bit (nf4)", "streams", "memory figures")
     }
     assert said[-1] == "  memory figures: no (no figures)"

@@ -31,10 +31,10 @@ FILES = {
 }
 """Options that name a file to write, each with what else the command needs."""
 FOLDERS = {  # each command looks at them itself; see its own tests
-    *(("launch", "--output"), ("keys", "--output"), ("export", "--output"), ("merge", "--output")),
+    *(("launch", "--output"), ("keys", "--output"), ("export", "--output"), ("merge", "--output"))
 }
 CHANGED = {  # a run's own directories, and files that are there to be changed
-    *(("train", "--output-dir"), ("train", "--checkpoint_dir"), ("join", "--config")),
+    *(("train", "--output-dir"), ("train", "--checkpoint_dir"), ("join", "--config"))
 }
 READ = {
     *("--config", "--keys", "--import", "--result", "--prompts", "--profile", "--evaluate"),

@@ -91,8 +91,7 @@ FEW = set(NAMES[::8]).difference(LARGE)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in NAMES],
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in NAMES]
 )
 def test_the_declared_layers_are_those_of_the_model(name: str) -> None:
     """Of every architecture: a plan that fits is never refused for what config.json says."""

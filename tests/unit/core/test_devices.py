@@ -337,9 +337,7 @@ def test_devices_of_a_plug_in_come_first_and_replace_the_general_ones(
 
 
 def test_a_vendors_package_that_fails_leaves_the_other_devices(
-    machine: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: str) -> None:
         raise OSError("libascendcl.so: cannot open shared object file")
@@ -677,9 +675,7 @@ def streams(
     monkeypatch.setattr(kind, "torch_device", torch.device("cpu"))
     monkeypatch.setattr(torch, "xpu" if request.param == "xpu" else "cuda", fake)
     monkeypatch.setattr(
-        torch.Tensor,
-        "record_stream",
-        lambda tensor, stream: fake.recorded.append((tensor, stream)),
+        torch.Tensor, "record_stream", lambda tensor, stream: fake.recorded.append((tensor, stream))
     )
     return kind(0), fake
 
@@ -804,9 +800,7 @@ def test_clock_is_read_again_when_it_is_old(
     assert device.event_time(old) <= time.perf_counter() + 1e-3
 
 
-def test_marks_without_times_count_when_they_were_seen(
-    streams: tuple[Device, FakeStreams],
-) -> None:
+def test_marks_without_times_count_when_they_were_seen(streams: tuple[Device, FakeStreams]) -> None:
     device, fake = streams
     fake.has_times = False
     first, second = device.record_event(), device.record_event()

@@ -192,10 +192,7 @@ def test_protocol_does_not_import_torch_or_socket() -> None:
 
 def test_tensor_data_is_not_copied() -> None:
     data = bytearray(8)
-    message = Message(
-        m.Control("x"),
-        [WireTensor("float32", (2,), memoryview(data))],
-    )
+    message = Message(m.Control("x"), [WireTensor("float32", (2,), memoryview(data))])
     data[0] = 9
     assert frame(message)[-8:] == bytes(data)
 

@@ -31,16 +31,9 @@ from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError, ResourceError
 from tests.fault_proxy import FaultProxy
 from tests.framed import framed
+from tests.waiting import wait_until
 
 WAIT_S = 10.0
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, f"timed out: {what}"
-        pause.wait(0.005)
 
 
 def open_handles() -> int:

@@ -162,8 +162,7 @@ def test_load_data_template_with_a_date_warns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "warns"),
-    [(CHATML_MARKED, False), (CHATML_MARKED.replace("<|im_end|>", ""), True)],
+    ("template", "warns"), [(CHATML_MARKED, False), (CHATML_MARKED.replace("<|im_end|>", ""), True)]
 )
 def test_load_data_template_without_an_end_of_turn_warns(tmp_path, template, warns):
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]

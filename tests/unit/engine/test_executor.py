@@ -19,12 +19,7 @@ from hetero_framework.core.spans import BACKWARD, COMMIT, FORWARD, FORWARD_BACKW
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.schedule.policies import by_depth, due_dates, forwards_ahead
-from hetero_framework.engine.schedule.readiness import (
-    BACKWARD_FIRST,
-    Admission,
-    Policy,
-    Task,
-)
+from hetero_framework.engine.schedule.readiness import BACKWARD_FIRST, Admission, Policy, Task
 from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.schedule.tuning import TunedSchedule
@@ -171,18 +166,10 @@ class Buffers:
 
 
 def make_executor(
-    stages: list[FakeStage],
-    *,
-    device: Device | None = None,
-    recorder: Recorder | None = None,
+    stages: list[FakeStage], *, device: Device | None = None, recorder: Recorder | None = None
 ) -> tuple[Executor, Sent]:
     sent = Sent()
-    executor = Executor(
-        stages,
-        device or open_device("cpu"),
-        recorder or Recorder(0),
-        sent,
-    )
+    executor = Executor(stages, device or open_device("cpu"), recorder or Recorder(0), sent)
     return executor, sent
 
 

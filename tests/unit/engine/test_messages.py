@@ -22,12 +22,7 @@ from hetero_framework.core.messages import (
 from hetero_framework.engine import messages
 from hetero_framework.engine.schedule.readiness import BACKWARD, FORWARD
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
-from hetero_framework.engine.stage_api import (
-    GradientReport,
-    HostReport,
-    StatePart,
-    StepInfo,
-)
+from hetero_framework.engine.stage_api import GradientReport, HostReport, StatePart, StepInfo
 
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=99, loss_scale=8.0)
 ADDRESS = {"step": 3, "attempt": 1, "stage": 2, "micro_batch": 5}

@@ -7,13 +7,7 @@ import bitsandbytes
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hetero_framework.config import TrainingConfig

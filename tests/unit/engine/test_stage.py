@@ -319,11 +319,7 @@ def batch(k: int) -> Tensors:
     ids = torch.randint(3, 300, (2, 7), generator=draw)
     mask = torch.ones_like(ids)
     mask[1, 5 + k :] = 0
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "labels": ids.masked_fill(mask == 0, -100),
-    }
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def middle_inputs(k: int) -> Tensors:

@@ -14,12 +14,7 @@ from hetero_framework.engine.boundary_io import ArrivalMeter, Done, inputs_in
 from hetero_framework.engine.hosts import BatchInputs, StepResults
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
-from hetero_framework.engine.stage_api import (
-    Arrival,
-    Outcome,
-    StatePart,
-    StepInfo,
-)
+from hetero_framework.engine.stage_api import Arrival, Outcome, StatePart, StepInfo
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import OutOfMemory, ProtocolError
 from hetero_framework.models.cut.partition import ranges_between

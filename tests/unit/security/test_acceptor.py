@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -17,6 +16,7 @@ from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError
 from hetero_framework.security.acceptor import MAX_STRANGERS, Acceptor, RateLimit, _Stranger
 from hetero_framework.security.access import LOOPBACK_ONLY
+from tests.waiting import wait_until
 
 WAIT_S = 20.0
 
@@ -63,13 +63,6 @@ class Opened:
             self.acceptor.gone(stream)
             stream.close()
         wait_until(lambda: not self.acceptor.strangers)
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

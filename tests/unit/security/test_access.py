@@ -26,6 +26,7 @@ from hetero_framework.security.access import (
 )
 from hetero_framework.security.keys import FOLDER, KeyDirectory
 from tests.certificates import YEARS, keys_of, keys_of_year
+from tests.samples import plan_of
 
 WAIT_S = 20.0
 
@@ -34,11 +35,7 @@ def config(folder: Path, ip: str) -> Config:
     raw = {
         "coordinator": {"ip": "127.0.0.1"},
         "workers": [{"id": 1, "ip": ip, "port": 9000}, {"id": 2, "ip": "127.0.0.1", "port": 9001}],
-        "shard_plan": [
-            {"id": "local", "start": 0, "end": 1},
-            {"id": 1, "start": 1, "end": 2},
-            {"id": 2, "start": 2, "end": 3},
-        ],
+        "shard_plan": plan_of(("local", 1), (1, 2), (2, 3)),
     }
     return Config.from_dict(raw, folder)
 
@@ -147,9 +144,7 @@ def test_worker_that_is_not_in_the_plan_is_told(process: Any) -> None:
     assert seen == "worker 7 is not in this machine's configuration (workers: 1, 2)"
 
 
-def test_other_worker_at_an_address_is_not_taken_for_the_one_that_was_dialled(
-    process: Any,
-) -> None:
+def test_other_worker_at_an_address_is_not_taken_for_the_one_that_was_dialled(process: Any) -> None:
     said, _ = outcome(process("local"), 2, process(1))
     assert said == (
         "worker 2 is not who it should be: its certificate is that of worker 1, expected worker 2"

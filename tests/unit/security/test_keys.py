@@ -18,14 +18,7 @@ from hetero_framework.core.identity import Identity
 from hetero_framework.errors import IdentityError, ResourceError
 from hetero_framework.security import authority as x509
 from hetero_framework.security import certificates
-from hetero_framework.security.keys import (
-    LOCK,
-    MAX_REVOKED,
-    REVOKED,
-    KeyDirectory,
-    serials,
-    texts,
-)
+from hetero_framework.security.keys import LOCK, MAX_REVOKED, REVOKED, KeyDirectory, serials, texts
 from tests.certificates import keys_of
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")

@@ -415,10 +415,7 @@ def test_symbolic_links_in_the_way_are_refused_and_untouched(
     ],
 )
 def test_full_disk_is_a_resource_error_and_keeps_the_old(
-    store: CheckpointStore,
-    monkeypatch: pytest.MonkeyPatch,
-    operation: str,
-    error: Exception,
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, operation: str, error: Exception
 ) -> None:
     save(store, 1)
 

@@ -417,9 +417,7 @@ def test_checkpoints_of_a_former_version_are_continued(alone: Alone) -> None:
 
 
 @pytest.mark.parametrize("under_way", [True, False])
-def test_a_step_that_ends_its_worker_is_told_with_the_samples_of_this_part(
-    under_way: bool,
-) -> None:
+def test_a_step_that_ends_its_worker_is_told_with_the_samples_of_this_part(under_way: bool) -> None:
     run = object.__new__(Coordinator)
     run._state, run._deaths = TrainState(step=4, jumped=2), Counter({(1, 4): 2})
     run._part = StepPart(9, [], [[14, 15], [3]], 1) if under_way else None

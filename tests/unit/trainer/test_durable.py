@@ -18,6 +18,7 @@ from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.trainer.checkpoint import durable_store
 from hetero_framework.trainer.durable import MAX_STEPS, DurableSteps, interval_steps
 from hetero_framework.trainer.train_state import TrainState
+from tests.samples import plan_of
 
 
 @pytest.mark.parametrize(
@@ -72,10 +73,7 @@ def config(tmp_path: Path) -> Config:
         {
             "coordinator": machine(),
             "workers": [{**machine(), "id": 1, "port": 9998}],
-            "shard_plan": [
-                {"id": "local", "start": 0, "end": 1},
-                {"id": 1, "start": 1, "end": 2},
-            ],
+            "shard_plan": plan_of(("local", 1), (1, 2)),
             "adapter": {"r": 2},
             "training": {"output_dir": str(tmp_path / "run"), "replicate_steps": 2},
         }

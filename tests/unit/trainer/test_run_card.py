@@ -129,8 +129,7 @@ def test_a_card_of_somebody_else_stays_and_an_own_one_is_replaced(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
-    [("a", "`a`"), ("a`b", "`` a`b ``"), ("``` <img>", "```` ``` <img> ````")],
+    ("text", "shown"), [("a", "`a`"), ("a`b", "`` a`b ``"), ("``` <img>", "```` ``` <img> ````")]
 )
 def test_code_holds_any_text(text: str, shown: str) -> None:
     assert code(text) == shown

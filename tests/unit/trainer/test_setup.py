@@ -25,6 +25,7 @@ from hetero_framework.trainer.setup import (
     resolve_loss_chunk,
     without_padding,
 )
+from tests.samples import plan_of
 
 GPT2 = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=16, vocab_size=32)
 LLAMA = LlamaConfig(
@@ -62,10 +63,7 @@ def config(**training) -> Config:
         {
             "coordinator": machine,
             "workers": [{**machine, "id": 1, "port": 9999}],
-            "shard_plan": [
-                {"id": "local", "start": 0, "end": 2},
-                {"id": 1, "start": 2, "end": 4},
-            ],
+            "shard_plan": plan_of(("local", 2), (1, 4)),
             "model": {"from_config": {"model_type": "llama"}, "tokenizer": "tokenizer"},
             "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
             "training": training,
@@ -167,10 +165,7 @@ def test_the_loss_chunk_is_decided_before_any_process_starts() -> None:
         reasons = [decision.reason for decision in resolved.decisions]
         return resolved.config.training.loss_chunk_tokens, "".join(reasons)
 
-    assert decided(LLAMA, 12) == (
-        None,
-        "the logits of a whole micro-batch, 24 tokens, fit at once",
-    )
+    assert decided(LLAMA, 12) == (None, "the logits of a whole micro-batch, 24 tokens, fit at once")
     assert decided(LLAMA, 12, loss_chunk_tokens=24)[0] is None
     assert decided(LLAMA, 12, loss_chunk_tokens=None) == (None, "")
     assert decided(LLAMA, 12, loss_chunk_tokens=23) == (23, "")

@@ -42,18 +42,10 @@ def test_moves_keep_all_layers_and_only_ends_may_be_empty(
 
 def test_a_device_with_only_the_head_is_left_out_of_closed_layouts() -> None:
     rules = rules_of(fleet_of(device("local"), device(1), device(2), layers=6), chunks=True)
-    layout = (
-        Part(0, 0, 4, False, False),
-        Part(2, 4, 6, False, True),
-        Part(1, 6, 6, False, True),
-    )
+    layout = (Part(0, 0, 4, False, False), Part(2, 4, 6, False, True), Part(1, 6, 6, False, True))
     assert [
         [(part.device, part.end - part.start) for part in x] for x in closed(rules, layout)
-    ] == [
-        [(0, 4), (2, 2), (0, 0)],
-        [(0, 2), (2, 2), (0, 2)],
-        [(0, 0), (2, 2), (0, 4)],
-    ]
+    ] == [[(0, 4), (2, 2), (0, 0)], [(0, 2), (2, 2), (0, 2)], [(0, 0), (2, 2), (0, 4)]]
 
 
 def test_the_first_devices_come_again_behind_all() -> None:

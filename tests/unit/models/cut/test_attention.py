@@ -16,7 +16,7 @@ from hetero_framework.cli import main
 from hetero_framework.config import Config
 from hetero_framework.errors import DeviceError
 from hetero_framework.models.cut.attention import KNOWN, attention_support, check_attention
-from tests.samples import save_llama, save_texts
+from tests.samples import plan_of, save_llama, save_texts
 
 
 def test_the_answers_are_those_of_torch_and_transformers() -> None:
@@ -38,11 +38,7 @@ def test_each_process_with_layers_is_named_with_its_machine_and_device() -> None
                 {"id": 1, "hostname": "box", "ip": "10.0.0.2", "device": "auto"},
                 {"id": 2, "ip": "10.0.0.3", "device": "cuda:1"},
             ],
-            "shard_plan": [
-                {"id": "local", "start": 0, "end": 0},
-                {"id": 1, "start": 0, "end": 2},
-                {"id": 2, "start": 2, "end": 4},
-            ],
+            "shard_plan": plan_of(("local", 0), (1, 2), (2, 4)),
             "model": {"name_or_path": "m", "attn_implementation": "flex_attention"},
         }
     )

@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_framework.models.cut.chunked_loss import (
-    chunk_tokens,
-    chunked_loss,
-    spans,
-)
+from hetero_framework.models.cut.chunked_loss import chunk_tokens, chunked_loss, spans
 from hetero_framework.models.cut.shard import Shard, build_shard
 from hetero_framework.models.cut.side import (
     Bundle,

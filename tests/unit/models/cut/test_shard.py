@@ -18,12 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
@@ -407,9 +402,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], set[str]]:
     read: set[str] = set()
     opened: set[str] = set()
     monkeypatch.setattr(
-        weights,
-        "safe_open",
-        lambda path, **kwargs: CountingFile(path, read, opened, **kwargs),
+        weights, "safe_open", lambda path, **kwargs: CountingFile(path, read, opened, **kwargs)
     )
     return read, opened
 

@@ -21,6 +21,7 @@ from hetero_framework.models.verify.boundary_contents import (
     tiny_crossing,
 )
 from hetero_framework.units import size
+from tests.samples import plan_of
 
 TOKENS = 16
 
@@ -31,10 +32,7 @@ def configured(model_type: str, **changes: Any) -> tuple[Config, PretrainedConfi
         {
             "coordinator": {"ip": "127.0.0.1"},
             "workers": [{"id": 1, "hostname": "b", "ip": "127.0.0.2", "port": 9871}],
-            "shard_plan": [
-                {"id": "local", "start": 0, "end": 4},
-                {"id": 1, "start": 4, "end": 6},
-            ],
+            "shard_plan": plan_of(("local", 4), (1, 6)),
             "model": {"from_config": fields, "tokenizer": "none", "dtype": "bfloat16"},
         }
     )

@@ -538,9 +538,7 @@ def test_refusal_is_never_remembered(compared: list[Any], monkeypatch: pytest.Mo
     assert not directory.exists()
 
 
-def test_a_remembered_verdict_depends_on_all_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_remembered_verdict_depends_on_all_code(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or b"")
     equivalence.own_code.__wrapped__(Path(equivalence.__file__).parents[1])
