@@ -6,13 +6,14 @@ are loaded. What happens after a loss is in recovery.py.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +44,7 @@ from hetero_framework.engine.hosts import LinkLost, StopWanted
 from hetero_framework.engine.loading import BuildStages, load_stages, take_apart
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.schedule.simulator import Profile
-from hetero_framework.engine.stage_api import GradientSum, StageInterface, StepInfo
+from hetero_framework.engine.stage_api import StageInterface
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -157,7 +158,7 @@ class Cluster:
         self.members = self._peers.members
         """Which workers are present."""
         self.recovery = Recovery(config, self._peers, self._local, self._load_workers, absence_s)
-        self._attempt = 0
+        self._attempts = itertools.count(1)
         self._max_boundary_bytes = max_boundary_bytes or max_frame_bytes
         self._local_stages: Sequence[StageInterface] = []
         self._current: LoadedPipeline | None = None
@@ -255,6 +256,7 @@ class Cluster:
             id_layers=self._id_layers,
             statistics=self._statistics,
             max_boundary_bytes=self._max_boundary_bytes,
+            attempts=self._attempts,
         )
         self.fingerprint = self._current.fingerprint
         self.recovery.pipeline = pipeline = self._current.pipeline
@@ -407,16 +409,6 @@ class Cluster:
             _log.info("worker %s is back", worker, extra=event("worker back", worker=worker))
             machines[worker] = None if has_stages else MachineFacts.of(welcome)
         return machines
-
-    def begin(self, info: StepInfo, group: GradientSum | None = None) -> None:
-        """Announce an attempt at a step to every stage; its number is set here. With `group`, the
-        step's gradients are summed with those of other replicas."""
-        self._attempt += 1
-        text = "step %d, attempt %d: %d micro-batches"
-        _log.debug(text, info.step + 1, self._attempt, info.micro_batches)
-        self._peers.direct.dial_again(timeouts.DIRECT_DIAL_S)
-        info = replace(info, attempt=self._attempt, summed=group is not None)
-        self.loaded.begin(info, group)
 
     def clock_offsets(self) -> dict[WorkerId, float]:
         """Each worker's time.perf_counter() minus ours, in seconds, where it is known."""

@@ -5,14 +5,16 @@ It is built when all stages of a plan are loaded, and replaced when the plan cha
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
+from hetero_framework.core import timeouts
 from hetero_framework.core.devices import Device
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
@@ -25,10 +27,12 @@ from hetero_framework.engine.schedule.simulator import Profile
 from hetero_framework.engine.schedule.tuner import StageSeconds, Tuner, make_profile
 from hetero_framework.engine.schedule.tuning import TunedSchedule
 from hetero_framework.engine.stage_api import (
+    GradientReport,
     GradientSum,
     Outcome,
     StageInterface,
     StepInfo,
+    Tensors,
 )
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
@@ -36,7 +40,10 @@ from hetero_framework.errors import ProtocolError, UserError
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.files import fingerprint
 
+_log = logging.getLogger(__name__)
 Trainable = list[list[tuple[str, tuple[int, ...]]]]
+Gradients = tuple[list[float], list[GradientReport], dict[int, StageStatistics]]
+"""The losses of a step's micro-batches, the gradients' norms by stage, and the stages' times."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,7 @@ class LoadedPipeline:
         id_layers: frozenset[int],
         statistics: Sequence[str],
         max_boundary_bytes: int,
+        attempts: Iterator[int],
     ) -> None:
         """
         Args:
@@ -140,12 +148,14 @@ class LoadedPipeline:
             plan_times: The times that the plan was made with.
             id_layers: Layers that read token ids.
             statistics: What training changes beside the weights (`ModelStructure.statistics`).
+            attempts: The numbers of attempts at steps, each once in a run.
         """
         specs = config.plan.stages
         self.trainable, self.fingerprint = loaded.trainable, loaded.fingerprint
         self._statistics = statistics
         self._boundaries = Boundaries(config)
         self._links = links
+        self._attempts = attempts
         self._stages = specs
         self._tuner = Tuner(
             specs,
@@ -207,11 +217,26 @@ class LoadedPipeline:
         """Run a job of the tuner in the background; steps take its latest result."""
         self._tuning = in_background(job, "tune")
 
+    def attempt(
+        self, info: StepInfo, batches: Sequence[Tensors], group: GradientSum | None = None
+    ) -> Gradients:
+        """Do everything of a training step before the decision. Repeatable: it changes no
+        weight."""
+        self.begin(info, group)
+        losses = self.pipeline.run(batches)
+        self.pipeline.sum_gradients()
+        return losses, *self.pipeline.report_gradients()
+
     def begin(self, info: StepInfo, group: GradientSum | None = None) -> None:
-        """Announce a step to every stage, with the best schedule known so far. `group` gets the
-        gradients of a step that is summed. Raises an error of an earlier step's tuning."""
+        """Announce an attempt at a step to every stage, with the best schedule known so far; its
+        number is set here. `group` gets the gradients of a step that is summed. Raises an error of
+        an earlier step's tuning."""
         if self._tuning is not None and self._tuning.done():
             self._tuning.result()
+        info = replace(info, attempt=next(self._attempts), summed=group is not None)
+        text = "step %d, attempt %d: %d micro-batches"
+        _log.debug(text, info.step + 1, info.attempt, info.micro_batches)
+        self._links.direct.dial_again(timeouts.DIRECT_DIAL_S)
         direct = self.direct
         count = max(1, info.micro_batches)  # other replicas may have all of a short step
         choice = self._tuner.choice(count, direct)

@@ -209,11 +209,6 @@ def spoil(name: str, tensor: Any) -> None:
         _armed.reach(name, tensor)
 
 
-def is_on() -> bool:
-    """Whether this process has failpoints."""
-    return _armed is not None
-
-
 def is_due(name: str) -> bool:
     """Whether a failpoint fires at the next `hit` of this place, for preparations."""
     return _armed is not None and _armed.due(name) is not None

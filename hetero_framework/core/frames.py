@@ -17,7 +17,7 @@ import math
 import reprlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -95,6 +95,7 @@ class WireTensor:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+    nbytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in _BY_NAME:
@@ -102,6 +103,7 @@ class WireTensor:
             raise ProtocolError(f"dtype {self.dtype!r} cannot travel (known: {known})")
         expected = _tensor_bytes(_BY_NAME[self.dtype], self.shape)
         view, shape = self.data, list(self.shape)
+        object.__setattr__(self, "nbytes", expected)
         if view.nbytes != expected:
             text = f"a {self.dtype} tensor of shape {shape} has {expected} bytes, got {view.nbytes}"
             raise ProtocolError(text)
@@ -111,10 +113,6 @@ class WireTensor:
             raise ProtocolError(f"the bytes of a {self.dtype} tensor are not contiguous")
         elif view.format != "B" or view.ndim != 1:
             object.__setattr__(self, "data", view.cast("B"))
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
 
 
 def brief(value: Any) -> str:

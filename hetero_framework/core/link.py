@@ -232,7 +232,7 @@ class Link:
 
     def _enqueue(self, outgoing: Outgoing) -> None:
         with self._lock:
-            if self._queue or self.closed:
+            if self._queue.nbytes or self._closing or self._dead:
                 self._wait_for_room(outgoing.nbytes)
             complete = self._queue_or_write(outgoing)
         if complete:
@@ -243,8 +243,8 @@ class Link:
         then needs no writer. Whether that was all of it. `_lock` is held."""
         idle = self._queue.idle
         self._queue.add(outgoing, urgent)
-        may_go = idle and self._may_go(outgoing) and not self._bandwidth.pause_s(outgoing)
-        if may_go and not (failpoints.is_on() and self._fail_half_way(outgoing)):
+        may_go = idle and self._may_go(outgoing) and not self._pause_s(outgoing)
+        if may_go and not (outgoing.boundary is not None and self._fail_half_way(outgoing)):
             self._write_now(outgoing, _AT_ONCE_BYTES)
         complete = self._remove_if_complete(outgoing)
         if not complete:
@@ -253,9 +253,8 @@ class Link:
 
     def _fail_half_way(self, outgoing: Outgoing) -> bool:
         """For a failpoint: half of a frame is written at once."""
-        if outgoing.message is None:
-            return False
-        name = f"{outgoing.message.name.lower()}-half"
+        assert outgoing.boundary is not None
+        name = f"{outgoing.boundary.spec.name.lower()}-half"
         if not failpoints.is_due(name):
             return False
         self._write_now(outgoing, outgoing.nbytes // 2)
@@ -283,13 +282,14 @@ class Link:
         return goes_on
 
     def _begin(self, outgoing: Outgoing, now: float) -> None:
-        if outgoing.began is None:
-            self._bandwidth.begins(outgoing)
+        if outgoing.began is None and outgoing.boundary is not None:
+            self._bandwidth.begins(outgoing.boundary)
         self._queue.begin(outgoing, now)
 
     def _wrote(self, outgoing: Outgoing, sent: int) -> None:
         outgoing.left -= sent
-        self._bandwidth.wrote(outgoing, sent)
+        if outgoing.lane is not None:
+            self._bandwidth.wrote(outgoing, sent)
 
     def _wait_for_room(self, nbytes: int, source: Link | None = None) -> None:
         """Wait until a frame fits the queue, no longer than `source`, where it comes from, lives.
@@ -312,12 +312,18 @@ class Link:
 
     def _may_go(self, outgoing: Outgoing) -> bool:
         """Whether a frame may begin or go on: a large one waits for its turn. `_lock` is held."""
-        return self._closing or self._bandwidth.may_begin(outgoing)
+        is_free = outgoing.lane is None or self._closing
+        return is_free or self._bandwidth.may_begin(outgoing)
+
+    def _pause_s(self, outgoing: Outgoing) -> float:
+        """Seconds until the next piece of a frame may be written."""
+        return self._bandwidth.pause_s() if outgoing.lane is not None else 0.0
 
     def _tell(self, outgoing: Outgoing) -> None:
         """After the last byte of a frame."""
         ended = time.perf_counter()
-        self._bandwidth.sent(outgoing)
+        if outgoing.lane is not None:
+            self._bandwidth.sent()
         if outgoing.done is not None:
             outgoing.done()
         if self.on_moved is not None and outgoing.message is not None and outgoing.began:
@@ -361,7 +367,7 @@ class Link:
                     elif outgoing is None or outgoing.missing:
                         return None
                 left = quiet_until - time.monotonic()
-                if outgoing is not None and (pause_s := self._bandwidth.pause_s(outgoing)):
+                if outgoing is not None and (pause_s := self._pause_s(outgoing)):
                     self._work.wait(pause_s)
                     continue
                 if outgoing is not None:
@@ -423,7 +429,7 @@ class Link:
                 outgoing.feed(part)
             if outgoing.busy or self._queue.next() is not outgoing or not self._may_go(outgoing):
                 return
-            if self._bandwidth.pause_s(outgoing):
+            if self._pause_s(outgoing):
                 self._work.notify()
                 return
             left = outgoing.left

@@ -63,8 +63,8 @@ class LinkBandwidth:
     # ---- sending
 
     def may_begin(self, frame: Outgoing) -> bool:
-        """Whether writing of a frame may begin or go on. The lock is held."""
-        if frame.lane is None or self._has_turn or frame.began is not None:
+        """Whether writing of a large frame may begin or go on. The lock is held."""
+        if self._has_turn or frame.began is not None:
             return True
         # The system may take a frame at once that then arrives slowly.
         lasts_s = max(self._way_out.lasts_s(frame.nbytes), self._pacing.lasts_s(frame.nbytes))
@@ -119,30 +119,27 @@ class LinkBandwidth:
             self._asks_again_at - now if asked else self._way_out.left_s(),
         )
 
-    def pause_s(self, frame: Outgoing) -> float:
-        """Seconds until the next piece of a frame may be written."""
-        return self._pacing.pause_s() if frame.lane is not None else 0.0
+    def pause_s(self) -> float:
+        """Seconds until the next piece of a large frame may be written."""
+        return self._pacing.pause_s()
 
-    def begins(self, frame: Outgoing) -> None:
-        """The first byte of a frame is written."""
-        if (body := frame.boundary) is not None:
-            self._way_out.went(body.lane, body.attempt, body.micro_batch)
+    def begins(self, body: m.BoundaryTensor) -> None:
+        """The first byte of a tensor between two stages is written."""
+        self._way_out.went(body.lane, body.attempt, body.micro_batch)
 
     def wrote(self, frame: Outgoing, nbytes: int) -> None:
-        """`nbytes` of a frame are written, with which `frame.left` is up to date."""
-        if frame.lane is not None:
-            self._pacing.wrote(nbytes, frame.nbytes, is_last=not frame.left)
-            self._has_turn = self._has_turn and frame.left > 0
+        """`nbytes` of a large frame are written, with which `frame.left` is up to date."""
+        self._pacing.wrote(nbytes, frame.nbytes, is_last=not frame.left)
+        self._has_turn = self._has_turn and frame.left > 0
 
     def moved(self, frame: Outgoing, nbytes: int) -> None:
         """The same without the lock, for the others that wait for room."""
         if frame.lane is not None:
             self._way_out.moved(nbytes)
 
-    def sent(self, frame: Outgoing) -> None:
-        """All of a frame is written. Without the lock."""
-        if frame.lane is not None:
-            self._way_out.end()
+    def sent(self) -> None:
+        """All of a large frame is written. Without the lock."""
+        self._way_out.end()
 
     def _wake_writer(self) -> None:
         with self._lock:

@@ -62,16 +62,10 @@ class Spec:
         self.tensors = tensors
         self.max_header_bytes = frames.MAX_LONG_HEADER_BYTES if long else frames.MAX_HEADER_BYTES
         self.fields = Fields(cls)
-
-    @property
-    def named(self) -> bool:
+        self.named = "names" in self.fields.kinds and tensors[1] > 0
         """Whether it has one tensor for each of its `names`."""
-        return "names" in self.fields.kinds and self.tensors[1] > 0
-
-    @property
-    def sided(self) -> bool:
+        self.sided = "sides" in self.fields.kinds
         """Whether each of its `sides` has one or two tensors more."""
-        return "sides" in self.fields.kinds
 
     def check(self, fields: dict[str, Any], num_tensors: int) -> None:
         """Raise ProtocolError unless these are exactly the fields and tensors it may have."""

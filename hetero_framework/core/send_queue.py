@@ -28,7 +28,9 @@ class Outgoing:
 
     A frame of this process gets its checksum here. In a relayed one `relayed_bytes` of tensors and
     the checksum are `missing` until `feed` brings them. `left` bytes are not written yet. `began`
-    is the time.perf_counter() of the first; `busy` while a thread writes."""
+    is the time.perf_counter() of the first; `busy` while a thread writes. `boundary` is its body,
+    if it is a tensor between two stages; those are planned. `lane` is the kind of a large one of
+    those, which take turns, and the stage that it is for."""
 
     def __init__(
         self,
@@ -49,6 +51,11 @@ class Outgoing:
         self.left = self.nbytes
         self.done = done
         self.message = message
+        body = message.body if message is not None else None
+        self.boundary = body if isinstance(body, BoundaryTensor) else None
+        self.lane: Lane | None = None
+        if self._marks and self.boundary is not None:
+            self.lane = self.boundary.lane
         self.began: float | None = None
         self.busy = False
         self._inside = False
@@ -64,17 +71,6 @@ class Outgoing:
     def ready(self) -> bool:
         """Whether writing may begin: all is here, or enough of it."""
         return not self.missing or self.nbytes - self.missing >= EARLY_BYTES
-
-    @property
-    def boundary(self) -> BoundaryTensor | None:
-        """Its body, if it is a tensor between two stages; those are planned."""
-        body = self.message.body if self.message is not None else None
-        return body if isinstance(body, BoundaryTensor) else None
-
-    @property
-    def lane(self) -> Lane | None:
-        """The kind of a large one of those, which take turns, and the stage that it is for."""
-        return self.boundary.lane if self._marks and self.boundary is not None else None
 
     @property
     def at_mark(self) -> bool:

@@ -54,7 +54,7 @@ class Recorder:
     which is not typical (-1: all, the first too). No more than `limit` spans wait to be taken."""
 
     def __init__(self, steps: int, *, limit: int = 200_000) -> None:
-        self._steps = steps
+        self.steps = steps
         self._limit = limit
         self._lock = threading.Lock()
         self._spans: list[tuple[int, Span]] = []  # with the attempt that they belong to
@@ -117,6 +117,6 @@ class Recorder:
                 self._spans.append((attempt, span))
 
     def _wants(self, step: int) -> bool:
-        if self._steps == ALL_STEPS:
+        if self.steps == ALL_STEPS:
             return True
-        return self._first is not None and self._first < step <= self._first + self._steps
+        return self._first is not None and self._first < step <= self._first + self.steps

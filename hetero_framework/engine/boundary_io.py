@@ -319,7 +319,8 @@ class ArrivalMeter:
         record = self.recorder.on_moved(peer)
 
         def moved(direction: str, message: Message, began: float, ended: float) -> None:
-            record(direction, message, began, ended)
+            if self.recorder.steps:
+                record(direction, message, began, ended)
             body = message.body
             if direction == "receive" and isinstance(body, BoundaryTensor):
                 key = ("forward" if isinstance(body, Forward) else "backward", body.stage)

@@ -36,6 +36,9 @@ class _StageQueue:
     gradients: dict[int, api.Arrival] = field(default_factory=dict)
     in_flight: dict[int, api.Arrival] = field(default_factory=dict)
     queue_peak: int = 0
+    has_backwards: bool = False
+    """Whether the step that runs has them, for which forwards are stored. The last stage does both
+    as one, and nothing goes back to stages in front of whatever is trained."""
 
     def note_queue(self) -> None:
         self.queue_peak = max(self.queue_peak, len(self.hidden) + len(self.gradients))
@@ -73,16 +76,18 @@ class Executor:
     ) -> None:
         """Start a step, or start it over: whatever waited for an earlier one is dropped."""
         self.info = info
+        for queue in self._queues.values():
+            self._drop(queue)
+            queue.stage.begin(info, take)
+            queue.queue_peak = 0
+            differentiates = info.train and queue.stage.differentiates
+            queue.has_backwards = differentiates and not queue.stage.is_last
         limits = {index: schedule.in_flight_limits[index] for index in self._queues}
         self._order = PlannedOrder(filter(self._has_tasks, schedule.tasks))
         self._order_timeout = OrderTimeout(schedule.order_timeout_s)
         self._readiness, self.waits_s = Readiness(limits, order=self._order), 0.0
         self._tasks.clear()
         self._recorder.begin(info.step, attempt=info.attempt, train=info.train)
-        for queue in self._queues.values():
-            self._drop(queue)
-            queue.stage.begin(info, take)
-            queue.queue_peak = 0
 
     def abort(self) -> None:
         for queue in self._queues.values():
@@ -145,8 +150,7 @@ class Executor:
         queue, count = self._queues[stage], self._step.micro_batches
         if self._readiness.started(FORWARD, stage) < count:
             return False
-        has_backwards = queue.stage.differentiates and not queue.stage.is_last
-        return not has_backwards or self._readiness.started(BACKWARD, stage) == count
+        return not queue.has_backwards or self._readiness.started(BACKWARD, stage) == count
 
     def run_next(self) -> bool:
         """Do one task, if any is ready and does not wait for another one's turn. An error of a
@@ -159,7 +163,7 @@ class Executor:
             # The device falls behind this far at most: it has work, and urgent tasks come first.
             self._tasks[-_AHEAD][2].wait()
         queue, k = self._queues[task.stage], task.micro_batch
-        self._readiness.start(task, stores=task.kind == FORWARD and self._stores(queue))
+        self._readiness.start(task, stores=task.kind == FORWARD and queue.has_backwards)
         began = self._device.record_event()
         try:
             send = self._backward(queue, k) if task.kind == BACKWARD else self._forward(queue, k)
@@ -219,17 +223,10 @@ class Executor:
             self._readiness.arrived(Task(FORWARD, queue.stage.index, k))
 
     def _has_tasks(self, lane: Lane) -> bool:
-        """Whether a training step has such tasks here: the last stage does both as one, and nothing
-        goes back to stages in front of whatever is trained."""
+        """Whether the step that runs has such tasks here."""
         kind, index = lane
-        if index not in self._queues:
-            return False
-        stage = self._queues[index].stage
-        return kind == FORWARD or (stage.differentiates and not stage.is_last)
-
-    def _stores(self, queue: _StageQueue) -> bool:
-        """Whether a forward of this step is kept until its backward."""
-        return self._step.train and queue.stage.differentiates and not queue.stage.is_last
+        queue = self._queues.get(index)
+        return queue is not None and (kind == FORWARD or queue.has_backwards)
 
     def _forward(self, queue: _StageQueue, k: int) -> Callable[[], None]:
         stage = queue.stage
@@ -239,7 +236,7 @@ class Executor:
         if not stage.is_last:
             left = stage.forward(k, inputs, arrival.tensors)
             failpoints.hit("forward-done")
-            if self._stores(queue):
+            if queue.has_backwards:
                 # The stored forward may look into the receive buffer until its backward is done.
                 queue.in_flight[k] = arrival
             else:

@@ -233,21 +233,22 @@ class StepResults:
 
     def __init__(self) -> None:
         self.outcomes: dict[int, api.Outcome] = {}
-        self._finished: set[int] = set()
+        self.through: set[int] = set()
+        """The finished ones."""
 
     def begin(self) -> None:
         self.outcomes.clear()
-        self._finished.clear()
+        self.through.clear()
 
     def outcome(self, info: api.StepInfo, micro_batch: int, outcome: api.Outcome) -> None:
         self._check(info, micro_batch, self.outcomes)
         self.outcomes[micro_batch] = outcome
         if not info.train:
-            self._finished.add(micro_batch)
+            self.through.add(micro_batch)
 
     def finished(self, info: api.StepInfo, micro_batch: int) -> None:
-        self._check(info, micro_batch, self._finished)
-        self._finished.add(micro_batch)
+        self._check(info, micro_batch, self.through)
+        self.through.add(micro_batch)
 
     @staticmethod
     def _check(info: api.StepInfo, micro_batch: int, known: Container[int]) -> None:
@@ -256,17 +257,6 @@ class StepResults:
             raise ProtocolError(text)
         if micro_batch in known:
             raise ProtocolError(f"the end of micro-batch {micro_batch} came a second time")
-
-    @property
-    def num_finished(self) -> int:
-        return len(self._finished)
-
-    def is_complete(self, micro_batches: int) -> bool:
-        return len(self._finished) >= micro_batches and len(self.outcomes) >= micro_batches
-
-    def open(self, micro_batches: int) -> str:
-        """The micro-batches that are not through."""
-        return ", ".join(str(k) for k in range(micro_batches) if k not in self._finished)
 
     def losses(self) -> list[float]:
         """In micro-batch order. Waits once for the device that has them."""

@@ -102,6 +102,7 @@ class Pipeline:
         self._stages = list(stages)
         self._hosts = list(hosts)
         self._host_of = {k: host for host in hosts for k in host.indexes}
+        self._by_id = {host.id: host for host in hosts}
         self._links = links
         self._results = results
         self._objective = objective
@@ -182,30 +183,33 @@ class Pipeline:
     def run(self, batches: Sequence[api.Tensors]) -> list[float]:
         """Drive all micro-batches through; their losses in order. Raises LinkLost or DirectLost
         when a link breaks, Stalled when nothing moves any more."""
-        admission = Admission(len(batches), self._max_in_flight)
-        first = self._hosts[0]
+        count = len(batches)
+        admission = Admission(count, self._max_in_flight)
+        here = self._hosts[0]
+        through, outcomes = self._results.through, self._results.outcomes
 
         def admit(micro_batch: int) -> None:
             self._feed(micro_batch, batches[micro_batch])
             admission.admit()
 
         self._last_progress = time.monotonic()
-        while not self._results.is_complete(len(batches)):
+        while len(through) < count or len(outcomes) < count:
             self.check()
             while self._receive(0):
                 self._last_progress = time.monotonic()
-            entering = admission.next(self._results.num_finished)
+            entering = admission.next(len(through))
             # One at a time, so that the first forward need not wait for the inputs of the others.
-            if entering is not None and not first.has_inputs(0):
+            if entering is not None and not here.has_inputs(0):
                 admit(entering)
-            elif any(host.run_next() for host in self._hosts):
+            elif here.run_next():
                 self._last_progress = time.monotonic()
                 self._give_gradients()
                 self._read_snapshot()
             elif entering is not None:
                 admit(entering)
             elif not (self._give_gradients() or self._load_sums() or self._read_snapshot()):
-                self._wait(lambda: f"losses of micro-batches {self._results.open(len(batches))}")
+                left = ", ".join(str(k) for k in range(count) if k not in through)
+                self._wait(partial("losses of micro-batches {}".format, left))
         return self._results.losses()
 
     def decode(self, texts: Texts) -> None:
@@ -223,7 +227,7 @@ class Pipeline:
             if (batch := texts.next()) is not None:
                 self._feed(fed, batch)
                 fed += 1
-            elif any(host.run_next() for host in self._hosts):
+            elif self._hosts[0].run_next():
                 self._last_progress = time.monotonic()
             elif not texts.is_done and taken not in self._results.outcomes:
                 self._wait(partial("the token of micro-batch {}".format, taken))
@@ -232,6 +236,8 @@ class Pipeline:
         """Hand on the gradients of stages that are done; whether there were any."""
         if self._summing is not None:
             return self._summing.give()
+        if not self._ties.targets:
+            return False
         parts = [part for host in self._hosts for part in host.gradients()]
         for given in parts:
             self._tied.take(given.stage, given.part.tensors, last=given.part.last)
@@ -266,7 +272,8 @@ class Pipeline:
             self._give_gradients()
             return not self._tied.waiting
 
-        self.until(are_here, "the gradients of tied weights")
+        if self._ties.targets:
+            self.until(are_here, "the gradients of tied weights")
         for stage in self._ties.holders:
             sums = self._tied.sums(stage).items()
             parts = in_parts((name, total, {}) for name, total in sums)
@@ -336,7 +343,7 @@ class Pipeline:
     def renew(self, worker: WorkerId) -> None:
         """A worker's stages have been loaded again, in a new process."""
         self._step_s.clear()  # its first step may take longer
-        next(host for host in self._hosts if host.id == worker).renew()
+        self._by_id[worker].renew()
 
     def abort(self) -> None:
         """Forget the step everywhere; weights stay. When it returns, nothing sent before is on its
@@ -483,7 +490,7 @@ class Pipeline:
         if (event := self._links.receive(timeout_s)) is None:
             return False
         assert event.message is not None
-        host = next((h for h in self._hosts if h.id == event.worker), None)
+        host = self._by_id.get(event.worker)
         if host is None:
             event.message.release()
         else:

@@ -467,9 +467,9 @@ class Stage:
         """The bundle from the stage before, if it has the model's side tensors and a hidden state
         of this micro-batch: of its rows and tokens, whatever other axes the model has. Another one
         could pass for it unnoticed where torch repeats axes of size 1."""
-        size = rows_and_tokens({name: tensor.shape for name, tensor in inputs.items()})
         if self.is_first:
             return received
+        size = rows_and_tokens({name: tensor.shape for name, tensor in inputs.items()})
         forms = [(tuple(t.shape), t.dtype, t.requires_grad) for t in received]
         problem = self._shard.arrival_problem(forms, size)
         train, decoding = self._info.train, self._info.decoding

@@ -34,7 +34,6 @@ from hetero_framework.engine.hosts import ReplicasChanged, StagesLost, StopWante
 from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import LearningRate
-from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objectives import objective_of
@@ -621,12 +620,18 @@ class Coordinator:
         due = Due()
         self._tell(Observer.step_begin, state, due)
         part = self._part = self._replicas.part(state, self._data, self._count_items)
-        batches = part.batches
+        batches, loaded = part.batches, self._cluster.loaded
         tokens = sum(map(token_count, batches))
+        about = part.number, 0, True, len(batches), part.num_items, state.loss_scale.value
+        info = StepInfo(*about, first_micro_batch=part.first_micro_batch)
 
         with self._ending_within(timeouts.STEP_END_S):
             try:
-                computed = self._cluster.retrying(lambda: self._gradients(part))
+                fed = batches
+                if self._reference is not None:
+                    fed = self._reference.added(self._cluster, batches, part.samples)
+                attempt = partial(loaded.attempt, info, fed, part.group)
+                computed = self._cluster.recovery.retrying(attempt)
             except errors.OutOfMemory as error:
                 largest = max(batches, key=padded_count)
                 what = f"step {state.step + 1}, whose largest micro-batch has"
@@ -636,7 +641,6 @@ class Coordinator:
             self._give_up(due, batches[:count], losses[:count])
             return
         measured = self._measured()
-        forecast = self._cluster.loaded.forecast
         everywhere = self._replicas.losses(losses)
         loss = _total(everywhere)
         norm = self._order.global_norm(reports)
@@ -648,9 +652,9 @@ class Coordinator:
         self._tell(Observer.before_commit, state, due)
         if outcome.commits:
             factor = clip_factor(norm, self._config.training.max_grad_norm)
-            self._cluster.pipeline.commit(rate, factor, self._cluster.recovery.recover)
+            loaded.pipeline.commit(rate, factor, self._cluster.recovery.recover)
         else:
-            self._cluster.retrying(self._cluster.pipeline.abort)
+            self._cluster.retrying(loaded.pipeline.abort)
         self._state = state.after(outcome, tokens)
         if not outcome.commits:
             outcome = self._note_skip(outcome, losses, reports, part)
@@ -664,7 +668,7 @@ class Coordinator:
         self._losses.append((self._state.step, loss))
         seconds = time.perf_counter() - started
         if batches:
-            seen = self._cluster.loaded.observe(len(batches), stages)
+            seen = loaded.observe(len(batches), stages)
             self._plans.after_step(seen, seconds)
         self._keep_spans()
         line: dict[str, Any] = {
@@ -680,13 +684,14 @@ class Coordinator:
             "micro_batches": len(batches),
             "pipeline_s": max(stage.step_s for stage in stages.values()),
             "planned_s": self._planned_s,
-            "predicted_s": forecast.forecast.seconds if forecast is not None else None,
+            "predicted_s": loaded.forecast.forecast.seconds if loaded.forecast else None,
         }
         if not outcome.commits:
             line |= {"skipped": outcome.skip, "reason": outcome.reason}
         line |= {**measured, **self._tokens(), **self._replicas.metrics()}
         specs, moved = self._config.plan.stages, (traffic, self._cluster.traffic())
-        predicted = predicted_stages(forecast, self._memory, [spec.owner for spec in specs])
+        owners = [spec.owner for spec in specs]
+        predicted = predicted_stages(loaded.forecast, self._memory, owners)
         line["stages"] = stage_lines(specs, stages, *moved, predicted)
         self._metrics |= _numbers(line)
         self._tell(Observer.step_end, self._state, line, due)
@@ -716,21 +721,6 @@ class Coordinator:
         line = {"step": self._state.step + 1, "loss": math.fsum(losses)}
         line["padded_tokens"] = sum(map(padded_count, batches))
         self._tell(Observer.given_up, {**line, "tokens": sum(map(token_count, batches))})
-
-    def _gradients(
-        self, part: StepPart
-    ) -> tuple[list[float], list[GradientReport], dict[int, StageStatistics]]:
-        """Do everything before the decision; repeatable, since it changes no weight."""
-        batches = part.batches
-        if self._reference is not None:
-            batches = self._reference.added(self._cluster, batches, part.samples)
-        scale, first = self._state.loss_scale.value, part.first_micro_batch
-        info = StepInfo(part.number, 0, True, len(part.batches), part.num_items, scale)
-        self._cluster.begin(replace(info, first_micro_batch=first), part.group)
-        pipeline = self._cluster.pipeline
-        losses = pipeline.run(batches)
-        pipeline.sum_gradients()
-        return losses, *pipeline.report_gradients()
 
     def evaluate(self) -> None:
         """Compute losses over each evaluation set, through the same pipeline. Training's random
@@ -778,7 +768,7 @@ class Coordinator:
         def losses() -> list[float]:
             info = StepInfo(self._state.step, 0, False, len(batches), 1)
             predicts = None if computed is None else True
-            self._cluster.begin(replace(info, predicts=predicts))
+            self._cluster.loaded.begin(replace(info, predicts=predicts))
             return self._cluster.pipeline.run(LazyBatches(len(batches), batch))
 
         with self._ending_within(0.0):
@@ -818,7 +808,7 @@ class Coordinator:
         batch = self._data.eval_batches(name)[0]
 
         def run() -> None:
-            self._cluster.begin(StepInfo(self._state.step, 0, False, 1, 1, predicts=True))
+            self._cluster.loaded.begin(StepInfo(self._state.step, 0, False, 1, 1, predicts=True))
             self._cluster.pipeline.run([batch])
 
         self._cluster.retrying(run)
@@ -1015,9 +1005,11 @@ class Coordinator:
     def _heed_stop(self) -> None:
         """The pipeline's `check`: after a request to stop, interrupt what exceeds its time and
         waits for silent workers. Nothing interrupted has changed a weight."""
+        if self._stop.requested is None:
+            return
         waited_s, idle_s = self._stop.waited_s, self._cluster.pipeline.idle_s
         is_silent = idle_s > timeouts.STOP_PATIENCE_S < waited_s and math.isinf(self._may_last_s)
-        if self._stop.requested is not None and (waited_s >= self._may_last_s or is_silent):
+        if waited_s >= self._may_last_s or is_silent:
             raise _Interrupted
 
     def _stop_early(self) -> NoReturn:

@@ -44,14 +44,14 @@ class TrainState:
 
     def after(self, outcome: StepOutcome, tokens: int) -> TrainState:
         """The state after a step of `tokens` tokens."""
-        scale, is_fault = self.loss_scale, outcome.skip == "non-finite"
+        commits, scale, is_fault = outcome.commits, self.loss_scale, outcome.skip == "non-finite"
         if outcome.skip != "rule":  # it says nothing about the scale
-            scale = scale.after(finite=outcome.commits)
+            scale = scale.after(finite=commits)
         return replace(
             self,
             step=self.step + 1,
-            committed_steps=self.committed_steps + outcome.commits,
-            skipped_in_a_row=0 if outcome.commits else self.skipped_in_a_row + is_fault,
+            committed_steps=self.committed_steps + commits,
+            skipped_in_a_row=0 if commits else self.skipped_in_a_row + is_fault,
             skipped=self.skipped + is_fault,
             tokens=self.tokens + tokens,
             loss_scale=scale,

@@ -102,7 +102,7 @@ class Reference:
         info = StepInfo(0, 0, False, len(batches), 1, reference=self._can_switch or None)
 
         def run() -> None:
-            cluster.begin(info)
+            cluster.loaded.begin(info)
             cluster.pipeline.run(batches)
 
         cluster.retrying(run)

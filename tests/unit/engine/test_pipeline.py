@@ -118,7 +118,7 @@ class Worker:
         if isinstance(message.body, Step):
             self.info = messages.step_info(message.body)
         elif isinstance(message.body, Inputs):
-            under_way = len(self.kinds(Inputs)) - self.results.num_finished
+            under_way = len(self.kinds(Inputs)) - len(self.results.through)
             self.most_under_way = max(self.most_under_way, under_way)
         elif isinstance(message.body, LoadState):
             self.tell(Message(StateLoaded(message.body.stage, message.body.part)))
