@@ -549,13 +549,15 @@ class WorkerLinks:
                 return None
             if isinstance(event, Exception):
                 raise event
-            if event.message is not None:
-                event.message.seen()
-            if event.wire is self._wires.get(event.worker):
-                if (known := self._known(event)) is not None:
-                    return known
-            elif event.message is not None:
-                event.message.release()  # of a link that has been replaced
+            try:
+                if event.wire is self._wires.get(event.worker):
+                    if (known := self._known(event)) is not None:
+                        return known
+                elif event.message is not None:
+                    event.message.release()  # of a link that has been replaced
+            finally:
+                if event.message is not None:
+                    event.message.seen()
             timeout_s = 0
         return None
 

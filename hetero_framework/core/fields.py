@@ -78,7 +78,7 @@ def _words(text: str) -> str:
 
 
 _PLAIN_KINDS: dict[Any, FieldKind] = {
-    int: FieldKind("int", is_int),
+    int: FieldKind("int", lambda value: type(value) is int and 0 <= value < 2**63),
     float: FieldKind("float", lambda v: _is_float(v) and math.isfinite(v), unpack=float),
     AnyFloat: FieldKind("float, infinite or NaN, too", _is_float, unpack=float),
     bool: FieldKind("bool", lambda value: isinstance(value, bool)),

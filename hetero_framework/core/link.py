@@ -136,7 +136,7 @@ class Link:
         self._bandwidth = LinkBandwidth(
             bandwidth, self._pings, self._lock, self._say, self._work.notify
         )
-        self._queue = SendQueue(self._bandwidth.place)
+        self._queue = SendQueue(self._bandwidth.place, self._bandwidth.begins)
         self._closing = False  # no more sends; the writer drains the queue
         self._dead = False  # nothing more is read or written
         self._reason: HeteroError | None = None
@@ -270,26 +270,15 @@ class Link:
         goes_on = True
         while goes_on and (segment := outgoing.take(_RESERVE_BYTES, room)):
             sent = self._stream.try_write(segment, room)
-            drop_sent(segment, sent)
-            goes_on = not segment
-            outgoing.put_back(segment)
-            self._wrote(outgoing, sent)
+            goes_on = outgoing.wrote(segment, sent)
+            if outgoing.lane is not None:
+                self._bandwidth.wrote(outgoing, sent)
             room -= sent
             if sent:
-                self._begin(outgoing, began)
+                self._queue.begin(outgoing, began)
             goes_on = goes_on and room > 0 and self._queue.next() is outgoing
         self.stats.write_s += time.perf_counter() - began
         return goes_on
-
-    def _begin(self, outgoing: Outgoing, now: float) -> None:
-        if outgoing.began is None and outgoing.boundary is not None:
-            self._bandwidth.begins(outgoing.boundary)
-        self._queue.begin(outgoing, now)
-
-    def _wrote(self, outgoing: Outgoing, sent: int) -> None:
-        outgoing.left -= sent
-        if outgoing.lane is not None:
-            self._bandwidth.wrote(outgoing, sent)
 
     def _wait_for_room(self, nbytes: int, source: Link | None = None) -> None:
         """Wait until a frame fits the queue, no longer than `source`, where it comes from, lives.
@@ -373,7 +362,7 @@ class Link:
                 if outgoing is not None:
                     segment = outgoing.take(_RESERVE_BYTES) or (left <= 0 and outgoing.take_one())
                     if segment:
-                        self._begin(outgoing, time.perf_counter())
+                        self._queue.begin(outgoing, time.perf_counter())
                         outgoing.busy = True
                         return outgoing, segment
                 if left <= 0:
@@ -394,7 +383,9 @@ class Link:
         while segment and not self._dead:
             sent = self._stream.write(segment)
             drop_sent(segment, sent)
-            self._wrote(outgoing, sent)
+            outgoing.left -= sent
+            if outgoing.lane is not None:
+                self._bandwidth.wrote(outgoing, sent)
             now = time.monotonic()
             if sent:
                 since = now

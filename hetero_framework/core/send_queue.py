@@ -183,6 +183,14 @@ class Outgoing:
         """Bytes that were taken and could not be written yet."""
         self._pending.extendleft(reversed(rest))
 
+    def wrote(self, segment: deque[memoryview], sent: int) -> bool:
+        """The first `sent` bytes of what was taken are written, the others are put back; whether
+        there are none."""
+        drop_sent(segment, sent)
+        self.left -= sent
+        self.put_back(segment)
+        return not segment
+
 
 def drop_sent(pending: deque[memoryview], sent: int) -> None:
     """Forget the first `sent` bytes of `pending`."""
@@ -197,11 +205,16 @@ def drop_sent(pending: deque[memoryview], sent: int) -> None:
 
 class SendQueue:
     """The unfinished frames of one link, of `nbytes` in all; the one being written is first.
-    `place` says where a lane's next one stands in the planned order."""
+    `place` says where a lane's next one stands in the planned order; `begins` is called with a
+    tensor between two stages of which the first byte is written."""
 
-    def __init__(self, place: Callable[[Lane], float] = lambda lane: math.inf) -> None:
+    def __init__(
+        self,
+        place: Callable[[Lane], float] = lambda lane: math.inf,
+        begins: Callable[[BoundaryTensor], None] = lambda body: None,
+    ) -> None:
         self.nbytes = 0
-        self._place = place
+        self._place, self._begins = place, begins
         self._frames: deque[Outgoing] = deque()
         self._urgent: deque[Outgoing] = deque()
         self._begun: dict[Lane, int] = {}  # when a lane's last frame was; a count
@@ -264,6 +277,8 @@ class SendQueue:
         """Writing of `frame` began at `now`, or goes on: it comes first from now on."""
         if frame.began is None:
             frame.began = now
+            if frame.boundary is not None:
+                self._begins(frame.boundary)
             if (lane := frame.lane) is not None:
                 self._turn += 1
                 self._begun[lane] = self._turn

@@ -156,8 +156,13 @@ class Executor:
         """Do one task, if any is ready and does not wait for another one's turn. An error of a
         stage becomes a HeteroError that names the place."""
         task = self._readiness.next()
-        self.waits_s = self._left_s(task.lane) if task is not None else 0.0
-        if task is None or self.waits_s:
+        self.waits_s = 0.0
+        if task is None:
+            return False
+        # While the device is busy no task has to be chosen.
+        busy = self._device.is_async and self._tasks and not self._tasks[-1][2].done()
+        if wait_s := self._order_timeout.left_s(self._order, task.lane, idle=not busy):
+            self.waits_s = wait_s
             return False
         if self._device.is_async and len(self._tasks) >= _AHEAD:
             # The device falls behind this far at most: it has work, and urgent tasks come first.
@@ -173,12 +178,6 @@ class Executor:
             where, info = f"stage {task.stage}, {task.kind} of micro-batch {k}", self._step
             raise failed(where, error, self._device, (info.step, info.attempt)) from error
         return True
-
-    def _left_s(self, lane: Lane) -> float:
-        """How long a lane has to wait for the one whose turn it is. While the device is busy none
-        has to be chosen."""
-        busy = self._device.is_async and self._tasks and not self._tasks[-1][2].done()
-        return self._order_timeout.left_s(self._order, lane, idle=not busy)
 
     def commit(self, stage: api.StageInterface, learning_rate: float, grad_scale: float) -> None:
         """Have a stage step its optimizer, and record how long that took."""

@@ -53,7 +53,7 @@ def pack_inputs(inputs: api.Tensors) -> dict[str, PackedInput]:
     return {
         name: tuple(tensor.shape)
         if name == "attention_mask" and tensor.dtype == torch.int64 and bool((tensor == 1).all())
-        else to_wire(_narrow(tensor))
+        else to_wire(tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor)
         for name, tensor in inputs.items()
     }
 
@@ -77,10 +77,6 @@ def inputs_of(message: Message) -> api.Tensors:
     for name, shape in body.ones.items():
         inputs[name] = torch.ones(shape, dtype=torch.int64)
     return inputs
-
-
-def _narrow(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor
 
 
 def loss_message(info: api.StepInfo, micro_batch: int, outcome: api.Outcome) -> Message:

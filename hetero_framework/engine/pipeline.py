@@ -194,7 +194,6 @@ class Pipeline:
 
         self._last_progress = time.monotonic()
         while len(through) < count or len(outcomes) < count:
-            self.check()
             while self._receive(0):
                 self._last_progress = time.monotonic()
             entering = admission.next(len(through))
@@ -202,6 +201,7 @@ class Pipeline:
             if entering is not None and not here.has_inputs(0):
                 admit(entering)
             elif here.run_next():
+                self.check()
                 self._last_progress = time.monotonic()
                 self._give_gradients()
                 self._read_snapshot()

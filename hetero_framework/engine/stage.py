@@ -41,7 +41,7 @@ from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.predictions import PREPROCESS, Predictions
 from hetero_framework.models.cut.reuse import ReusableModules
-from hetero_framework.models.cut.shard import Shard, put_back, weakly
+from hetero_framework.models.cut.shard import Shard, put_back
 from hetero_framework.models.cut.side import (
     Bundle,
     Form,
@@ -53,7 +53,7 @@ from hetero_framework.models.cut.side import (
     returning,
     shown_form,
 )
-from hetero_framework.models.rng import Place, forward_seed
+from hetero_framework.models.rng import ForwardSeeds
 from hetero_framework.models.verify.side_tensor_checks import SideTensorChecks
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
@@ -73,7 +73,6 @@ class Stage:
         self.input_requires_grad = False
         self._shard = shard
         self._device = device
-        self._seed = training.seed
         half = torch.float16 if training.fp16 else None
         self._autocast_dtype = torch.bfloat16 if training.bf16 else half
         self._objective = objective_of(training)
@@ -105,8 +104,8 @@ class Stage:
         self._decoder: Any = None  # a Decoder of extras/talking, while texts are continued
         self._loading: dict[str, dict[str, Any]] = {}
         self._loaded_keys: set[str] = set()
-        self._current_micro_batch = 0
-        shard.on_enter = weakly(self._enter)
+        self._seeds = ForwardSeeds(training.seed, device.seed)
+        shard.on_enter = self._seeds.enter
 
     def dissolve(self) -> tuple[ShardRange, ReusableModules]:
         """End the stage: its range, and the modules that another shard can reuse. The rest goes,
@@ -129,6 +128,8 @@ class Stage:
         backward still runs, in its thread; `gradients` has the rest."""
         self.abort()
         self._info = info
+        self._seeds.on, self._seeds.step = info.train, info.step
+        self._seeds.first_micro_batch = info.first_micro_batch
         if info.train and self._statistics:
             self._kept = {name: value.clone() for name, value in self._statistics.items()}
         if info.decoding is not None:
@@ -210,7 +211,7 @@ class Stage:
                 f"stage {self.index}: the gradient of micro-batch {micro_batch} is "
                 f"{described(*gradients)}, expected {wanted}"
             )
-        self._current_micro_batch = micro_batch
+        self._seeds.micro_batch = micro_batch
         with self._last_backward(micro_batch):
             differentiate(left, gradients)
         return gradients_of(received)
@@ -492,20 +493,12 @@ class Stage:
 
     @contextmanager
     def _running(self, micro_batch: int) -> Iterator[None]:
-        self._current_micro_batch = micro_batch
+        self._seeds.micro_batch = micro_batch
         autocast: AbstractContextManager[Any] = nullcontext()
         if self._autocast_dtype is not None:
             autocast = self._device.autocast(self._autocast_dtype)
         with torch.set_grad_enabled(self.differentiates), autocast:
             yield
-
-    def _enter(self, place: Place) -> None:
-        # Before each place that may draw random numbers, in a recomputed forward too; the
-        # micro-batch is then the one in backward.
-        if self._info.train:
-            step, before = self._info.step, self._info.first_micro_batch
-            micro_batch = before + self._current_micro_batch
-            self._device.seed(forward_seed(self._seed, step, micro_batch, place))
 
     def _note_finite(self, micro_batch: int, tensor: Tensor) -> None:
         # Kept on the device and read once per step: a look at it now would stall a GPU.

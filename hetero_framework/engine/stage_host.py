@@ -131,10 +131,11 @@ class StageHost(Host):
         if not self.is_running(body.step, body.attempt):
             message.release()
             return
-        with self._explaining(
-            f"stage {body.stage}, {message.name} of micro-batch {body.micro_batch}"
-        ):
-            here: Any = move_in(self._device, arrival)
+        here: Any = arrival
+        if self._device.one_thread:
+            where = f"stage {body.stage}, {message.name} of micro-batch {body.micro_batch}"
+            with self._explaining(where):
+                here = move_in(self._device, arrival)
         if isinstance(body, m.Inputs):
             executor.put_inputs(body.stage, body.micro_batch, here)
         elif isinstance(body, m.Forward):

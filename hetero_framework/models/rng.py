@@ -8,6 +8,7 @@ state between steps, and a recomputed forward draws the same again.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 Place = str | int
 
@@ -21,3 +22,19 @@ def derive_seed(*parts: str | int) -> int:
 def forward_seed(seed: int, step: int, micro_batch: int, place: Place) -> int:
     """The seed of everything random that happens in `place` for one micro-batch of one step."""
     return derive_seed("forward", seed, step, micro_batch, place)
+
+
+class ForwardSeeds:
+    """Seeds every place of a run's forwards by `seed_device`, while it is `on`. `step` and
+    `micro_batch` are those of the forward, also of one that is computed again."""
+
+    def __init__(self, seed: int, seed_device: Callable[[int], None]) -> None:
+        self._seed, self._seed_device = seed, seed_device
+        self.on = True
+        self.step = self.micro_batch = self.first_micro_batch = 0
+
+    def enter(self, place: Place) -> None:
+        """Called in front of each place that may draw random numbers."""
+        if self.on:
+            micro_batch = self.first_micro_batch + self.micro_batch
+            self._seed_device(forward_seed(self._seed, self.step, micro_batch, place))

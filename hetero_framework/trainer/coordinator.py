@@ -650,13 +650,13 @@ class Coordinator:
         outcome = skipped_step.judged(state, everywhere, loss, norm, self._config.training)
         outcome, norm = self._replicas.decide(outcome, norm)
         self._tell(Observer.before_commit, state, due)
-        if outcome.commits:
+        if commits := outcome.commits:
             factor = clip_factor(norm, self._config.training.max_grad_norm)
             loaded.pipeline.commit(rate, factor, self._cluster.recovery.recover)
         else:
             self._cluster.retrying(loaded.pipeline.abort)
         self._state = state.after(outcome, tokens)
-        if not outcome.commits:
+        if not commits:
             outcome = self._note_skip(outcome, losses, reports, part)
         self._part = None
         self._state = self._replicas.after_step(state, self._state)
@@ -686,7 +686,7 @@ class Coordinator:
             "planned_s": self._planned_s,
             "predicted_s": loaded.forecast.forecast.seconds if loaded.forecast else None,
         }
-        if not outcome.commits:
+        if not commits:
             line |= {"skipped": outcome.skip, "reason": outcome.reason}
         line |= {**measured, **self._tokens(), **self._replicas.metrics()}
         specs, moved = self._config.plan.stages, (traffic, self._cluster.traffic())
