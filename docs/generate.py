@@ -75,7 +75,7 @@ def page() -> str:
             parts += [f"\n## {name}{items}\n", f"{section.__doc__}\n", _table(section, f"{name}.")]
     parts.append("\n## Names that are not supported\n")
     parts.append("Each is refused, with its reason where one is given.\n")
-    for name, reasons in aliases.unsupported().items():
+    for name, reasons in aliases.unsupported(_WHOLE).items():
         parts += [f"| `{name}`: name of {aliases.OWNERS[name]} | reason |", "|---|---|"]
         parts += [f"| `{key}` | {reason} |" for key, reason in reasons.items() if reason]
         rest = ", ".join(f"`{key}`" for key, why in reasons.items() if not why)

@@ -1,9 +1,10 @@
 """Settings under the names of other tools: the name here, or the reason why there is none.
 
-alias_settings.json maps names of other tools to ours ("called", and for the entries of machines
-"called_of_machines") and gives reasons for those without one ("reasons"; the names are a regular
-expression). alias_names.json lists the fields of TrainingArguments, LoraConfig and SFTConfig that
-are no settings here; `python docs/generate.py` adds those of the installed versions.
+The description of a field ends with its names elsewhere. alias_settings.json says what stands
+"instead" of settings with other values, and gives reasons for those without a place here
+("reasons"; the names are a regular expression). alias_names.json lists the fields of
+TrainingArguments, LoraConfig and SFTConfig that are no settings here; `python docs/generate.py`
+adds those of the installed versions.
 """
 
 from __future__ import annotations
@@ -14,10 +15,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+from hetero_framework.config.section import sections_of
+
+Schema = type[BaseModel]
 OWNERS = {"training": "TrainingArguments", "adapter": "LoraConfig", "data": "SFTConfig"}
 FILE = Path(__file__).with_name("alias_names.json")
 _SETTINGS = Path(__file__).with_name("alias_settings.json")
+_OF_MACHINES = {"coordinator", "workers", "shard_plan"}
 
+_ELSEWHERE = re.compile(r"Elsewhere:\s+([\w.,\s]+)\.\Z")
 # Switches that have another name here and are off by default.
 _SWITCH = re.compile(
     "load_in_[48]bit|.*flash_attention.*|resume.*|.*dora|.*rslora|lora_target_linear|compile"
@@ -26,14 +34,13 @@ _SWITCH = re.compile(
 _OTHERWISE = {"adapter": "only LoRA, rsLoRA and DoRA are cut exactly"}
 
 
-def is_harmless(section: str, key: str, value: Any) -> bool:
+def is_harmless(root: Schema, section: str, key: str, value: Any) -> bool:
     """Whether a setting of another tool has the value that means what happens here anyway: the
     other's default, nothing, or one that is listed."""
-    name, refusal = own_name(section, key), refusal_of(section, key)
+    name, refusal = own_name(root, section, key), refusal_of(root, section, key)
     if value is None or value in ("", [], {}):
         return name is not None or refusal is not None
-    meant = settings()["false_is_meant"][""].split()
-    if value is False and key not in meant:
+    if value is False and key not in settings()["false_is_meant"][""].split():
         return refusal is not None or (name is not None and bool(_SWITCH.fullmatch(key)))
     if refusal is None or name is not None:
         return False
@@ -47,29 +54,51 @@ def meant(path: str, value: Any) -> str | None:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     for where, values in settings()["values"].items():
         if re.fullmatch(where, path):
-            matching = (advice for form, advice in values.items() if _fits(form, text))
-            return next(matching, None)
+            fits = re.IGNORECASE | re.DOTALL
+            return next(
+                (why for form, why in values.items() if re.fullmatch(form, text, fits)), None
+            )
     return None
 
 
-def _fits(form: str, text: str) -> bool:
-    return re.fullmatch(form, text, re.IGNORECASE | re.DOTALL) is not None
+@cache
+def called(root: Schema) -> dict[str, frozenset[str]]:
+    """The names elsewhere of each setting of a schema that has any."""
+    found = {}
+    for place, section in {"": root, **sections_of(root)}.items():
+        for name, field in section.model_fields.items():
+            if names := _ELSEWHERE.search(field.description or ""):
+                path = f"{place}.{field.alias or name}".lstrip(".")
+                found[path] = frozenset(re.split(r",\s+", names[1]))
+    return found
 
 
-def own_name(section: str, key: str) -> str | None:
-    """Our name for `key` of a section of the file ("" for the top level); None: unknown."""
-    is_machine = section in ("coordinator", "workers", "shard_plan")
-    for here, others in settings()["called_of_machines" if is_machine else "called"].items():
-        if key in others.split() or f"{section}.{key}" in others.split():
-            place, _, name = here.partition(".")
-            short = name if place == section and name.isidentifier() else here
-            return f'"{short}"' if short.isidentifier() else short
+def setting_called(root: Schema, section: str, key: str) -> str | None:
+    """The setting that `key` of a section of the file ("" for the top level) is a name of. A name
+    with a dot counts in that section alone, one of a machine's settings where machines are."""
+    for path, names in called(root).items():
+        place = path.rpartition(".")[0]
+        apart = place != section and _OF_MACHINES & {place, section}
+        if not apart and names & {key, f"{section}.{key}"}:
+            return path
     return None
 
 
-def refusal_of(section: str, key: str) -> str | None:
+def own_name(root: Schema, section: str, key: str) -> str | None:
+    """Our name for `key` of a section of the file, in words; None: unknown."""
+    others = {} if section in _OF_MACHINES else settings()["instead"]
+    instead = (here for here, names in others.items() if key in names.split())
+    here = setting_called(root, section, key) or next(instead, None)
+    if here is None:
+        return None
+    place, _, name = here.partition(".")
+    short = name if place == section and name.isidentifier() else here
+    return f'"{short}"' if short.isidentifier() else short
+
+
+def refusal_of(root: Schema, section: str, key: str) -> str | None:
     """Why there is no setting `key`; None where no other tool has one either."""
-    fields = unsupported()
+    fields = unsupported(root)
     for owner in (section, *fields):
         if key in fields.get(owner, {}):
             reason = fields[owner][key]
@@ -93,13 +122,13 @@ def settings() -> dict[str, dict[str, Any]]:
 
 
 @cache
-def unsupported() -> dict[str, dict[str, str]]:
+def unsupported(root: Schema) -> dict[str, dict[str, str]]:
     """Section of the file -> field of another tool's class -> why there is none here, or ""."""
     return {
         section: {
             name: _reason(name) or _OTHERWISE.get(section, "")
             for name in names
-            if own_name(section, name) is None
+            if own_name(root, section, name) is None
         }
         for section, names in _listed().items()
     }

@@ -17,8 +17,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, create_model
 
 from hetero_framework import registry
-from hetero_framework.config.problems import Problem, sections_of
-from hetero_framework.config.section import Section, WholeFile
+from hetero_framework.config.problems import Problem
+from hetero_framework.config.section import Section, WholeFile, sections_of
 from hetero_framework.errors import ConfigError
 
 File = TypeVar("File", bound=WholeFile)

@@ -18,7 +18,7 @@ class PlanEntry(Section):
 
     id: WorkerId
     """Owner of the layers: "local" (the coordinator) or the id of a worker. The first entry is
-    "local"; an id may appear several times."""
+    "local"; an id may appear several times. Elsewhere: name, worker_id, owner, worker."""
     start: Layer
     """First layer of the stage, counted from 0."""
     end: Layer

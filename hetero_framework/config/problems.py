@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from pydantic import BaseModel
 
 from hetero_framework import registry
 from hetero_framework.config.aliases import OWNERS, is_harmless, meant, own_name, refusal_of
+from hetero_framework.config.section import sections_of
 from hetero_framework.config.strict_json import join_path, json_type
 
 
@@ -78,7 +78,7 @@ def without_harmless(
             continue
         fields = sections.get(section, root).model_fields
         known = {name for k, field in fields.items() for name in (k, field.alias)}
-        left = [k for k, v in values.items() if k not in known and is_harmless(section, k, v)]
+        left = [k for k, v in values.items() if k not in known and is_harmless(root, section, k, v)]
         rest = {key: value for key, value in values.items() if key not in left}
         kept = {**kept, section: rest} if section else rest
         for key in left:
@@ -155,10 +155,10 @@ def _text(detail: Any, keys: Sequence[str | int], root: type[BaseModel]) -> str:
 def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
     """Why a key is not known: its name here, its place, or that there is no such setting."""
     key, section = str(keys[-1]), str(keys[0]) if len(keys) > 1 else ""
-    if here := own_name(section, key):
+    if here := own_name(root, section, key):
         return f"unknown key; it is called {here}"
     sections = sections_of(root)
-    if refusal := refusal_of(section, key):
+    if refusal := refusal_of(root, section, key):
         return refusal
     for place, model in {"the top level": root, **sections}.items():
         if key in model.model_fields:
@@ -174,16 +174,6 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
     if section in OWNERS:
         return "unknown key; docs/configuration.md lists all settings"
     return f"unknown key; known are: {', '.join(names)}"
-
-
-def sections_of(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The classes of the file's sections, or of the entries of a list, by name."""
-    classes = {}
-    for name, field in root.model_fields.items():
-        for kind in (field.annotation, *typing.get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                classes[name] = kind
-    return classes
 
 
 def _description(root: type[BaseModel], keys: Sequence[str | int]) -> str:

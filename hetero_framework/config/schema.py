@@ -148,13 +148,15 @@ class Machine(Section):
     hostname: str | None = None
     """Host name, as `hostname` prints it; used to find out which role a machine has."""
     ip: Host
-    """Address at which other machines reach it: IPv4, IPv6 (without brackets) or a DNS name."""
+    """Address at which other machines reach it: IPv4, IPv6 (without brackets) or a DNS name.
+    Elsewhere: host, address, addr, ip_address."""
     device: str = "auto"
     """Device of the process: "auto", "cpu", "cuda", "cuda:1", "rocm:0", "mps", "xpu:0". "auto"
-    takes the first accelerator, else the CPU."""
+    takes the first accelerator, else the CPU. Elsewhere: gpu, cuda."""
     num_threads: Annotated[int | None, with_unit("threads", ge=1)] = None
     """CPU threads of the process, unless OMP_NUM_THREADS is set. null: the cores of the machine,
-    shared evenly by the processes of the plan on it."""
+    shared evenly by the processes of the plan on it. Elsewhere: threads, cpu_threads,
+    omp_num_threads."""
     quantization: Literal["nf4", "int8", "none"] | None = None
     """For the layers that the process holds, instead of model.quantization: "none" is full
     precision, for a device without 4 bits beside others with. null: as that says. A layer keeps
@@ -185,9 +187,10 @@ class WorkerConfig(Machine):
     """One worker process; it owns one device."""
 
     id: WorkerId
-    """Name of the worker in shard_plan: a number or a text, not "local"."""
+    """Name of the worker in shard_plan: a number or a text, not "local". Elsewhere: name,
+    worker_id, owner, worker."""
     ip: Host = Field(default_factory=_by_name, validate_default=True)
-    """As of the coordinator. Not given: `hostname`."""
+    """As of the coordinator. Not given: `hostname`. Elsewhere: host, address, addr, ip_address."""
     port: Port | None = None
     """Port on which the worker listens for the coordinator. null: it listens nowhere and dials the
     coordinator's ip and port, from behind a home router or with an address that changes."""
@@ -241,23 +244,29 @@ class ModelConfig(Section):
     effect = IDENTITY
 
     name_or_path: Annotated[Name | None, PER_ISLAND] = None
-    """Directory of a Hugging Face checkpoint (relative to this file), or a name on the hub."""
+    """Directory of a Hugging Face checkpoint (relative to this file), or a name on the hub.
+    Elsewhere: base_model, model, model_name, model_id, model_name_or_path, model_path,
+    pretrained_model_name_or_path, base_model_name_or_path, model.name, model.path."""
     revision: Annotated[str | None, PER_ISLAND] = None
-    """Branch, tag or commit on the hub. null: the default branch."""
+    """Branch, tag or commit on the hub. null: the default branch. Elsewhere: revision_of_model,
+    model_revision, adapter.revision."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights: "auto" takes what the checkpoint says, as in transformers."""
+    """Type of the weights: "auto" takes what the checkpoint says, as in transformers. Elsewhere:
+    torch_dtype."""
     quantization: Kind | None = None
     """Quantise the frozen weights while loading, with bitsandbytes: "nf4" (4 bits) or "int8". Needs
     an adapter. Not needed for checkpoints that are quantised already. A machine may differ: see
     coordinator.quantization."""
     attn_implementation: Annotated[_Attention | None, ROUNDING] = None
     """Attention of transformers. null: its own choice. "per_sample" is ours, for data.padding_free:
-    it takes each sample of a row by itself. No kernels from the hub: they are native code."""
+    it takes each sample of a row by itself. No kernels from the hub: they are native code.
+    Elsewhere: attn_impl."""
     router_aux_loss_coef: float | None = Field(default=None, ge=0)
     """Mixtures of experts: weight of the routers' load-balancing loss, which the model adds to the
     loss of each micro-batch, as under transformers' Trainer (TRL's SFTTrainer divides it by
     gradient_accumulation_steps, and has it by default). 0: none. null: as the model's configuration
-    says."""
+    says. Elsewhere: aux_loss_coef, moe_aux_loss_coef, training.router_aux_loss_coef,
+    data.router_aux_loss_coef."""
     tie_word_embeddings: bool | None = None
     """Whether the head is the embedding. null: as in transformers, what config.json says, unless
     the checkpoint holds a head with other numbers."""
@@ -272,7 +281,8 @@ class ModelConfig(Section):
     chain_modules: Annotated[str | None, FREE] = None
     """A digest of the chain's modules; a run decides it, and its workers compare theirs."""
     tokenizer: Annotated[Name | None, RESULT, PER_ISLAND] = None
-    """Directory or hub name of the tokenizer when it is not with the model."""
+    """Directory or hub name of the tokenizer when it is not with the model. Elsewhere:
+    tokenizer_config, tokenizer_name, tokenizer_path, tokenizer_name_or_path."""
     num_labels: int | None = Field(default=None, ge=1, le=MAX_LABELS)
     """Classification: labels, or numbers that are learned. null: as many as the checkpoint's
     classifier has, else as the data have."""
@@ -359,48 +369,54 @@ class AdapterConfig(Section):
     read_if = ReadIf("init_from=null")
 
     r: int = Field(default=8, ge=1)
-    """Rank of the update matrices."""
+    """Rank of the update matrices. Elsewhere: rank, lora_r, lora_rank."""
     lora_alpha: float = Field(default=8, gt=0)
-    """Scale: the update is multiplied by lora_alpha / r."""
+    """Scale: the update is multiplied by lora_alpha / r. Elsewhere: alpha."""
     lora_dropout: Annotated[float, with_unit("probability", ge=0, lt=1)] = 0.0
-    """Dropout before the update."""
+    """Dropout before the update. Elsewhere: dropout."""
     target_modules: str | tuple[str, ...] | None = None
     """Modules that get an update: a list of names, "all-linear", or a regular expression. null:
-    PEFT's choice for the architecture."""
+    PEFT's choice for the architecture. Elsewhere: lora_target_modules, lora_target."""
     target_parameters: tuple[str, ...] | None = None
-    """Parameters that get an update directly, such as the fused experts "mlp.experts.down_proj"."""
+    """Parameters that get an update directly, such as the fused experts "mlp.experts.down_proj".
+    Elsewhere: lora_target_parameters."""
     exclude_modules: str | tuple[str, ...] | None = None
     """Modules that get none although target_modules names them."""
     modules_to_save: tuple[str, ...] | None = None
-    """Modules that are trained in full and saved with the adapter."""
+    """Modules that are trained in full and saved with the adapter. Elsewhere:
+    lora_modules_to_save."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases are trained."""
     use_rslora: bool = False
-    """Scale by lora_alpha / sqrt(r)."""
+    """Scale by lora_alpha / sqrt(r). Elsewhere: rslora, peft_use_rslora."""
     use_dora: bool = False
-    """Weight-decomposed LoRA (DoRA)."""
+    """Weight-decomposed LoRA (DoRA). Elsewhere: dora, peft_use_dora."""
     init_lora_weights: StrictBool | Literal["gaussian", "orthogonal", "pissa", "olora"] = True
     """true: A Kaiming-uniform, B zero (no change at the start). "pissa" and "olora" begin with the
     largest part of each weight and take it out of the base, whenever the adapter is loaded: they
     need a base that is not quantised, and a decomposition of each weight while loading. Methods
-    that need data (EVA, CorDA, LoRA-GA) and LoftQ are not supported."""
+    that need data (EVA, CorDA, LoRA-GA) and LoftQ are not supported. Elsewhere:
+    peft_init_lora_weights."""
     layers_to_transform: StrictInt | tuple[int, ...] | None = None
-    """Only these layers (numbers of the whole model). null: all."""
+    """Only these layers (numbers of the whole model). null: all. Elsewhere:
+    peft_layers_to_transform."""
     layers_pattern: Annotated[str | tuple[str, ...] | None, ReadIf("layers_to_transform")] = None
-    """Name of the layer list, for layers_to_transform."""
+    """Name of the layer list, for layers_to_transform. Elsewhere: peft_layers_pattern."""
     rank_pattern: dict[str, int] = Field(default_factory=dict)
-    """Ranks that differ from r, by module name or expression."""
+    """Ranks that differ from r, by module name or expression. Elsewhere: lora_rank_pattern."""
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
-    """Scales that differ from lora_alpha, by module name or expression."""
+    """Scales that differ from lora_alpha, by module name or expression. Elsewhere:
+    lora_alpha_pattern."""
     fan_in_fan_out: bool = False
-    """The layer stores (in, out), as Conv1D of GPT-2 does."""
+    """The layer stores (in, out), as Conv1D of GPT-2 does. Elsewhere: lora_fan_in_fan_out."""
     autocast_adapter_dtype: Annotated[bool | None, _ALWAYS] = None
     """Type of the update matrices over a base in bfloat16 or float16, or quantised. true: float32.
     false: the base's; bfloat16 over a quantised one. null: as PEFT and TRL's SFTTrainer have it,
-    float32, over a quantised base bfloat16."""
+    float32, over a quantised base bfloat16. Elsewhere: peft_autocast_adapter_dtype."""
     init_from: Annotated[Name | None, PER_ISLAND, _ALWAYS] = None
     """Directory of an existing PEFT LoRA adapter to continue (relative to this file). Its own
-    settings then replace those of this section."""
+    settings then replace those of this section. Elsewhere: adapter_path, adapter_name_or_path,
+    lora_model_dir."""
 
     @field_validator(*EXPRESSIONS)
     @classmethod
@@ -426,33 +442,42 @@ class DataConfig(Section):
     train: Annotated[str | tuple[str, ...], _ALWAYS]
     """Training data: file(s) (.json, .jsonl, .parquet, .txt), a folder of them, one saved by
     `datasets`, a dataset name, or Megatron's .bin and .idx by their prefix, also a blend: ["0.3",
-    "a", "0.7", "b"]. Relative paths start at this file's folder."""
+    "a", "0.7", "b"]. Relative paths start at this file's folder. Elsewhere: train_file,
+    train_files, train_data, dataset, dataset_name, dataset_path, datasets."""
     eval: Annotated[str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None, _EVALUATES] = (
         None
     )
     """Evaluation data, of the same forms; see training.eval_steps. Or several sets by their names:
-    {"math": "m.jsonl", "chat": "c.jsonl"} gives eval_math_loss, eval_chat_loss, ..."""
+    {"math": "m.jsonl", "chat": "c.jsonl"} gives eval_math_loss, eval_chat_loss, ... Elsewhere:
+    eval_file, eval_files, eval_data, eval_dataset, validation, validation_file, validation_files,
+    val_data, test_datasets, data.test, data.valid."""
     format: Literal["auto", "text", "prompt_completion", "messages", "alpaca", "preference"] = (
         "auto"
     )
-    """Layout of a sample. auto: by the columns that are present."""
+    """Layout of a sample. auto: by the columns that are present. Elsewhere: dataset_type,
+    dataset_format."""
     dataset_config: str | None = None
     """Configuration (subset) name for a dataset of the hub or a folder with a README."""
     train_split: Name = "train"
-    """Split for training, or a slice of one: train[:1000], train[10%:]. A file is one split."""
+    """Split for training, or a slice of one: train[:1000], train[10%:]. A file is one split.
+    Elsewhere: dataset_train_split."""
     eval_split: Annotated[Name, ReadIf("eval")] = "test"
-    """Split for evaluation, or a slice of one. A file has the splits test and train: all of it."""
+    """Split for evaluation, or a slice of one. A file has the splits test and train: all of it.
+    Elsewhere: dataset_test_split."""
     dataset_text_field: Annotated[Name, ReadIf("training.objective=sft|classification")] = "text"
-    """Column that holds the text in the text format."""
+    """Column that holds the text in the text format. Elsewhere: text_field, text_column,
+    datasets.field, datasets.text_column."""
     max_length: Tokens | None = 1024
-    """Longer samples are cut to this length and counted. null: no limit."""
+    """Longer samples are cut to this length and counted. null: no limit. Elsewhere: max_seq_length,
+    max_seq_len, seq_length, seq_len, sequence_len, cutoff_len, model_max_length, block_size."""
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     """Which end of a long sample is kept."""
     add_eos: Annotated[bool, _ENDS] = True
     """Append the end-of-sequence token to text, completion and Alpaca samples that lack it, as TRL
     does."""
     completion_only_loss: Annotated[bool | None, _DATA_OF_SFT] = None
-    """Loss on the completion only. null: yes for prompt/completion and Alpaca data."""
+    """Loss on the completion only. null: yes for prompt/completion and Alpaca data. Elsewhere:
+    train_on_completions, response_only."""
     assistant_only_loss: Annotated[bool | None, _DATA_OF_SFT] = None
     """Conversations: loss on the assistant's turns only. null: yes for messages (TRL's default is
     false), no for prompt/completion, where the completion decides."""
@@ -461,9 +486,10 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, for example enable_thinking."""
     eos_token: str | None = None
-    """End-of-sequence token. null: the tokenizer's."""
+    """End-of-sequence token. null: the tokenizer's. Elsewhere: special_tokens.eos_token."""
     pad_token: str | None = None
-    """Padding token. null: the tokenizer's, else its end-of-sequence token."""
+    """Padding token. null: the tokenizer's, else its end-of-sequence token. Elsewhere:
+    special_tokens.pad_token."""
     pad_to_multiple_of: Annotated[Tokens | None, ROUNDING] = None
     """Pad each micro-batch to a multiple of this. null: to its longest sample."""
     padding_free: Annotated[bool, ROUNDING] = False
@@ -558,7 +584,7 @@ class TrainingConfig(Section):
 
     output_dir: Annotated[Name, FREE] = "runs/default"
     """Directory of the results (relative to this file): adapter or checkpoint, metrics.jsonl,
-    diagram, logs."""
+    diagram, logs. Elsewhere: out_dir, save_dir."""
     objective: Annotated[Name, IDENTITY] = "sft"
     """"sft" learns the next token of texts; "dpo", "orpo" and "cpo" the chosen answer of a pair
     rather than the rejected one, "kto" answers that are rated one by one; "reward" a number for
@@ -568,13 +594,14 @@ class TrainingConfig(Section):
     """DPO's, CPO's or KTO's loss, by its name in TRL; of DPO also several, whose sum by
     loss_weights is taken. null: sigmoid, of KTO kto. "sft" has TRL's "nll" alone."""
     loss_weights: Annotated[tuple[float, ...] | None, _OF_DPO] = None
-    """A weight for each loss_type. null: 1 for each."""
+    """A weight for each loss_type. null: 1 for each. Elsewhere: dpo_loss_weights."""
     beta: Annotated[float, _PREFERS] = Field(default=0.1, gt=0)
     """DPO, KTO: how closely the model keeps to the reference. ORPO: weight of the odds. CPO: by
-    what log-probabilities are multiplied."""
+    what log-probabilities are multiplied. Elsewhere: rl_beta, dpo_beta, pref_beta, orpo_alpha,
+    trl.beta."""
     label_smoothing: Annotated[float, _SMOOTHS] = Field(default=0.0, ge=0, lt=0.5)
     """The share of pairs whose answers may have been confused (DPO: robust, exo_pair; CPO: sigmoid,
-    simpo)."""
+    simpo). Elsewhere: dpo_label_smoothing."""
     cpo_alpha: Annotated[float, _OF_CPO] = Field(default=1.0, ge=0)
     """CPO: weight of the chosen answers' own loss."""
     simpo_gamma: Annotated[float, _SIMPO] = 0.5
@@ -582,54 +609,65 @@ class TrainingConfig(Section):
     rpo_alpha: Annotated[float | None, _OF_DPO] = Field(default=None, ge=0)
     """DPO: weight of the chosen answers' own loss, added to the others. null: none."""
     use_weighting: Annotated[bool, _OF_DPO] = False
-    """DPO: weight each pair by how likely the model finds it (WPO)."""
+    """DPO: weight each pair by how likely the model finds it (WPO). Elsewhere:
+    dpo_use_weighting."""
     ld_alpha: Annotated[float | None, _OF_DPO] = Field(default=None, ge=0, le=1)
-    """DPO: weight of the tokens beyond the length of the shorter answer. null: all count."""
+    """DPO: weight of the tokens beyond the length of the shorter answer. null: all count.
+    Elsewhere: dpo_ld_alpha."""
     center_rewards_coefficient: Annotated[float | None, _OF_REWARD] = Field(default=None, ge=0)
     """Reward: weight of the squared sum of a pair's rewards, which keeps them around 0. null: 0."""
     discopop_tau: Annotated[float, _DISCOPOP] = Field(default=0.05, gt=0)
     """DPO: the temperature of discopop."""
     desirable_weight: Annotated[float, _OF_KTO] = Field(default=1.0, ge=0)
-    """KTO: weight of the answers whose label is true."""
+    """KTO: weight of the answers whose label is true. Elsewhere: kto_desirable_weight,
+    kto_chosen_weight."""
     undesirable_weight: Annotated[float, _OF_KTO] = Field(default=1.0, ge=0)
-    """KTO: weight of the other answers."""
+    """KTO: weight of the other answers. Elsewhere: kto_undesirable_weight, kto_rejected_weight."""
     precompute_ref_log_probs: Annotated[bool, ROUNDING, _REFERENCED] = True
     """DPO, KTO: ask the reference once, before the first step, and keep its numbers for each
     example. false: in every step, with the adapter switched off. (TRL's default is false.)"""
     seed: Annotated[Seed, IDENTITY] = 42
-    """Seed of weights, order, dropout and noise."""
+    """Seed of weights, order, dropout and noise. Elsewhere: random_seed."""
     data_seed: Annotated[Seed | None, IDENTITY, PER_ISLAND, _SHUFFLES] = None
     """Seed of the sample order. null: seed."""
     num_train_epochs: Annotated[float, with_unit("epochs", gt=0), PER_ISLAND, _BY_EPOCHS] = 3.0
-    """Passes over the training data."""
+    """Passes over the training data. Elsewhere: epochs, num_epochs, n_epochs, max_epochs,
+    train_epochs."""
     max_steps: Annotated[int, with_unit("steps", ge=-1), PER_ISLAND] = -1
-    """Optimizer steps to train; -1: as num_train_epochs says."""
+    """Optimizer steps to train; -1: as num_train_epochs says. Elsewhere: steps, num_steps, n_steps,
+    max_train_steps, num_train_steps, total_steps."""
     per_device_train_batch_size: Annotated[Samples, IDENTITY, PER_ISLAND] = 8
-    """Samples in a micro-batch."""
+    """Samples in a micro-batch. Elsewhere: batch_size, micro_batch_size, train_batch_size,
+    per_device_batch_size, per_gpu_train_batch_size."""
     per_device_eval_batch_size: Annotated[Samples, FREE, ReadIf("data.eval")] = 8
-    """Samples in an evaluation micro-batch."""
+    """Samples in an evaluation micro-batch. Elsewhere: eval_batch_size, per_gpu_eval_batch_size."""
     gradient_accumulation_steps: Annotated[MicroBatches, IDENTITY, PER_ISLAND] = 1
-    """Micro-batches in a step. At least twice the number of stages keep the pipeline full."""
+    """Micro-batches in a step. At least twice the number of stages keep the pipeline full.
+    Elsewhere: gradient_accumulation, grad_accum, grad_accum_steps, accumulate_grad_batches,
+    micro_batches, num_micro_batches."""
     learning_rate: float = Field(default=5e-5, ge=0)
-    """Peak learning rate."""
+    """Peak learning rate. Elsewhere: lr."""
     warmup_steps: Annotated[float, with_unit(STEPS_OR_SHARE, ge=0), _WARMS] = 0
-    """Linear warm-up: steps, or a share of all steps when below 1."""
+    """Linear warm-up: steps, or a share of all steps when below 1. Elsewhere: warmup,
+    num_warmup_steps."""
     warmup_ratio: Annotated[float | None, _WARMS] = Field(default=None, ge=0, le=1)
     """Linear warm-up as a share of all steps; instead of warmup_steps."""
     lr_scheduler_type: Name = "linear"
-    """Schedule of transformers: "linear", "cosine", ..."""
+    """Schedule of transformers: "linear", "cosine", ... Elsewhere: lr_scheduler, scheduler,
+    lr_schedule."""
     lr_scheduler_kwargs: Annotated[dict[str, Any], _BENDS] = Field(default_factory=dict)
     """Further arguments of the schedule."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay; not applied to biases and norms, as in transformers."""
     adam_beta1: Annotated[float, _HAS_BETAS] = Field(default=0.9, ge=0, lt=1)
-    """Adam's first beta."""
+    """Adam's first beta. Elsewhere: beta1."""
     adam_beta2: Annotated[float, _HAS_BETAS] = Field(default=0.999, ge=0, lt=1)
-    """Adam's second beta."""
+    """Adam's second beta. Elsewhere: beta2."""
     adam_epsilon: Annotated[float, _HAS_EPSILON] = Field(default=1e-8, ge=0)
-    """Adam's epsilon."""
+    """Adam's epsilon. Elsewhere: eps, epsilon."""
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """Gradients are clipped to this global norm over all stages; 0: never."""
+    """Gradients are clipped to this global norm over all stages; 0: never. Elsewhere: grad_clip,
+    gradient_clipping, clip_grad_norm, max_norm."""
     label_smoothing_factor: Annotated[float, with_unit("share", ge=0, le=1), _OF_SFT] = 0.0
     """Share of each label that goes to all tokens alike. The loss, also of an evaluation, is that
     of transformers' Trainer: divided by the number of labels in all micro-batches of a step, and
@@ -638,15 +676,18 @@ class TrainingConfig(Section):
     neftune_noise_alpha: float | None = Field(default=None, ge=0)
     """NEFTune: uniform noise on the embeddings in training, within this / sqrt(tokens of a row x
     hidden size). It is drawn anew in each step from seed, step and micro-batch, as dropout is: the
-    same whatever the cut, but other numbers than transformers draws. null or 0: none."""
+    same whatever the cut, but other numbers than transformers draws. null or 0: none. Elsewhere:
+    noisy_embedding_alpha."""
     optim: Annotated[Name, IDENTITY] = "adamw_torch"
-    """Optimizer, by its name in transformers. (Its own default is adamw_torch_fused.)"""
+    """Optimizer, by its name in transformers. (Its own default is adamw_torch_fused.) Elsewhere:
+    optimizer."""
     optim_args: Annotated[str | None, IDENTITY, _HAS_ARGS] = None
     """Further arguments of the optimizer, as "name=value,name=value"."""
     logging_strategy: Annotated[Literal["no", "steps", "epoch"], FREE] = "steps"
     """When to print a line and to tell callbacks. metrics.jsonl has every step."""
     logging_steps: Annotated[Steps, FREE, _LOGS] = 1
-    """Steps from one line on the screen to the next, with logging_strategy "steps"."""
+    """Steps from one line on the screen to the next, with logging_strategy "steps". Elsewhere:
+    log_interval, log_every, log_steps."""
     logging_first_step: Annotated[bool, FREE] = False
     """Tell callbacks of the first step too; the screen shows it anyway."""
     logging_nan_inf_filter: Annotated[bool, FREE] = True
@@ -663,13 +704,17 @@ class TrainingConfig(Section):
     save_strategy: Annotated[Literal["no", "steps", "epoch", "best"], FREE] = "steps"
     """When to save checkpoints. "best": after an evaluation that is better than all before."""
     save_steps: Annotated[Steps, FREE, ReadIf("save_strategy=steps")] = 500
-    """Checkpoint interval for save_strategy "steps"."""
+    """Checkpoint interval for save_strategy "steps". Elsewhere: save_interval, save_every,
+    checkpoint_steps."""
     save_total_limit: Annotated[int | None, FREE] = Field(default=None, ge=1)
-    """Checkpoints to keep; older ones are deleted, the best one never. null: all."""
+    """Checkpoints to keep; older ones are deleted, the best one never. null: all. Elsewhere:
+    keep_checkpoints, max_checkpoints."""
     eval_strategy: Annotated[Literal["no", "steps", "epoch"] | None, FREE] = None
-    """When to evaluate. null: "steps" when eval_steps is given, else "no"."""
+    """When to evaluate. null: "steps" when eval_steps is given, else "no". Elsewhere:
+    evaluation_strategy."""
     eval_steps: Annotated[Steps | None, FREE] = None
-    """Evaluation interval for "steps". null: logging_steps."""
+    """Evaluation interval for "steps". null: logging_steps. Elsewhere: eval_interval,
+    eval_every."""
     eval_on_start: Annotated[bool, FREE] = False
     """Evaluate once before the first step."""
     eval_delay: Annotated[float, FREE, ReadIf("eval_strategy!=no")] = Field(default=0, ge=0)
@@ -685,7 +730,8 @@ class TrainingConfig(Section):
     """Whether a larger value is better. null: unless the metric's name ends in "loss" or is
     "perplexity"."""
     early_stopping_patience: Annotated[int | None, FREE] = Field(default=None, ge=1)
-    """Stop after this many evaluations in a row that are not better than the best one."""
+    """Stop after this many evaluations in a row that are not better than the best one. Elsewhere:
+    early_stopping_steps."""
     early_stopping_threshold: Annotated[float, FREE, _STOPS] = Field(default=0.0, ge=0)
     """How much better one has to be, to count for early_stopping_patience."""
     sample_prompts: Annotated[str | tuple[str | tuple[dict[str, Any], ...], ...] | None, FREE] = (
@@ -708,7 +754,8 @@ class TrainingConfig(Section):
     """Compute in float16 autocast with one loss scale for all stages."""
     gradient_checkpointing: Annotated[StrictBool | Literal["auto"], FREE] = False
     """Store only the input of each layer and compute it again backward. "auto": on as few stages as
-    it takes for every process to fit its device's free memory."""
+    it takes for every process to fit its device's free memory. Elsewhere: activation_checkpointing,
+    grad_checkpointing."""
     loss_chunk_tokens: Annotated[
         Annotated[int, with_unit("tokens", ge=2)] | Literal["auto"] | None, ROUNDING, _PREDICTS
     ] = "auto"
@@ -717,7 +764,7 @@ class TrainingConfig(Section):
     whole. null: never in chunks."""
     torch_compile: Annotated[bool, ROUNDING] = False
     """Compile every layer with torch.compile. Results differ from uncompiled ones in rounding. A
-    backend or a mode switches it on too, as in transformers."""
+    backend or a mode switches it on too, as in transformers. Elsewhere: compile."""
     torch_compile_backend: Annotated[Name | None, ROUNDING] = None
     """Backend of torch.compile. null: inductor."""
     torch_compile_mode: Annotated[Name | None, ROUNDING] = None
@@ -735,15 +782,16 @@ class TrainingConfig(Section):
     """Further records beside metrics.jsonl: a name or a list of those that transformers knows,
     "all" (that are installed), or "none"."""
     run_name: Annotated[Name | None, FREE] = None
-    """The run's name for reporters. null: that of output_dir, with a number of its own."""
+    """The run's name for reporters. null: that of output_dir, with a number of its own. Elsewhere:
+    wandb_name, mlflow_run_name, trackio_run_name, swanlab_experiment_name, swanlab_run_name."""
     project: Annotated[Name, FREE, ReadIf("report_to!=tensorboard")] = "huggingface"
-    """The project that reporters put the run into."""
+    """The project that reporters put the run into. Elsewhere: WANDB_PROJECT, swanlab_project."""
     push_to_hub: Annotated[bool, FREE] = False
     """Upload the result to the Hugging Face hub. The token is that of `hf auth login` or HF_TOKEN
     on the coordinator's machine. An upload that fails is told, and the run goes on."""
     hub_model_id: Annotated[Name | None, FREE, _UPLOADS] = None
     """The repository, as "OWNER/NAME" or "NAME". null: the name of output_dir. It is made where
-    there is none."""
+    there is none. Elsewhere: push_to_hub_model_id, hub_repo_id, repo_id."""
     hub_strategy: Annotated[Literal["end", "checkpoint", "all_checkpoints"], FREE, _UPLOADS] = "end"
     """"end": the result is uploaded, when the run is done. "checkpoint": so is the newest
     checkpoint while it trains, as last-checkpoint. "all_checkpoints": as step_N, without those
@@ -754,7 +802,7 @@ class TrainingConfig(Section):
     hub_revision: Annotated[Name | None, FREE, _UPLOADS] = None
     """The branch to upload to; it is made where there is none. null: the default branch."""
     logging_dir: Annotated[Name | None, FREE, ReadIf("report_to=tensorboard|all")] = None
-    """TensorBoard directory. null: output_dir/tensorboard."""
+    """TensorBoard directory. null: output_dir/tensorboard. Elsewhere: log_dir, tensorboard_dir."""
     visualize: Annotated[bool, FREE] = True
     """Draw the diagram of the machines into output_dir, and at the end the run's curves
     (curves.png), for which matplotlib is needed."""
@@ -1040,16 +1088,18 @@ class Config(WholeFile):
     coordinator: Annotated[CoordinatorConfig, FREE]
     """The machine that drives the training."""
     workers: Annotated[tuple[WorkerConfig, ...], FREE] = ()
-    """The worker processes; one per device."""
+    """The worker processes; one per device. Elsewhere: nodes, machines, hosts."""
     shard_plan: Annotated[tuple[PlanEntry, ...], PlainSerializer(_entries_or_auto), FREE] = Field(
         json_schema_extra=_allow_auto
     )
     """Which layers are where, in the order of the model; or "auto": a run measures the machines
-    when it begins, and keeps the plan that it makes with its results."""
+    when it begins, and keeps the plan that it makes with its results. Elsewhere: plan, stages,
+    pipeline, device_map, layers."""
     model: Annotated[ModelConfig | None, IDENTITY] = None
     """The model to train."""
     adapter: Annotated[AdapterConfig | None, IDENTITY] = None
-    """LoRA settings. null: all weights are trained."""
+    """LoRA settings. null: all weights are trained. Elsewhere: lora, lora_config, peft,
+    peft_config."""
     data: DataConfig | None = None
     """Training and evaluation data."""
     training: TrainingConfig = Field(default_factory=TrainingConfig)

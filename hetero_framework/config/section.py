@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import typing
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, ClassVar
@@ -68,9 +69,20 @@ def checked_id(value: str, what: str) -> str:
     return value
 
 
+def sections_of(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The classes of the file's sections, or of the entries of a list, by name."""
+    classes = {}
+    for name, field in root.model_fields.items():
+        for kind in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                classes[name] = kind
+    return classes
+
+
 class Section(BaseModel):
     """A part of the file: immutable, strict, no unknown keys. What stands below a field is its
-    description in the JSON Schema, in docs/configuration.md and in errors."""
+    description in the JSON Schema, in docs/configuration.md and in errors. Its last sentence,
+    "Elsewhere: lr, alpha.", has the names of the setting in other tools and in `hetero convert`."""
 
     model_config = ConfigDict(
         extra="forbid",

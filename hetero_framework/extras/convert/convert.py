@@ -21,11 +21,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hetero_framework.config.aliases import is_harmless, own_name, refusal_of
+from hetero_framework.config import Config, TrainingConfig
+from hetero_framework.config.aliases import (
+    called,
+    is_harmless,
+    own_name,
+    refusal_of,
+    setting_called,
+)
+from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.optimizers import optimizer_problems
 from hetero_framework.config.problems import problems_of, shown
-from hetero_framework.config.schema import AdapterConfig, DataConfig, ModelConfig, TrainingConfig
-from hetero_framework.config.section import Section
+from hetero_framework.config.section import sections_of
 from hetero_framework.config.strict_json import read_object
 from hetero_framework.config.text_limits import text_problems
 from hetero_framework.errors import UserError
@@ -34,10 +41,8 @@ PROGRAMS = {"axolotl": "axolotl", "LLaMA-Factory": "llama_factory", "TRL": "trl"
 TAKEN, CHANGED, IDLE, NEVER, BY_HAND, UNKNOWN = STATUSES = (
     *("taken", "changed", "no effect here", "cannot be had", "to do by hand", "unknown"),
 )
-_SECTIONS: dict[str, type[Section]] = {
-    **{"adapter": AdapterConfig, "data": DataConfig},
-    **{"training": TrainingConfig, "model": ModelConfig},
-}
+_SCHEMA: type[Config] = whole_schema(Config)
+_SECTIONS = {name: sections_of(_SCHEMA)[name] for name in ("adapter", "data", "training", "model")}
 _NEEDED = {"model.name_or_path": "model", "data.train": "train.jsonl"}
 _PATHS = (
     *("model.name_or_path", "model.tokenizer", "adapter.init_from"),
@@ -172,7 +177,7 @@ class Conversion:
                 if self.program == "axolotl":
                     entries[number] = self._rewritten(place, entry, begin)
             self._use_sets(key, entries, "eval" if key == "test_datasets" else "train")
-        elif value and any(names.startswith(f"{key}.") for names, _ in rules(self.program)):
+        elif value and key in _containers(self.program):
             for name, inner in value.items():
                 self._take(f"{key}.{name}", inner, f"{key}.{name}")
         else:
@@ -185,15 +190,19 @@ class Conversion:
         for names, cases in rules(self.program):
             if re.fullmatch(names, name):
                 return self._apply(name, value, key, cases)
-        if any(is_harmless(section, name, value) for section in _SECTIONS):
+        here = setting_called(_SCHEMA, "training", name) or ""
+        if here.partition(".")[0] in _SECTIONS and "." in here:
+            return self._set(key, value, {here: value})
+        if any(is_harmless(_SCHEMA, section, name, value) for section in _SECTIONS):
             return self._say(key, value, TAKEN, "what happens anyway")
         for section in ("adapter", "data", "training"):
             if self.program != "axolotl" and name in _SECTIONS[section].model_fields:
                 return self._set(key, value, {f"{section}.{name}": value})
-        if called := own_name("training", name):
-            return self._say(key, value, BY_HAND, f"it is called {called} here")
-        why = refusal_of("training", name) or f"no key of {self.program} that is known here"
-        return self._say(key, value, NEVER if refusal_of("training", name) else UNKNOWN, why)
+        if words := own_name(_SCHEMA, "training", name):
+            return self._say(key, value, BY_HAND, f"it is called {words} here")
+        if why := refusal_of(_SCHEMA, "training", name):
+            return self._say(key, value, NEVER, why)
+        return self._say(key, value, UNKNOWN, f"no key of {self.program} that is known here")
 
     def _apply(self, name: str, value: Any, key: str, cases: list[Any]) -> None:
         text = value.strip() if isinstance(value, str) else json.dumps(value, default=str)
@@ -472,6 +481,15 @@ def _table(program: str) -> dict[str, Any]:
 def rules(program: str) -> list[tuple[str, list[Any]]]:
     """The rules of a program's table: an expression of names, and its cases."""
     return list(_rules(_table(program)))
+
+
+@cache
+def _containers(program: str) -> frozenset[str]:
+    """The keys under which others are that have rules or names here."""
+    own = {names for names, _ in rules(program)}
+    names = own.union(*called(_SCHEMA).values())
+    outer = {name.partition(".")[0] for name in names if re.match(r"\w+\.", name)}
+    return frozenset(outer - own - _SECTIONS.keys())
 
 
 def _rules(table: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:

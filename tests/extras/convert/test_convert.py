@@ -18,7 +18,7 @@ import yaml
 
 from hetero_framework.cli import main
 from hetero_framework.config import Config, load_config
-from hetero_framework.config.aliases import refusal_of
+from hetero_framework.config.aliases import refusal_of, setting_called
 from hetero_framework.data.sources import find_sources
 from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import UserError
@@ -349,7 +349,9 @@ def test_every_published_key_is_in_exactly_one_group(program: str) -> None:
         if not rules:
             here = [s for s in ("adapter", "data", "training") if name in FIELDS[s]]
             rules += here if program != "axolotl" else []
-            rules += [refusal_of("training", name)] * (not rules)
+            rules += [setting_called(convert_module._SCHEMA, "training", name) or ""] * (not rules)
+            rules = [rule for rule in rules if rule]
+            rules += [refusal_of(convert_module._SCHEMA, "training", name)] * (not rules)
         assert len(rules) == 1, (name, rules)
         assert rules[0], name
 

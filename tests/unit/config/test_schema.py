@@ -25,6 +25,8 @@ from hetero_framework.config import (
     json_schema,
     load_config,
 )
+from hetero_framework.config.composed import whole_schema
+from hetero_framework.config.effects import settings
 from hetero_framework.errors import ConfigError, PlanError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -493,7 +495,7 @@ def defaults() -> Iterator[tuple[str, str, Any]]:
     """What the libraries themselves say is their value where nothing is said."""
     schemas = ((TrainingArguments, "training"), (SFTConfig, "data"), (LoraConfig, "adapter"))
     for owner, section in schemas:
-        own = aliases.unsupported()[section]
+        own = aliases.unsupported(whole_schema(Config))[section]
         for field in dataclasses.fields(owner):
             made = field.default_factory
             default = made() if made is not dataclasses.MISSING else field.default
@@ -786,12 +788,16 @@ def test_an_unknown_setting_is_refused_with_its_name_here_or_a_reason(
     assert expected in message(changed(path, 1))
 
 
-@pytest.mark.parametrize("section", Config.model_fields)
-def test_every_alias_leads_to_an_existing_setting(section: str) -> None:
-    for here in (*aliases.settings()["called"], *aliases.settings()["called_of_machines"]):
-        place, _, name = re.split(r"[ ,]", here)[0].partition(".")
-        if place == section and name:
-            assert f'"{name}"' in json.dumps(json_schema()), here
+def test_names_elsewhere_lead_to_one_setting_that_exists() -> None:
+    told = [name for names in aliases.called(whole_schema(Config)).values() for name in names]
+    machines = {"host", "address", "addr", "ip_address", "name", "worker_id", "owner", "worker"}
+    machines |= {"threads", "cpu_threads", "omp_num_threads", "gpu", "cuda"}
+    assert {name for name in told if told.count(name) > 1} <= machines
+    assert len(aliases.called(whole_schema(Config))) > 70
+    paths = {path for path, _, _ in settings(whole_schema(Config))}
+    for here in aliases.settings()["instead"]:
+        assert re.split(r"[ ,]", here)[0] in paths
+    assert not {name for name in told if "." in name} & paths
 
 
 @pytest.mark.parametrize(
