@@ -43,14 +43,7 @@ def test_per_layer_inputs_and_shared_keys_cross_and_get_gradients(
     model = save_tiny("gemma3n_text", tmp_path / "model")
     sections = {"model": {"name_or_path": str(model)}, "adapter": adapter}
     whole = losses([], "whole", **sections)
-    plan = [
-        {"id": "local", "start": 0, "end": 1},
-        {"id": 1, "start": 1, "end": 3, "gradient_checkpointing": True},
-        {"id": 2, "start": 3, "end": 4},
-        {"id": 1, "start": 4, "end": 5},
-        {"id": "local", "start": 5, "end": 6, "is_last": True},
-    ]
-    assert losses([], "cut", shard_plan=plan, **sections) == whole
+    assert losses([], "cut", shard_plan=INTERLEAVED, **sections) == whole
     assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 

@@ -22,6 +22,7 @@ from hetero_framework.cli import build_parser
 from hetero_framework.config import effects
 from tests.unit.test_troubleshooting import templates
 
+pytestmark = pytest.mark.xdist_group("layering")  # one process reads all files
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hetero_framework"
 # Names of transformers' architectures, written by `hetero verify --all`.
