@@ -279,7 +279,7 @@ def coordinate(
 def measure(
     cluster: Cluster, load: Load, counters: Counters, steps: int, leak_bytes: int = 0
 ) -> Samples:
-    """`steps` steps, one right after the other, after those from which the window is sized."""
+    """`steps` steps, one right after the other, after those by which max_in_flight is sized."""
     batches = load.batches()
     for number in range(_WARM_UP_STEPS):
         run_step(cluster, number, batches)

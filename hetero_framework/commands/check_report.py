@@ -239,7 +239,7 @@ def forecast(config: Config) -> dict[str, Any]:
         "micro_batches": m,
         "chunks": max(owners.count(owner) for owner in owners),
         "bubble": 1.0 - sum(choice.forecast.busy) / len(choice.forecast.busy),
-        "window": choice.max_in_flight,
+        "max_in_flight": choice.max_in_flight,
         "held": list(choice.in_flight_limits),
     }
 
@@ -253,7 +253,8 @@ def _forecast_lines(schedule: dict[str, Any], stages: int) -> list[str]:
         "",
         f"A step of {schedule['micro_batches']} micro-batches{chunks}: devices idle "
         f"{share(schedule['bubble'])} of the time, by numbers of layers alone.",
-        f"  {schedule['window']} micro-batches under way; stages store up to {in_flight} forwards",
+        f"  {schedule['max_in_flight']} micro-batches under way;"
+        f" stages store up to {in_flight} forwards",
     ]
     if schedule["bubble"] > _LARGE_BUBBLE:
         lines += [

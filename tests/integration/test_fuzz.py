@@ -69,7 +69,7 @@ def any_order(dice: random.Random, schedule: StepSchedule) -> StepSchedule:
 
 
 def random_choices(dice: random.Random) -> Callable[..., TunedSchedule]:
-    """In place of the schedule's: any window, any limits, any order."""
+    """In place of the schedule's: any max_in_flight, any limits, any order."""
     real = Tuner.choice
 
     def choice(pace: Tuner, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:

@@ -30,7 +30,7 @@ _MOST_MICRO_BATCHES = 64
 """The micro-batches by which a step is judged: schedules differ in how they fill and drain."""
 _MOST_TASKS = 16_000
 """Tasks that `tune` simulates in all; about a tenth of a second. With half of them half as many
-windows are tried where there are too many to try each."""
+values of `max_in_flight` are tried where there are too many to try each."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _simulated(
     in_flight_limits: tuple[int, ...],
     spread: float,
 ) -> Simulation:
-    """Cached, since a profile is tuned again with the same window."""
+    """Cached, since a profile is tuned again with the same values."""
     return simulate(
         profile,
         micro_batches,
@@ -133,8 +133,8 @@ def tune(
 
     With one stage per device every other policy stores more forwards than backward first, so it
     has to be 1 % faster. Among schedules within 0.5 % of the fastest for this profile, and then
-    within 0.5 % of the fastest in worse conditions, the second smallest window is taken
-    (`max_in_flight` fixes it) and the fewest stored forwards. Worse conditions: edges half as slow
+    within 0.5 % of the fastest in worse conditions, the second smallest `max_in_flight`, unless
+    it is given, and the fewest stored forwards are taken. Worse conditions: edges half as slow
     again, and tasks and transfers up to 0.3 longer or shorter, as samples and networks are.
     """
     p = profile.num_stages
@@ -143,7 +143,7 @@ def tune(
     cases = list(dict.fromkeys(((profile, 0.0), (slow, 0.0), (slow, _SPREAD))))
     policies = portfolio(profile, m)
     simulations = 2 * len(policies) * len(cases)
-    windows = [max_in_flight] if max_in_flight is not None else _windows(slow, m, simulations)
+    sizes = _worth_simulating(slow, m, simulations) if max_in_flight is None else [max_in_flight]
 
     def seconds_of(one: _Candidate, case: Profile, spread: float) -> float:
         policy = policies[one.policy]
@@ -151,7 +151,7 @@ def tune(
 
     as_given = {
         one: seconds_of(one, profile, 0.0)
-        for one in _candidates(windows, p, in_flight_limits, len(policies))
+        for one in _candidates(sizes, p, in_flight_limits, len(policies))
     }
     if profile.num_devices == p:
         as_given = _worth_their_memory(as_given)
@@ -173,17 +173,17 @@ class _Candidate(NamedTuple):
 
 
 def _candidates(
-    windows: Sequence[int], num_stages: int, most: Sequence[int] | None, policies: int
+    sizes: Sequence[int], num_stages: int, most: Sequence[int] | None, policies: int
 ) -> Iterator[_Candidate]:
-    """Candidates: for each value of `max_in_flight` equal and tapered limits, of stages that store
+    """Candidates: for each size, of `max_in_flight`, equal and tapered limits, of stages that store
     `most`, and every policy."""
-    for window in windows:
-        shapes = [(window,) * num_stages, tapered_limits(window, num_stages)]
+    for max_in_flight in sizes:
+        shapes = [(max_in_flight,) * num_stages, tapered_limits(max_in_flight, num_stages)]
         if most is not None:
             shapes = [tuple(map(min, shape, most)) for shape in shapes]
         for limits in dict.fromkeys(shapes):
             for policy in range(policies):
-                yield _Candidate(window, limits, policy)
+                yield _Candidate(max_in_flight, limits, policy)
 
 
 def _worth_their_memory(seconds: Mapping[_Candidate, float]) -> dict[_Candidate, float]:
@@ -198,8 +198,8 @@ def _worth_their_memory(seconds: Mapping[_Candidate, float]) -> dict[_Candidate,
 
 
 def _with_few_in_flight(seconds: Mapping[_Candidate, float]) -> _Candidate:
-    """The candidate near the best with the second smallest window, if that is at most a quarter
-    larger than the smallest, which has nothing to spare."""
+    """The candidate near the best with the second smallest `max_in_flight`, if that is at most a
+    quarter larger than the smallest, which has nothing to spare."""
     good = sorted(
         _near_the_best(seconds), key=lambda one: (one.max_in_flight, sum(one.limits), seconds[one])
     )
@@ -220,7 +220,7 @@ def tapered_limits(max_in_flight: int, num_stages: int) -> tuple[int, ...]:
     return tuple(-(-max_in_flight * (p - k) // p) for k in range(p))
 
 
-def _windows(profile: Profile, micro_batches: int, simulations: int) -> list[int]:
+def _worth_simulating(profile: Profile, micro_batches: int, simulations: int) -> list[int]:
     """Values of `max_in_flight` worth simulating: from p to twice the number that the longest path
     holds at the slowest device's pace, since the pace varies."""
     p = profile.num_stages

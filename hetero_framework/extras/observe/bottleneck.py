@@ -22,7 +22,7 @@ from hetero_framework.units import plural, seconds, share, size
 
 WORTH_IT = 0.05
 """A change that brings less is not called a help: measured steps differ by as much."""
-SAME_RESULT = frozenset({"direct", "window", "cut", "interleave", "smaller"})
+SAME_RESULT = frozenset({"direct", "max_in_flight", "cut", "interleave", "smaller"})
 """Kinds of changes after which a run learns the same: to the last bit, or but for rounding."""
 _AS_SIMULATED = 1.02
 _UNEXPLAINED = 1.15

@@ -113,8 +113,8 @@ def changes(trace: Trace, now: Baseline, plan: MeasuredPlan, nics: NicSpeeds) ->
     """Every change that can be made here with its prediction, those that ask least first."""
     scale = now.pipeline_s / now.simulated_s if now.simulated_s else 1.0
     for idea in _ideas(trace, now, plan, nics) if len(plan.stages) > 1 else ():
-        limit = None if idea.kind == "window" else now.max_in_flight
-        pipeline = scale * idea.plan.step_s(idea.micro_batches, limit)
+        max_in_flight = None if idea.kind == "max_in_flight" else now.max_in_flight
+        pipeline = scale * idea.plan.step_s(idea.micro_batches, max_in_flight)
         step = pipeline + now.update_s
         # Work between steps (data, a checkpoint) is taken to grow with the samples.
         between_s = now.between_s or 0.0
@@ -130,7 +130,7 @@ def _ideas(trace: Trace, now: Baseline, plan: MeasuredPlan, nics: NicSpeeds) -> 
     yield from _direct(trace, plan, nics, m)
     if now.max_in_flight is not None:
         text = f"training.max_in_flight null instead of {now.max_in_flight}, if memory allows"
-        yield _Idea("window", text, plan, m)
+        yield _Idea("max_in_flight", text, plan, m)
     yield from _cut(trace, plan, m)
     yield from _interleaved(plan, m)
     codecs = _codecs(plan, m)

@@ -77,7 +77,7 @@ def test_shares_of_a_process_add_up_to_the_pipeline(tmp_path: Path) -> None:
 
 def test_transfers_that_compute_hides_are_called_hidden(tmp_path: Path) -> None:
     """One process sends while it waits for the answer, the other always has another to do."""
-    alone = found(tmp_path / "one", p=2, m=16, window=1, wire_s=0.01)
+    alone = found(tmp_path / "one", p=2, m=16, max_in_flight=1, wire_s=0.01)
     assert alone.processes[0].send_hidden == pytest.approx(0.0, abs=0.02)
     full = found(tmp_path / "two", p=2, m=16, wire_s=0.01)
     assert full.processes[0].send_hidden > 0.8
@@ -170,7 +170,7 @@ def test_a_relay_at_its_limit_is_named_as_the_bottleneck(tmp_path: Path) -> None
 
 def test_slow_link_asks_for_a_codec(tmp_path: Path) -> None:
     """One micro-batch in flight: everything on the wire is waited for."""
-    d = found(tmp_path, p=2, m=8, layers=1, window=1, wire_s=0.5, nbytes=4 << 20)
+    d = found(tmp_path, p=2, m=8, layers=1, max_in_flight=1, wire_s=0.5, nbytes=4 << 20)
     int8, bf16 = gain(d, "int8"), gain(d, "bf16")
     assert int8 > bf16 > 0.2
     half = found(tmp_path / "half", p=2, m=8, layers=1, wire_s=0.5, dtype="bfloat16")
@@ -187,13 +187,13 @@ def test_interleaving_is_predicted_for_one_stage_each(tmp_path: Path) -> None:
     assert "interleave" not in {change.kind for change in twice.changes}
 
 
-def test_window_that_was_set_is_lifted(tmp_path: Path) -> None:
-    trace = record(tmp_path, settings(window=1), steps=[1, 2])
+def test_max_in_flight_that_was_set_is_lifted(tmp_path: Path) -> None:
+    trace = record(tmp_path, settings(max_in_flight=1), steps=[1, 2])
     trace.settings["max_in_flight"] = 1  # type: ignore[index]
     d = diagnose(trace)
     assert d.simulated_s == pytest.approx(d.pipeline_s, rel=0.02)
     assert d.best is not None
-    assert d.best.kind == "window"
+    assert d.best.kind == "max_in_flight"
     assert d.best.gain > 1.5
 
 

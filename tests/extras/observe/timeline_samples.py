@@ -77,7 +77,7 @@ def step_spans(
     turns: bool = False,
     nbytes: int = 1 << 20,
     dtype: str = "float32",
-    window: int | None = None,
+    max_in_flight: int | None = None,
     step: int = 0,
     start: float = 0.0,
     update_s: float = 0.0,
@@ -96,7 +96,7 @@ class _Play:
         self.spans: Spans = {process: [] for process in sorted(set(self.devices) | {0})}
         self.free = dict.fromkeys(self.devices, self.start)
         self.ready: dict[tuple[str, int, int], float] = {}
-        self.limit = self.window or 2 * self.p
+        self.limit = self.max_in_flight or 2 * self.p
         self.launched = 0
         self.port: dict[tuple[int, str], float] = defaultdict(float)
 

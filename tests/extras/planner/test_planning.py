@@ -214,12 +214,12 @@ def test_a_plan_fits_and_evaluate_agrees_with_it(profile: FleetProfile) -> None:
     assert found.lower_bound_s <= found.predicted_step_s
     memory = {one.id: one.memory_bytes for one in profile.devices}
     assert all(use.memory_bytes <= memory[use.id] + 1 for use in found.devices)
-    for window in (found.max_in_flight, None):
+    for max_in_flight in (found.max_in_flight, None):
         again = evaluate(
             profile,
             found.shard_plan,
             gradient_checkpointing=found.gradient_checkpointing,
-            max_in_flight=window,
+            max_in_flight=max_in_flight,
         )
         assert again.predicted_step_s == found.predicted_step_s
         assert again.devices == found.devices

@@ -419,7 +419,7 @@ def test_forecast_is_near_the_known_bubble() -> None:
 def test_forecast_takes_the_configured_window() -> None:
     free = forecast(plan(["local", 1, 2, 3]))
     found = forecast(plan(["local", 1, 2, 3], max_in_flight=2))
-    assert found["window"] == 2
+    assert found["max_in_flight"] == 2
     assert max(found["held"]) <= 2
     assert found["bubble"] > free["bubble"] + 0.2
 

@@ -101,16 +101,16 @@ class FastEvaluation:
 
     def _run(self, profile: Profile, m: int, schedule: ScheduleChoice) -> float:
         """Seconds of m micro-batches."""
-        size, policy, limits = schedule
+        max_in_flight, policy, limits = schedule
         self.tasks += 2 * profile.num_stages * m
-        return simulate(profile, m, size, policy=policy, in_flight_limits=limits).seconds
+        return simulate(profile, m, max_in_flight, policy=policy, in_flight_limits=limits).seconds
 
 
 def schedules_of(
     profile: Profile, micro_batches: int, limits: tuple[int, ...]
 ) -> list[ScheduleChoice]:
-    """A few windows and policies, of which one is near the best; no stage stores more forwards than
-    `limits` say. The one that is best most often comes first."""
+    """A few values of `max_in_flight` and policies, of which one is near the best; no stage stores
+    more forwards than `limits` say. The one that is best most often comes first."""
     p = profile.num_stages
     bound = step_bound(profile, micro_batches)
     path = math.ceil(profile.path_s * micro_batches / bound) if bound > 0 else p
