@@ -120,8 +120,9 @@ def _imported(entry: Registered, module: str, what: str) -> ModuleType:
 
 def lacking() -> list[str]:
     """The extras that some settings need and this installation lacks."""
-    needed = sorted({entry.text for entry in entries("extras").values()})
-    return [extra for extra in needed if not is_installed(extra)]
+    tables = (entries("extras"), entries("needs"))
+    needed = {entry.text for table in tables for entry in table.values()}
+    return [extra for extra in sorted(needed) if not is_installed(extra)]
 
 
 @cache

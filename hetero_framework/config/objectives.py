@@ -29,6 +29,13 @@ def needs_of(objective: str) -> Needs:
     """The entry of an objective. Raises ConfigError for an unknown one."""
     if registry.has("objectives", objective):
         return Needs(**registry.facts("objectives", objective))
+    for condition, entry in registry.entries("extras").items():
+        if objective in condition.partition("training.objective=")[2].split("|"):
+            raise ConfigError(
+                f"training.objective: {objective!r} needs the extra {entry.text!r}, which this"
+                " installation lacks",
+                hint="install hetero_framework whole, or choose another objective",
+            )
     known = registry.names("objectives")
     near = difflib.get_close_matches(objective.lower(), known, n=1)
     own = "one of your own is registered by a file of --import, on every machine"
@@ -47,16 +54,3 @@ def needs_if_known(objective: str) -> Needs:
 def rows_of(kind: str) -> int:
     """Rows of a micro-batch that an example of this kind of data makes."""
     return int(registry.facts("data", kind).get("rows", 1))
-
-
-DPO_LOSSES = (
-    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"),
-    *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
-)
-"""Values of loss_type. TRL's aot and aot_unpaired sort the pairs of a micro-batch."""
-WITHOUT_KL = "apo_zero_unpaired"
-ONE_LOSS = {
-    **{"sft": ("nll",), "orpo": ("sigmoid",), "cpo": ("sigmoid", "hinge", "ipo", "simpo")},
-    "kto": ("kto", WITHOUT_KL),
-}
-"""Values of loss_type of the objectives that take only one, the default first."""

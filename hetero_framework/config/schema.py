@@ -37,9 +37,6 @@ from hetero_framework.config.expressions import EXPRESSIONS, expression, express
 from hetero_framework.config.host_names import checked_host, host_and_port, normal_host
 from hetero_framework.config.idle import GivenNames, idle_lines
 from hetero_framework.config.objectives import (
-    DPO_LOSSES,
-    ONE_LOSS,
-    WITHOUT_KL,
     Task,
     needs_if_known,
     rows_of,
@@ -67,6 +64,7 @@ from hetero_framework.config.section import (
     WholeFile,
     WorkerId,
     checked_id,
+    whole_steps,
     with_unit,
 )
 from hetero_framework.config.text_limits import text_problems
@@ -100,17 +98,6 @@ _EVALUATES = ReadIf("training.eval_strategy!=no or training.eval_on_start")
 _ENDS = ReadIf("training.objective=sft|dpo|orpo|cpo|kto|reward")
 _DATA_OF_SFT = ReadIf("training.objective=sft")
 _PREDICTS = ReadIf("objective=sft|dpo|orpo|cpo|kto")
-_OF_DPO = ReadIf("objective=dpo")
-_PREFERS = ReadIf("objective=dpo|orpo|cpo|kto")
-_SMOOTHS = ReadIf(
-    "objective=dpo and loss_type=robust|exo_pair or objective=cpo and loss_type=sigmoid|simpo"
-)
-_OF_CPO = ReadIf("objective=cpo")
-_SIMPO = ReadIf("objective=cpo and loss_type=simpo")
-_OF_REWARD = ReadIf("objective=reward")
-_DISCOPOP = ReadIf("objective=dpo and loss_type=discopop")
-_OF_KTO = ReadIf("objective=kto")
-_REFERENCED = ReadIf("objective=dpo|kto")
 _SHUFFLES = ReadIf("train_sampling_strategy!=sequential")
 _BY_EPOCHS = ReadIf("max_steps=-1")
 _WARMS = ReadIf("lr_scheduler_type!=constant")
@@ -128,9 +115,6 @@ _HAS_BEST = ReadIf(
     " or save_strategy=best"
 )
 _STOPS = ReadIf("early_stopping_patience")
-_SAMPLES = ReadIf("sample_prompts")
-_DRAWS = ReadIf("sample_prompts and sample_temperature")
-_UPLOADS = ReadIf("push_to_hub")
 _DRAWN = ReadIf("visualize")
 _HAS_ADAPTER = ReadIf("adapter")
 Host = Annotated[str, AfterValidator(checked_host)]
@@ -590,42 +574,6 @@ class TrainingConfig(Section):
     rather than the rejected one, "kto" answers that are rated one by one; "reward" a number for
     each answer, "classification" and "token-classification" labels; --import may register
     others."""
-    loss_type: Annotated[str | tuple[str, ...] | None, _PREDICTS] = None
-    """DPO's, CPO's or KTO's loss, by its name in TRL; of DPO also several, whose sum by
-    loss_weights is taken. null: sigmoid, of KTO kto. "sft" has TRL's "nll" alone."""
-    loss_weights: Annotated[tuple[float, ...] | None, _OF_DPO] = None
-    """A weight for each loss_type. null: 1 for each. Elsewhere: dpo_loss_weights."""
-    beta: Annotated[float, _PREFERS] = Field(default=0.1, gt=0)
-    """DPO, KTO: how closely the model keeps to the reference. ORPO: weight of the odds. CPO: by
-    what log-probabilities are multiplied. Elsewhere: rl_beta, dpo_beta, pref_beta, orpo_alpha,
-    trl.beta."""
-    label_smoothing: Annotated[float, _SMOOTHS] = Field(default=0.0, ge=0, lt=0.5)
-    """The share of pairs whose answers may have been confused (DPO: robust, exo_pair; CPO: sigmoid,
-    simpo). Elsewhere: dpo_label_smoothing."""
-    cpo_alpha: Annotated[float, _OF_CPO] = Field(default=1.0, ge=0)
-    """CPO: weight of the chosen answers' own loss."""
-    simpo_gamma: Annotated[float, _SIMPO] = 0.5
-    """CPO: how much better the chosen answer should be (simpo)."""
-    rpo_alpha: Annotated[float | None, _OF_DPO] = Field(default=None, ge=0)
-    """DPO: weight of the chosen answers' own loss, added to the others. null: none."""
-    use_weighting: Annotated[bool, _OF_DPO] = False
-    """DPO: weight each pair by how likely the model finds it (WPO). Elsewhere:
-    dpo_use_weighting."""
-    ld_alpha: Annotated[float | None, _OF_DPO] = Field(default=None, ge=0, le=1)
-    """DPO: weight of the tokens beyond the length of the shorter answer. null: all count.
-    Elsewhere: dpo_ld_alpha."""
-    center_rewards_coefficient: Annotated[float | None, _OF_REWARD] = Field(default=None, ge=0)
-    """Reward: weight of the squared sum of a pair's rewards, which keeps them around 0. null: 0."""
-    discopop_tau: Annotated[float, _DISCOPOP] = Field(default=0.05, gt=0)
-    """DPO: the temperature of discopop."""
-    desirable_weight: Annotated[float, _OF_KTO] = Field(default=1.0, ge=0)
-    """KTO: weight of the answers whose label is true. Elsewhere: kto_desirable_weight,
-    kto_chosen_weight."""
-    undesirable_weight: Annotated[float, _OF_KTO] = Field(default=1.0, ge=0)
-    """KTO: weight of the other answers. Elsewhere: kto_undesirable_weight, kto_rejected_weight."""
-    precompute_ref_log_probs: Annotated[bool, ROUNDING, _REFERENCED] = True
-    """DPO, KTO: ask the reference once, before the first step, and keep its numbers for each
-    example. false: in every step, with the adapter switched off. (TRL's default is false.)"""
     seed: Annotated[Seed, IDENTITY] = 42
     """Seed of weights, order, dropout and noise. Elsewhere: random_seed."""
     data_seed: Annotated[Seed | None, IDENTITY, PER_ISLAND, _SHUFFLES] = None
@@ -647,7 +595,9 @@ class TrainingConfig(Section):
     micro_batches, num_micro_batches."""
     learning_rate: float = Field(default=5e-5, ge=0)
     """Peak learning rate. Elsewhere: lr."""
-    warmup_steps: Annotated[float, with_unit(STEPS_OR_SHARE, ge=0), _WARMS] = 0
+    warmup_steps: Annotated[
+        float, with_unit(STEPS_OR_SHARE, ge=0), AfterValidator(whole_steps), _WARMS
+    ] = 0
     """Linear warm-up: steps, or a share of all steps when below 1. Elsewhere: warmup,
     num_warmup_steps."""
     warmup_ratio: Annotated[float | None, _WARMS] = Field(default=None, ge=0, le=1)
@@ -734,20 +684,6 @@ class TrainingConfig(Section):
     early_stopping_steps."""
     early_stopping_threshold: Annotated[float, FREE, _STOPS] = Field(default=0.0, ge=0)
     """How much better one has to be, to count for early_stopping_patience."""
-    sample_prompts: Annotated[str | tuple[str | tuple[dict[str, Any], ...], ...] | None, FREE] = (
-        None
-    )
-    """Prompts that the model continues while it trains: a file of them (.txt, .json, .jsonl,
-    .parquet), or a list of texts and of lists of messages. Where the data are conversations, a text
-    is what a user says."""
-    sample_steps: Annotated[Steps, FREE, _SAMPLES] = 100
-    """Steps from one sampling to the next; the last step is sampled too."""
-    sample_max_new_tokens: Annotated[Tokens, FREE, _SAMPLES] = 64
-    """Tokens of a sample, at most."""
-    sample_temperature: Annotated[float, FREE, _SAMPLES] = Field(default=0.0, ge=0)
-    """0: always the likeliest token. Else tokens are drawn, the freer the higher it is."""
-    sample_top_p: Annotated[float, FREE, _DRAWS] = Field(default=1.0, gt=0, le=1)
-    """Draw from the likeliest tokens that have this probability together."""
     bf16: Annotated[bool, IDENTITY] = False
     """Compute in bfloat16 autocast; weights keep their type."""
     fp16: Annotated[bool, IDENTITY] = False
@@ -781,26 +717,6 @@ class TrainingConfig(Section):
     report_to: Annotated[tuple[Reporter, ...], FREE] = ("tensorboard",)
     """Further records beside metrics.jsonl: a name or a list of those that transformers knows,
     "all" (that are installed), or "none"."""
-    run_name: Annotated[Name | None, FREE] = None
-    """The run's name for reporters. null: that of output_dir, with a number of its own. Elsewhere:
-    wandb_name, mlflow_run_name, trackio_run_name, swanlab_experiment_name, swanlab_run_name."""
-    project: Annotated[Name, FREE, ReadIf("report_to!=tensorboard")] = "huggingface"
-    """The project that reporters put the run into. Elsewhere: WANDB_PROJECT, swanlab_project."""
-    push_to_hub: Annotated[bool, FREE] = False
-    """Upload the result to the Hugging Face hub. The token is that of `hf auth login` or HF_TOKEN
-    on the coordinator's machine. An upload that fails is told, and the run goes on."""
-    hub_model_id: Annotated[Name | None, FREE, _UPLOADS] = None
-    """The repository, as "OWNER/NAME" or "NAME". null: the name of output_dir. It is made where
-    there is none. Elsewhere: push_to_hub_model_id, hub_repo_id, repo_id."""
-    hub_strategy: Annotated[Literal["end", "checkpoint", "all_checkpoints"], FREE, _UPLOADS] = "end"
-    """"end": the result is uploaded, when the run is done. "checkpoint": so is the newest
-    checkpoint while it trains, as last-checkpoint. "all_checkpoints": as step_N, without those
-    saved while another one is uploaded. Checkpoints name machines and folders, and go into private
-    repositories alone. (The default in transformers is every_save, which is refused.)"""
-    hub_private_repo: Annotated[bool | None, FREE, _UPLOADS] = None
-    """Whether a repository that is made is private. null: as its owner's default says."""
-    hub_revision: Annotated[Name | None, FREE, _UPLOADS] = None
-    """The branch to upload to; it is made where there is none. null: the default branch."""
     logging_dir: Annotated[Name | None, FREE, ReadIf("report_to=tensorboard|all")] = None
     """TensorBoard directory. null: output_dir/tensorboard. Elsewhere: log_dir, tensorboard_dir."""
     visualize: Annotated[bool, FREE] = True
@@ -862,29 +778,6 @@ class TrainingConfig(Section):
             values.pop("reconnect_timeout_s")
         return values
 
-    @field_validator("loss_type", "loss_weights", mode="before")
-    @classmethod
-    def _as_tuple(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
-
-    @field_validator("loss_type")
-    @classmethod
-    def _loss_is_known(
-        cls, value: str | tuple[str, ...] | None, info: ValidationInfo
-    ) -> str | tuple[str, ...] | None:
-        if value is None:
-            return None
-        names = (value,) if isinstance(value, str) else value
-        objective = info.data.get("objective")
-        known = ONE_LOSS.get(str(objective), DPO_LOSSES)
-        if not names or (unknown := [name for name in names if name not in known]):
-            raise ValueError(
-                f"{shown(unknown[0] if names else value)} is none of {', '.join(known)}"
-            )
-        if len(names) > 1 and objective in ONE_LOSS:
-            raise ValueError(f"the objective {shown(objective)} takes one loss")
-        return value
-
     @field_validator("report_to", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
@@ -895,15 +788,6 @@ class TrainingConfig(Section):
         if "none" in names and len(names) > 1:
             raise ValueError('"none" goes with no other name; take it out, or the others')
         return () if list(names) == ["none"] else tuple(names)
-
-    @field_validator("sample_prompts", mode="before")
-    @classmethod
-    def _holds_prompts(cls, value: Any) -> Any:
-        if value in ("", [], ()) or (isinstance(value, (list, tuple)) and "" in value):
-            raise ValueError("holds no prompt; give a file, or a list of texts or messages")
-        if not isinstance(value, (list, tuple)):
-            return value
-        return tuple(tuple(item) if isinstance(item, list) else item for item in value)
 
     @field_validator("log_level")
     @classmethod
@@ -928,13 +812,6 @@ class TrainingConfig(Section):
             raise ValueError(why.format(shown(value)))
         return value
 
-    @field_validator("warmup_steps", "logging_steps", "save_steps", "eval_steps", "sample_steps")
-    @classmethod
-    def _steps_are_whole(cls, value: float | None) -> float | None:
-        if value is not None and value >= 1 and value != int(value):
-            raise ValueError("must be a whole number of steps, or a share of all steps below 1")
-        return value
-
     @model_validator(mode="after")
     def _no_contradiction(self) -> TrainingConfig:
         if self.bf16 and self.fp16:
@@ -946,42 +823,12 @@ class TrainingConfig(Section):
                 f'eval_steps needs eval_strategy "steps", but it is "{self.eval_strategy}"'
             )
         self._check_best()
-        self._check_objective()
         return self
-
-    def _check_objective(self) -> None:
-        losses = self.losses
-        if self.loss_weights is not None and self.objective in ONE_LOSS:
-            raise ValueError(f"the objective {shown(self.objective)} takes no loss_weights")
-        if self.loss_weights is not None and len(self.loss_weights) != len(losses):
-            raise ValueError(
-                f"loss_weights has {len(self.loss_weights)} numbers for {len(losses)} loss types"
-            )
-        if "exo_pair" in losses and not self.label_smoothing:
-            raise ValueError("loss_type exo_pair needs a label_smoothing above 0, such as 1e-3")
-        if self.data_kind == "mismatched":
-            if self.per_device_train_batch_size < 2:
-                raise ValueError(
-                    "kto needs a per_device_train_batch_size of at least 2: an answer is also put"
-                    f" behind another prompt of its micro-batch; or set loss_type {WITHOUT_KL!r}"
-                )
-            if self.train_sampling_strategy != "sequential":
-                raise ValueError(
-                    'kto needs train_sampling_strategy "sequential": the examples of a micro-batch'
-                    f" stay together; shuffle the file, or set loss_type {WITHOUT_KL!r}"
-                )
-
-    @property
-    def losses(self) -> tuple[str, ...]:
-        """The names in loss_type."""
-        named = self.loss_type or ONE_LOSS.get(self.objective, DPO_LOSSES)[0]
-        return (named,) if isinstance(named, str) else named
 
     @property
     def data_kind(self) -> str:
         """The data that the objective is trained on."""
-        kind = needs_if_known(self.objective).data
-        return "ratings" if kind == "mismatched" and WITHOUT_KL in self.losses else kind
+        return needs_if_known(self.objective).data
 
     @property
     def train_rows(self) -> int:

@@ -6,9 +6,17 @@ import re
 import typing
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StrictStr,
+    field_validator,
+)
 from pydantic_core.core_schema import ValidationInfo
 
 
@@ -43,6 +51,13 @@ class ReadIf:
     condition: str
 
 
+def whole_steps(value: float) -> float:
+    """`value` itself. Raises ValueError unless it is a whole number or a share."""
+    if value >= 1 and value != int(value):
+        raise ValueError("must be a whole number of steps, or a share of all steps below 1")
+    return value
+
+
 IDENTITY, RESULT, ROUNDING, FREE = Effect
 ALL_ISLANDS, PER_ISLAND = Scope
 
@@ -56,7 +71,7 @@ Tokens = Annotated[int, with_unit("tokens", ge=1)]
 Samples = Annotated[int, with_unit("samples", ge=1)]
 MicroBatches = Annotated[int, with_unit("micro-batches", ge=1)]
 STEPS_OR_SHARE = "steps, or a share of all steps when below 1"
-Steps = Annotated[float, with_unit(STEPS_OR_SHARE, gt=0)]
+Steps = Annotated[float, with_unit(STEPS_OR_SHARE, gt=0), AfterValidator(whole_steps)]
 
 
 def checked_id(value: str, what: str) -> str:
@@ -95,6 +110,12 @@ class Section(BaseModel):
     effect: ClassVar[Effect] = RESULT
     scope: ClassVar[Scope | None] = None
     read_if: ClassVar[ReadIf | None] = None
+
+    @classmethod
+    def of(cls, section: Section) -> Self:
+        """A section as one with the settings of this class, which are at their defaults where the
+        file's schema does not have them."""
+        return section if isinstance(section, cls) else cls.model_validate(section.model_dump())
 
 
 class WholeFile(Section):

@@ -540,7 +540,10 @@ class Coordinator:
         if training.save_strategy == "steps":
             due.mark("save", due_after(training.save_steps) or ends)
         if self._prepared.sampler is not None:
-            due.mark("sample", due_after(training.sample_steps) or state.position >= total)
+            due.mark(
+                "sample",
+                due_after(self._config.setting("training.sample_steps")) or state.position >= total,
+            )
 
     def _note_what_is_left(self) -> None:
         """Note what was due after the last step of a run that was cut short, also by callbacks, and

@@ -369,7 +369,7 @@ def check_objective(
         return
     if task_of(model_config) != "causal-lm":
         for setting in ("sample_prompts", "label_smoothing_factor"):
-            if getattr(training, setting):
+            if config.setting(f"training.{setting}"):
                 raise ConfigError(
                     f"training.{setting} is for models that generate text, and"
                     f" training.objective is {training.objective!r}",
@@ -381,7 +381,8 @@ def check_objective(
             f" routers, which the {model_config.model_type} model's configuration switches on",
             hint='set "router_aux_loss_coef": 0 in "model" to train without it',
         )
-    asks = objective.has_reference and not training.precompute_ref_log_probs
+    precomputes = config.setting("training.precompute_ref_log_probs")
+    asks = objective.has_reference and precomputes is False
     if asks and not can_switch(plan):
         raise ConfigError(
             "training.precompute_ref_log_probs is false, but without a new adapter no step can ask"

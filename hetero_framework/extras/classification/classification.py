@@ -18,6 +18,7 @@ from hetero_framework.config.objectives import needs_of
 from hetero_framework.data.batches import MicroBatch, num_items
 from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.errors import ProtocolError
+from hetero_framework.extras.classification.settings import RewardSettings
 from hetero_framework.extras.preferences.pair_objective import MEANS, means_table
 from hetero_framework.extras.preferences.pairs import MARGIN
 from hetero_framework.models.cut.objective import Objective
@@ -120,7 +121,7 @@ class Rewards(_Classifies):
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(id_layers)
-        self._centers = training.center_rewards_coefficient
+        self._centers = RewardSettings.of(training).center_rewards_coefficient
 
     def loss(
         self,

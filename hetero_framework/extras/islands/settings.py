@@ -9,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 
 from hetero_framework.config import Config
 from hetero_framework.config.host_names import split_address
-from hetero_framework.config.objectives import WITHOUT_KL
 from hetero_framework.config.problems import Problem
 from hetero_framework.config.section import (
     FREE,
@@ -135,14 +134,6 @@ def disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
             "island",
             "is for models of texts: islands share weights, and neither running means nor the data"
             " set of an imported file; take it out",
-        )
-    in_batches = training is not None and training.data_kind == "mismatched"
-    if in_batches and (island.sync_steps == 1 or island.warmup_steps):
-        yield Problem(
-            "island",
-            "is for losses of single examples where islands share a step (sync_steps 1,"
-            " warmup_steps); kto's estimate of the KL is of a micro-batch: set"
-            f" training.loss_type {WITHOUT_KL!r}, or more sync_steps without warmup_steps",
         )
     if plan and island.fragments > plan[-1].end:
         yield Problem(

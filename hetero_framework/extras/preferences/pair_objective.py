@@ -22,6 +22,7 @@ from hetero_framework.config.objectives import rows_of
 from hetero_framework.data.batches import MicroBatch
 from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.errors import ArchitectureError, ProtocolError
+from hetero_framework.extras.preferences.settings import PreferenceSettings
 from hetero_framework.models.cut.chunked_loss import Span, chunk_tokens, spans, sum_of_chunks
 from hetero_framework.models.cut.objective import ChunkedObjective
 from hetero_framework.models.cut.shard import Inputs, Shard
@@ -44,7 +45,8 @@ class PairObjective(ChunkedObjective):
     ) -> None:
         """`further`: names of metrics behind METRICS."""
         super().__init__(training.loss_chunk_tokens, id_layers)
-        self._training, self._beta = training, training.beta
+        own = PreferenceSettings.of(training)
+        self._training, self._beta = own, own.beta
         self._each = rows_of(training.data_kind)
         # The other rows of a "mismatched" micro-batch would be in the routers' reports, too.
         self.adds_routing = training.data_kind != "mismatched"

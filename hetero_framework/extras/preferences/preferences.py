@@ -26,6 +26,7 @@ from hetero_framework.extras.preferences.pair_objective import (
     log_probabilities,
 )
 from hetero_framework.extras.preferences.pairs import REFERENCE
+from hetero_framework.extras.preferences.settings import PreferenceSettings
 from hetero_framework.models.cut.objective import COUNT
 from hetero_framework.models.cut.shard import Inputs
 
@@ -76,12 +77,13 @@ class Preferences(Referenced):
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(training, id_layers)
         self.metric_names += TOKEN_METRICS * self._measures
-        weights = training.loss_weights or (1.0,) * len(training.losses)
-        losses = list(zip(training.losses, weights, strict=True))
-        if training.rpo_alpha:
-            losses.append(("sft", training.rpo_alpha))
+        own = PreferenceSettings.of(training)
+        weights = own.loss_weights or (1.0,) * len(own.losses)
+        losses = list(zip(own.losses, weights, strict=True))
+        if own.rpo_alpha:
+            losses.append(("sft", own.rpo_alpha))
         self._losses = [(PAIR_LOSSES["dpo"][name], weight) for name, weight in losses]
-        self._ld_alpha, self._weighs = training.ld_alpha, training.use_weighting
+        self._ld_alpha, self._weighs = own.ld_alpha, own.use_weighting
 
     def compared(
         self, inputs: Inputs, sums_BC: Tensor, ratios_B: Tensor
@@ -134,7 +136,8 @@ class Ratings(Referenced):
         self.metric_names = ("kl", *sides, "rewards/margins", *LOGITS)
         self.metric_names += TOKEN_METRICS[:1] * self._measures
         self.beside = (*self._reference, "desirable")
-        self._weights = training.desirable_weight, training.undesirable_weight
+        own = PreferenceSettings.of(training)
+        self._weights = own.desirable_weight, own.undesirable_weight
 
     def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
         return [log_probabilities(logits_BSV, *targets_BS).sum(1)]

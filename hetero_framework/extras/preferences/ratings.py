@@ -30,6 +30,7 @@ from hetero_framework.extras.preferences.pairs import (
     collate_answers,
     with_prompt,
 )
+from hetero_framework.extras.preferences.settings import PreferenceSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,7 +143,8 @@ def _balance(answers: AnswerRows, training: TrainingConfig) -> Iterator[str]:
     if not (good and bad):
         yield f"warning: {line}; KTO learns from both kinds"
         return
-    ratio = good * training.desirable_weight / (bad * training.undesirable_weight or 1e-9)
+    own = PreferenceSettings.of(training)
+    ratio = good * own.desirable_weight / (bad * own.undesirable_weight or 1e-9)
     hint = "; weights (desirable_weight, undesirable_weight) that make it 1 to 1.33 are recommended"
     fits = good == bad or 0.995 <= ratio <= 1.335
     yield line if fits else f"warning: {line}, {ratio:.2f} to 1 by their weights{hint}"

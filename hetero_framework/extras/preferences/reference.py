@@ -27,6 +27,7 @@ from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import CheckpointError, NumericError, ProtocolError
 from hetero_framework.extras.preferences.pairs import REFERENCE, AnswerRows
 from hetero_framework.extras.preferences.preferences import LOGPS
+from hetero_framework.extras.preferences.settings import PreferenceSettings
 from hetero_framework.trainer.continuation import versions
 from hetero_framework.trainer.setup import Prepared, can_switch
 from hetero_framework.units import plural
@@ -45,7 +46,7 @@ class Reference:
         self._devices = devices
         self._can_switch = can_switch(prepared.adapter_plan)
         training = prepared.config.training
-        self.is_precomputed = training.precompute_ref_log_probs
+        self.is_precomputed = PreferenceSettings.of(training).precompute_ref_log_probs
         self._names = REFERENCE[training.data_kind]
 
     def prepare(self, cluster: Cluster, data: TrainData, step: int) -> None:
@@ -149,7 +150,8 @@ class Reference:
             and not (self._can_switch and name.startswith("adapter"))
         }
         started = None if plan is None else plan.origin
-        answers = [rows.fingerprint, rows.kind, config.training.ld_alpha]
+        decay = PreferenceSettings.of(config.training).ld_alpha
+        answers = [rows.fingerprint, rows.kind, decay]
         return [cluster.fingerprint, settings, started, answers]
 
     def _way(self) -> list[Any]:

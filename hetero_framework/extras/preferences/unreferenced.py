@@ -21,6 +21,7 @@ from hetero_framework.extras.preferences.pair_objective import (
     lengths_of,
     log_probabilities,
 )
+from hetero_framework.extras.preferences.settings import PreferenceSettings
 from hetero_framework.models.cut.shard import Inputs
 
 _LN_2 = 0.6931471805599453
@@ -67,8 +68,9 @@ class Contrastive(PairObjective):
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(training, id_layers, "nll_loss")
-        (name,) = training.losses
-        self._loss_of, self._alpha = PAIR_LOSSES["cpo"][name], training.cpo_alpha
+        own = PreferenceSettings.of(training)
+        (name,) = own.losses
+        self._loss_of, self._alpha = PAIR_LOSSES["cpo"][name], own.cpo_alpha
 
     def seen(self, inputs: Inputs) -> Tensor:
         """All, padding too."""

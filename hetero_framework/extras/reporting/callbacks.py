@@ -46,6 +46,7 @@ from hetero_framework.extras.reporting.reporters import (
     report_samples,
     reporters,
 )
+from hetero_framework.extras.reporting.settings import ReportSettings
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.cut.objective import COUNT
 from hetero_framework.models.cut.objectives import objective_of
@@ -161,7 +162,8 @@ class Callbacks(Observer):
             self._run = new_run()
             self._history.write({"step": 0, _RUN: self._run})
         output = self._prepared.config.output_dir.name
-        self._arguments.run_name = training.run_name or f"{output}-{self._run}"
+        own = ReportSettings.of(training)
+        self._arguments.run_name = own.run_name or f"{output}-{self._run}"
         self._call("on_init_end")
         self._control.should_training_stop = False
         self._first_tokens = self.state.num_input_tokens_seen
@@ -292,8 +294,8 @@ class Callbacks(Observer):
     def saved(self, state: TrainState, due: Due) -> None:
         self._store_flos()
         self._name_best()
-        training = self._prepared.config.training
-        if training.push_to_hub and training.hub_strategy != "end":
+        own = ReportSettings.of(self._prepared.config.training)
+        if own.push_to_hub and own.hub_strategy != "end":
             self._decide("on_push_begin", due)
         self._decide("on_save", due)
         self._write_states()
@@ -563,10 +565,11 @@ def made(callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback:
 
 def training_arguments(config: Config) -> TrainingArguments:
     """The settings of a run, those that transformers knows, in its own form."""
+    own = ReportSettings.of(config.training)
     arguments = TrainingArguments(str(config.output_dir), report_to="none", use_cpu=True)
-    for name in TrainingConfig.model_fields.keys() - _SET_APART:
+    for name in ReportSettings.model_fields.keys() - _SET_APART:
         if hasattr(arguments, name):
-            value, former = getattr(config.training, name), getattr(arguments, name)
+            value, former = getattr(own, name), getattr(arguments, name)
             setattr(arguments, name, type(former)(value) if isinstance(former, Enum) else value)
     arguments.eval_strategy = IntervalStrategy(config.training.evaluation)
     metric = arguments.metric_for_best_model = config.training.metric

@@ -20,6 +20,7 @@ from pathlib import Path
 from hetero_framework.cluster.child import describe_exit, end_processes, environment, start
 from hetero_framework.core import timeouts
 from hetero_framework.extras.reporting.hub_upload import PUBLIC, repository
+from hetero_framework.extras.reporting.settings import ReportSettings
 from hetero_framework.log import event
 from hetero_framework.trainer.observers import Due, Observer, RunStart, Watched
 from hetero_framework.trainer.outputs import command, typed
@@ -47,6 +48,7 @@ class HubUploads(Observer):
         self._process: subprocess.Popen[bytes] | None = None
         self._upload = _Upload("the repository")  # that of the process
         self._until = 0.0
+        self._settings = ReportSettings.of(config.training)
         # Of several islands one uploads.
         self._next = [self._upload] * (config.setting("island") is None)
         self._is_told = False  # of a failure, since an upload before the result succeeded
@@ -65,7 +67,7 @@ class HubUploads(Observer):
         self._look()
 
     def saved(self, state: TrainState, due: Due) -> None:
-        strategy, name = self._config.training.hub_strategy, f"step_{state.step}"
+        strategy, name = self._settings.hub_strategy, f"step_{state.step}"
         if strategy != "end":
             path = "last-checkpoint" if strategy == "checkpoint" else name
             newest = _Upload(f"checkpoint {state.step}", self._store.root / name, path, state.step)
@@ -101,15 +103,15 @@ class HubUploads(Observer):
             self._begin(self._next.pop(0))
 
     def _begin(self, upload: _Upload) -> None:
-        training = self._config.training
+        settings = self._settings
         job = {
             "repository": repository(self._config),
-            "private": training.hub_private_repo,
-            "revision": training.hub_revision,
+            "private": settings.hub_private_repo,
+            "revision": settings.hub_revision,
             "folder": upload.folder and str(upload.folder),
             "path": upload.path,
             "message": f"Upload {upload.what}",
-            "must_be_private": training.hub_strategy != "end" and upload != self._result,
+            "must_be_private": settings.hub_strategy != "end" and upload != self._result,
         }
         program = [
             sys.executable,
@@ -153,12 +155,12 @@ class HubUploads(Observer):
         """Warn of an upload that is missing: of the result always, of others once."""
         if self._is_told and upload != self._result:
             return
-        self._is_told, training = True, self._config.training
+        self._is_told, settings = True, self._settings
         todo = ""
         if upload.folder is not None and by_hand:
             words = ["hf", "upload", repository(self._config), typed(upload.folder), upload.path]
-            words += ["--private"] if training.hub_private_repo else []
-            words += ["--revision", training.hub_revision] if training.hub_revision else []
+            words += ["--private"] if settings.hub_private_repo else []
+            words += ["--revision", settings.hub_revision] if settings.hub_revision else []
             todo = f". To upload it: {command(*filter(None, words))}"
         failed = event("upload failed", "the run goes on", reason=why)
         _log.warning("%s is not on the hub: %s%s", upload.what, why, todo, extra=failed)

@@ -21,6 +21,7 @@ from hetero_framework._version import __version__
 from hetero_framework.cluster.child import watch_parent
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
+from hetero_framework.extras.reporting.settings import ReportSettings
 
 PUBLIC = 2
 """Exit code where a checkpoint would go into a public repository."""
@@ -29,12 +30,12 @@ _UNSAID = re.compile(r"\?\S+|\bhf_\w{20,}")  # signatures of addresses, and toke
 
 def repository(config: Config) -> str:
     """The name of the repository that results go to, with or without its owner."""
-    return config.training.hub_model_id or config.output_dir.name
+    return ReportSettings.of(config.training).hub_model_id or config.output_dir.name
 
 
 def check(config: Config) -> None:
     """Raise ConfigError where results are to be uploaded and this machine cannot do so."""
-    if not config.training.push_to_hub:
+    if not ReportSettings.of(config.training).push_to_hub:
         return
     name, later = (
         repository(config),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_framework.config import Config, TrainingConfig
 from hetero_framework.errors import ConfigError
+from hetero_framework.extras.reporting.settings import ReportSettings
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -93,7 +94,7 @@ def remote_run(run: str, training: TrainingConfig, of_mlflow: str | None) -> Ite
     """Within, those of wandb, Comet and SwanLab that report_to names begin or continue a run that
     `run` names; trackio knows a run by its name. MLflow continues its run `of_mlflow`, if there is
     one. What the environment says already stays."""
-    project = training.project
+    project = ReportSettings.of(training).project
     of_mlflow_run = {} if of_mlflow is None else {"MLFLOW_RUN_ID": of_mlflow}
     known = {
         "wandb": {"WANDB_RUN_ID": run, "WANDB_RESUME": "allow", "WANDB_PROJECT": project},

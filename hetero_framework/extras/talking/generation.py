@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework.cluster.cluster import Cluster
-from hetero_framework.config import Config, TrainingConfig
+from hetero_framework.config import Config
 from hetero_framework.core.messages import Decoding
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import HeteroError, PeerLostError, StoppedEarly
 from hetero_framework.extras.talking.continuing import admit_decoding
 from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat
+from hetero_framework.extras.talking.settings import SampleSettings
 from hetero_framework.extras.talking.text_generation import TextGeneration
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.trainer.setup import Sample
@@ -36,7 +37,7 @@ class Choice:
     seed: int = 0
 
     @classmethod
-    def of_samples(cls, training: TrainingConfig) -> Choice:
+    def of_samples(cls, training: SampleSettings) -> Choice:
         most, seed = training.sample_max_new_tokens, training.seed
         return cls(most, training.sample_temperature, training.sample_top_p, seed)
 
@@ -151,7 +152,7 @@ class Sampler:
         generation: GenerationConfig | None,
     ) -> None:
         self._about = model_config, tokenizer, generation
-        training = config.training
+        training = SampleSettings.of(config.training)
         assert training.sample_prompts is not None
         self._choice = Choice.of_samples(training)
         reader = PromptReader(tokenizer, config.data, chat=is_chat(config, tokenizer))

@@ -11,7 +11,9 @@ import pytest
 from hetero_framework import registry
 from hetero_framework.config import Config, TrainingConfig
 from hetero_framework.config.composed import whole_schema, with_extras
+from hetero_framework.config.objectives import needs_of
 from hetero_framework.errors import ConfigError
+from hetero_framework.extras.preferences.settings import PreferenceSettings
 
 PLAIN: dict[str, Any] = {
     "coordinator": {"ip": "127.0.0.1"},
@@ -82,3 +84,36 @@ def test_a_section_of_an_extra_that_is_not_there_is_said_with_its_name(
     )
     with pytest.raises(ConfigError, match=r"island: unknown key, unless .* lacks: islands$"):
         Config.from_dict({**PLAIN, "island": ISLAND})
+
+
+def test_an_objective_of_an_extra_that_is_not_there_is_said_with_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without("preferences", monkeypatch)
+    with pytest.raises(ConfigError, match=r"^training\.objective: .* needs .*extras\.preferences"):
+        Config.from_dict({**PLAIN, "training": {"objective": "dpo"}})
+    assert Config.from_dict({**PLAIN, "training": {"run_name": "a"}}).setting("training.run_name")
+    kept = {k: dict(v) for k, v in registry._tables().items()}
+    for kind in kept.values():
+        for name in [name for name, entry in kind.items() if entry.extra == "preferences"]:
+            del kind[name]
+    monkeypatch.setattr(registry, "_tables", lambda: kept)
+    forget()
+    with pytest.raises(ConfigError, match=r"training\.beta: unknown key, unless .* preferences$"):
+        Config.from_dict({**PLAIN, "training": {"beta": 0.2}})
+    with pytest.raises(ConfigError, match=r"^training\.objective: 'dpo' needs the extra 'pref"):
+        needs_of("dpo")
+
+
+def test_settings_of_extras_are_there_where_they_are_read_or_given() -> None:
+    plain = Config.from_dict(PLAIN)
+    assert plain.setting("training.beta") is None
+    assert PreferenceSettings.of(plain.training).beta == 0.1
+    config = Config.from_dict({**PLAIN, "training": {"objective": "dpo"}})
+    assert type(config).extras == {"preferences"}
+    assert PreferenceSettings.of(config.training) is config.training
+    unread = Config.from_dict({**PLAIN, "training": {"beta": 0.2, "rpo_alpha": None}})
+    assert type(unread) is whole_schema(Config)
+    assert [line.partition(" has")[0] for line in unread.warnings()] == ["training.beta"]
+    own = Config.from_dict({**PLAIN, "training": {"objective": "mine"}})
+    assert own.setting("training.beta") == 0.1

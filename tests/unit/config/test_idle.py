@@ -15,10 +15,10 @@ from hetero_framework import registry
 from hetero_framework.config import Config, load_config
 from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.effects import settings
-from hetero_framework.config.objectives import DPO_LOSSES, ONE_LOSS
 from hetero_framework.config.section import ReadIf
 from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.extras.preferences.pairs import MARGIN, REFERENCE
+from hetero_framework.extras.preferences.settings import losses_of
 from hetero_framework.models.cut.objectives import objective_of
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -137,7 +137,7 @@ CHANGES = {
     **{"rpo_alpha": 0.6, "use_weighting": True, "ld_alpha": 0.5, "discopop_tau": 0.4},
     **{"desirable_weight": 3.0, "undesirable_weight": 2.0, "center_rewards_coefficient": 0.5},
 }
-LOSSES = {"dpo": DPO_LOSSES, "orpo": ("sigmoid",), "cpo": ONE_LOSS["cpo"], "kto": ONE_LOSS["kto"]}
+LOSSES = {name: losses_of(name) for name in ("dpo", "orpo", "cpo", "kto")}
 
 
 def heard(training: dict[str, Any]) -> list[torch.Tensor]:

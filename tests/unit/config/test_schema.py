@@ -28,6 +28,7 @@ from hetero_framework.config import (
 from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.effects import settings
 from hetero_framework.errors import ConfigError, PlanError
+from hetero_framework.extras.preferences.settings import PreferenceSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 SEED: dict[str, Any] = {
@@ -958,6 +959,6 @@ def test_shares_of_the_steps_may_be_multiples() -> None:
     "training", [{"loss_type": "nll"}, {"loss_type": "simpo", "objective": "cpo"}]
 )
 def test_loss_type_is_one_of_the_objectives(training: dict[str, Any]) -> None:
-    assert TrainingConfig(**training).losses == (training["loss_type"],)
+    assert PreferenceSettings(**training).losses == (training["loss_type"],)
     with pytest.raises(ValueError, match="is none of"):
-        TrainingConfig(**{**training, "loss_type": "dft"})
+        PreferenceSettings(**{**training, "loss_type": "dft"})

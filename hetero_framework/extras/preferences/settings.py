@@ -1,0 +1,155 @@
+"""What the objectives dpo, orpo, cpo and kto add to the training section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from hetero_framework.config import TrainingConfig
+from hetero_framework.config.problems import Problem, shown
+from hetero_framework.config.section import ROUNDING, ReadIf
+from hetero_framework.extras.preferences.pair_losses import PAIR_LOSSES
+
+WITHOUT_KL = "apo_zero_unpaired"
+_OTHER_LOSSES = {"sft": ("nll",), "orpo": ("sigmoid",), "kto": ("kto", WITHOUT_KL)}
+"""Values of loss_type that are no losses of pairs, by objective, the default first."""
+_OF_DPO = ReadIf("objective=dpo")
+_OF_CPO = ReadIf("objective=cpo")
+_OF_KTO = ReadIf("objective=kto")
+
+
+def losses_of(objective: str) -> tuple[str, ...]:
+    """Values of loss_type with an objective, the default first. TRL's aot and aot_unpaired, which
+    sort the pairs of a micro-batch, are none."""
+    pairs = PAIR_LOSSES.get(objective, PAIR_LOSSES["dpo"])
+    return _OTHER_LOSSES.get(objective) or tuple(pairs)
+
+
+def _takes_one(objective: str) -> bool:
+    return objective in _OTHER_LOSSES or objective == "cpo"
+
+
+def _read_by_losses(setting: str) -> ReadIf:
+    """With the losses of pairs that have it as a parameter."""
+    ways = []
+    for objective, losses in PAIR_LOSSES.items():
+        if names := [name for name, loss in losses.items() if setting in loss.reads]:
+            ways.append(f"objective={objective} and loss_type={'|'.join(names)}")
+    return ReadIf(" or ".join(ways))
+
+
+class PreferenceSettings(TrainingConfig):
+    """The training section with the settings of these objectives."""
+
+    loss_type: Annotated[str | tuple[str, ...] | None, ReadIf("objective=sft|dpo|orpo|cpo|kto")] = (
+        None
+    )
+    """DPO's, CPO's or KTO's loss, by its name in TRL; of DPO also several, whose sum by
+    loss_weights is taken. null: sigmoid, of KTO kto. "sft" has TRL's "nll" alone."""
+    loss_weights: Annotated[tuple[float, ...] | None, _OF_DPO] = None
+    """A weight for each loss_type. null: 1 for each. Elsewhere: dpo_loss_weights."""
+    beta: Annotated[float, ReadIf("objective=dpo|orpo|cpo|kto")] = Field(default=0.1, gt=0)
+    """DPO, KTO: how closely the model keeps to the reference. ORPO: weight of the odds. CPO: by
+    what log-probabilities are multiplied. Elsewhere: rl_beta, dpo_beta, pref_beta, orpo_alpha,
+    trl.beta."""
+    label_smoothing: Annotated[float, _read_by_losses("label_smoothing")] = Field(
+        default=0.0, ge=0, lt=0.5
+    )
+    """The share of pairs whose answers may have been confused (DPO: robust, exo_pair; CPO: sigmoid,
+    simpo). Elsewhere: dpo_label_smoothing."""
+    cpo_alpha: Annotated[float, _OF_CPO] = Field(default=1.0, ge=0)
+    """CPO: weight of the chosen answers' own loss."""
+    simpo_gamma: Annotated[float, _read_by_losses("simpo_gamma")] = 0.5
+    """CPO: how much better the chosen answer should be (simpo)."""
+    rpo_alpha: Annotated[float | None, _OF_DPO] = Field(default=None, ge=0)
+    """DPO: weight of the chosen answers' own loss, added to the others. null: none."""
+    use_weighting: Annotated[bool, _OF_DPO] = False
+    """DPO: weight each pair by how likely the model finds it (WPO). Elsewhere:
+    dpo_use_weighting."""
+    ld_alpha: Annotated[float | None, _OF_DPO] = Field(default=None, ge=0, le=1)
+    """DPO: weight of the tokens beyond the length of the shorter answer. null: all count.
+    Elsewhere: dpo_ld_alpha."""
+    discopop_tau: Annotated[float, _read_by_losses("discopop_tau")] = Field(default=0.05, gt=0)
+    """DPO: the temperature of discopop."""
+    desirable_weight: Annotated[float, _OF_KTO] = Field(default=1.0, ge=0)
+    """KTO: weight of the answers whose label is true. Elsewhere: kto_desirable_weight,
+    kto_chosen_weight."""
+    undesirable_weight: Annotated[float, _OF_KTO] = Field(default=1.0, ge=0)
+    """KTO: weight of the other answers. Elsewhere: kto_undesirable_weight, kto_rejected_weight."""
+    precompute_ref_log_probs: Annotated[bool, ROUNDING, ReadIf("objective=dpo|kto")] = True
+    """DPO, KTO: ask the reference once, before the first step, and keep its numbers for each
+    example. false: in every step, with the adapter switched off. (TRL's default is false.)"""
+
+    @field_validator("loss_type", "loss_weights", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("loss_type")
+    @classmethod
+    def _loss_is_known(
+        cls, value: str | tuple[str, ...] | None, info: ValidationInfo
+    ) -> str | tuple[str, ...] | None:
+        if value is None:
+            return None
+        names = (value,) if isinstance(value, str) else value
+        objective = str(info.data.get("objective"))
+        known = losses_of(objective)
+        if not names or (unknown := [name for name in names if name not in known]):
+            raise ValueError(
+                f"{shown(unknown[0] if names else value)} is none of {', '.join(known)}"
+            )
+        if len(names) > 1 and _takes_one(objective):
+            raise ValueError(f"the objective {shown(objective)} takes one loss")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_the_objective(self) -> PreferenceSettings:
+        losses = self.losses
+        if self.loss_weights is not None and _takes_one(self.objective):
+            raise ValueError(f"the objective {shown(self.objective)} takes no loss_weights")
+        if self.loss_weights is not None and len(self.loss_weights) != len(losses):
+            raise ValueError(
+                f"loss_weights has {len(self.loss_weights)} numbers for {len(losses)} loss types"
+            )
+        for name in losses if self.objective in PAIR_LOSSES else ():
+            PAIR_LOSSES[self.objective][name].check(self)
+        if self.data_kind == "mismatched":
+            if self.per_device_train_batch_size < 2:
+                raise ValueError(
+                    "kto needs a per_device_train_batch_size of at least 2: an answer is also put"
+                    f" behind another prompt of its micro-batch; or set loss_type {WITHOUT_KL!r}"
+                )
+            if self.train_sampling_strategy != "sequential":
+                raise ValueError(
+                    'kto needs train_sampling_strategy "sequential": the examples of a micro-batch'
+                    f" stay together; shuffle the file, or set loss_type {WITHOUT_KL!r}"
+                )
+        return self
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """The names in loss_type."""
+        named = self.loss_type or losses_of(self.objective)[0]
+        return (named,) if isinstance(named, str) else named
+
+    @property
+    def data_kind(self) -> str:
+        kind = super().data_kind
+        return "ratings" if kind == "mismatched" and WITHOUT_KL in self.losses else kind
+
+
+def disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
+    """Contradictions to other sections."""
+    island, training = parts.get("island"), parts.get("training")
+    if training is None or training.data_kind != "mismatched" or island is None:
+        return
+    if island.sync_steps == 1 or island.warmup_steps:
+        yield Problem(
+            "island",
+            "is for losses of single examples where islands share a step (sync_steps 1,"
+            " warmup_steps); kto's estimate of the KL is of a micro-batch: set"
+            f" training.loss_type {WITHOUT_KL!r}, or more sync_steps without warmup_steps",
+        )
