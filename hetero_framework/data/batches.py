@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -53,6 +53,9 @@ class SampleOrder:
     _cached: tuple[int, np.ndarray] | None = field(default=None, repr=False, compare=False)
     # The epochs that it has drawn, and the generator that draws the next.
     _drawn: tuple[int, torch.Generator] | None = field(default=None, repr=False, compare=False)
+
+    mixes_epochs: ClassVar[bool] = False
+    """Whether the order of a step's samples depends on the number of steps."""
 
     def __post_init__(self) -> None:
         if self.batches_per_epoch == 0:
@@ -183,29 +186,6 @@ class SampleOrder:
         )
         self._drawn = epoch + 1, generator
         return np.array(order, np.int64)
-
-
-class StreamOrder(SampleOrder):
-    """Samples one after another in whole steps, beyond the end of an epoch, as Megatron-LM takes
-    them. `num_examples` are those of one epoch."""
-
-    @property
-    def batches_per_epoch(self) -> int:
-        steps = max(1, self.num_examples // self.samples_per_step)
-        return steps * self.training.gradient_accumulation_steps
-
-    def step_indices(self, step: int) -> list[np.ndarray]:
-        if step < 0:
-            raise IndexError(f"step {step} is negative")
-        first = step * self.samples_per_step
-        numbers = np.arange(first, first + self.samples_per_step)
-        return np.split(numbers, self.training.gradient_accumulation_steps)
-
-    def largest(
-        self, tokens: np.ndarray, first_step: int, *, packed: bool = False, multiple: int = 1
-    ) -> tuple[int, int] | None:
-        """All micro-batches are equally large."""
-        return (first_step, 0) if first_step < self.total_steps else None
 
 
 def collate(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -84,18 +83,6 @@ class Examples:
         if self.targets is not None:
             digest.update(self.targets.astype("<f4").tobytes())
         return digest.hexdigest()
-
-
-class Corpus(ABC):
-    """Token ids of files that have an order of their own, in samples of `length` + 1 tokens."""
-
-    length: int
-    tokens: Any  # int: how many there are
-    pass_samples: Any  # list[int]: samples of one pass over each file
-
-    @abstractmethod
-    def samples(self, count: int | None, seed: int) -> Rows:
-        """The samples of a run that takes `count` of them; None: those of one pass."""
 
 
 class ExamplesBuilder:

@@ -10,7 +10,7 @@ from hetero_framework.config import Config, DataConfig
 from hetero_framework.data.formats import Formatter
 from hetero_framework.data.kinds import formatter_for, kind_of
 from hetero_framework.data.rendered import LEFT_OUT
-from hetero_framework.data.sources import MEGATRON, Record, find_sources, listed
+from hetero_framework.data.sources import Record, find_sources, listed
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.train_data import kept_part, load_data
 
@@ -38,7 +38,7 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
     if data is None or count < 1:
         return []
     sources = find_sources(data.train, config.base_dir)
-    if any(source.kind == MEGATRON for source in sources):
+    if any(source.is_parted for source in sources):
         rows: Any = load_data(config, tokenizer).examples
         return [_row(rows, k, tokenizer) for k in range(min(count, len(rows)))]
     reader = SplitReader(data.train_split, ("train",), data.dataset_config)

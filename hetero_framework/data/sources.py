@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from hetero_framework import registry
 from hetero_framework.config.strict_json import json_type, repeated_keys
 from hetero_framework.errors import DataError
 from hetero_framework.repository import PICKLED_SUFFIXES, mistaken_for
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     import pyarrow
 
 MAX_LINE_BYTES = 16 * 2**20
-MEGATRON = "megatron"
 
 _BOM = b"\xef\xbb\xbf"
 _JSON_SPACE = re.compile(r"[ \t\r\n]*")
@@ -76,8 +76,8 @@ class Record:
 @dataclass(frozen=True)
 class Source:
     """One entry of `data.train` or `data.eval`, found but not read. `kind` is jsonl, json, parquet,
-    text, saved (a `save_to_disk` folder), folder (of files), hub or megatron (a pair of files, of
-    which `path` is the `.idx`; it may have a weight)."""
+    text, saved (a `save_to_disk` folder), folder (of files), hub, or the name of a data set in
+    several files, of the registry, of which `path` is the first; it may have a weight."""
 
     name: str
     kind: str
@@ -87,6 +87,11 @@ class Source:
     @property
     def is_file(self) -> bool:
         return self.kind in _KINDS.values()
+
+    @property
+    def is_parted(self) -> bool:
+        """Whether it is a data set in several files, of the registry."""
+        return registry.has("parted", self.kind)
 
 
 def find_sources(spec: str | tuple[str, ...] | list[str], base_dir: Path) -> list[Source]:
@@ -113,31 +118,44 @@ def read_file(source: Source) -> Iterator[Record]:
 
 
 def _blend(entries: list[str], base_dir: Path) -> list[Source] | None:
-    """Weights that alternate with the prefixes of Megatron's files."""
+    """Weights that alternate with data sets in several files."""
     if len(entries) % 2 or not all(map(_NUMBER.fullmatch, entries[::2])):
         return None
     blend = []
     for weight, entry in zip(map(float, entries[::2]), entries[1::2], strict=True):
         found = _find(entry, base_dir)
-        if [source.kind for source in found] != [MEGATRON]:
-            raise DataError(f"{entry} has a weight, and is not a .bin with an .idx of Megatron's")
+        if not found[0].is_parted:
+            known = listed(map(_parts_of, registry.names("parted")))
+            raise DataError(f"{entry} has a weight, and is not one of {known}")
         if not 0 < weight < math.inf:
             raise DataError(f"{entry}: the weight of a part of a blend is above 0, not {weight}")
         blend.append(replace(found[0], weight=weight))
     return blend
 
 
-def _megatron(entry: str, path: Path) -> Source | None:
-    """The .idx and .bin of Megatron that a path names: by their common prefix, or one of them."""
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    pair = [Path(f"{prefix}{suffix}") for suffix in (".idx", ".bin")]
-    return Source(entry, MEGATRON, pair[0]) if all(map(Path.is_file, pair)) else None
+def _parted(entry: str, path: Path) -> Source | None:
+    """The data set in several files that a path names: by their common prefix, or one of them."""
+    for name in registry.names("parted"):
+        suffixes = registry.facts("parted", name)["files"]
+        prefix = path.with_suffix("") if path.suffix in suffixes else path
+        files = [Path(f"{prefix}{suffix}") for suffix in suffixes]
+        if all(map(Path.is_file, files)):
+            return Source(entry, name, files[0])
+        if path.suffix == suffixes[0] and path.is_file():
+            others = " and ".join(file.name for file in files[1:])
+            raise DataError(f"{entry} is a file of {name}'s without its {others}")
+    return None
+
+
+def _parts_of(name: str) -> str:
+    """ "Megatron's .idx with .bin"."""
+    return f"{name}'s {' with '.join(registry.facts('parted', name)['files'])}"
 
 
 def _find(entry: str, base_dir: Path) -> list[Source]:
     path = base_dir / os.path.expanduser(entry)
-    if (pair := _megatron(entry, path)) is not None:
-        return [pair]
+    if (parted := _parted(entry, path)) is not None:
+        return [parted]
     if path.is_dir():
         return [_folder(entry, path)]
     if path.exists():
@@ -199,10 +217,8 @@ def _suffix(path: Path) -> str:
 def open_source(entry: str, path: Path) -> Source:
     """The file at `path`, whose kind is told by its name and its first bytes."""
     suffix = _suffix(path)
-    if (pair := _megatron(entry, path)) is not None:
-        return pair
-    if suffix == ".idx":
-        raise DataError(f"{entry} is an index of Megatron's without its {path.stem}.bin")
+    if (parted := _parted(entry, path)) is not None:
+        return parted
     if suffix in PICKLED_SUFFIXES:
         raise DataError(
             f"{entry} is a pickled format, which can run code when it is read", hint=_HOW

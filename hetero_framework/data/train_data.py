@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -19,15 +20,13 @@ from hetero_framework.data.batches import (
     LazyBatches,
     MicroBatch,
     SampleOrder,
-    StreamOrder,
     padded_left,
 )
 from hetero_framework.data.display import display
-from hetero_framework.data.examples import Corpus, Examples, ExamplesBuilder, ExampleSet, Rows
+from hetero_framework.data.examples import Examples, ExamplesBuilder, ExampleSet, Rows
 from hetero_framework.data.formats import Formatter
 from hetero_framework.data.kinds import ExampleKind, Labels, collated, formatter_for, kind_of
 from hetero_framework.data.sources import (
-    MEGATRON,
     Record,
     Source,
     find_sources,
@@ -49,6 +48,23 @@ _TWICE = (
     "warning: two {} follow each other: the text or the chat template has one, and the tokenizer or"
     " data.add_eos adds one (TRL does the same); leave one out"
 )
+
+
+class Corpus(ABC):
+    """Token ids that have an order of their own: a data set of the registry's table "corpora".
+    `line` is for the user, {} in it stands for the files."""
+
+    @property
+    @abstractmethod
+    def line(self) -> str: ...
+
+    @abstractmethod
+    def train(self, training: TrainingConfig) -> tuple[Rows, SampleOrder]:
+        """The samples of a run. Raises DataError for settings that do not go with the order."""
+
+    @abstractmethod
+    def held_out(self, seed: int) -> Rows:
+        """Those of an evaluation."""
 
 
 @dataclass
@@ -158,9 +174,7 @@ def load_data(
     train: Rows
     order: SampleOrder
     if isinstance(found, Corpus):
-        _refuse_sequential(config)
-        order = StreamOrder(sum(found.pass_samples), config.training)
-        train = found.samples(order.total_steps * order.samples_per_step, order.seed)
+        train, order = found.train(config.training)
         reader.look_at(train)
     else:
         train, order = found, SampleOrder(len(found), config.training, found.lengths)
@@ -169,7 +183,7 @@ def load_data(
     for name, spec in data.eval_sets.items():
         held_out = reader.read(f"eval.{name}" if name else "eval", spec, data.eval_split)
         if isinstance(held_out, Corpus):
-            eval_sets[name] = samples = held_out.samples(None, order.seed)
+            eval_sets[name] = samples = held_out.held_out(order.seed)
             reader.look_at(samples)
         else:
             eval_sets[name] = held_out
@@ -184,20 +198,6 @@ def load_data(
     pads_left = reader.labels is not None and tokenizer.padding_side == "left"
     said = [*report, sentence + ", on the left" * pads_left]
     return TrainData(train, eval_sets, order, data, pad_token_id, said, reader.labels, pads_left)
-
-
-def _refuse_sequential(config: Config) -> None:
-    if config.training.data_kind != "text":
-        raise DataError(
-            f"training.objective {config.training.objective!r} is not trained on Megatron's files,"
-            " which hold texts",
-            hint="leave it out, or name data that docs/objectives.md has for it",
-        )
-    if config.training.train_sampling_strategy != "random":
-        raise DataError(
-            "training.train_sampling_strategy: Megatron's files are read in Megatron's own order",
-            hint="leave it out",
-        )
 
 
 def _unused(name: str, fields: dict[str, Any]) -> Iterator[str]:
@@ -266,8 +266,8 @@ class _Reader:
     def _read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples | Corpus:
         sources = find_sources(spec, self.base_dir)
         self.report += _twice(name, sources)
-        if any(source.kind == MEGATRON for source in sources):
-            return self._corpus(name, sources, split)
+        if kind := next((source.kind for source in sources if source.is_parted), None):
+            return self._corpus(kind, name, sources, split)
         options = self.data.model_dump(exclude={"train", "eval"})
         kind, labels = self.training.data_kind, self.labels
         settings = [name, split, options, self.vocab_size, *[kind] * (kind != "text")]
@@ -285,20 +285,16 @@ class _Reader:
             entry.write(examples, lines)
         return examples
 
-    def _corpus(self, name: str, sources: list[Source], split: str) -> Corpus:
-        if not registry.has("corpora", MEGATRON):
+    def _corpus(self, kind: str, name: str, sources: list[Source], split: str) -> Corpus:
+        if not registry.has("corpora", kind):
             raise DataError(
-                f"data.{name} names Megatron's files, which need the extra foreign_formats",
+                f"data.{name} names {kind}'s files, which need the extra"
+                f" {registry.entries('parted')[kind].text}",
                 hint="install hetero_framework whole, or name other files",
             )
         known = math.inf if self.vocab_size is None else self.vocab_size
-        find: Callable[..., Corpus] = registry.find("corpora", MEGATRON)
-        corpus = find(name, sources, split, self.data, known)
-        samples = sum(corpus.pass_samples)
-        self.report.append(
-            f"{name}: {samples:,} samples of {corpus.length + 1:,} tokens in one pass over "
-            f"{corpus.tokens:,} tokens of {_first_names(sources)}, in Megatron's order"
-        )
+        corpus: Corpus = registry.find("corpora", kind)(name, sources, split, self.data, known)
+        self.report.append(f"{name}: {corpus.line.format(_first_names(sources))}")
         return corpus
 
     def look_at(self, samples: Rows) -> None:

@@ -25,7 +25,6 @@ from hetero_framework._version import __version__
 from hetero_framework.config import Config, TrainingConfig, effects
 from hetero_framework.config.section import IDENTITY, RESULT, ROUNDING
 from hetero_framework.data import TrainData
-from hetero_framework.data.batches import StreamOrder
 from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.errors import CheckpointError, UserError
 from hetero_framework.trainer.checkpoint import CheckpointReader
@@ -103,7 +102,7 @@ def check_identity(
     if manifest["identity"]["data"] != data.fingerprint:
         was = manifest.get("contents", {})
         deciding: tuple[str, ...] = ("data.", "model.")
-        if isinstance(data.order, StreamOrder):  # Megatron shuffles the epochs of a run together
+        if data.order.mixes_epochs:
             deciding += ("training.max_steps", "training.num_train_epochs")
         causes = [line for name, line in reported if name.startswith(deciding)]
         for name in ("tokenizer", "chat template"):

@@ -89,6 +89,7 @@ class Names:
             self._read(file)
         for table in registry._tables().values():
             self.words |= table.keys()
+            self.words.update(*(entry.facts.get("files", ()) for entry in table.values()))
 
     def _read(self, file: Path) -> None:
         tree = ast.parse(file.read_text(encoding="utf-8"))

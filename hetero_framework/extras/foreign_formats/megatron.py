@@ -26,11 +26,12 @@ from pathlib import Path
 
 import numpy as np
 
-from hetero_framework.config import DataConfig
+from hetero_framework.config import DataConfig, TrainingConfig
 from hetero_framework.core.cache import cache_directory
-from hetero_framework.data.examples import Corpus
-from hetero_framework.data.sources import MEGATRON, Source
+from hetero_framework.data.batches import SampleOrder
+from hetero_framework.data.sources import Source
 from hetero_framework.data.splits import SplitReader
+from hetero_framework.data.train_data import Corpus
 from hetero_framework.errors import DataError, in_words
 
 _MMAP, _CACHED = b"MMIDIDX\0\0", b"TNTIDX\0\0"
@@ -286,6 +287,31 @@ class _Blend:
         return self._parts[index], self._numbers[index]
 
 
+class StreamOrder(SampleOrder):
+    """Samples one after another in whole steps, beyond the end of an epoch, as Megatron-LM takes
+    them. `num_examples` are those of one epoch."""
+
+    mixes_epochs = True  # the epochs of a run are shuffled together
+
+    @property
+    def batches_per_epoch(self) -> int:
+        steps = max(1, self.num_examples // self.samples_per_step)
+        return steps * self.training.gradient_accumulation_steps
+
+    def step_indices(self, step: int) -> list[np.ndarray]:
+        if step < 0:
+            raise IndexError(f"step {step} is negative")
+        first = step * self.samples_per_step
+        numbers = np.arange(first, first + self.samples_per_step)
+        return np.split(numbers, self.training.gradient_accumulation_steps)
+
+    def largest(
+        self, tokens: np.ndarray, first_step: int, *, packed: bool = False, multiple: int = 1
+    ) -> tuple[int, int] | None:
+        """All micro-batches are equally large."""
+        return (first_step, 0) if first_step < self.total_steps else None
+
+
 @dataclass(frozen=True)
 class MegatronCorpus(Corpus):
     """What `data.train` or `data.eval` names: files, the sequences that are taken of each, and the
@@ -310,6 +336,32 @@ class MegatronCorpus(Corpus):
                 text = f"{file.bin} holds {tokens:,} tokens, and a sample takes {self.length + 1:,}"
                 raise DataError(text, hint="lower data.max_length")
         return [(tokens - 1) // self.length for tokens in counts]
+
+    @property
+    def line(self) -> str:
+        return (
+            f"{sum(self.pass_samples):,} samples of {self.length + 1:,} tokens in one pass over "
+            f"{self.tokens:,} tokens of {{}}, in Megatron's order"
+        )
+
+    def train(self, training: TrainingConfig) -> tuple[Samples, StreamOrder]:
+        if training.data_kind != "text":
+            raise DataError(
+                f"training.objective {training.objective!r} is not trained on Megatron's files,"
+                " which hold texts",
+                hint="leave it out, or name data that docs/objectives.md has for it",
+            )
+        if training.train_sampling_strategy != "random":
+            raise DataError(
+                "training.train_sampling_strategy: Megatron's files are read in Megatron's own"
+                " order",
+                hint="leave it out",
+            )
+        order = StreamOrder(sum(self.pass_samples), training)
+        return self.samples(order.total_steps * order.samples_per_step, order.seed), order
+
+    def held_out(self, seed: int) -> Samples:
+        return self.samples(None, seed)
 
     def samples(self, count: int | None, seed: int) -> Samples:
         """The samples of a run that takes `count` of them; None: those of one pass.
@@ -340,7 +392,7 @@ def find_corpus(
 ) -> MegatronCorpus:
     """The corpus that data.train or data.eval (`name`) means. Raises DataError for settings that
     have no meaning for token ids."""
-    if others := [source.name for source in sources if source.kind != MEGATRON]:
+    if others := [source.name for source in sources if not source.is_parted]:
         raise DataError(f"data.{name} mixes Megatron's files with others: {', '.join(others)}")
     for setting in _MEANINGLESS:
         if getattr(data, setting) != DataConfig.model_fields[setting].default:

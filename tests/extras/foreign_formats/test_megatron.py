@@ -234,7 +234,9 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, changes, message):
 
 def test_one_file_of_a_pair_alone_is_refused(tmp_path):
     write(tmp_path).with_suffix(".bin").unlink()
-    with pytest.raises(DataError, match=r"corpus.idx is an index of Megatron's without"):
+    with pytest.raises(
+        DataError, match=r"corpus.idx is a file of Megatron's without its corpus.bin"
+    ):
         load(tmp_path, "corpus.idx")
     with pytest.raises(DataError, match="not found"):
         load(tmp_path, "corpus.bin")
