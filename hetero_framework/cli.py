@@ -48,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: Sequence[str], stop: StopRequest | None) -> int:
     _prepare_screens()
     given = registry.names("commands")
-    parser = build_parser(only=next((word for word in words if word in given), ""))
+    try:
+        parser = build_parser(only=next((word for word in words if word in given), ""))
+    except HeteroError as error:  # the command's extra is absent
+        _say_error(str(error))
+        return error.exit_code
     if words and not words[0].startswith("-") and words[0] not in given:
         near = _did_you_mean(words[0], given)
         parser.error(f"there is no command {words[0]!r}{near or '; hetero --help lists them'}")

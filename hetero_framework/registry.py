@@ -109,11 +109,10 @@ def _imported(entry: Registered, module: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(f"{entry.package}.{module}")
     except ImportError as error:
-        missing = (error.name or "").removeprefix(f"{entry.package}.")
         if not entry.extra or (error.name or "").partition(".")[0] != _PACKAGE:
             raise
         raise ConfigError(
-            f"{what} needs {entry.package}, which this installation lacks ({missing or error})",
+            f"{what} needs the extra {entry.extra!r}, which this installation lacks ({error.name})",
             hint="install hetero_framework whole, or take the setting out",
         ) from error
 

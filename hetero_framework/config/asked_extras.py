@@ -31,7 +31,7 @@ def absent_extras(config: Config, objects: Collection[str] = ()) -> Iterator[str
     """A line for each setting that asks for an absent extra by its default: the run does without.
     Raises ConfigError for one that the user has set, and for one of the `objects`."""
     for condition, entry in registry.entries("needs").items():
-        if registry.is_installed(entry.text) or not _is_met(condition, config, objects):
+        if not _is_met(condition, config, objects) or registry.is_installed(entry.text):
             continue
         setting = condition.partition("=")[0].rstrip("!")
         text = f"{setting} needs the extra {entry.text!r}, which this installation lacks"
