@@ -47,6 +47,8 @@ def _tables() -> dict[str, dict[str, Registered]]:
     files |= {file.parent.name: file for file in sorted(_ROOT.glob("extras/*/extra.toml"))}
     tables: dict[str, dict[str, Registered]] = {}
     for extra, file in files.items():
+        if not file.with_name("__init__.py").is_file():
+            raise ImportError(f"{file}: its folder has no __init__.py")
         for kind, names in tomllib.loads(file.read_text(encoding="utf-8")).items():
             table = tables.setdefault(kind, {})
             if twice := table.keys() & names.keys():

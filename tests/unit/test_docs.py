@@ -220,8 +220,8 @@ def test_decisions_are_short() -> None:
 def test_extending_shows_the_example_that_is_tested() -> None:
     example = (ROOT / "examples" / "watch_machines.py").read_text(encoding="utf-8")
     page = ROOT / "docs" / "maintainers" / "extending.md"
-    shown = next(text for language, text in blocks(page) if language == "python")
-    assert shown == example.partition('"""\n\n')[2].rstrip("\n")
+    shown = [text for language, text in blocks(page) if language == "python"]
+    assert example.partition('"""\n\n')[2].rstrip("\n") in shown
 
 
 def test_readme_counts_the_architectures_that_the_table_counts() -> None:

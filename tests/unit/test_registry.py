@@ -44,19 +44,25 @@ def test_a_registered_name_comes_with_its_facts(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hetero_framework.extras.talking.commands.chat", None)
-    monkeypatch.delitem(sys.modules, "hetero_framework.extras.talking", raising=False)
-    with pytest.raises(ConfigError, match="the command 'chat' needs hetero_framework"):
+    def absent(module: str) -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(registry.importlib, "import_module", absent)
+    with pytest.raises(ConfigError, match="the command 'chat' needs the extra 'talking'"):
         registry.command("chat")
 
 
 def test_a_name_that_two_extras_add_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "heart.toml").write_text('[files]\n".a" = "a:b"\n')
+    monkeypatch.setattr(registry, "_ROOT", tmp_path)
     extra = tmp_path / "extras" / "other"
     extra.mkdir(parents=True)
+    (tmp_path / "heart.toml").write_text('[files]\n".a" = "a:b"\n')
     (extra / "extra.toml").write_text('[files]\n".a" = "c:d"\n')
-    monkeypatch.setattr(registry, "_ROOT", tmp_path)
+    (tmp_path / "__init__.py").touch()
+    with pytest.raises(ImportError, match=r"extra.toml: its folder has no __init__.py"):
+        registry._tables.__wrapped__()
+    (extra / "__init__.py").touch()
     with pytest.raises(ImportError, match=r"extra.toml: files has '.a' twice"):
         registry._tables.__wrapped__()
