@@ -84,7 +84,6 @@ OPTIONS = (
 )
 ADAPTERS = ("lora", "qlora", "none")
 _USUAL_DATA = "data/train.jsonl"
-_DATA_FILE = re.compile(r"\.(jsonl?|ndjson|parquet|te?xt)(\.gz)?$")
 _ADDRESS = re.compile(r"(?:\[([^\]]*)\]|([^:\[]*))(?::([0-9]*|-)(?::(.*))?)?")
 _T = TypeVar("_T")
 
@@ -507,7 +506,7 @@ def _model(text: str) -> str:
 
 
 def _data(text: str) -> str:
-    is_file = _is_path(text) or _DATA_FILE.search(text.lower()) is not None
+    is_file = _is_path(text) or registry.has("files", Path(text.lower().removesuffix(".gz")).suffix)
     if is_file and not Path(text).expanduser().exists() and not glob.glob(text, recursive=True):
         raise UserError(f"there is no file {text}; a dataset's name on the hub is like ORG/NAME")
     return text

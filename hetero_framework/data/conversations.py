@@ -17,7 +17,8 @@ from itertools import takewhile
 from typing import Any
 
 from hetero_framework.config.strict_json import json_type
-from hetero_framework.data.sources import Record, check_unicode, json_value, listed, shorten
+from hetero_framework.data.files.json_lines import json_value
+from hetero_framework.data.sources import Record, check_unicode, listed, shorten
 from hetero_framework.errors import DataError
 
 Message = dict[str, Any]

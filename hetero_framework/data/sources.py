@@ -1,8 +1,7 @@
 """Sources of examples: files, folders, saved datasets, the hub.
 
-JSON Lines and JSON are parsed here, so that an error names the file and the line; the rest is left
-to pyarrow and `datasets`. Nothing that would be unpickled is ever opened. `splits` chooses the part
-of a source that is read.
+Files are read by the modules of the registry's table "files", the rest by `datasets`. Nothing that
+would be unpickled is ever opened. `splits` chooses the part of a source that is read.
 """
 
 from __future__ import annotations
@@ -10,34 +9,29 @@ from __future__ import annotations
 import glob
 import gzip
 import io
-import json
 import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from hetero_framework import registry
-from hetero_framework.config.strict_json import json_type, repeated_keys
 from hetero_framework.errors import DataError
 from hetero_framework.repository import PICKLED_SUFFIXES, mistaken_for
 
 if TYPE_CHECKING:
-    import pyarrow
+    pass
 
 MAX_LINE_BYTES = 16 * 2**20
 
-_BOM = b"\xef\xbb\xbf"
-_JSON_SPACE = re.compile(r"[ \t\r\n]*")
-_DATA_LIST = re.compile(r'\{\s*"data"\s*:\s*\[')
+BOM = b"\xef\xbb\xbf"
 _HUB_NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
 _MAGIC = (
     (b"\x1f\x8b", "gzip"),
-    (b"PAR1", "Parquet"),
     (b"ARROW1", "Arrow"),
     (b"PK\x03\x04", "zip"),
     (b"BZh", "bzip2"),
@@ -47,22 +41,10 @@ _MAGIC = (
     (b"\xfe\xff", "UTF-16 text"),
     *((b"\x80" + bytes([version]), "pickle") for version in range(2, 6)),
 )
-_KINDS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".txt": "text",
-    ".text": "text",
-}
 _NUMBER = re.compile(r"[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?", re.IGNORECASE)
-_HOW = (
-    "use .jsonl, .json, .parquet, .txt, a folder of such files, or a hub name, or Megatron's .bin "
-    "with its .idx"
-)
 _HEAD_BYTES = 512
 _ABOUT = ("readme.md", "license", "license.md", "license.txt")
-_ONE_A_LINE = "in a .jsonl file each line is one object; a JSON list goes into a .json file"
+ONE_A_LINE = "in a .jsonl file each line is one object; a JSON list goes into a .json file"
 
 
 @dataclass(frozen=True)
@@ -75,9 +57,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of `data.train` or `data.eval`, found but not read. `kind` is jsonl, json, parquet,
-    text, saved (a `save_to_disk` folder), folder (of files), hub, or the name of a data set in
-    several files, of the registry, of which `path` is the first; it may have a weight."""
+    """One entry of `data.train` or `data.eval`, found but not read. `kind` is a name of the
+    registry's table "files", saved (a `save_to_disk` folder), folder (of files), hub, or a name of
+    its table "parted", where `path` is the first file; that may have a weight."""
 
     name: str
     kind: str
@@ -86,7 +68,7 @@ class Source:
 
     @property
     def is_file(self) -> bool:
-        return self.kind in _KINDS.values()
+        return registry.has("files", self.kind)
 
     @property
     def is_parted(self) -> bool:
@@ -99,7 +81,7 @@ def find_sources(spec: str | tuple[str, ...] | list[str], base_dir: Path) -> lis
     Raises DataError for an entry that does not exist or cannot be read."""
     entries = [spec] if isinstance(spec, str) else list(spec)
     if not entries:
-        raise DataError("the list of data files is empty", hint=_HOW)
+        raise DataError("the list of data files is empty", hint=_how())
     if (blend := _blend(entries, base_dir)) is not None:
         return blend
     return [source for entry in entries for source in _find(entry, base_dir)]
@@ -109,9 +91,8 @@ def read_file(source: Source) -> Iterator[Record]:
     """Stream the examples of a file. Raises DataError, with file and line, for anything that is not
     an example, and where there is none."""
     assert source.path is not None
-    readers = {"parquet": _from_parquet, "text": _from_text, "json": _from_json}
     record = None
-    for record in readers.get(source.kind, _from_jsonl)(source.path):
+    for record in registry.find("files", source.kind)(source.path):
         yield record
     if record is None:
         raise DataError(f"{source.name} holds no example")
@@ -181,7 +162,9 @@ def _may_be_on_hub(entry: str, path: Path) -> bool:
     """Whether a name that is no file can be a hub name, without asking the hub: a misspelt file
     name must not end in minutes of connection attempts."""
     suffix = path.suffix.lower()
-    if suffix in {*_KINDS, *PICKLED_SUFFIXES, ".gz"} or not _HUB_NAME.fullmatch(entry):
+    if suffix in {*registry.names("files"), *PICKLED_SUFFIXES, ".gz"} or not _HUB_NAME.fullmatch(
+        entry
+    ):
         return False
     return not path.parent.is_dir() if "/" in entry else not suffix
 
@@ -190,13 +173,13 @@ def _folder(entry: str, path: Path) -> Source:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return Source(entry, "saved", path)
     if not data_files(path):
-        raise DataError(f"the folder {entry} holds no file that can be read", hint=_HOW)
+        raise DataError(f"the folder {entry} holds no file that can be read", hint=_how())
     return Source(entry, "folder", path)
 
 
 def data_files(folder: Path) -> list[Path]:
     """The files of a folder that have the name of a readable kind, hidden ones aside."""
-    return [file for file in visible_files(folder) if _suffix(file) in _KINDS]
+    return [file for file in visible_files(folder) if registry.has("files", _suffix(file))]
 
 
 def visible_files(folder: Path) -> list[Path]:
@@ -221,40 +204,58 @@ def open_source(entry: str, path: Path) -> Source:
         return parted
     if suffix in PICKLED_SUFFIXES:
         raise DataError(
-            f"{entry} is a pickled format, which can run code when it is read", hint=_HOW
+            f"{entry} is a pickled format, which can run code when it is read", hint=_how()
         )
-    if suffix in (".csv", ".tsv"):
+    if suffix in (".csv", ".tsv") and not registry.has("files", suffix):
         raise DataError(
             f"{entry} is a table of text, in which no cell has a type; it is not read here",
             hint="convert it: datasets.load_dataset('csv', data_files=...)['train'].to_json(...)",
         )
-    if suffix not in _KINDS and _magic(_head(path)) != "Parquet":
-        raise DataError(f"{entry}: unknown kind of file {suffix or '(no suffix)'}", hint=_HOW)
     head = _head(path)
+    if not registry.has("files", _by_content(head) or suffix):
+        raise DataError(f"{entry}: unknown kind of file {suffix or '(no suffix)'}", hint=_how())
     zipped = _magic(head) == "gzip"
     if zipped:
-        with _reading(path) as file:
+        with reading(path) as file:
             head = file.read(_HEAD_BYTES)
-    _check_content(entry, head, suffix)
-    if _magic(head) == "Parquet" or suffix == ".parquet":
+    if (kind := _by_content(head)) is None:
+        kind = suffix
+        _check_content(entry, head, kind)
+    if begin := registry.facts("files", kind).get("begins"):
+        name = kind[1:].capitalize()
         if zipped:
-            raise DataError(f"{entry} is compressed Parquet", hint="decompress it with gunzip")
-        if head and not head.startswith(b"PAR1"):
-            raise DataError(f"{entry} is not a Parquet file (it does not begin with PAR1)")
-        return Source(entry, "parquet", path)
-    return Source(entry, _KINDS[suffix], path)
+            raise DataError(f"{entry} is compressed {name}", hint="decompress it with gunzip")
+        if not head.startswith(begin.encode()):
+            raise DataError(f"{entry} is not a {name} file (it does not begin with {begin})")
+    return Source(entry, kind, path)
 
 
-def _check_content(entry: str, head: bytes, suffix: str) -> None:
+def _by_content(head: bytes) -> str | None:
+    """The kind of file that these first bytes tell, whatever its name."""
+    for kind in registry.names("files"):
+        begin = registry.facts("files", kind).get("begins")
+        if begin is not None and head.startswith(begin.encode()):
+            return kind
+    return None
+
+
+def _how() -> str:
+    kinds = ", ".join(registry.names("files"))
+    others = "".join(f", or {_parts_of(name)}" for name in registry.names("parted"))
+    return f"use {kinds}, a folder of such files, or a hub name{others}"
+
+
+def _check_content(entry: str, head: bytes, kind: str) -> None:
     """DataError for first bytes that no kind of file here has."""
     if not head:
         raise DataError(f"{entry} holds no example: it is empty")
     content = _magic(head)
     if content == "UTF-16 text" or (content is None and b"\0" in head[:4]):
         raise DataError(f"{entry} holds UTF-16 text or binary data", hint="save it as UTF-8")
-    if content not in (None, "Parquet"):
-        raise DataError(f"{entry} holds {content} data, which is not read here", hint=_HOW)
-    if suffix not in (".txt", ".text") and (mistaken := mistaken_for(head)) is not None:
+    if content is not None:
+        raise DataError(f"{entry} holds {content} data, which is not read here", hint=_how())
+    is_text = registry.facts("files", kind).get("any_text", False)
+    if not is_text and (mistaken := mistaken_for(head)) is not None:
         raise DataError(f"{entry} is {mistaken[0]}, not the data", hint=mistaken[1])
 
 
@@ -277,10 +278,10 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _lines(path: Path, *, of_text: bool = False) -> Iterator[tuple[int, str]]:
+def lines(path: Path, *, of_text: bool = False) -> Iterator[tuple[int, str]]:
     """Number (from 1) and text of each line, without its end. A line `of_text` also ends at a
     carriage return alone."""
-    with _reading(path) as file:
+    with reading(path) as file:
         # What is not UTF-8 passes through, to be named with its line.
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape") if of_text else None
         number = 0
@@ -290,9 +291,9 @@ def _lines(path: Path, *, of_text: bool = False) -> Iterator[tuple[int, str]]:
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(
                     f"{where}: the line is longer than {MAX_LINE_BYTES >> 20} MiB",
-                    hint=_ONE_A_LINE,
+                    hint=ONE_A_LINE,
                 )
-            yield number, _decode(line.removeprefix(_BOM) if number == 1 else line, where)
+            yield number, decode(line.removeprefix(BOM) if number == 1 else line, where)
 
 
 def _line(file: BinaryIO | io.TextIOWrapper) -> bytes:
@@ -301,7 +302,7 @@ def _line(file: BinaryIO | io.TextIOWrapper) -> bytes:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[BinaryIO]:
+def reading(path: Path) -> Iterator[BinaryIO]:
     """An open file whose errors become DataError."""
     try:
         with _open(path) as file:
@@ -312,182 +313,13 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _decode(line: bytes, where: str) -> str:
+def decode(line: bytes, where: str) -> str:
     try:
         return line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: byte {error.start + 1} is not valid UTF-8", hint="save the file as UTF-8"
         ) from error
-
-
-def _from_text(path: Path) -> Iterator[Record]:
-    for number, line in _lines(path, of_text=True):
-        yield Record(f"{path}:{number}", {"text": line})
-
-
-def _from_jsonl(path: Path) -> Iterator[Record]:
-    for number, line in _lines(path):
-        if line.strip():
-            where = f"{path}:{number}"
-            start = _skip(line, 0)
-            if line.startswith("[", start):
-                raise _not_an_object(where, "a list", line, _ONE_A_LINE)
-            value, end = _parse(line, start, _LineCounter(path, line, number).at, _ONE_A_LINE)
-            if (rest := _skip(line, end)) < len(line):
-                raise DataError(
-                    f"{where}: not JSON after column {end}: {shorten(line[rest:])}",
-                    hint=_ONE_A_LINE,
-                )
-            yield _record(where, value, line)
-
-
-class _RepeatedKeyError(ValueError):
-    """One of two values would be lost."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise _RepeatedKeyError
-    return value
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
-
-
-def _parse(
-    text: str, index: int, where: Callable[[int], str], hint: str | None = None
-) -> tuple[Any, int]:
-    """The value that begins at `index`, and where it ends."""
-    try:
-        return _DECODER.raw_decode(text, index)
-    except _RepeatedKeyError as error:
-        path = repeated_keys(text, index)[0]
-        key = re.split(r"[.\]]", path)[-1]
-        raise DataError(
-            f'{where(index)}: {path}: the key "{key}" is given twice in one object; keep one'
-        ) from error
-    except json.JSONDecodeError as error:
-        what = error.msg.removesuffix(" at")
-        raise DataError(
-            f"{where(error.pos)}: not JSON ({what} at column {error.colno}): "
-            f"{shorten(text[index:])}",
-            hint=hint,
-        ) from error
-    except (RecursionError, ValueError) as error:
-        # ValueError: a number of more digits than Python converts.
-        raise DataError(
-            f"{where(index)}: too deep or too long a value: {shorten(text[index:])}"
-        ) from error
-
-
-def json_value(text: str, where: str) -> Any:
-    """The JSON value that `text` is. Raises DataError as for a line of a file."""
-    value, end = _parse(text, _skip(text, 0), lambda _: where)
-    if _skip(text, end) < len(text):
-        raise DataError(f"{where}: not JSON after column {end}: {shorten(text[end:])}")
-    return value
-
-
-def _record(where: str, value: Any, shown: str) -> Record:
-    if not isinstance(value, dict):
-        hint = 'an example is an object with named fields, such as {"text": "..."}'
-        raise _not_an_object(where, json_type(value), shown, hint)
-    return Record(where, value)
-
-
-def _not_an_object(where: str, kind: str, shown: str, hint: str) -> DataError:
-    return DataError(f"{where}: expected a JSON object, found {kind}: {shorten(shown)}", hint=hint)
-
-
-def _from_json(path: Path) -> Iterator[Record]:
-    """A list of objects, {"data": [...]}, one object, or JSON Lines under the name .json."""
-    with _reading(path) as file:
-        text = _decode(file.read().removeprefix(_BOM), str(path))
-    start = _skip(text, 0)
-    wrapped = _DATA_LIST.match(text, start)
-    if wrapped is not None:
-        start = wrapped.end() - 1
-    if start < len(text) and text[start] not in "[{":
-        raise DataError(
-            f"{path}: expected a list of objects, found: {shorten(text[start:])}",
-            hint='write [{"text": "..."}, ...], {"data": [...]}, or one object per line (.jsonl)',
-        )
-    return _json_items(path, text, start, wrapped is not None)
-
-
-def _json_items(path: Path, text: str, start: int, wrapped: bool) -> Iterator[Record]:
-    """The objects of the list at `start`, which may be `wrapped` in an object, or those that follow
-    one another, one at a time."""
-    line = _LineCounter(path, text)
-    in_list = text.startswith("[", start)
-    index = _skip(text, start + in_list)
-    while index < len(text) and not (in_list and text.startswith("]", index)):
-        value, end = _parse(text, index, line.at)
-        if not in_list and isinstance(value, dict) and isinstance(value.get("data"), list):
-            for number, item in enumerate(value["data"], 1):
-                yield _record(f"{path}: item {number}", item, str(item))
-        else:
-            yield _record(line.at(index), value, text[index:end])
-        index = _skip(text, end)
-        if not in_list or text.startswith("]", index):
-            continue
-        if not text.startswith(",", index):
-            raise DataError(
-                f"{line.at(index)}: not JSON, expected ',' or ']' at: {shorten(text[index:])}"
-            )
-        index = _skip(text, index + 1)
-        if text.startswith("]", index):
-            raise DataError(f"{line.at(index)}: not JSON, a comma before the closing bracket")
-    if in_list and index >= len(text):
-        raise DataError(f"{line.at(len(text))}: not JSON, the list does not end")
-    if in_list:
-        _check_end(text, _skip(text, index + 1), wrapped, line)
-
-
-def _check_end(text: str, index: int, wrapped: bool, line: _LineCounter) -> None:
-    """DataError where more examples may follow a list: text behind it is not read."""
-    rest, where = text[index:], line.at(index)
-    if wrapped and rest.startswith((",", "}")):  # the other keys of {"data": [...], ...}
-        others, end = _parse("{" + rest.removeprefix(","), 0, lambda _: where)
-        if "data" in others:
-            raise DataError(f'{where}: the key "data" is given twice; keep one')
-        rest = ("{" + rest.removeprefix(","))[end:]
-    if rest.strip():
-        raise DataError(f"{where}: not JSON, more follows the list: {shorten(rest)}")
-
-
-def _skip(text: str, index: int) -> int:
-    return _JSON_SPACE.match(text, index).end()  # type: ignore[union-attr]
-
-
-class _LineCounter:
-    """Line numbers of growing positions, without counting from the start each time."""
-
-    def __init__(self, path: Path, text: str, number: int = 1) -> None:
-        self.path, self.text = path, text
-        self.position, self.number = 0, number
-
-    def at(self, position: int) -> str:
-        self.number += self.text.count("\n", self.position, position)
-        self.position = position
-        return f"{self.path}:{self.number}"
-
-
-def _from_parquet(path: Path) -> Iterator[Record]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1000):
-                for row in plain_rows(batch, file.schema_arrow):
-                    number += 1
-                    yield Record(f"{path} row {number}", row)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: damaged Parquet file after row {number} ({error})") from error
 
 
 def shorten(text: str, limit: int = 60) -> str:
@@ -513,70 +345,3 @@ def check_unicode(text: str, where: str) -> str:
             "which is not text"
         ) from error
     return text
-
-
-class ClassNumber(int):
-    """The number of a class, whose data set also says what all of them are called."""
-
-    names: tuple[str, ...] = ()
-
-
-def class_names(features: Mapping[str, Any] | None) -> dict[str, tuple[str, ...]]:
-    """Of columns with (lists of) a `ClassLabel` of `datasets`, what the classes are called."""
-    found = {}
-    for column, feature in (features or {}).items():
-        while hasattr(feature, "feature"):
-            feature = feature.feature
-        if (names := getattr(feature, "names", None)) is not None:
-            found[column] = tuple(names)
-    return found
-
-
-def with_class_names(row: dict[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """The row whose numbers of classes know their names."""
-    return {**row, **{name: _named(row[name], names[name]) for name in names.keys() & row.keys()}}
-
-
-def _named(value: Any, names: tuple[str, ...]) -> Any:
-    if isinstance(value, list):
-        return [_named(item, names) for item in value]
-    if type(value) is int:
-        value = ClassNumber(value)
-        value.names = names
-    return value
-
-
-def plain_rows(
-    table: pyarrow.Table | pyarrow.RecordBatch, schema: pyarrow.Schema
-) -> Iterator[dict[str, Any]]:
-    """The rows of a part of a table as JSON would have them; `schema` is that of the file, which
-    knows the features of `datasets`. A column of objects has one type for all rows, so that each
-    object has every key: nulls that fill it up are left out, as TRL's `remove_none_values` does.
-    Columns of JSON (the `Json` feature of `datasets`) hold texts, which are parsed."""
-    names = {}
-    if b"huggingface" in (schema.metadata or {}):
-        from datasets import Features  # slow
-
-        features = Features.from_arrow_schema(schema)
-        schema, names = features.arrow_schema, class_names(features)
-    types = {field.name: field.type for field in schema}
-    for row in table.to_pylist():
-        plain = {name: _plain(value, types.get(name)) for name, value in row.items()}
-        yield with_class_names(plain, names)
-
-
-def _plain(value: Any, kind: Any) -> Any:
-    if value is None or kind is None:
-        return value
-    import pyarrow.types as types
-
-    if getattr(kind, "extension_name", "") == "arrow.json":
-        return json.loads(value) if isinstance(value, str) else value
-    if types.is_struct(kind) and isinstance(value, dict):
-        fields = {field.name: field.type for field in kind}
-        return {
-            key: _plain(item, fields.get(key)) for key, item in value.items() if item is not None
-        }
-    if isinstance(value, list) and hasattr(kind, "value_type"):
-        return [_plain(item, kind.value_type) for item in value]
-    return value

@@ -14,16 +14,14 @@ from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
+from hetero_framework.data.files.parquet import class_names, plain_rows, with_class_names
 from hetero_framework.data.sources import (
     Record,
     Source,
-    class_names,
     listed,
     open_source,
-    plain_rows,
     read_file,
     visible_files,
-    with_class_names,
 )
 from hetero_framework.errors import DataError
 

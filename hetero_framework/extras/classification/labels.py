@@ -13,7 +13,8 @@ from hetero_framework.config import Config
 from hetero_framework.config.problems import shown
 from hetero_framework.config.schema import MAX_LABELS, ProblemType
 from hetero_framework.data.examples import IGNORE_INDEX, LARGEST
-from hetero_framework.data.sources import ClassNumber, Record, listed
+from hetero_framework.data.files.parquet import ClassNumber
+from hetero_framework.data.sources import Record, listed
 from hetero_framework.errors import DataError
 from hetero_framework.models.cut.shard import own_labels
 

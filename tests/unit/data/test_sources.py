@@ -9,8 +9,9 @@ import datasets
 import pytest
 from trl.trainer.utils import remove_none_values
 
+from hetero_framework import registry
 from hetero_framework.data import sources
-from hetero_framework.data.sources import find_sources
+from hetero_framework.data.sources import Record, find_sources
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.errors import DataError
 from tests.unit.data_helpers import write_jsonl
@@ -387,3 +388,20 @@ def test_rows_of_a_selection_that_was_saved_are_its_own(tmp_path):
     chosen = rows.select(range(2400, 3, -3))
     chosen.save_to_disk(str(tmp_path / "saved"))
     assert read("saved", tmp_path, "train[2:]") == chosen.to_list()[2:]
+
+
+def test_a_kind_of_file_is_one_entry_of_the_registry(tmp_path, monkeypatch):
+    """Also one that is refused otherwise; an unknown kind is refused with those that there are."""
+    (tmp_path / "a.csv").write_text("one\ntwo\n")
+    with pytest.raises(DataError, match="a table of text"):
+        find_sources("a.csv", tmp_path)
+    monkeypatch.setattr(registry, "_registered", {})
+
+    def records(path):
+        return (Record(str(path), {"text": line}) for line in path.read_text().split())
+
+    registry.register("files", ".csv", records)
+    assert read("a.csv", tmp_path) == [{"text": "one"}, {"text": "two"}]
+    (tmp_path / "a.odd").write_text("one")
+    with pytest.raises(DataError, match=r"unknown kind of file \.odd\n.*\.jsonl, .*\.txt, .*\.csv"):
+        find_sources("a.odd", tmp_path)
