@@ -520,7 +520,8 @@ class WorkerLinks:
     def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
         """Send a boundary message to the worker of its stage, unless its link is gone (its reader
         reports that) or new (the attempt is void)."""
-        connection = self._wires.get(self._owners[message.expect(m.BoundaryTensor).stage])
+        assert isinstance(message.body, m.BoundaryTensor)
+        connection = self._wires.get(self._owners[message.body.stage])
         if connection is not None and connection.phase in _WORKING:
             with suppress(PeerLostError):
                 connection.send(message, done)

@@ -153,14 +153,10 @@ class Session:
         if role not in ROLES:
             raise ValueError(f"role {role!r}")
         self.role, self.peer = role, ROLES[role]
-        self._phase = Phase.OPEN
+        self.phase = Phase.OPEN
         self._crossing: Phase | None = None
         """Where the peer stands until it has read our BYE or REJECT."""
         self._lock = threading.Lock()
-
-    @property
-    def phase(self) -> Phase:
-        return self._phase
 
     def send(self, message: Message) -> None:
         """Call it before the message goes to the link: its answer must not overtake the phase."""
@@ -188,13 +184,13 @@ class Session:
                 self._crossing = following
                 return False
             if sender == self.role and following is Phase.CLOSED:
-                self._crossing = self._phase
-            self._phase = following
+                self._crossing = self.phase
+            self.phase = following
             return True
 
     def _following(self, body: Body, sender: str, who: str) -> Phase:
         """The phase after it. `_lock` is held."""
-        phase = self._phase
+        phase = self.phase
         if sender == self.peer and self._crossing is not None:
             phase = self._crossing
         following = ORDER[phase].get(type(body))

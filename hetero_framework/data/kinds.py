@@ -16,7 +16,7 @@ from hetero_framework import registry
 from hetero_framework.config import Config, DataConfig, TrainingConfig
 from hetero_framework.config.objectives import needs_of
 from hetero_framework.config.schema import ProblemType
-from hetero_framework.data.batches import MicroBatch, collate, pack
+from hetero_framework.data.batches import MicroBatch, collate
 from hetero_framework.data.examples import Rows
 from hetero_framework.data.formats import Formatter, detect_format
 from hetero_framework.data.sources import Record
@@ -123,16 +123,3 @@ def formatter_for(
             " data of each",
         )
     return examples.formatter(first, tokenizer, data, *[labels] * (examples.labels is not None))
-
-
-def collated(
-    kind: str,
-    examples: Any,
-    indices: Sequence[int] | np.ndarray,
-    pad_token_id: int,
-    data: DataConfig,
-) -> MicroBatch:
-    """The micro-batch of these examples, by their numbers."""
-    if data.padding_free:
-        return pack(examples, indices)
-    return kind_of(kind).collate(examples, indices, pad_token_id, data.pad_to_multiple_of)

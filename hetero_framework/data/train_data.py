@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -20,12 +21,13 @@ from hetero_framework.data.batches import (
     LazyBatches,
     MicroBatch,
     SampleOrder,
+    pack,
     padded_left,
 )
 from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder, ExampleSet, Rows
 from hetero_framework.data.formats import Formatter
-from hetero_framework.data.kinds import ExampleKind, Labels, collated, formatter_for, kind_of
+from hetero_framework.data.kinds import ExampleKind, Labels, formatter_for, kind_of
 from hetero_framework.data.sources import (
     Record,
     Source,
@@ -142,9 +144,16 @@ class TrainData:
 
     def collate(self, examples: ExampleSet, rows: np.ndarray) -> MicroBatch:
         """The micro-batch of these examples, by their numbers."""
-        kind = self.order.training.data_kind
-        batch = collated(kind, examples, rows, self.pad_token_id, self.settings)
+        if self.settings.padding_free:
+            batch = pack(cast(Rows, examples), rows)
+        else:
+            multiple = self.settings.pad_to_multiple_of
+            batch = self._kind.collate(examples, rows, self.pad_token_id, multiple)
         return padded_left(batch) if self.pads_left else batch
+
+    @cached_property
+    def _kind(self) -> ExampleKind:
+        return kind_of(self.order.training.data_kind)
 
 
 def load_data(

@@ -103,7 +103,8 @@ class Executor:
         queue = self._queue("INPUTS", stage, micro_batch)
         self._check_new("INPUTS", FORWARD, queue, queue.inputs, micro_batch)
         queue.inputs[micro_batch] = inputs
-        self._forward_arrived(queue, micro_batch)
+        if queue.stage.is_first or micro_batch in queue.hidden:
+            self._readiness.arrived(Task(FORWARD, stage, micro_batch))
 
     def has_inputs(self, stage: int) -> bool:
         """Whether inputs of a micro-batch wait for this stage."""
@@ -114,7 +115,8 @@ class Executor:
         self._check_new("FORWARD", FORWARD, queue, queue.hidden, micro_batch)
         queue.hidden[micro_batch] = arrival
         queue.note_queue()
-        self._forward_arrived(queue, micro_batch)
+        if micro_batch in queue.inputs:
+            self._readiness.arrived(Task(FORWARD, stage, micro_batch))
 
     def put_gradient(self, stage: int, micro_batch: int, arrival: api.Arrival) -> None:
         queue = self._queue("BACKWARD", stage, micro_batch)
@@ -216,10 +218,6 @@ class Executor:
             )
             for k, queue in self._queues.items()
         }
-
-    def _forward_arrived(self, queue: _StageQueue, k: int) -> None:
-        if k in queue.inputs and (queue.stage.is_first or k in queue.hidden):
-            self._readiness.arrived(Task(FORWARD, queue.stage.index, k))
 
     def _has_tasks(self, lane: Lane) -> bool:
         """Whether the step that runs has such tasks here."""

@@ -480,9 +480,9 @@ class Pipeline:
     def _feed(self, micro_batch: int, tensors: api.Tensors) -> None:
         """Let a micro-batch in: what stages need of it goes ahead of the activations."""
         batch = BatchInputs(tensors)
-        for spec in self._stages:
-            names = self._objective.stage_inputs(spec, tensors)
-            self._host_of[spec.index].feed(spec.index, micro_batch, names, batch)
+        needed = [(s.index, self._objective.stage_inputs(s, tensors)) for s in self._stages]
+        for stage, names in needed:
+            self._host_of[stage].feed(stage, micro_batch, names, batch)
 
     def _receive(self, timeout_s: float) -> bool:
         """Hand the next event to its host; False when none came in time. Events of a worker without

@@ -854,9 +854,9 @@ class Coordinator:
 
     def _measured(self) -> dict[str, float]:
         """The objective's metrics of the micro-batches that were computed last."""
-        named = [outcome.named for outcome in self._cluster.pipeline.outcomes]
-        with self._cluster.pipeline.judging_outcomes():
-            return self._objective.metrics(named)
+        pipeline = self._cluster.pipeline
+        with pipeline.judging_outcomes():
+            return self._objective.metrics([outcome.named for outcome in pipeline.outcomes])
 
     def _tokens(self) -> dict[str, int]:
         """The tokens that were trained on so far, where they are wanted."""
@@ -964,8 +964,9 @@ class Coordinator:
     def _keep_spans(self) -> None:
         """Tell what was recorded. A worker's spans of a step come with its next answer, so those of
         the last step come at the end."""
-        offsets = self._cluster.clock_offsets()
-        for owner, spans in self._cluster.pipeline.take_spans().items():
+        taken = self._cluster.pipeline.take_spans()
+        offsets = self._cluster.clock_offsets() if len(taken) > 1 else {}
+        for owner, spans in taken.items():
             self._tell(Observer.spans, owner, spans, offsets.get(owner, 0.0))
 
     def _note_skip(

@@ -139,7 +139,7 @@ def through_connection(data: bytes, case: Case) -> None:
     if case.phase is not None:  # as after its first messages
         connection.link._greeted()
         assert connection._session is not None
-        connection._session._phase = case.phase
+        connection._session.phase = case.phase
     connection.link._read_frames()
 
 
@@ -158,7 +158,7 @@ def through_parser(data: bytes, case: Case) -> None:
     if len(data) < end + payload_bytes:
         return
     session = Session(case.role or "worker")
-    session._phase = case.phase or session.phase
+    session.phase = case.phase or session.phase
     session.receive(head.attach(data[end : end + payload_bytes]))
 
 

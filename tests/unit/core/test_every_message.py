@@ -140,7 +140,7 @@ def quiet(role: str | None, phase: Phase) -> tuple[Connection, list[Message]]:
     )
     if role is not None:
         connection._session = session = Session(role)
-        session._phase = phase
+        session.phase = phase
     return connection, given
 
 
