@@ -115,7 +115,9 @@ class Section(BaseModel):
     def of(cls, section: Section) -> Self:
         """A section as one with the settings of this class, which are at their defaults where the
         file's schema does not have them."""
-        return section if isinstance(section, cls) else cls.model_validate(section.model_dump())
+        if isinstance(section, cls):
+            return section
+        return cls.model_validate(section.model_dump(include={*cls.model_fields}))
 
 
 class WholeFile(Section):

@@ -14,6 +14,7 @@ from hetero_framework.config.composed import whole_schema, with_extras
 from hetero_framework.config.objectives import needs_of
 from hetero_framework.errors import ConfigError
 from hetero_framework.extras.preferences.settings import PreferenceSettings
+from hetero_framework.extras.reporting.settings import ReportSettings
 
 PLAIN: dict[str, Any] = {
     "coordinator": {"ip": "127.0.0.1"},
@@ -112,6 +113,7 @@ def test_settings_of_extras_are_there_where_they_are_read_or_given() -> None:
     config = Config.from_dict({**PLAIN, "training": {"objective": "dpo"}})
     assert type(config).extras == {"preferences"}
     assert PreferenceSettings.of(config.training) is config.training
+    assert ReportSettings.of(config.training).run_name is None, "another extra's are left out"
     unread = Config.from_dict({**PLAIN, "training": {"beta": 0.2, "rpo_alpha": None}})
     assert type(unread) is whole_schema(Config)
     assert [line.partition(" has")[0] for line in unread.warnings()] == ["training.beta"]
