@@ -44,7 +44,7 @@ def is_harmless(root: Schema, section: str, key: str, value: Any) -> bool:
         return refusal is not None or (name is not None and bool(_SWITCH.fullmatch(key)))
     if refusal is None or name is not None:
         return False
-    defaults = [names[key] for names in _listed().values() if names.get(key) is not None]
+    defaults = [names[key] for names in _tables(FILE).values() if names.get(key) is not None]
     others = [json.loads(v) for v, k in settings()["harmless"].items() if key in k.split()]
     return any(type(value) is type(other) and value == other for other in defaults + others)
 
@@ -109,16 +109,13 @@ def refusal_of(root: Schema, section: str, key: str) -> str | None:
 
 
 @cache
-def _listed() -> dict[str, dict[str, Any]]:
-    tables: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
-    return tables
+def _tables(file: Path) -> dict[str, dict[str, Any]]:
+    return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
-@cache
 def settings() -> dict[str, dict[str, Any]]:
     """The tables of alias_settings.json."""
-    tables: dict[str, dict[str, Any]] = json.loads(_SETTINGS.read_text(encoding="utf-8"))
-    return tables
+    return _tables(_SETTINGS)
 
 
 @cache
@@ -130,11 +127,10 @@ def unsupported(root: Schema) -> dict[str, dict[str, str]]:
             for name in names
             if own_name(root, section, name) is None
         }
-        for section, names in _listed().items()
+        for section, names in _tables(FILE).items()
     }
 
 
 def _reason(key: str) -> str:
-    return next(
-        (why for why, names in settings()["reasons"].items() if re.fullmatch(names, key)), ""
-    )
+    reasons = settings()["reasons"].items()
+    return next((why for why, names in reasons if re.fullmatch(names, key)), "")

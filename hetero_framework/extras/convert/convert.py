@@ -16,19 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from hetero_framework.config import Config, TrainingConfig
-from hetero_framework.config.aliases import (
-    called,
-    is_harmless,
-    own_name,
-    refusal_of,
-    setting_called,
-)
+from hetero_framework.config import Config, TrainingConfig, aliases
 from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.optimizers import optimizer_problems
 from hetero_framework.config.problems import problems_of, shown
@@ -51,10 +45,8 @@ _PATHS = (
 _SECRET = re.compile(r".*(hub_token|api_key|secret|password|webhook\w*)")
 # Settings in whose place another one may stand.
 _INSTEAD = {
-    "training.warmup_ratio": "training.warmup_steps",
-    "training.save_strategy": "training.save_steps",
-    "training.eval_strategy": "training.eval_steps",
-    "training.bf16": "training.fp16",
+    **{"training.warmup_ratio": "training.warmup_steps", "training.bf16": "training.fp16"},
+    **{f"training.{name}_strategy": f"training.{name}_steps" for name in ("save", "eval")},
 }
 _FIRST = ("trl", "rl", "reward_model", "stage", "pref_loss", "loss_type", "dpo_loss_type")
 _LAST = ("val_set_size", "val_size")  # they divide what the others name
@@ -107,17 +99,10 @@ class Rewrite:
 
 @dataclass
 class Conversion:
-    """The settings that a configuration of another program becomes, and what became of each key.
-
-    Args:
-        program: one of PROGRAMS.
-        given: its keys and values.
-        folder: that of the file.
-        output: the configuration to be written; what is rewritten lies beside it.
-        world_size: processes of the other run, each of which took micro-batches of its own.
-        settings: those that are there already, by path.
-        rows: what became of parts of it that are no keys.
-    """
+    """The settings (by path) that the keys `given` of a program's file in `folder` become, and what
+    became of each key. `output` is the configuration to be written; what is rewritten lies beside
+    it. Each of the other run's `world_size` processes took micro-batches of its own. `settings` and
+    `rows`, of parts of the file that are no keys, may be there already."""
 
     program: str
     given: dict[str, Any]
@@ -187,20 +172,19 @@ class Conversion:
         """Find out what becomes of `key`, which the table calls `name`."""
         if value is None or value in ("", [], {}):
             return self._say(key, value, TAKEN, "empty")
-        for names, cases in rules(self.program):
-            if re.fullmatch(names, name):
-                return self._apply(name, value, key, cases)
-        here = setting_called(_SCHEMA, "training", name) or ""
+        if cases := next((c for n, c in rules(self.program) if re.fullmatch(n, name)), None):
+            return self._apply(name, value, key, cases)
+        here = aliases.setting_called(_SCHEMA, "training", name) or ""
         if here.partition(".")[0] in _SECTIONS and "." in here:
             return self._set(key, value, {here: value})
-        if any(is_harmless(_SCHEMA, section, name, value) for section in _SECTIONS):
+        if any(aliases.is_harmless(_SCHEMA, section, name, value) for section in _SECTIONS):
             return self._say(key, value, TAKEN, "what happens anyway")
         for section in ("adapter", "data", "training"):
             if self.program != "axolotl" and name in _SECTIONS[section].model_fields:
                 return self._set(key, value, {f"{section}.{name}": value})
-        if words := own_name(_SCHEMA, "training", name):
+        if words := aliases.own_name(_SCHEMA, "training", name):
             return self._say(key, value, BY_HAND, f"it is called {words} here")
-        if why := refusal_of(_SCHEMA, "training", name):
+        if why := aliases.refusal_of(_SCHEMA, "training", name):
             return self._say(key, value, NEVER, why)
         return self._say(key, value, UNKNOWN, f"no key of {self.program} that is known here")
 
@@ -281,7 +265,7 @@ class Conversion:
     def _fill_defaults(self) -> None:
         """State the other program's defaults where they differ from those here."""
         for needs, made in _table(self.program)["defaults"]:
-            for path, value in made.items() if all(map(self._has, needs.split())) else ():
+            for path, value in made.items() if all(self._has(n) for n in needs.split()) else ():
                 instead = self.settings.get(_INSTEAD.get(path, ""), False)
                 if path in self.settings or instead is not False:
                     continue
@@ -298,10 +282,9 @@ class Conversion:
 
     def _scale_batch(self) -> None:
         """A step has the micro-batches that each process had."""
-        path, n = "training.gradient_accumulation_steps", self.world_size
-        for key in _ONE_SAMPLE:
-            n //= max(1, int(self.given.get(key) or 1))
-        if n > 1:
+        path = "training.gradient_accumulation_steps"
+        shared = prod(max(1, int(self.given.get(key) or 1)) for key in _ONE_SAMPLE)
+        if (n := self.world_size // shared) > 1:
             before = self.settings.get(path, 1)
             self.settings[path] = before * n
             self._change(path, status=CHANGED, why=f"{before} of each of {n} processes")
@@ -431,13 +414,11 @@ class Conversion:
         name = re.sub(r"datasets|[\[\]]", "", key)
         target = self._rewrite(source, f"{name}.{source.stem}", style, entry, form)
         self.settings["data.format"] = form
-        by_template = form == "messages" and style != "chat"
-        why = f"its rows are in {target.name}, as {form}"
-        why += ", which the chat template writes" * by_template
-        self.rows[begin:] = [
-            replace(row, status=CHANGED, to=(), why=why) if _NAMING.fullmatch(row.key) else row
-            for row in self.rows[begin:]
-        ]
+        more = ", which the chat template writes" * (form == "messages" and style != "chat")
+        why = f"its rows are in {target.name}, as {form}{more}"
+        for number, row in enumerate(self.rows[begin:], begin):
+            if _NAMING.fullmatch(row.key):
+                self.rows[number] = replace(row, status=CHANGED, to=(), why=why)
         return {"path": str(target)}
 
     def _named_set(self, name: str, entry: Any, folder: Path) -> dict[str, Any]:
@@ -467,8 +448,8 @@ class Conversion:
         style = "as it is" if is_text else self.program
         target = self._rewrite(source, name, style, entry, form, most)
         self.settings.setdefault("data.format", form)
-        form = "as they are" if is_text else "as messages"
-        self._say(key, str(source), CHANGED, f"its rows are in {target.name}, {form}")
+        told = f"its rows are in {target.name}, as {'they are' if is_text else 'messages'}"
+        self._say(key, str(source), CHANGED, told)
         return {"path": str(target)}
 
 
@@ -487,7 +468,7 @@ def rules(program: str) -> list[tuple[str, list[Any]]]:
 def _containers(program: str) -> frozenset[str]:
     """The keys under which others are that have rules or names here."""
     own = {names for names, _ in rules(program)}
-    names = own.union(*called(_SCHEMA).values())
+    names = own.union(*aliases.called(_SCHEMA).values())
     outer = {name.partition(".")[0] for name in names if re.match(r"\w+\.", name)}
     return frozenset(outer - own - _SECTIONS.keys())
 

@@ -136,12 +136,10 @@ def _of_script(commands: list[ShellCommand], file: Path) -> Recipe:
         name = " ".join(words[: (_program(words) or (1,))[0]])
         recipe.say(name, None, BY_HAND, "another command: convert it from a script of its own")
     for name in dict.fromkeys(c.words[0] for n, c in enumerate(commands) if n not in read):
-        if _IDLE.fullmatch(name):
-            recipe.say(name, None, IDLE, "it trains nothing")
-        elif name == "cd":
-            recipe.say(name, None, BY_HAND, "convert in the folder that the command runs in")
-        else:
-            recipe.say(name, None, BY_HAND, "it is no training: run it yourself where it matters")
+        why = "it is no training: run it yourself where it matters"
+        why = "convert in the folder that the command runs in" if name == "cd" else why
+        is_idle = _IDLE.fullmatch(name)
+        recipe.say(name, None, *((IDLE, "it trains nothing") if is_idle else (BY_HAND, why)))
     return recipe
 
 
@@ -239,16 +237,16 @@ def _processes(
     elif _PREDEFINED.fullmatch(config):
         given = {"num_processes": 8, **given}
     visible = next((environment[n].count(",") + 1 for n in _VISIBLE if environment.get(n)), None)
-    names = [name for name in ("num_processes", "np") if name in given]
+    hosts = str(given.get("include", "")).split("@")
     if "include" in given:
-        hosts = str(given["include"]).split("@")
-        factors = [sum(h.count(",") + 1 for h in hosts) if all(":" in h for h in hosts) else None]
-    elif names:
-        factors = [given[names[0]]]
+        factors = [
+            str(sum(h.count(",") + 1 for h in hosts) if all(":" in h for h in hosts) else "")
+        ]
+    elif total := [str(given[name]) for name in ("num_processes", "np") if name in given]:
+        factors = total[:1]
     else:
-        here = [environment.get("NPROC_PER_NODE", visible), environment.get("NNODES", 1)]
+        here = environment.get("NPROC_PER_NODE", visible), environment.get("NNODES", 1)
         per_node = given.get("nproc_per_node", given.get("num_gpus", here[0]))
-        factors = [per_node, given.get("nnodes", given.get("num_nodes", here[1]))]
-    if all(re.fullmatch(r"[1-9]\d*", str(factor)) for factor in factors):
-        return prod(int(str(factor)) for factor in factors)
-    return None
+        factors = [str(per_node), str(given.get("nnodes", given.get("num_nodes", here[1])))]
+    known = all(re.fullmatch(r"[1-9]\d*", factor) for factor in factors)
+    return prod(map(int, factors)) if known else None

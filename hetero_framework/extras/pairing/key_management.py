@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -75,8 +74,8 @@ def invite(
     machines = [config.worker(known[worker]) for worker in dict.fromkeys(workers)]
     invited = {m.id: f" ({', '.join(filter(None, (m.hostname, m.ip)))})" for m in machines}
     given = Configuration(file.name, file.read_text(encoding="utf-8-sig"))
-    place = InvitationPort(config.coordinator.ip, config.coordinator.port, port)
-    _invite(keys, invited, given, place, say)
+    place = (config.coordinator.ip, config.coordinator.port)
+    _invite(keys, invited, given, place, port, say)
 
 
 def invite_islands(
@@ -90,7 +89,7 @@ def invite_islands(
     those of the islands."""
     for name in names:
         checked_name(name)
-    _invite(keys, dict.fromkeys(names, ""), None, InvitationPort(*address, port), say)
+    _invite(keys, dict.fromkeys(names, ""), None, address, port, say)
 
 
 def lighthouse_address(config: Config | None, host: str | None) -> tuple[str, int]:
@@ -109,28 +108,21 @@ def checked_name(name: str) -> str:
         raise UserError(f"no island can be called {name!r}: {error}") from None
 
 
-@dataclass(frozen=True)
-class InvitationPort:
-    """The port of an invitation: the one that is wanted, else the usual one, or any free one where
-    a run has that."""
-
-    host: str
-    usual: int
-    wanted: int | None
-
-    def listener(self) -> Listener:
-        port = self.wanted or self.usual
-        if self.wanted is None and not addresses.port_is_free(self.host, port):
-            _log.info("port %d is in use, by a run perhaps; the line names another one", port)
-            port = 0
-        return Listener(self.host, port)
+def _listener(host: str, usual: int, wanted: int | None) -> Listener:
+    """At the port that is wanted, else the usual one, or any free one where a run has that."""
+    port = wanted or usual
+    if wanted is None and not addresses.port_is_free(host, port):
+        _log.info("port %d is in use, by a run perhaps; the line names another one", port)
+        port = 0
+    return Listener(host, port)
 
 
 def _invite(
     keys: KeyDirectory,
     invited: Mapping[WorkerId, str],
     given: Configuration | None,
-    place: InvitationPort,
+    place: tuple[str, int],
+    port: int | None,
     say: Say,
 ) -> None:
     """`invited`: the members, with the known facts of each machine."""
@@ -141,8 +133,8 @@ def _invite(
     more = ""
     if given is not None and given.name != DEFAULT_CONFIG:
         more = f" --config {shlex.quote(given.name)}"
-    with closing(place.listener()) as listener:
-        address = host_and_port(place.host, listener.port)
+    with closing(_listener(*place, port)) as listener:
+        address = host_and_port(place[0], listener.port)
         for entry in inviting.invitations:
             say(f"on the machine of {keys.kind.called(entry.process)}{invited[entry.process]}:")
             say(f"hetero join {address} {entry.token}{more}")
@@ -360,33 +352,24 @@ def rotate(keys: KeyDirectory) -> str:
 
 
 def export(
-    config: Config,
+    config: Config | None,
     keys: KeyDirectory,
-    workers: Sequence[str],
+    names: Sequence[str],
     folder: Path,
     *,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write keys of workers as files, to be copied in place of pairing."""
-    known = [str(worker.id) for worker in config.workers]
-    for worker in workers:
-        if worker not in known:
-            raise UserError(f"there is no worker {worker} (workers: {', '.join(known)})")
-    return _export(keys, workers or known, folder, overwrite)
-
-
-def export_islands(
-    keys: KeyDirectory, names: Sequence[str], folder: Path, *, overwrite: bool = False
-) -> list[Path]:
-    """The same for islands."""
-    if not names:
+    """Write keys of workers, or without a configuration of islands, as files, to be copied in place
+    of pairing."""
+    known = [str(worker.id) for worker in config.workers] if config is not None else []
+    if config is None and not names:
         raise UserError("hetero keys export --islands needs the islands' names")
-    return _export(keys, [checked_name(name) for name in names], folder, overwrite)
-
-
-def _export(
-    keys: KeyDirectory, processes: Sequence[str], folder: Path, overwrite: bool
-) -> list[Path]:
+    for name in names:
+        if config is None:
+            checked_name(name)
+        elif name not in known:
+            raise UserError(f"there is no worker {name} (workers: {', '.join(known)})")
+    processes = names or known
     target = KeyDirectory(folder, keys.kind)
     for process in processes:
         refuse_output(target.bundle(process), overwrite=overwrite, inputs=[keys.path])
@@ -394,9 +377,8 @@ def _export(
     files = []
     for process in processes:
         identity = Identity.of(authority.cluster, process, keys.kind)
-        files.append(
-            target.write_bundle(identity, certificates.issue_pem(keys, authority, process))
-        )
+        pem = certificates.issue_pem(keys, authority, process)
+        files.append(target.write_bundle(identity, pem))
     return files
 
 

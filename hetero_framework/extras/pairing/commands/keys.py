@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"hetero keys {action} takes {'one ID' if action == 'revoke' else 'no ID'}")
     if (action == "export") != (arguments.output is not None):
         raise UserError("--output DIR goes with hetero keys export, which needs it")
+    config = load(arguments) if action in ("check", "export") and not arguments.islands else None
     if action == "list":
         print(printable(key_management.listing(keys)))
     elif action == "revoke":
@@ -64,18 +65,9 @@ def run(arguments: argparse.Namespace) -> None:
     elif action == "rotate":
         print(key_management.rotate(keys))
     elif action == "check":
-        print(key_management.check(None if arguments.islands else load(arguments), keys))
+        print(key_management.check(config, keys))
     else:
-        output, anew = Path(arguments.output), arguments.overwrite
-        if arguments.islands:
-            files, folder = (
-                key_management.export_islands(keys, workers, output, overwrite=anew),
-                "hetero_keys/islands",
-            )
-        else:
-            files, folder = (
-                key_management.export(load(arguments), keys, workers, output, overwrite=anew),
-                "hetero_keys",
-            )
-        for file in files:
+        output, folder = Path(arguments.output), "hetero_keys" + "/islands" * arguments.islands
+        anew = arguments.overwrite
+        for file in key_management.export(config, keys, workers, output, overwrite=anew):
             print(f"wrote {file}; copy it to {folder} on its machine (chmod 600)")
