@@ -22,6 +22,7 @@ from typing import Any
 from hetero_framework.errors import ConfigError
 
 _ROOT = Path(__file__).parent
+_WHOLE = "install hetero_framework whole, or take the setting out"
 _PACKAGE = __name__.rpartition(".")[0]
 _registered: dict[tuple[str, str], tuple[Any, Mapping[str, Any]]] = {}
 
@@ -79,6 +80,12 @@ def has(kind: str, name: str) -> bool:
     return (kind, name) in _registered or name in entries(kind)
 
 
+def installed(kind: str) -> list[str]:
+    """The names of a kind whose extra can be imported."""
+    known = entries(kind)
+    return [name for name in names(kind) if name not in known or is_installed(known[name].extra)]
+
+
 def register(kind: str, name: str, thing: Any, **facts: Any) -> None:
     """Let a name stand for `thing`: for files of --import, on every machine."""
     _registered[kind, name] = thing, facts
@@ -102,6 +109,13 @@ def find(kind: str, name: str) -> Any:
     return getattr(found, attribute) if attribute else found
 
 
+def needed(kind: str, name: str, what: str) -> Any:
+    """As `find`, for `what` asks for the name. Raises ConfigError where no extra here has it."""
+    if has(kind, name):
+        return find(kind, name)
+    raise ConfigError(f"{what} needs an extra that this installation lacks", hint=_WHOLE)
+
+
 def command(name: str) -> ModuleType:
     """The module of a command. Raises KeyError, ConfigError as `find`."""
     return _imported(entries("commands")[name], f"commands.{name}", f"the command {name!r}")
@@ -115,7 +129,7 @@ def _imported(entry: Registered, module: str, what: str) -> ModuleType:
             raise
         raise ConfigError(
             f"{what} needs the extra {entry.extra!r}, which this installation lacks ({error.name})",
-            hint="install hetero_framework whole, or take the setting out",
+            hint=_WHOLE,
         ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from hetero_framework import registry
 from hetero_framework.commands.options import (
     CONFIG,
     IMPORT,
@@ -41,10 +42,9 @@ def run(arguments: argparse.Namespace) -> None:
     config = load(arguments)
     preflight(config, data=False)
     from hetero_framework.commands.check_report import check, text
-    from hetero_framework.extras.observe.token_view import print_examples
 
     facts = check(config, show=arguments.show)
     report(arguments, facts, text)
     if facts["examples"] and not arguments.json:
         print()
-        print_examples(facts["examples"])
+        registry.needed("views", "examples", "--show")(facts["examples"])

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from hetero_framework import control
 from hetero_framework.cluster.roles import Role, decide_role
 from hetero_framework.config import Config, process_name
+from hetero_framework.config.asked_extras import asked
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.shown import shown_examples
@@ -22,7 +23,6 @@ from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.schedule.tuner import assumed_profile
 from hetero_framework.engine.schedule.tuning import tune
 from hetero_framework.errors import ConfigError, DeviceError
-from hetero_framework.extras.islands.forecast import island_lines
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.family import as_saved
@@ -123,9 +123,8 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
             tokens=tokens,
         )
         memory = estimate(config)
-        if config.setting("island") is not None:
-            steps = config.training.max_steps if config.training.max_steps > 0 else None
-            notes += island_lines(config.setting("island"), sum(m.trained for m in memory), steps)
+        for remarks in asked("notes", config):
+            notes += remarks(config, sum(m.trained for m in memory))
         if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
             lessened = estimate(recomputing(config))
             notes.append(

@@ -1,7 +1,8 @@
 """`hetero doctor --config`: everything that would stop a run of this configuration, as seen from
 this machine, with what to do about it.
 
-Each check is a function of a `MachineView` that yields findings; `CHECKS` lists them. The
+Each check is a function of a `MachineView` that yields findings; `CHECKS` lists
+them, and the registry those of extras (`findings`). The
 coordinator's machine asks the workers that are up and lets them go again; a worker that serves a
 run is left alone.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from transformers import PretrainedConfig
 
-from hetero_framework import control, versions
+from hetero_framework import control, registry, versions
 from hetero_framework.cluster import link_probe, worker_info
 from hetero_framework.cluster.roles import Role, decide_role, machine_of
 from hetero_framework.cluster.worker_links import WorkerLinks
@@ -38,16 +38,13 @@ from hetero_framework.core.threads import in_background
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.hosts import LinkLost
 from hetero_framework.errors import ConfigError, HeteroError, NetworkError, PeerLostError, UserError
-from hetero_framework.extras.islands import island_diagnosis
-from hetero_framework.extras.observe.pictures import can_draw
-from hetero_framework.extras.pairing.key_management import problems as key_problems
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known
 from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, recomputing
 from hetero_framework.repository import resolve_model_path
-from hetero_framework.security.access import Access, Keyed, KeyOptions, access_of, key_directory
+from hetero_framework.security.access import Access, KeyOptions, access_of, key_directory
 from hetero_framework.units import bit_rate, seconds, size
 
 WorkerId = int | str
@@ -58,13 +55,14 @@ _ANSWER_S = 20.0
 _PROBE_BYTES = 1 << 20
 _SLOW_BITS_PER_S = 100e6
 _SLOW_ROUND_TRIP_S = 0.05
-_CLOCK_S = 10.0
+CLOCK_S = 10.0
+"""Seconds that a clock may be off."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem and what to do about it; `check` is the name of the function that reported it."""
+    """A problem and what to do about it; `check` is the name of the check that reported it."""
 
     check: str
     what: str
@@ -324,13 +322,8 @@ def own_address(view: MachineView) -> Problems:
 
 
 def keys(view: MachineView) -> Problems:
-    try:
-        if isinstance(view.access, UserError):
-            raise view.access
-        if isinstance(view.access, Keyed):
-            yield from key_problems(view.config, view.access.keys)
-    except UserError as error:
-        yield error.message, error.hint or "hetero keys check says more"
+    if isinstance(view.access, UserError):
+        yield view.access.message, view.access.hint or "hetero keys check says more"
 
 
 def port(view: MachineView) -> Problems:
@@ -375,17 +368,12 @@ def reach(view: MachineView) -> Problems:
 
 def clock(view: MachineView) -> Problems:
     for id, asked in view.workers.items():
-        if asked.facts is not None and abs(asked.clock_s) > _CLOCK_S:
+        if asked.facts is not None and abs(asked.clock_s) > CLOCK_S:
             way = "ahead of" if asked.clock_s > 0 else "behind"
             yield (
                 f"the clock of worker {id} is {seconds(abs(asked.clock_s))} {way} this machine's",
                 "set both by the network (timedatectl set-ntp true); logs cannot be compared else",
             )
-
-
-def islands(view: MachineView) -> Problems:
-    if view.is_coordinator:
-        yield from island_diagnosis.problems(view.config, view.options, _CLOCK_S)
 
 
 def link(view: MachineView) -> Problems:
@@ -532,21 +520,6 @@ def revision(view: MachineView) -> Problems:
     yield from ()
 
 
-def graphviz(view: MachineView) -> Problems:
-    training = view.config.training
-    drawn = training.visualize and training.visualization_format != "mmd"
-    if not (view.is_coordinator and drawn) or shutil.which("dot") is not None:
-        return
-    if can_draw():
-        plainer = "matplotlib draws the diagram; the package graphviz gives a better one"
-        view.notes.append(f"there is no program dot, so {plainer}")
-        return
-    yield (
-        "there is no program dot (Graphviz) and no matplotlib, so no diagram is drawn",
-        'install the package graphviz, or set training.visualization_format to "mmd"',
-    )
-
-
 def directory(view: MachineView) -> Problems:
     if not view.is_coordinator:
         return
@@ -571,21 +544,8 @@ def failpoint(view: MachineView) -> Problems:
 
 
 CHECKS: tuple[Callable[[MachineView], Problems], ...] = (
-    *(
-        version,
-        role,
-        names,
-        own_address,
-        keys,
-        port,
-        reach,
-        clock,
-        islands,
-        link,
-        model,
-        data,
-    ),
-    *(memory, four_bit, attention, disk, revision, graphviz, directory, failpoint),
+    *(version, role, names, own_address, keys, port, reach, clock, link, model, data),
+    *(memory, four_bit, attention, disk, revision, directory, failpoint),
 )
 
 
@@ -594,7 +554,9 @@ def diagnose(
 ) -> dict[str, Any]:
     """All findings, as JSON types; `worker_id` is the worker of this machine."""
     view = MachineView(config, _role(config, worker_id, options), options)
-    findings = [Finding(check.__name__, *problem) for check in CHECKS for problem in check(view)]
+    checks = [(check.__name__, check) for check in CHECKS]
+    checks += [(name, registry.find("findings", name)) for name in registry.installed("findings")]
+    findings = [Finding(name, *problem) for name, check in checks for problem in check(view)]
     here = " and ".join(map(process_name, view.local_ids))
     return {
         "this_machine": here or "nothing in this configuration",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hetero_framework import registry
 from hetero_framework.commands.options import (
     IMPORT,
     OUTPUT_DIRECTORY,
@@ -76,11 +77,9 @@ def _convert(arguments: argparse.Namespace) -> None:
     source = Path(arguments.gguf).expanduser()
     if not source.is_dir():
         raise UserError(f"there is no directory {source}", hint="give an adapter or a model")
-    from hetero_framework.extras.foreign_formats.gguf import MODELFILE, convert_to_gguf
+    convert = registry.needed("conversions", "gguf", "--gguf")
     from hetero_framework.models.files.export import OutputDirectory
 
     output = OutputDirectory(Path(arguments.output), overwrite=arguments.overwrite)
-    file = convert_to_gguf(
-        source, Path(arguments.llama_cpp).expanduser(), output, arguments.outtype
-    )
-    print(f"wrote {file}; for Ollama: ollama create NAME -f {file.with_name(MODELFILE)}")
+    made = convert(source, Path(arguments.llama_cpp).expanduser(), output, arguments.outtype)
+    print(f"wrote {made[0]}; for Ollama: ollama create NAME -f {made[1]}")

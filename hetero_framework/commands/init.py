@@ -112,11 +112,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def prepare_machines(config: Config, output: Path) -> None:
     """Make the keys that other machines need, and print how they get them."""
-    from hetero_framework.extras.pairing.key_management import prepare_keys
+    if "prepare" not in registry.installed("keys"):
+        return
     from hetero_framework.security.keys import FOLDER, KeyDirectory
 
     keys = KeyDirectory(output.absolute().parent / FOLDER)
-    made = prepare_keys(config, keys)
+    made = registry.find("keys", "prepare")(config, keys)
     remote = [str(w.id) for w in config.planned_workers if not addresses.is_local_address(w.ip)]
     if made:
         print(f"made this cluster's authority and this machine's key: {keys.path}")

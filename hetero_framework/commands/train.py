@@ -7,6 +7,7 @@ import contextlib
 import logging
 from typing import Any
 
+from hetero_framework import registry
 from hetero_framework.commands.options import (
     ACCESS,
     CONFIG,
@@ -133,6 +134,4 @@ def _planned(config: Any, arguments: argparse.Namespace, access: Any) -> Any:
         config = with_saved_plan(config)
     if config.is_planned:
         return config
-    from hetero_framework.extras.planner.auto_plan import plan_run
-
-    return plan_run(config, access)
+    return registry.needed("planners", "auto", 'shard_plan "auto"')(config, access)

@@ -15,9 +15,10 @@ import pytest
 
 from hetero_framework import cli, registry
 from hetero_framework.cluster.local_workers import LocalWorkers
-from hetero_framework.commands import check, schema
-from hetero_framework.config import load_config
+from hetero_framework.commands import check, diagnosis, schema
+from hetero_framework.config import Config, load_config
 from hetero_framework.errors import (
+    ConfigError,
     NetworkError,
     NumericError,
     PeerLostError,
@@ -572,3 +573,22 @@ def test_a_tilde_that_the_shell_leaves_is_expanded(
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     assert cli.main(["diagram", "--config=~/c.json", "--output=~/a.mmd"]) == 0
     assert (tmp_path / "a.mmd").is_file()
+
+
+def test_what_no_extra_here_has_is_told_in_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="--gguf needs an extra that this installation lacks"):
+        registry.needed("conversions", "nothing", "--gguf")
+    assert registry.needed("conversions", "gguf", "--gguf").__name__ == "convert_to_gguf"
+
+
+def test_doctor_asks_the_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._registered, ("findings", "mine"), (lambda _: [("a", "b")], {}))
+    config = Config.from_dict(
+        {
+            "coordinator": {"ip": "127.0.0.1"},
+            "shard_plan": [{"id": "local", "start": 0, "end": 2}],
+        },
+        tmp_path,
+    )
+    found = diagnosis.diagnose(config)["findings"]
+    assert {"check": "mine", "what": "a", "fix": "b"} in found

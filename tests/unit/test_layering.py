@@ -145,15 +145,7 @@ def test_schedules_are_times_alone() -> None:
 
 
 # Modules below the extras that import one all the same. None is added; this list ends empty.
-STILL: set[str] = {
-    "commands/check.py",
-    "commands/check_report.py",
-    "commands/diagnosis.py",
-    "commands/estimate.py",
-    "commands/export.py",
-    "commands/init.py",
-    "commands/train.py",
-}
+STILL: set[str] = set()
 
 
 def test_imports_point_one_way() -> None:

@@ -38,9 +38,11 @@ _CONVERTED = re.compile(
 )
 
 
-def convert_to_gguf(source: Path, llama_cpp: Path, output: OutputDirectory, outtype: str) -> Path:
-    """Write the GGUF of an adapter or model directory into `output`, with a Modelfile; return its
-    file. Raises ModelError for what GGUF cannot hold, UserError where a script is absent or fails.
+def convert_to_gguf(
+    source: Path, llama_cpp: Path, output: OutputDirectory, outtype: str
+) -> tuple[Path, Path]:
+    """Write the GGUF of an adapter or model directory into `output`, with a Modelfile; return
+    both. Raises ModelError for what GGUF cannot hold, UserError where a script is absent or fails.
     """
     kind = "adapter" if (source / ADAPTER_CONFIG).is_file() else "model"
     settings = ADAPTER_CONFIG if kind == "adapter" else repository.CONFIG
@@ -62,7 +64,7 @@ def convert_to_gguf(source: Path, llama_cpp: Path, output: OutputDirectory, outt
         _run([*command, "--outfile", str(made), "--outtype", outtype], made)
         lines = [f"FROM {base}", *["ADAPTER ./adapter.gguf"] * (kind == "adapter")]
         (folder / MODELFILE).write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
-    return output.path / made.name
+    return output.path / made.name, output.path / MODELFILE
 
 
 def _lost(config: Mapping[str, Any], weights: Path) -> Iterator[str]:

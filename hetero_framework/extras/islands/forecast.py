@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hetero_framework.config import Config
 from hetero_framework.extras.islands.settings import IslandConfig
 from hetero_framework.units import plural, size
 
@@ -15,8 +16,14 @@ _WARM_UP = 10
 _BYTES = {"none": 4.0, "bf16": 2.0, "int8": 0.95}  # of a value, int8 as normally distributed ones
 
 
+def notes(config: Config, trained: int) -> list[str]:
+    """For `hetero check`, where a run trains `trained` values."""
+    steps = config.training.max_steps
+    return island_lines(config.setting("island"), trained, steps if steps > 0 else None)
+
+
 def island_lines(island: IslandConfig, trained: int, steps: int | None = None) -> list[str]:
-    """For `hetero check`: an island that trains `trained` values, in a run of `steps` steps of the
+    """An island that trains `trained` values, in a run of `steps` steps of the
     data, if that is known."""
     if island.sync_steps == 1:
         return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from hetero_framework.commands.diagnosis import CLOCK_S, MachineView
 from hetero_framework.config import Config
 from hetero_framework.core import addresses
 from hetero_framework.errors import UserError
@@ -12,6 +13,12 @@ from hetero_framework.extras.islands.lighthouse_client import clock_at
 from hetero_framework.extras.islands.settings import island_of
 from hetero_framework.security.access import KeyOptions, island_access
 from hetero_framework.units import seconds
+
+
+def findings(view: MachineView) -> Iterator[tuple[str, str]]:
+    """The problems of this machine's islands, for the coordinator."""
+    if view.is_coordinator:
+        yield from problems(view.config, view.options, CLOCK_S)
 
 
 def problems(

@@ -5,19 +5,39 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import shutil
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import UserError
+
+if TYPE_CHECKING:
+    from hetero_framework.commands.diagnosis import MachineView
 
 FORMATS = ("png", "svg", "pdf")
 
 
 def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def findings(view: MachineView) -> Iterator[tuple[str, str]]:
+    """Programs that a run's diagram lacks, for `hetero doctor`."""
+    training = view.config.training
+    drawn = training.visualize and training.visualization_format != "mmd"
+    if not (view.is_coordinator and drawn) or shutil.which("dot") is not None:
+        return
+    if can_draw():
+        plainer = "matplotlib draws the diagram; the package graphviz gives a better one"
+        view.notes.append(f"there is no program dot, so {plainer}")
+        return
+    yield (
+        "there is no program dot (Graphviz) and no matplotlib, so no diagram is drawn",
+        'install the package graphviz, or set training.visualization_format to "mmd"',
+    )
 
 
 def save(make: Callable[[], Any], path: str | os.PathLike[str], form: str | None = None) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetero_framework.commands.options import DEFAULT_CONFIG
 from hetero_framework.config import (
@@ -39,7 +40,11 @@ from hetero_framework.extras.pairing.pairing import (
 from hetero_framework.security import authority as x509
 from hetero_framework.security import certificates
 from hetero_framework.security.acceptor import Acceptor
+from hetero_framework.security.access import Keyed
 from hetero_framework.security.keys import AUTHORITY, ISSUED, REVOKED, KeyDirectory
+
+if TYPE_CHECKING:
+    from hetero_framework.commands.diagnosis import MachineView
 
 _log = logging.getLogger(__name__)
 Say = Callable[[str], None]
@@ -249,6 +254,15 @@ def check(config: Config | None, keys: KeyDirectory) -> str:
     if keys.has_authority:
         lines.append(f"the authority of {_cluster(keys)} is here")
     return "\n".join([*lines, "all good"])
+
+
+def findings(view: MachineView) -> Iterator[Problem]:
+    """The problems of this machine's keys, for `hetero doctor`."""
+    try:
+        if isinstance(view.access, Keyed):
+            yield from problems(view.config, view.access.keys)
+    except UserError as error:
+        yield error.message, error.hint or "hetero keys check says more"
 
 
 def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:

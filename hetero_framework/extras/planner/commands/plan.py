@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.measure:
         described["measured_links"] = plan_report.links_of(profile)
     if about:
-        from hetero_framework.commands.estimate import pace
+        from hetero_framework.extras.planner.estimate import pace
 
         described["estimate"]["pace"] = pace(about["estimate"]["job"], result.predicted_step_s)
     report(arguments, described, plan_report.text)
@@ -192,7 +192,7 @@ def _profile(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         return load_profile(arguments.profile), about
     if arguments.dry_run:
         config = _paper_config(arguments)
-        from hetero_framework.commands.estimate import estimate_fleet
+        from hetero_framework.extras.planner.estimate import estimate_fleet
 
         estimate = estimate_fleet(config, arguments.device, arguments.bandwidth, arguments.exclude)
         profile, about = estimate.profile, {"estimate": estimate.about}
@@ -228,10 +228,10 @@ def _paper_config(arguments: argparse.Namespace) -> Any:
         _find_model(config)
     else:
         repository.resolve_model_path(arguments.model, Path.cwd())
-        from hetero_framework.commands.estimate import paper_config
+        from hetero_framework.extras.planner.estimate import paper_config
 
         config = paper_config(arguments.model, arguments.device, arguments.set, arguments.adapter)
-    from hetero_framework.commands.estimate import other_job
+    from hetero_framework.extras.planner.estimate import other_job
 
     return other_job(
         config, arguments.adapter, max_length=arguments.max_length, rows=arguments.batch_size

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.cli import main
-from hetero_framework.commands import estimate
-from hetero_framework.extras.planner import load_profile
+from hetero_framework.extras.planner import estimate, load_profile
 from tests.samples import save_texts, save_tokenizer
 
 FIELDS = {
