@@ -100,6 +100,13 @@ def test_a_command(tmp_path: Path) -> None:
     assert hetero(copy, "layers", "--config", configuration(copy)) == "coordinator layer 0\n"
 
 
+def test_a_kind_of_file(tmp_path: Path) -> None:
+    copy = extended(tmp_path, "A kind of data file")
+    (copy / "texts.csv").write_text('text,other\n"a line, and more",1\nsecond,2\n')
+    found = hetero(copy, "check", "--config", configuration(copy), "--set", "data.train=texts.csv")
+    assert "2 examples" in found
+
+
 def test_a_loss_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_imported", [])
     known = {name: dict(losses) for name, losses in pair_losses.PAIR_LOSSES.items()}

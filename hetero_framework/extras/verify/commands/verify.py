@@ -78,9 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
     from hetero_framework.models.verify import equivalence
 
     if arguments.all:
+        from hetero_framework.extras.verify.architectures import verify_all, write_architectures
+
         output = Path(arguments.output or "docs/architectures.md")
         check_outputs(arguments, output)
-        equivalence.write_architectures(equivalence.verify_all(_print_result), output)
+        write_architectures(verify_all(_print_result), output)
         print(f"wrote {output}")
         return 0
     result = equivalence.verify_model(

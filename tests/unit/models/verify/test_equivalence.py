@@ -28,9 +28,7 @@ from hetero_framework.models.verify.equivalence import (
     compare,
     ranges_from_cuts,
     try_packing,
-    verify_all,
     verify_model,
-    write_architectures,
 )
 from tests.samples import save_llama
 
@@ -96,13 +94,6 @@ def test_an_architecture_that_does_not_run_in_autocast_says_so() -> None:
     result = verify_model(model_type="dbrx")
     assert result.passed
     assert result.half.startswith("the whole model does not run (RuntimeError: index_add_()")
-
-
-def test_architecture_whose_blocks_run_in_turns_is_refused() -> None:
-    (result,) = verify_all(model_types=["hrm_text"])
-    assert result.verdict == "refused"
-    assert "no list of blocks" in result.reason
-    assert result.reason.endswith("would have to go through a stage several times")
 
 
 @pytest.mark.parametrize("cuts", [[3, 4], [2, 3]])
@@ -381,54 +372,6 @@ def test_verify_refuses_a_configured_model_that_needs_padding(tmp_path: Path) ->
     result = verify_model(config)
     assert result.verdict == "refused"
     assert result.reason.startswith("data.padding_free: samples that share a row")
-
-
-def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
-    results = [
-        Comparison("zeta", "bit-equal", packing=Packing("per_sample")),
-        Comparison("iota", "bit-equal", packing=Packing(None)),
-        Comparison("theta", "bit-equal", packing=Packing(None, "samples meet")),
-        Comparison("eta", "bit-equal", half="differs by 1"),
-        Comparison("beta", "within tolerance", "most in x", weight_difference=2e-6),
-        Comparison("alpha", "refused", "Layer 1 receives a | b"),
-        Comparison("zeta", "bit-equal", half="differs by 2", task="sequence-classification"),
-        Comparison("iota", "bit-equal", task="sequence-classification"),
-        Comparison("kappa", "refused", "no blocks", task="sequence-classification"),
-        Comparison("kappa", "bit-equal", task="token-classification"),
-        Comparison("lambda", "bit-equal", task="image-classification"),
-        Comparison("mu", "refused", "no chain", task="image-classification"),
-    ]
-    path = tmp_path / "docs" / "architectures.md"
-    write_architectures(results, path)
-    text = path.read_text("utf-8")
-    assert "5 of 6 pass" in text
-    assert "4 of those that pass are equal to the bit; the others:\n" in text
-    assert "| `eta` | differs by 1 |" in text
-    assert "2 can be trained without padding" in text
-    assert "by itself:\n\n`zeta`\n" in text
-    assert "one long sample:\n\n`iota`\n" in text
-    assert "| `beta` | 0.0e+00 | 0.0e+00 | 2.0e-06 | most in x |" in text
-    assert "| `alpha` | Layer 1 receives a / b |" in text
-    assert "2 of 3 architectures are bit-equal with `reward`, `classification`." in text
-    assert "| bit-equal | bit-equal | no class | `iota`, `zeta` |" in text
-    assert "With `image-classification` 1 of 2 pass." in text
-    assert "dropout included.\n\n`lambda`\n" in text
-    assert "| `mu` (`image-classification`) | no chain |" in text
-    assert "| no class | refused | bit-equal | `kappa` |" in text
-    assert "| `zeta` (`reward`, `classification`) | differs by 2 |" in text
-    assert "| `kappa` (`reward`, `classification`) | no blocks |" in text
-
-
-def test_progress_is_called_for_each_architecture() -> None:
-    seen: list[Comparison] = []
-    results = verify_all(seen.append, ["biogpt", "hrm_text"])
-    assert seen == results
-    assert [(r.model_type, r.task, r.verdict) for r in results] == [
-        ("biogpt", "causal-lm", "bit-equal"),
-        ("hrm_text", "causal-lm", "refused"),
-        ("biogpt", "sequence-classification", "bit-equal"),
-        ("biogpt", "token-classification", "bit-equal"),
-    ]
 
 
 def test_verify_takes_the_configured_weights_where_they_fit(tmp_path: Path) -> None:

@@ -1,0 +1,219 @@
+"""The table of architectures: all of the installed transformers, compared with their cut selves."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import get_args
+
+import torch
+import transformers
+
+from hetero_framework import registry
+from hetero_framework.config.objectives import Task, needs_of
+from hetero_framework.core.files import write_file
+from hetero_framework.errors import ArchitectureError
+from hetero_framework.models.cut.tiny import architecture_names
+from hetero_framework.models.cut.varlen_attention import VARLEN
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly
+from hetero_framework.models.verify.equivalence import STEPS, Comparison, Verdict, verify_model
+
+_OF_TEXT: tuple[Task, ...] = ("causal-lm", "sequence-classification", "token-classification")
+
+
+def verify_all(
+    progress: Callable[[Comparison], None] | None = None, model_types: Iterable[str] | None = None
+) -> list[Comparison]:
+    """Compare every causal-LM architecture of the installed transformers, its multimodal classes
+    by name, and its classifiers; one without a working tiny configuration counts as refused.
+    `model_types` limits the architectures. `progress` is called after each."""
+    results, wanted = [], None if model_types is None else list(model_types)
+    classes = [(name, task) for task in get_args(Task) for name in architecture_names(task)]
+    for name, task in classes:
+        if wanted is not None and name not in wanted:
+            continue
+        try:
+            # A composite type is tried as the text model in it; the row keeps the name asked for.
+            result = replace(verify_model(model_type=name, task=task), model_type=name)
+        except ArchitectureError as error:
+            result = Comparison(name, "refused", error.message, task=task)
+        except LIBRARY_ERRORS as error:
+            reason = (
+                f"no tiny copy of its default configuration runs: {briefly(error)}; `hetero verify"
+                " --config` tries one of the model that a configuration names"
+            )
+            result = Comparison(name, "refused", reason, task=task)
+        results.append(result)
+        if progress is not None:
+            progress(result)
+    return results
+
+
+def write_architectures(results: Sequence[Comparison], path: Path) -> None:
+    """Write the table of all architectures as Markdown."""
+    results = sorted(results, key=lambda r: r.model_type)
+    texts = [r for r in results if r.task == "causal-lm"]
+    groups: dict[str, list[Comparison]] = {"bit-equal": [], "within tolerance": [], "refused": []}
+    for result in texts:
+        groups[result.verdict].append(result)
+    packed = [(r.model_type, r.packing) for r in texts]
+    packing = {name: p.attention for name, p in packed if p and not p.reason}
+    alone = sorted(name for name, attention in packing.items() if attention == VARLEN)
+    masked = sorted(packing.keys() - set(alone))
+    passed = len(texts) - len(groups["refused"])
+    images = [r for r in results if r.task == "image-classification"]
+    equal_images = [r.model_type for r in images if r.passed]
+    close = [
+        f"| {_subject(r)} | {r.loss_difference:.1e} | {r.gradient_difference:.1e} |"
+        f" {r.weight_difference:.1e} | {r.reason} |"
+        for r in results
+        if r.verdict == "within tolerance"
+    ]
+    rounded = [r for r in results if r.passed and r.half]
+    crossing = {r.model_type: r.crossing for r in results if r.passed and r.crossing}
+    refused = [f"| {_subject(r)} | {r.reason.replace('|', '/')} |" for r in results if not r.passed]
+    text = _TABLE.format(
+        made=f"Made by `hetero verify --all` on {date.today().isoformat()} with transformers"
+        f" {transformers.__version__}, torch {torch.__version__}, Python"
+        f" {platform.python_version()} on {platform.system()} {platform.machine()},"
+        f" threads: {torch.get_num_threads()}.",
+        steps=STEPS,
+        counts=f"{passed} of {len(texts)} pass: {len(groups['bit-equal'])} to the bit,"
+        f" {len(groups['within tolerance'])} within tolerance; {len(texts) - passed} are refused."
+        f" {len(packing)} can be trained without padding (`data.padding_free`).",
+        texts=_objectives("causal-lm"),
+        objectives="\n".join(_by_objective(results)),
+        images=_objectives("image-classification"),
+        equal_images=f"{len(equal_images)} of {len(images)}",
+        passed_images=_names(equal_images),
+        equal=_names(r.model_type for r in groups["bit-equal"]),
+        close="\n".join([_CLOSE, *close]) if close else "none",
+        exact=passed - sum(r.task == "causal-lm" for r in rounded),
+        rounded=_rows(_ROUNDED, {_subject(r): r.half for r in rounded}),
+        crossing=_rows(_CROSSING, {f"`{name}`": text for name, text in crossing.items()}),
+        alone=_names(alone),
+        masked=_names(masked),
+        refused="\n".join(refused),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, text.encode())
+
+
+def _rows(head: str, rows: Mapping[str, str]) -> str:
+    lines = (f"| {name} | {text} |" for name, text in rows.items())
+    return "\n".join([head, *lines]) if rows else "none"
+
+
+def _objectives(task: Task) -> str:
+    """The objectives that train a class for a task."""
+    known = (name for name in registry.names("objectives") if name != "sequential")
+    return _names(name for name in known if needs_of(name).task == task)
+
+
+def _subject(result: Comparison) -> str:
+    generates = result.task == "causal-lm"
+    return f"`{result.model_type}`" + ("" if generates else f" ({_objectives(result.task)})")
+
+
+def _by_objective(results: Sequence[Comparison]) -> list[str]:
+    """A table of the architectures that have a classifier, those with the same outcomes in one row;
+    before it how many pass as each."""
+    tasks, lines = _OF_TEXT, list[str]()
+    verdicts: dict[str, dict[Task, Verdict]] = {}
+    for result in results:
+        if result.task in tasks:
+            verdicts.setdefault(result.model_type, {})[result.task] = result.verdict
+    for task in tasks[1:]:
+        own = [r for r in results if r.task == task]
+        equal = sum(r.verdict == "bit-equal" for r in own)
+        lines.append(f"{equal} of {len(own)} architectures are bit-equal with {_objectives(task)}.")
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, found in verdicts.items():
+        if found.keys() != {"causal-lm"}:
+            rows.setdefault(tuple(found.get(task, "no class") for task in tasks), []).append(name)
+    lines += ["", f"| {' | '.join(map(_objectives, tasks))} | architectures |"]
+    lines.append("|---" * (len(tasks) + 1) + "|")
+    return lines + [
+        f"| {' | '.join(row)} | {_names(names)} |" for row, names in sorted(rows.items())
+    ]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"
+
+
+_CLOSE = """\
+| architecture | loss | gradients | weights after training | where |
+|---|---|---|---|---|"""
+_ROUNDED = """\
+| architecture | what a step in three shards does |
+|---|---|"""
+_CROSSING = """\
+| architecture | what crosses, with the widths of a tiny copy |
+|---|---|"""
+_TABLE = """\
+# Architectures
+
+{made}
+
+Each architecture, tiny and random, was trained for {steps} steps in one piece and in three \
+shards; loss, every gradient and every weight were compared.
+A name of a class (`...ForConditionalGeneration`) is a multimodal model trained on text.
+{counts}
+
+## Passed, bit-equal
+
+{equal}
+
+## Passed, within tolerance
+
+{close}
+
+## By objective
+
+All of these pass with {texts}.
+Many architectures also have a class that classifies; some, mostly encoders, have no other. \
+Their tiny copies were trained in the same way, with the loss of that class.
+{objectives}
+
+## Classifiers of pictures
+
+With {images} {equal_images} pass. Logits, gradients and running means of one step were compared \
+with those of the class, dropout included.
+
+{passed_images}
+
+## In bfloat16 autocast
+
+With `training.bf16`, loss and gradients of a step were compared in the same way. {exact} of those \
+that pass are equal to the bit; the others:
+
+{rounded}
+
+## More than the hidden state
+
+For these a boundary carries side tensors too, or token ids go to stages behind the first. \
+`hetero check` says how many bytes that is for a model.
+
+{crossing}
+
+## Without padding
+
+The samples of a micro-batch in one row gave the loss and the gradients of padded rows.
+With an attention that takes each sample by itself:
+
+{alone}
+
+Only with a mask over the row, where attention costs as much as for one long sample:
+
+{masked}
+
+## Refused
+
+| architecture | reason |
+|---|---|
+{refused}
+"""
