@@ -17,7 +17,7 @@ from pydantic_core import to_jsonable_python
 
 from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.schema import Config
-from hetero_framework.config.section import Effect, Scope, Section
+from hetero_framework.config.section import Effect, Mark, Scope, Section
 
 
 def settings(root: type[Section]) -> Iterator[tuple[str, type[Section], FieldInfo]]:
@@ -66,6 +66,12 @@ def effect_of(name: str, config: Config) -> Effect | None:
     another value than a checkpoint's is refused, as RESULT or ROUNDING it is reported with the old
     one. None: there is no such setting."""
     return effects(type(config)).get(name) or effects().get(name)
+
+
+@cache
+def marked(mark: Mark, schema: type[Config]) -> frozenset[str]:
+    """The settings of a schema that have this mark."""
+    return frozenset(name for name, _, field in settings(schema) if mark in field.metadata)
 
 
 def flat(values: dict[str, Any]) -> dict[str, Any]:

@@ -47,10 +47,12 @@ from hetero_framework.config.section import (
     ALL_ISLANDS,
     FREE,
     IDENTITY,
+    ON_CARD,
     PER_ISLAND,
     RESULT,
     ROUNDING,
     STEPS_OR_SHARE,
+    TIMELESS,
     MicroBatches,
     Name,
     Port,
@@ -234,10 +236,10 @@ class ModelConfig(Section):
     revision: Annotated[str | None, PER_ISLAND] = None
     """Branch, tag or commit on the hub. null: the default branch. Elsewhere: revision_of_model,
     model_revision, adapter.revision."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], ON_CARD] = "auto"
     """Type of the weights: "auto" takes what the checkpoint says, as in transformers. Elsewhere:
     torch_dtype."""
-    quantization: Kind | None = None
+    quantization: Annotated[Kind | None, ON_CARD] = None
     """Quantise the frozen weights while loading, with bitsandbytes: "nf4" (4 bits) or "int8". Needs
     an adapter. Not needed for checkpoints that are quantised already. A machine may differ: see
     coordinator.quantization."""
@@ -352,13 +354,13 @@ class AdapterConfig(Section):
     effect = IDENTITY
     read_if = ReadIf("init_from=null")
 
-    r: int = Field(default=8, ge=1)
+    r: Annotated[int, ON_CARD] = Field(default=8, ge=1)
     """Rank of the update matrices. Elsewhere: rank, lora_r, lora_rank."""
-    lora_alpha: float = Field(default=8, gt=0)
+    lora_alpha: Annotated[float, ON_CARD] = Field(default=8, gt=0)
     """Scale: the update is multiplied by lora_alpha / r. Elsewhere: alpha."""
-    lora_dropout: Annotated[float, with_unit("probability", ge=0, lt=1)] = 0.0
+    lora_dropout: Annotated[float, with_unit("probability", ge=0, lt=1), ON_CARD] = 0.0
     """Dropout before the update. Elsewhere: dropout."""
-    target_modules: str | tuple[str, ...] | None = None
+    target_modules: Annotated[str | tuple[str, ...] | None, ON_CARD] = None
     """Modules that get an update: a list of names, "all-linear", or a regular expression. null:
     PEFT's choice for the architecture. Elsewhere: lora_target_modules, lora_target."""
     target_parameters: tuple[str, ...] | None = None
@@ -366,14 +368,14 @@ class AdapterConfig(Section):
     Elsewhere: lora_target_parameters."""
     exclude_modules: str | tuple[str, ...] | None = None
     """Modules that get none although target_modules names them."""
-    modules_to_save: tuple[str, ...] | None = None
+    modules_to_save: Annotated[tuple[str, ...] | None, ON_CARD] = None
     """Modules that are trained in full and saved with the adapter. Elsewhere:
     lora_modules_to_save."""
-    bias: Literal["none", "all", "lora_only"] = "none"
+    bias: Annotated[Literal["none", "all", "lora_only"], ON_CARD] = "none"
     """Which biases are trained."""
-    use_rslora: bool = False
+    use_rslora: Annotated[bool, ON_CARD] = False
     """Scale by lora_alpha / sqrt(r). Elsewhere: rslora, peft_use_rslora."""
-    use_dora: bool = False
+    use_dora: Annotated[bool, ON_CARD] = False
     """Weight-decomposed LoRA (DoRA). Elsewhere: dora, peft_use_dora."""
     init_lora_weights: StrictBool | Literal["gaussian", "orthogonal", "pissa", "olora"] = True
     """true: A Kaiming-uniform, B zero (no change at the start). "pissa" and "olora" begin with the
@@ -435,9 +437,9 @@ class DataConfig(Section):
     {"math": "m.jsonl", "chat": "c.jsonl"} gives eval_math_loss, eval_chat_loss, ... Elsewhere:
     eval_file, eval_files, eval_data, eval_dataset, validation, validation_file, validation_files,
     val_data, test_datasets, data.test, data.valid."""
-    format: Literal["auto", "text", "prompt_completion", "messages", "alpaca", "preference"] = (
-        "auto"
-    )
+    format: Annotated[
+        Literal["auto", "text", "prompt_completion", "messages", "alpaca", "preference"], ON_CARD
+    ] = "auto"
     """Layout of a sample. auto: by the columns that are present. Elsewhere: dataset_type,
     dataset_format."""
     dataset_config: str | None = None
@@ -451,7 +453,7 @@ class DataConfig(Section):
     dataset_text_field: Annotated[Name, ReadIf("training.objective=sft|classification")] = "text"
     """Column that holds the text in the text format. Elsewhere: text_field, text_column,
     datasets.field, datasets.text_column."""
-    max_length: Tokens | None = 1024
+    max_length: Annotated[Tokens | None, ON_CARD] = 1024
     """Longer samples are cut to this length and counted. null: no limit. Elsewhere: max_seq_length,
     max_seq_len, seq_length, seq_len, sequence_len, cutoff_len, model_max_length, block_size."""
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
@@ -459,10 +461,10 @@ class DataConfig(Section):
     add_eos: Annotated[bool, _ENDS] = True
     """Append the end-of-sequence token to text, completion and Alpaca samples that lack it, as TRL
     does."""
-    completion_only_loss: Annotated[bool | None, _DATA_OF_SFT] = None
+    completion_only_loss: Annotated[bool | None, _DATA_OF_SFT, ON_CARD] = None
     """Loss on the completion only. null: yes for prompt/completion and Alpaca data. Elsewhere:
     train_on_completions, response_only."""
-    assistant_only_loss: Annotated[bool | None, _DATA_OF_SFT] = None
+    assistant_only_loss: Annotated[bool | None, _DATA_OF_SFT, ON_CARD] = None
     """Conversations: loss on the assistant's turns only. null: yes for messages (TRL's default is
     false), no for prompt/completion, where the completion decides."""
     chat_template_path: str | None = None
@@ -566,7 +568,7 @@ Reporter = Literal[
 class TrainingConfig(Section):
     """Training settings: those of transformers.TrainingArguments, by its names, then our own."""
 
-    output_dir: Annotated[Name, FREE] = "runs/default"
+    output_dir: Annotated[Name, FREE, TIMELESS] = "runs/default"
     """Directory of the results (relative to this file): adapter or checkpoint, metrics.jsonl,
     diagram, logs. Elsewhere: out_dir, save_dir."""
     objective: Annotated[Name, IDENTITY] = "sft"
@@ -574,40 +576,44 @@ class TrainingConfig(Section):
     rather than the rejected one, "kto" answers that are rated one by one; "reward" a number for
     each answer, "classification" and "token-classification" labels; --import may register
     others."""
-    seed: Annotated[Seed, IDENTITY] = 42
+    seed: Annotated[Seed, IDENTITY, ON_CARD, TIMELESS] = 42
     """Seed of weights, order, dropout and noise. Elsewhere: random_seed."""
-    data_seed: Annotated[Seed | None, IDENTITY, PER_ISLAND, _SHUFFLES] = None
+    data_seed: Annotated[Seed | None, IDENTITY, PER_ISLAND, _SHUFFLES, TIMELESS] = None
     """Seed of the sample order. null: seed."""
-    num_train_epochs: Annotated[float, with_unit("epochs", gt=0), PER_ISLAND, _BY_EPOCHS] = 3.0
+    num_train_epochs: Annotated[
+        float, with_unit("epochs", gt=0), PER_ISLAND, _BY_EPOCHS, ON_CARD, TIMELESS
+    ] = 3.0
     """Passes over the training data. Elsewhere: epochs, num_epochs, n_epochs, max_epochs,
     train_epochs."""
-    max_steps: Annotated[int, with_unit("steps", ge=-1), PER_ISLAND] = -1
+    max_steps: Annotated[int, with_unit("steps", ge=-1), PER_ISLAND, ON_CARD, TIMELESS] = -1
     """Optimizer steps to train; -1: as num_train_epochs says. Elsewhere: steps, num_steps, n_steps,
     max_train_steps, num_train_steps, total_steps."""
-    per_device_train_batch_size: Annotated[Samples, IDENTITY, PER_ISLAND] = 8
+    per_device_train_batch_size: Annotated[Samples, IDENTITY, PER_ISLAND, ON_CARD] = 8
     """Samples in a micro-batch. Elsewhere: batch_size, micro_batch_size, train_batch_size,
     per_device_batch_size, per_gpu_train_batch_size."""
     per_device_eval_batch_size: Annotated[Samples, FREE, ReadIf("data.eval")] = 8
     """Samples in an evaluation micro-batch. Elsewhere: eval_batch_size, per_gpu_eval_batch_size."""
-    gradient_accumulation_steps: Annotated[MicroBatches, IDENTITY, PER_ISLAND] = 1
+    gradient_accumulation_steps: Annotated[
+        MicroBatches, IDENTITY, PER_ISLAND, ON_CARD, TIMELESS
+    ] = 1
     """Micro-batches in a step. At least twice the number of stages keep the pipeline full.
     Elsewhere: gradient_accumulation, grad_accum, grad_accum_steps, accumulate_grad_batches,
     micro_batches, num_micro_batches."""
-    learning_rate: float = Field(default=5e-5, ge=0)
+    learning_rate: Annotated[float, ON_CARD, TIMELESS] = Field(default=5e-5, ge=0)
     """Peak learning rate. Elsewhere: lr."""
     warmup_steps: Annotated[
-        float, with_unit(STEPS_OR_SHARE, ge=0), AfterValidator(whole_steps), _WARMS
+        float, with_unit(STEPS_OR_SHARE, ge=0), AfterValidator(whole_steps), _WARMS, ON_CARD
     ] = 0
     """Linear warm-up: steps, or a share of all steps when below 1. Elsewhere: warmup,
     num_warmup_steps."""
     warmup_ratio: Annotated[float | None, _WARMS] = Field(default=None, ge=0, le=1)
     """Linear warm-up as a share of all steps; instead of warmup_steps."""
-    lr_scheduler_type: Name = "linear"
+    lr_scheduler_type: Annotated[Name, ON_CARD] = "linear"
     """Schedule of transformers: "linear", "cosine", ... Elsewhere: lr_scheduler, scheduler,
     lr_schedule."""
     lr_scheduler_kwargs: Annotated[dict[str, Any], _BENDS] = Field(default_factory=dict)
     """Further arguments of the schedule."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Annotated[float, ON_CARD] = Field(default=0.0, ge=0)
     """Weight decay; not applied to biases and norms, as in transformers."""
     adam_beta1: Annotated[float, _HAS_BETAS] = Field(default=0.9, ge=0, lt=1)
     """Adam's first beta. Elsewhere: beta1."""
@@ -615,20 +621,20 @@ class TrainingConfig(Section):
     """Adam's second beta. Elsewhere: beta2."""
     adam_epsilon: Annotated[float, _HAS_EPSILON] = Field(default=1e-8, ge=0)
     """Adam's epsilon. Elsewhere: eps, epsilon."""
-    max_grad_norm: float = Field(default=1.0, ge=0)
+    max_grad_norm: Annotated[float, ON_CARD] = Field(default=1.0, ge=0)
     """Gradients are clipped to this global norm over all stages; 0: never. Elsewhere: grad_clip,
     gradient_clipping, clip_grad_norm, max_norm."""
-    label_smoothing_factor: Annotated[float, with_unit("share", ge=0, le=1), _OF_SFT] = 0.0
+    label_smoothing_factor: Annotated[float, with_unit("share", ge=0, le=1), _OF_SFT, ON_CARD] = 0.0
     """Share of each label that goes to all tokens alike. The loss, also of an evaluation, is that
     of transformers' Trainer: divided by the number of labels in all micro-batches of a step, and
     without what routers add (router_aux_loss_coef). eval_perplexity follows from it. Multimodal
     classes, too, learn the next token, as under TRL; the Trainer does not shift their labels."""
-    neftune_noise_alpha: float | None = Field(default=None, ge=0)
+    neftune_noise_alpha: Annotated[float | None, ON_CARD] = Field(default=None, ge=0)
     """NEFTune: uniform noise on the embeddings in training, within this / sqrt(tokens of a row x
     hidden size). It is drawn anew in each step from seed, step and micro-batch, as dropout is: the
     same whatever the cut, but other numbers than transformers draws. null or 0: none. Elsewhere:
     noisy_embedding_alpha."""
-    optim: Annotated[Name, IDENTITY] = "adamw_torch"
+    optim: Annotated[Name, IDENTITY, ON_CARD] = "adamw_torch"
     """Optimizer, by its name in transformers. (Its own default is adamw_torch_fused.) Elsewhere:
     optimizer."""
     optim_args: Annotated[str | None, IDENTITY, _HAS_ARGS] = None
@@ -684,11 +690,11 @@ class TrainingConfig(Section):
     early_stopping_steps."""
     early_stopping_threshold: Annotated[float, FREE, _STOPS] = Field(default=0.0, ge=0)
     """How much better one has to be, to count for early_stopping_patience."""
-    bf16: Annotated[bool, IDENTITY] = False
+    bf16: Annotated[bool, IDENTITY, ON_CARD] = False
     """Compute in bfloat16 autocast; weights keep their type."""
-    fp16: Annotated[bool, IDENTITY] = False
+    fp16: Annotated[bool, IDENTITY, ON_CARD] = False
     """Compute in float16 autocast with one loss scale for all stages."""
-    gradient_checkpointing: Annotated[StrictBool | Literal["auto"], FREE] = False
+    gradient_checkpointing: Annotated[StrictBool | Literal["auto"], FREE, TIMELESS] = False
     """Store only the input of each layer and compute it again backward. "auto": on as few stages as
     it takes for every process to fit its device's free memory. Elsewhere: activation_checkpointing,
     grad_checkpointing."""
@@ -717,7 +723,7 @@ class TrainingConfig(Section):
     report_to: Annotated[tuple[Reporter, ...], FREE] = ("tensorboard",)
     """Further records beside metrics.jsonl: a name or a list of those that transformers knows,
     "all" (that are installed), or "none"."""
-    logging_dir: Annotated[Name | None, FREE, ReadIf("report_to=tensorboard|all")] = None
+    logging_dir: Annotated[Name | None, FREE, ReadIf("report_to=tensorboard|all"), TIMELESS] = None
     """TensorBoard directory. null: output_dir/tensorboard. Elsewhere: log_dir, tensorboard_dir."""
     visualize: Annotated[bool, FREE] = True
     """Draw the diagram of the machines into output_dir, and at the end the run's curves
@@ -762,7 +768,7 @@ class TrainingConfig(Section):
     """Before the first step, run the longest micro-batch of the run once, forward and backward, so
     that a lack of memory shows at once. It changes nothing else, and is left out where the first
     step has a micro-batch of that size."""
-    max_in_flight: Annotated[MicroBatches | None, FREE] = None
+    max_in_flight: Annotated[MicroBatches | None, FREE, TIMELESS] = None
     """Micro-batches in the pipeline at once. null: sized from the measured times of stages and
     links, within each device's memory."""
     verify_architecture: Annotated[bool, FREE] = True

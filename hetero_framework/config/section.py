@@ -42,6 +42,13 @@ class Scope(Enum):
     PER_ISLAND = "each has its own; what follows from it is compared, such as tokens and weights"
 
 
+class Mark(Enum):
+    """Further facts about a setting."""
+
+    ON_CARD = "the card of a result has it: it shapes the result and holds neither path nor name"
+    TIMELESS = "it changes often, and a part of a model takes no other time with another value"
+
+
 @dataclass(frozen=True)
 class ReadIf:
     """The settings with which a setting has an effect; without a mark, that of its section counts.
@@ -60,6 +67,7 @@ def whole_steps(value: float) -> float:
 
 IDENTITY, RESULT, ROUNDING, FREE = Effect
 ALL_ISLANDS, PER_ISLAND = Scope
+ON_CARD, TIMELESS = Mark
 
 WorkerId = StrictInt | StrictStr
 Name = Annotated[str, Field(min_length=1)]

@@ -34,7 +34,6 @@ from hetero_framework.versions import installed
 _log = logging.getLogger(__name__)
 
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "tokenizers", "bitsandbytes")
-_FOLDERS = ("model.name_or_path", "model.tokenizer", "adapter.init_from")
 _CONTENTS = {
     "tokenizer": "the tokenizer differs from that of checkpoint {}; the training tokens are the"
     " same, and the result is saved with the present one",
@@ -151,7 +150,7 @@ def _changed(manifest: Mapping[str, Any], resolved: Resolved) -> Iterator[tuple[
 
 def _is_same(name: str, was: Any, now: Any, base: str, config: Config) -> bool:
     """Whether two ways of writing mean one thing: a folder, and a list of modules."""
-    if name in _FOLDERS and isinstance(was, str) and isinstance(now, str):
+    if isinstance(was, str) and isinstance(now, str):
         before, there = Path(base, os.path.expanduser(was)), config.path(now)
         return there.is_dir() and before.resolve() == there.resolve()
     names = isinstance(was, list) and isinstance(now, list) and name.startswith("adapter.")

@@ -9,26 +9,17 @@ from itertools import chain
 from huggingface_hub import EvalResult
 from transformers import PretrainedConfig
 
-from hetero_framework.config import Config
+from hetero_framework.config import Config, effects
+from hetero_framework.config.section import ON_CARD
 from hetero_framework.data.sources import find_sources
 from hetero_framework.errors import DataError, UserError
 from hetero_framework.models.files.card import TAGS, base_facts, code, is_hub_name, model_card
 from hetero_framework.trainer.read_metrics import loss_of, read_curves
 
-# What shapes the result, without what may hold a path or a name of a machine.
-_SETTINGS = {
-    "model": "dtype quantization",
-    "adapter": "r lora_alpha lora_dropout target_modules modules_to_save bias use_rslora use_dora",
-    "data": "format max_length completion_only_loss assistant_only_loss",
-    "training": "learning_rate lr_scheduler_type warmup_steps optim weight_decay max_grad_norm"
-    " per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps seed"
-    " label_smoothing_factor neftune_noise_alpha bf16 fp16",
-}
-
 
 def run_card(config: Config, model_config: PretrainedConfig, step: int | None = None) -> str:
     """The card of the result after `step`; None: at the end of the run."""
-    model, raw = config.model, config.to_dict()
+    model = config.model
     assert model is not None
     data = config.data
     sets = data.eval_sets if data is not None else {}
@@ -43,13 +34,12 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
         for name, names in tested.items()
         if names and (key := loss_of(name)) in last
     ]
+    own = config.training.data_kind == "own"
+    told = effects.marked(ON_CARD, type(config))
     settings = [
-        f"{section}.{name}: {code(json.dumps(raw[section][name]))}"
-        for section, names in _SETTINGS.items()
-        for name in names.split()
-        if raw[section]
-        and raw[section][name] is not None
-        and not (section == "data" and config.training.data_kind == "own")
+        f"{name}: {code(json.dumps(value))}"
+        for name, value in effects.flat(config.to_dict()).items()
+        if name in told and value is not None and not (own and name.startswith("data."))
     ]
     return model_card(
         base_facts(model.name_or_path, model.revision, config.base_dir),

@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 from hetero_framework import control, versions
 from hetero_framework._version import __version__
 from hetero_framework.cluster.model_allowlist import MEASURE
-from hetero_framework.config import Config, ModelConfig
+from hetero_framework.config import Config, ModelConfig, effects
+from hetero_framework.config.section import TIMELESS
 from hetero_framework.core import cache
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.fields import WorkerId
@@ -32,11 +33,6 @@ from hetero_framework.models.sizing.memory import memory_of_parts
 
 _KIND = "costs"
 _log = logging.getLogger(__name__)
-# Settings that change often and do not affect the times of a model's parts.
-_ASIDE = (
-    *("output_dir", "logging_dir", "max_steps", "num_train_epochs", "learning_rate", "seed"),
-    *("data_seed", "gradient_accumulation_steps", "gradient_checkpointing", "max_in_flight"),
-)
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,11 @@ def _question_of(config: Config, model: PretrainedConfig, device: Device) -> str
             ],
             "adapter": config.adapter.model_dump(mode="json") if config.adapter else None,
             "rows": config.data and [config.data.max_length, config.data.padding_free],
-            "training": {name: training[name] for name in sorted(training) if name not in _ASIDE},
+            "training": {
+                name: value
+                for name, value in training.items()
+                if f"training.{name}" not in effects.marked(TIMELESS, type(config))
+            },
         },
         sort_keys=True,
     )

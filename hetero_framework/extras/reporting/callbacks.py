@@ -77,7 +77,6 @@ _FLAGS = {
     "should_training_stop": "stop",
 }
 HISTORY_FILE, TRAINER_STATE_FILE = "log_history.jsonl", "trainer_state.json"
-_SET_APART = {"output_dir", "eval_strategy", "report_to", "run_name"}
 _log = logging.getLogger(__name__)
 
 
@@ -567,10 +566,13 @@ def training_arguments(config: Config) -> TrainingArguments:
     """The settings of a run, those that transformers knows, in its own form."""
     own = ReportSettings.of(config.training)
     arguments = TrainingArguments(str(config.output_dir), report_to="none", use_cpu=True)
-    for name in ReportSettings.model_fields.keys() - _SET_APART:
+    for name in ReportSettings.model_fields:
         if hasattr(arguments, name):
             value, former = getattr(own, name), getattr(arguments, name)
-            setattr(arguments, name, type(former)(value) if isinstance(former, Enum) else value)
+            is_named = isinstance(former, Enum) and value is not None
+            setattr(arguments, name, type(former)(value) if is_named else value)
+    arguments.output_dir, arguments.report_to = str(config.output_dir), []
+    arguments.run_name = None
     arguments.eval_strategy = IntervalStrategy(config.training.evaluation)
     metric = arguments.metric_for_best_model = config.training.metric
     if arguments.greater_is_better is None and metric is not None:
