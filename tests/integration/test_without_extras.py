@@ -104,6 +104,8 @@ def test_a_plain_run_loads_modules_of_the_heart_alone(place: Path) -> None:
 
 def test_a_run_without_any_extra_leaves_out_what_defaults_ask_for(place: Path) -> None:
     file = configuration(place, {"report_to": "none", "output_dir": "bare_run"})
+    checked = hetero(place, "check", "--config", file, bare=True)
+    assert "The configuration is valid" in checked.stdout, checked.stderr
     done = hetero(place, "train", "--config", file, bare=True)
     assert done.returncode == 0, done.stderr
     log = (place / "bare_run" / "logs" / "coordinator.log").read_text()
