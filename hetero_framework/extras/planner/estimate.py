@@ -42,11 +42,11 @@ from hetero_framework.extras.planner.known_devices import (
     known_device,
 )
 from hetero_framework.extras.planner.measuring import ModelCost, PartCost
+from hetero_framework.extras.planner.work import ModelWork, PartWork, model_work
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, stored_quantization
 from hetero_framework.models.sizing.memory import DEFAULT_TOKENS
-from hetero_framework.models.sizing.work import ModelWork, PartWork, model_work
 from hetero_framework.units import bit_rate, share
 
 DEFAULT_BANDWIDTH = "1Gbit/s"

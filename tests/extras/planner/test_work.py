@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from hetero_framework.config import Config
+from hetero_framework.extras.planner.work import ModelWork, model_work
 from hetero_framework.models.cut.shard import load_model_config
-from hetero_framework.models.sizing.work import ModelWork, model_work
 
 ROWS, TOKENS, LAYERS = 2, 64, 4
 LLAMA = {
