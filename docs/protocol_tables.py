@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from enum import Enum
 from pathlib import Path
 
+from hetero_framework import registry
 from hetero_framework.cluster import link_probe
 from hetero_framework.core import frames, messages, session, waiting
 from hetero_framework.core.frames import WireTensor
@@ -21,11 +23,16 @@ _ARROWS = {
     messages.WORKER: "worker → coordinator",
     messages.DIALLER: "connecting worker → accepting worker",
     messages.LISTENER: "accepting worker → connecting worker",
-    messages.NEWCOMER: "connecting island → accepting island",
-    messages.MEMBER: "accepting island → connecting island",
-    messages.ISLAND: "island → lighthouse",
-    messages.LIGHTHOUSE: "lighthouse → island",
     messages.EITHER: "either",
+}
+
+
+for _name in registry.names("messages"):
+    registry.find("messages", _name)  # which adds them to those of the heart
+_ARROWS |= {
+    one: f"{one} → {other}"
+    for of in session.CONVERSATIONS
+    for one, other in ((of.one, of.other), (of.other, of.one))
 }
 
 
@@ -88,22 +95,21 @@ def _message(body: type[Body]) -> str:
 
 
 def _order() -> str:
-    peers, islands = session.PEER_PHASES, session.ISLAND_PHASES
-    joined = session.LIGHTHOUSE_PHASES
-    star = [phase for phase in session.Phase if phase not in (*peers, *islands, *joined)]
+    peers = session.PEER_PHASES
+    star = [phase for phase in session.Phase if phase not in peers]
     first, last = session.Phase.OPEN, session.Phase.CLOSED
     return (
         _order_of(star, messages.COORDINATOR, messages.WORKER)
         + "\nOn a link between two workers:\n\n"
         + _order_of((first, *peers, last), messages.DIALLER, messages.LISTENER)
-        + "\nOn a link between two islands:\n\n"
-        + _order_of((first, *islands, last), messages.NEWCOMER, messages.MEMBER)
-        + "\nOn a link between an island and its lighthouse:\n\n"
-        + _order_of((first, *joined, last), messages.ISLAND, messages.LIGHTHOUSE)
+        + "".join(
+            f"\nOn a link {of.where}:\n\n" + _order_of((first, *phases, last), of.one, of.other)
+            for of, phases in session.CONVERSATIONS.items()
+        )
     )
 
 
-def _order_of(phases: Iterable[session.Phase], one: str, other: str) -> str:
+def _order_of(phases: Iterable[Enum], one: str, other: str) -> str:
     lines = [f"| phase | meaning | {one} may send | {other} may send |\n|---|---|---|---|\n"]
     for phase in phases:
         cells = [_moves(phase, role) for role in (one, other)]
@@ -111,7 +117,7 @@ def _order_of(phases: Iterable[session.Phase], one: str, other: str) -> str:
     return "".join(lines)
 
 
-def _moves(phase: session.Phase, role: str) -> str:
+def _moves(phase: Enum, role: str) -> str:
     moves = []
     for kind in session.legal(role, phase):
         following = session.ORDER[phase][kind]

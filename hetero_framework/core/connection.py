@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum
 from typing import Any
 
 from hetero_framework.core import messages as m
@@ -34,26 +35,21 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.link import Link
 from hetero_framework.core.messages import FrameHeader, Message
-from hetero_framework.core.session import ROLES, Phase, Session, legal
+from hetero_framework.core.session import ANSWERS, ORDER, ROLES, Phase, Session, legal
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.waiting import Waiting
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 
-_WELCOMES = (m.Welcome, m.PeerWelcome, m.IslandWelcome, m.LighthouseWelcome)
-_ANSWERS = (*_WELCOMES, m.Finished, m.Reject, m.Error, m.Bye)
 _ROLES = {m.Hello.spec.number: m.WORKER, m.PeerHello.spec.number: m.LISTENER}
 """The role of a worker at a connection, by the number of the first message."""
 
 
-def _opening(role: str) -> frozenset[int]:
-    """The numbers of the messages with which a peer may begin towards this role."""
-    first = [p for p in Phase if p is Phase.OPEN or p.name.endswith("GREETING")]
+def opening(role: str | None) -> frozenset[int]:
+    """The numbers of the messages with which a peer may begin, by `role` of a `Connection`."""
+    if role is None:
+        return frozenset((*_ROLES, m.Heartbeat.spec.number))
+    first = [p for p in ORDER if p is Phase.OPEN or p.name.endswith("GREETING")]
     return frozenset(kind.spec.number for phase in first for kind in legal(ROLES[role], phase))
-
-
-OPENING: dict[str | None, frozenset[int]] = {role: _opening(role) for role in ROLES}
-OPENING[None] = frozenset((*_ROLES, m.Heartbeat.spec.number))
-"""The numbers of the messages that may come first, by `role` of a `Connection`."""
 
 
 class Connection:
@@ -100,7 +96,7 @@ class Connection:
             name,
             self._on_message,
             self._on_close,
-            opening=OPENING[role],
+            opening=opening(role),
             admit=self._on_header,
             on_refused=self._blame,
             route=lambda message: carrier(self, message),
@@ -116,7 +112,7 @@ class Connection:
         return self.link.name
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> Enum:
         return Phase.OPEN if self._session is None else self._session.phase
 
     @property
@@ -221,7 +217,7 @@ class Connection:
         """Whether a call of `ask` waits for this."""
         body = message.body
         answers_control = isinstance(body, m.Control) and body.answers is not None
-        return (answers_control or isinstance(body, _ANSWERS)) and self._tell_asking(message)
+        return (answers_control or type(body) in ANSWERS) and self._tell_asking(message)
 
     def _tell_asking(self, answer: Message | HeteroError) -> bool:
         """Whether a call of `ask` was waiting."""

@@ -1,9 +1,10 @@
 """Every message of the protocol: one frozen dataclass each, and the `Message` that carries one.
 
 A class here is the whole specification of a message: its docstring names sender, receiver and
-answer, its annotations the values its fields may have, `@_message` the rest. The checks and the
+answer, its annotations the values its fields may have, `@message` the rest. The checks and the
 form on the wire (`fields.py`) and the tables of docs/maintainers/protocol.md are derived from it.
-To add a message, add a class, and say in `session.py` when it is legal.
+To add a message, add a class, and say in `session.py` when it is legal. An extra that opens
+connections of its own has theirs in its own module, which its manifest names ("messages").
 
 A message is checked when it is made and when it is received, before memory for its tensors is
 taken. Whatever bytes arrive, the only exception that leaves this module is ProtocolError.
@@ -29,10 +30,6 @@ COORDINATOR = "coordinator"
 WORKER = "worker"
 DIALLER = "connecting worker"
 LISTENER = "accepting worker"
-NEWCOMER = "connecting island"
-MEMBER = "accepting island"
-ISLAND = "island"
-LIGHTHOUSE = "lighthouse"
 EITHER = "either"
 
 FrameBytes = Annotated[int, frames.HANDSHAKE_MAX_FRAME_BYTES, frames.IMPOSSIBLE_FRAME_BYTES]
@@ -43,14 +40,13 @@ Patience = Annotated[float, 0.0, 1e6]
 RejectCode = Literal["busy", "identity", "peer", "protocol", "stale"]
 SessionKind = Literal["training", "chat", "generation", "measurement"]
 StateKind = Literal["checkpoint", "export", "weights"]
-ShareKind = Literal["position", "state", "losses", "gradients", "changes", "vote", "decision"]
 LoadKind = Literal[
     "checkpoint", "adapter", "tied weights", "gradients", "tied gradients", "weights"
 ]
 
 
 class Spec:
-    """The number, sender, tensors and fields of one message; see `_message`."""
+    """The number, sender, tensors and fields of one message; see `message`."""
 
     def __init__(
         self, cls: type[Body], number: int, sender: str, tensors: tuple[int, int], long: bool
@@ -115,7 +111,7 @@ BODIES: dict[int, type[Body]] = {}
 
 
 @dataclass_transform(frozen_default=True)
-def _message(
+def message(
     number: int, sender: str, *, tensors: tuple[int, int] = (0, 0), long: bool = False
 ) -> Callable[[type[B]], type[B]]:
     """Make a class a frozen dataclass and a message. `tensors` is the smallest and largest number
@@ -124,6 +120,7 @@ def _message(
 
     def register(cls: type[B]) -> type[B]:
         made = dataclass(frozen=True, slots=True)(cls)
+        assert number not in BODIES
         made.spec = Spec(made, number, sender, tensors, long)
         BODIES[number] = made
         return made
@@ -135,13 +132,15 @@ def _message(
 
 
 @dataclass(frozen=True, slots=True)
-class _Greeting(Body):
+class Greeting(Body):
+    """The first message of one side of a connection."""
+
     protocol: int = field(default=PROTOCOL_VERSION, kw_only=True)
     package: str = field(default=__version__, kw_only=True)
 
 
-@_message(1, COORDINATOR)
-class Hello(_Greeting):
+@message(1, COORDINATOR)
+class Hello(Greeting):
     """Coordinator to worker, first of a connection: who I am, which worker I mean, and the largest
     frame that either side may send. Answered by WELCOME or REJECT. `epoch` counts the connections
     of a coordinator's `process` (a random id): an older one comes too late. `session` is what it
@@ -157,8 +156,8 @@ class Hello(_Greeting):
     name: str = ""
 
 
-@_message(9, WORKER)
-class Call(_Greeting):
+@message(9, WORKER)
+class Call(Greeting):
     """Worker to coordinator, first of a connection that the worker has dialled: who I am. HELLO
     follows when the coordinator wants it, or REJECT. `process` is a random id of this process."""
 
@@ -166,8 +165,8 @@ class Call(_Greeting):
     process: str
 
 
-@_message(2, WORKER)
-class Welcome(_Greeting):
+@message(2, WORKER)
+class Welcome(Greeting):
     """Worker to coordinator, accepts HELLO: versions, device and memory (bytes), the run whose
     stages it holds ready, if any, and why the device has no 4 bits, if it has none. Answered by
     SETUP or REJECT."""
@@ -181,7 +180,7 @@ class Welcome(_Greeting):
     no_four_bit: str | None = None
 
 
-@_message(3, EITHER)
+@message(3, EITHER)
 class Reject(Body):
     """Either side, refuses the handshake: a code for programs, a message and a hint for people. The
     sender closes the connection."""
@@ -191,7 +190,7 @@ class Reject(Body):
     hint: str | None = None
 
 
-@_message(4, COORDINATOR, long=True)
+@message(4, COORDINATOR, long=True)
 class Setup(Body):
     """Coordinator to worker: the configuration and the indexes of the stages that the worker holds.
     Answered by READY when they are loaded, or by ERROR."""
@@ -220,7 +219,7 @@ class LoadedStage:
     ties: dict[str, str] = field(default_factory=dict)
 
 
-@_message(5, WORKER, long=True)
+@message(5, WORKER, long=True)
 class Ready(Body):
     """Worker to coordinator, answers SETUP: its stages are loaded; the trainable parameters of each
     with their index in the whole model, and which weights it read. Answered by START."""
@@ -228,7 +227,7 @@ class Ready(Body):
     stages: tuple[LoadedStage, ...]
 
 
-@_message(6, COORDINATOR)
+@message(6, COORDINATOR)
 class Start(Body):
     """Coordinator to worker: which stages need a gradient of their input, and the most bytes of
     tensors that cross a boundary at once in this run. STEP follows."""
@@ -237,7 +236,7 @@ class Start(Body):
     max_boundary_bytes: Annotated[int, 1, frames.IMPOSSIBLE_FRAME_BYTES]
 
 
-@_message(7, WORKER, long=True)
+@message(7, WORKER, long=True)
 class Log(Body):
     """Worker to coordinator: one line for the coordinator's log. No answer."""
 
@@ -245,7 +244,7 @@ class Log(Body):
     text: str
 
 
-@_message(8, EITHER, long=True)
+@message(8, EITHER, long=True)
 class Error(Body):
     """Either side: something failed; `kind` is the class name of the error. The receiver decides
     whether the step is retried or the run ends."""
@@ -278,7 +277,7 @@ class Decoding:
     cached: bool
 
 
-@_message(10, COORDINATOR, long=True)
+@message(10, COORDINATOR, long=True)
 class Step(OfStep):
     """Coordinator to worker: a training step (or one evaluation pass, `train` false) begins with
     `micro_batches` micro-batches; `num_items` label tokens in all of them together. `attempt` grows
@@ -313,7 +312,7 @@ class Step(OfStep):
     predicts: bool | None = None
 
 
-@_message(11, COORDINATOR, tensors=(0, MAX_TENSORS))
+@message(11, COORDINATOR, tensors=(0, MAX_TENSORS))
 class Inputs(OfStep):
     """Coordinator to worker, ahead of the activations: the batch tensors that a stage needs for one
     micro-batch, in the order of `names`. Integers travel as int32 and are int64 again at the other
@@ -361,7 +360,7 @@ class BoundaryTensor(OfStep):
         return self.direction, self.stage
 
 
-@_message(12, EITHER, tensors=(1, 2))
+@message(12, EITHER, tensors=(1, 2))
 class Forward(BoundaryTensor):
     """To the stage `stage`: its input hidden states. A worker sends it straight to the worker that
     holds the stage, or to the coordinator, which relays it undecoded. With `coded` the first
@@ -372,7 +371,7 @@ class Forward(BoundaryTensor):
     direction = FORWARD
 
 
-@_message(13, EITHER, tensors=(1, 2))
+@message(13, EITHER, tensors=(1, 2))
 class Backward(BoundaryTensor):
     """To the stage `stage`: the gradient of its output, on the paths of FORWARD, then, as `sides`,
     those of the side tensors that want one. There is none where nothing before the boundary is
@@ -381,7 +380,7 @@ class Backward(BoundaryTensor):
     direction = BACKWARD
 
 
-@_message(14, WORKER, tensors=(0, MAX_TENSORS))
+@message(14, WORKER, tensors=(0, MAX_TENSORS))
 class Loss(OfStep):
     """Worker to coordinator, from the last stage: this micro-batch's part of the loss (the sum of
     its token losses in an evaluation), and what else was asked for, one tensor for each of `names`.
@@ -392,7 +391,7 @@ class Loss(OfStep):
     names: tuple[str, ...] | None = None
 
 
-@_message(15, WORKER)
+@message(15, WORKER)
 class BackwardDone(OfStep):
     """Worker to coordinator, from the lowest stage that computes gradients, if that is a worker's:
     the backward of this micro-batch is done. No answer."""
@@ -430,7 +429,7 @@ class RoundTrip:
     seconds: Seconds
 
 
-@_message(27, WORKER, tensors=(0, MAX_TENSORS), long=True)
+@message(27, WORKER, tensors=(0, MAX_TENSORS), long=True)
 class Gradients(OfStep):
     """Worker to coordinator, once all backwards of a stage are done: part `part` of its gradients,
     one tensor for each name; parameters that have none are left out. `last` marks the last part. In
@@ -444,7 +443,7 @@ class Gradients(OfStep):
     names: tuple[str, ...]
 
 
-@_message(21, WORKER, tensors=(0, MAX_TENSORS), long=True)
+@message(21, WORKER, tensors=(0, MAX_TENSORS), long=True)
 class GradientNorms(OfStep):
     """Worker to coordinator, when all micro-batches of a training step are through its stages: for
     each stage a float32 vector of per-parameter norms, and its figures. `round_trips` are those of
@@ -456,7 +455,7 @@ class GradientNorms(OfStep):
     direct_bytes: int
 
 
-@_message(22, COORDINATOR, tensors=(0, MAX_TENSORS), long=True)
+@message(22, COORDINATOR, tensors=(0, MAX_TENSORS), long=True)
 class Commit(OfStep):
     """Coordinator to worker: change the weights with this learning rate, after multiplying the
     gradients by `grad_scale`. The tensors are new weights of the coordinator's stages, by name,
@@ -469,25 +468,25 @@ class Commit(OfStep):
     names: tuple[str, ...] = ()
 
 
-@_message(23, WORKER, long=True)
+@message(23, WORKER, long=True)
 class Committed(OfStep):
     """Worker to coordinator, answers COMMIT: the weights are changed; the step's times, if kept."""
 
     spans: tuple[dict[str, Any], ...]
 
 
-@_message(24, COORDINATOR)
+@message(24, COORDINATOR)
 class Abort(OfStep):
     """Coordinator to worker: forget this attempt at the step. Answered by ABORTED, after which
     nothing of the attempt comes from this worker any more."""
 
 
-@_message(25, WORKER)
+@message(25, WORKER)
 class Aborted(OfStep):
     """Worker to coordinator, answers ABORT: weights and optimizer are as before the attempt."""
 
 
-@_message(26, WORKER)
+@message(26, WORKER)
 class StepFailed(OfStep):
     """Worker to coordinator: memory ran out in this attempt, which the worker has given up; no
     weight is changed. Answered by ABORT. The coordinator has the step done again, once."""
@@ -499,7 +498,7 @@ class StepFailed(OfStep):
 # ---------------------------------------------------------------------------------------- state
 
 
-@_message(30, COORDINATOR, long=True)
+@message(30, COORDINATOR, long=True)
 class StateRequest(Body):
     """Coordinator to worker: send part `part` (from 0, in order) of a stage's state, for a
     `checkpoint` as the commit of `step` left it (null: as it is before the first commit). The first
@@ -514,7 +513,7 @@ class StateRequest(Body):
     names: tuple[str, ...] = ()
 
 
-@_message(31, WORKER, tensors=(0, MAX_TENSORS), long=True)
+@message(31, WORKER, tensors=(0, MAX_TENSORS), long=True)
 class State(Body):
     """Worker to coordinator, answers STATE_REQUEST: the part, one tensor for each name, and in
     `info` the named values that are no tensors; `last` marks the last part. No answer."""
@@ -527,7 +526,7 @@ class State(Body):
     info: dict[str, Any]
 
 
-@_message(32, COORDINATOR, tensors=(0, MAX_TENSORS), long=True)
+@message(32, COORDINATOR, tensors=(0, MAX_TENSORS), long=True)
 class LoadState(Body):
     """Coordinator to worker: part `part` of state for a stage to take over: a `checkpoint` as STATE
     gave it, the tensors of an `adapter` file, `tied weights` of other stages, by source, for its
@@ -543,7 +542,7 @@ class LoadState(Body):
     info: dict[str, Any]
 
 
-@_message(33, WORKER)
+@message(33, WORKER)
 class StateLoaded(Body):
     """Worker to coordinator, answers LOAD_STATE: the part is in place."""
 
@@ -551,7 +550,7 @@ class StateLoaded(Body):
     part: int
 
 
-@_message(34, COORDINATOR)
+@message(34, COORDINATOR)
 class Rewind(Body):
     """Coordinator to worker: the run goes on after the commit of `step` (null: before the first),
     since another worker lost its stages. Stages whose state after that commit is kept here take it
@@ -568,7 +567,7 @@ class KeptStage:
     digest: str
 
 
-@_message(35, WORKER)
+@message(35, WORKER)
 class Rewound(Body):
     """Worker to coordinator, answers REWIND: the stages whose state was kept here."""
 
@@ -584,7 +583,7 @@ class Signal(Body):
     __slots__ = ()
 
 
-@_message(40, EITHER)
+@message(40, EITHER)
 class Heartbeat(Signal):
     """Either side, when it has sent nothing for a while: I am alive. With `ping`, the sender's
     clock in seconds, the peer answers at once with the same number in `pong` and its own clock in
@@ -595,7 +594,7 @@ class Heartbeat(Signal):
     at: float | None = None
 
 
-@_message(42, EITHER)
+@message(42, EITHER)
 class AskTurn(Signal):
     """The sender has a large frame of `frame_bytes`, which waits for TURN, at most 5 seconds.
     `lane` is its kind, as in STEP. Asked again, it has waited long for another one's turn. 0 bytes
@@ -605,7 +604,7 @@ class AskTurn(Signal):
     lane: int
 
 
-@_message(43, EITHER)
+@message(43, EITHER)
 class Turn(Signal):
     """To the sender of large frames: the one it asked for may come (`granted`), no other one fills
     the network here. While `alone` is true it need not ask: no other peer sends any. May come
@@ -615,7 +614,7 @@ class Turn(Signal):
     alone: bool
 
 
-@_message(44, EITHER)
+@message(44, EITHER)
 class ArrivalRate(Signal):
     """To the sender of large frames: how fast the last one arrived, and whether beside others. May
     come between two pieces of a frame."""
@@ -624,14 +623,14 @@ class ArrivalRate(Signal):
     shared: bool
 
 
-@_message(41, EITHER)
+@message(41, EITHER)
 class Bye(Body):
     """Either side: I close the connection on purpose. No answer."""
 
     reason: str
 
 
-@_message(50, EITHER, tensors=(0, MAX_TENSORS), long=True)
+@message(50, EITHER, tensors=(0, MAX_TENSORS), long=True)
 class Control(Body):
     """Either side: the extension point. `name` says what `data` and the tensors mean. With
     `request`, a number of the sender's choice, it is answered by a CONTROL of the same name with
@@ -652,7 +651,7 @@ class PeerAddress:
     port: Annotated[int, 1, 65535]
 
 
-@_message(60, COORDINATOR)
+@message(60, COORDINATOR)
 class Connect(Body):
     """Coordinator to worker: open links to these other workers. Answered by CONNECTED."""
 
@@ -666,15 +665,15 @@ class PeerResult:
     problem: str | None = None
 
 
-@_message(61, WORKER)
+@message(61, WORKER)
 class Connected(Body):
     """Worker to coordinator, answers CONNECT: for each of them why there is no link, if so."""
 
     peers: tuple[PeerResult, ...]
 
 
-@_message(62, DIALLER)
-class PeerHello(_Greeting):
+@message(62, DIALLER)
+class PeerHello(Greeting):
     """First message of a link between two workers: the run, which worker I mean, and which one I
     am. Answered by PEER_WELCOME or REJECT."""
 
@@ -684,12 +683,12 @@ class PeerHello(_Greeting):
     max_frame_bytes: FrameBytes
 
 
-@_message(63, LISTENER)
-class PeerWelcome(_Greeting):
+@message(63, LISTENER)
+class PeerWelcome(Greeting):
     """Accepts PEER_HELLO; FORWARD and BACKWARD follow in both directions."""
 
 
-@_message(64, WORKER)
+@message(64, WORKER)
 class PeerLost(Body):
     """Worker to coordinator: that link is gone; the step is done again without it. No answer."""
 
@@ -697,7 +696,7 @@ class PeerLost(Body):
     reason: str
 
 
-@_message(65, WORKER)
+@message(65, WORKER)
 class Leaving(Body):
     """Worker to coordinator: this process has been told to end. It still serves requests, so that
     the run can save its state, until BYE comes or its patience is over. No answer."""
@@ -705,116 +704,12 @@ class Leaving(Body):
     reason: str
 
 
-@_message(66, COORDINATOR)
+@message(66, COORDINATOR)
 class Quit(Body):
     """Coordinator to worker: you answer nothing any more; end this process at once, so that another
     one can take its place. Obeyed by the thread that reads. No answer."""
 
     reason: str
-
-
-# ---------------------------------------------------------------------------------------- islands
-
-
-@_message(70, NEWCOMER)
-class IslandHello(_Greeting):
-    """First message of a link between the coordinators of two islands: who I am, and whom I mean.
-    `process` is a random id of this start of it, `view` stands for the members of the group as it
-    knows them. Answered by ISLAND_WELCOME, once the other one knows the same, or REJECT."""
-
-    name: str
-    process: str
-    to: str
-    view: str
-    max_frame_bytes: FrameBytes
-
-
-@_message(71, MEMBER)
-class IslandWelcome(_Greeting):
-    """Accepts ISLAND_HELLO; SHARE follows in both directions."""
-
-
-@_message(72, EITHER, tensors=(0, MAX_TENSORS), long=True)
-class Share(Body):
-    """Island to island: a part of the sender's message in exchange `number` of the members of a
-    group, one tensor for each name and plain values in `info`; `last` marks the last part."""
-
-    number: int
-    kind: ShareKind
-    last: bool
-    names: tuple[str, ...]
-    info: dict[str, Any]
-
-
-# ----------------------------------------------------------------------- islands and a lighthouse
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One start of one island: `process` is drawn at each start, so an island that was started
-    again is another member. The others reach it at `address`, "ip:port"."""
-
-    name: str
-    process: str
-    address: str
-
-
-@_message(73, ISLAND)
-class LighthouseHello(_Greeting):
-    """Island to lighthouse, first of a connection: who I am. The island counts as living as long as
-    the connection lives. Answered by LIGHTHOUSE_WELCOME or REJECT. Without `member` the island only
-    asks whether there is a lighthouse, which closes the connection after its answer."""
-
-    member: Member | None = None
-
-
-@_message(74, LIGHTHOUSE)
-class LighthouseWelcome(_Greeting):
-    """Lighthouse to island, accepts LIGHTHOUSE_HELLO; `clock` is its time in seconds since 1970."""
-
-    clock: float
-
-
-@_message(75, ISLAND)
-class NextView(Body):
-    """Island to lighthouse: which islands take part from now on? Answered by MEMBERS when all
-    living islands have asked; not sent again before that."""
-
-
-@_message(76, LIGHTHOUSE)
-class Members(Body):
-    """Lighthouse to island, answers NEXT_VIEW; each of `members` gets the same answer."""
-
-    members: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRun:
-    """A group whose training is done: `run` is drawn when it begins, `facts` is a digest of what it
-    trained, and `islands` have the result."""
-
-    run: str
-    facts: str
-    step: int
-    islands: tuple[str, ...]
-
-
-@_message(77, EITHER)
-class Finished(Body):
-    """Island to lighthouse: a group has finished; the lighthouse answers with the same message.
-    Lighthouse to island: the answer to FIND_FINISHED, without `run` where it knows of none."""
-
-    run: FinishedRun | None = None
-
-
-@_message(78, ISLAND)
-class FindFinished(Body):
-    """Island to lighthouse: has `run` finished? Without a name: has any group that trains `facts`
-    finished within the last `since_s` seconds? Answered by FINISHED."""
-
-    run: str
-    facts: str
-    since_s: Seconds
 
 
 MAX_SHOWN = 2000
@@ -997,7 +892,7 @@ def read_header(
     body: Body
     version: Any = fields.get("protocol")
     is_other = frames.is_int(version) and version != PROTOCOL_VERSION
-    if is_other and issubclass(BODIES[number], _Greeting):
+    if is_other and issubclass(BODIES[number], Greeting):
         body = OtherVersion(BODIES[number], version, fields.get("package"))
     else:
         spec.check(fields, len(shapes))

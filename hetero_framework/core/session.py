@@ -12,6 +12,8 @@ own BYE or REJECT, messages that were legal before it may still come in, and are
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 
 from hetero_framework.core import messages as m
@@ -23,8 +25,8 @@ class Phase(Enum):
     """Where a connection stands."""
 
     OPEN = (
-        "connected; HELLO comes first, CALL where a worker dials, PEER_HELLO between workers, "
-        "ISLAND_HELLO between islands, LIGHTHOUSE_HELLO to a lighthouse"
+        "connected; HELLO comes first, CALL where a worker dials, PEER_HELLO between workers, an "
+        "extra's own greeting on its connections"
     )
     CALLED = "the worker has dialled; HELLO follows when the coordinator wants it"
     GREETING = "HELLO is sent; the worker answers"
@@ -38,11 +40,6 @@ class Phase(Enum):
     ABORTING = "the worker forgets the attempt"
     PEER_GREETING = "PEER_HELLO is sent; the other worker answers"
     FLOWING = "two workers exchange tensors"
-    ISLAND_GREETING = "ISLAND_HELLO is sent; the other island answers"
-    TOGETHER = "two islands train one model"
-    LIGHTHOUSE_GREETING = "LIGHTHOUSE_HELLO is sent; the lighthouse answers"
-    AT_LIGHTHOUSE = "the lighthouse knows the island"
-    ASKING = "the island waits for the next view"
     CLOSED = "REJECT or BYE was sent; nothing follows"
 
 
@@ -57,21 +54,16 @@ _DATA = (m.Inputs, *_BOUNDARY)
 _STEP_RESULTS = (*_READING, *_DATA, m.Loss, m.BackwardDone, m.Gradients, m.Committed)
 PEER_PHASES = (Phase.PEER_GREETING, Phase.FLOWING)
 """Of a link between two workers."""
-ISLAND_PHASES = (Phase.ISLAND_GREETING, Phase.TOGETHER)
-"""Of a link between two islands."""
-LIGHTHOUSE_PHASES = (Phase.LIGHTHOUSE_GREETING, Phase.AT_LIGHTHOUSE, Phase.ASKING)
-"""Of a link between an island and its lighthouse."""
-_APART = (*PEER_PHASES, *ISLAND_PHASES, *LIGHTHOUSE_PHASES)
+Moves = dict[Enum, dict[type[Body], Enum]]
+"""The legal messages of each phase, and the phases that follow."""
 
 
-def _order() -> dict[Phase, dict[type[Body], Phase]]:
-    moves: dict[Phase, dict[type[Body], Phase]] = {
+def _order() -> Moves:
+    moves: Moves = {
         Phase.OPEN: {
             m.Hello: Phase.GREETING,
             m.Call: Phase.CALLED,
             m.PeerHello: Phase.PEER_GREETING,
-            m.IslandHello: Phase.ISLAND_GREETING,
-            m.LighthouseHello: Phase.LIGHTHOUSE_GREETING,
             m.Reject: Phase.CLOSED,
         },
         Phase.CALLED: {m.Hello: Phase.GREETING, m.Reject: Phase.CLOSED},
@@ -94,17 +86,9 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
         Phase.ABORTING: {m.Aborted: Phase.IDLE},
         Phase.PEER_GREETING: {m.PeerWelcome: Phase.FLOWING, m.Reject: Phase.CLOSED},
         Phase.FLOWING: {},
-        Phase.ISLAND_GREETING: {m.IslandWelcome: Phase.TOGETHER, m.Reject: Phase.CLOSED},
-        Phase.TOGETHER: {},
-        Phase.LIGHTHOUSE_GREETING: {
-            m.LighthouseWelcome: Phase.AT_LIGHTHOUSE,
-            m.Reject: Phase.CLOSED,
-        },
-        Phase.AT_LIGHTHOUSE: {m.NextView: Phase.ASKING},
-        Phase.ASKING: {m.Members: Phase.AT_LIGHTHOUSE},
         Phase.CLOSED: {},
     }
-    stay: dict[Phase, tuple[type[Body], ...]] = {
+    stay: dict[Enum, tuple[type[Body], ...]] = {
         Phase.READY: _STATE,
         # Old activations may still be relayed to a worker that has aborted already.
         Phase.IDLE: (*_STATE, *_DATA, m.Committed),
@@ -114,19 +98,20 @@ def _order() -> dict[Phase, dict[type[Body], Phase]]:
         Phase.COLLECTED: (*_READING, *_DATA, m.Committed),
         Phase.ABORTING: (*_STEP_RESULTS, m.GradientNorms),
         Phase.FLOWING: (*_BOUNDARY, m.Control, *_TURNS),
-        Phase.TOGETHER: (m.Share,),
-        Phase.AT_LIGHTHOUSE: (m.Finished, m.FindFinished),
-        Phase.ASKING: (m.Finished, m.FindFinished),
     }
     for phase, table in moves.items():
         table.update(dict.fromkeys(stay.get(phase, ()), phase))
         if phase is Phase.CLOSED:
             continue
-        table.update(dict.fromkeys(_ANYTIME, phase))
-        table[m.Bye] = Phase.CLOSED
-        if phase not in (Phase.OPEN, Phase.CALLED, Phase.GREETING, *_APART):
+        _in_every_phase(phase, table)
+        if phase not in (Phase.OPEN, Phase.CALLED, Phase.GREETING, *PEER_PHASES):
             table.update(dict.fromkeys(_AFTER_WELCOME, phase))
     return moves
+
+
+def _in_every_phase(phase: Enum, table: dict[type[Body], Enum]) -> None:
+    table.update(dict.fromkeys(_ANYTIME, phase))
+    table[m.Bye] = Phase.CLOSED
 
 
 ORDER = _order()
@@ -134,13 +119,38 @@ ORDER = _order()
 ROLES = {
     **{m.COORDINATOR: m.WORKER, m.WORKER: m.COORDINATOR},
     **{m.DIALLER: m.LISTENER, m.LISTENER: m.DIALLER},
-    **{m.NEWCOMER: m.MEMBER, m.MEMBER: m.NEWCOMER},
-    **{m.ISLAND: m.LIGHTHOUSE, m.LIGHTHOUSE: m.ISLAND},
 }
 """Each role on a connection and the role of the other side."""
 
+ANSWERS: set[type[Body]] = {m.Welcome, m.PeerWelcome, m.Reject, m.Error, m.Bye}
+"""What ends the wait of who has greeted or asked."""
 
-def legal(role: str, phase: Phase) -> list[type[Body]]:
+
+@dataclass(frozen=True)
+class Conversation:
+    """The connections that an extra opens, and the roles of the two sides."""
+
+    where: str
+    one: str
+    other: str
+
+
+CONVERSATIONS: dict[Conversation, list[Enum]] = {}
+"""Those of the extras that are loaded, with their phases."""
+
+
+def converse(of: Conversation, moves: Moves, answers: Iterable[type[Body]]) -> None:
+    """Take the messages of an extra's connections into the order. In `moves` those of Phase.OPEN
+    are its greeting; every new phase allows ERROR, HEARTBEAT and BYE, too."""
+    for phase, table in moves.items():
+        _in_every_phase(phase, ORDER.setdefault(phase, {}))
+        ORDER[phase].update(table)
+    ROLES.update({of.one: of.other, of.other: of.one})
+    ANSWERS.update(answers)
+    CONVERSATIONS[of] = [phase for phase in moves if phase is not Phase.OPEN]
+
+
+def legal(role: str, phase: Enum) -> list[type[Body]]:
     """The messages that `role` (one of ROLES) may send in this phase."""
     return [kind for kind in ORDER[phase] if kind.spec.sender in (role, m.EITHER)]
 
@@ -153,8 +163,8 @@ class Session:
         if role not in ROLES:
             raise ValueError(f"role {role!r}")
         self.role, self.peer = role, ROLES[role]
-        self.phase = Phase.OPEN
-        self._crossing: Phase | None = None
+        self.phase: Enum = Phase.OPEN
+        self._crossing: Enum | None = None
         """Where the peer stands until it has read our BYE or REJECT."""
         self._lock = threading.Lock()
 
@@ -188,7 +198,7 @@ class Session:
             self.phase = following
             return True
 
-    def _following(self, body: Body, sender: str, who: str) -> Phase:
+    def _following(self, body: Body, sender: str, who: str) -> Enum:
         """The phase after it. `_lock` is held."""
         phase = self.phase
         if sender == self.peer and self._crossing is not None:

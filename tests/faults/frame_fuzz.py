@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import msgpack
@@ -27,7 +28,7 @@ import msgpack
 from hetero_framework.core import messages as m
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.checksum import CHECKSUM_BYTES, Hasher, digest
-from hetero_framework.core.connection import OPENING, Connection
+from hetero_framework.core.connection import Connection, opening
 from hetero_framework.core.frames import (
     DEFAULT_MAX_FRAME_BYTES,
     HANDSHAKE_MAX_FRAME_BYTES,
@@ -35,7 +36,7 @@ from hetero_framework.core.frames import (
     check_start,
     parse_prefix,
 )
-from hetero_framework.core.session import ROLES, Phase, Session
+from hetero_framework.core.session import ORDER, ROLES, Session
 from hetero_framework.errors import PeerLostError, ProtocolError
 from tests.unit.core.test_frames import examples, frame
 
@@ -61,7 +62,7 @@ EVIL: tuple[Any, ...] = (
     ),
     *([1, [2**40]], [99, [1]], [[1, [1]]] * 40, msgpack.Timestamp(1), msgpack.ExtType(5, b"x")),
 )
-EVERY_ROLE, PHASES = (None, *ROLES), tuple(Phase)
+EVERY_ROLE, PHASES = (None, *ROLES), tuple(ORDER)
 WHOLE = 20  # one in this many goes through a connection
 
 
@@ -112,7 +113,7 @@ class Case:
     """Who receives, and how far its conversation has come; `phase` None: nothing was said yet."""
 
     role: str | None
-    phase: Phase | None
+    phase: Enum | None
     piece_bytes: int
 
     @property
@@ -152,9 +153,9 @@ def through_parser(data: bytes, case: Case) -> None:
     end = PREFIX.size + header_bytes
     if len(data) < end:
         return
-    opening = OPENING[case.role] if case.phase is None else None
+    first = opening(case.role) if case.phase is None else None
     header = data[PREFIX.size : end]
-    head = m.read_header(prefix, header, payload_bytes, case.max_frame_bytes, opening)
+    head = m.read_header(prefix, header, payload_bytes, case.max_frame_bytes, first)
     if len(data) < end + payload_bytes:
         return
     session = Session(case.role or "worker")

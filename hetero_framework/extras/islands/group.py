@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero_framework.core import failpoints, timeouts
-from hetero_framework.core.messages import FinishedRun
 from hetero_framework.core.threads import in_background
 from hetero_framework.errors import (
     ConfigError,
@@ -32,6 +31,7 @@ from hetero_framework.errors import (
 )
 from hetero_framework.extras.islands.lighthouse_client import LighthouseClient
 from hetero_framework.extras.islands.links import LEAVES, IslandLinks, IslandSession, MemberLost
+from hetero_framework.extras.islands.messages import FinishedRun
 from hetero_framework.extras.islands.view import View
 from hetero_framework.log import event, one_line
 from hetero_framework.units import plural

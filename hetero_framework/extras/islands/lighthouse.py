@@ -20,15 +20,16 @@ from functools import partial
 from itertools import count
 
 from hetero_framework.config.host_names import split_address
-from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.identity import Identity
-from hetero_framework.core.messages import FinishedRun, Member, Message
+from hetero_framework.core.messages import Message
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import HeteroError
+from hetero_framework.extras.islands import messages as im
+from hetero_framework.extras.islands.messages import FinishedRun, Member
 from hetero_framework.extras.islands.quorums import Quorums
 from hetero_framework.extras.islands.settings import island_name
 from hetero_framework.security.acceptor import Acceptor
@@ -123,27 +124,27 @@ class Lighthouse:
     def _greet(self, stream: Stream, identity: Identity | None) -> None:
         name, handlers = f"island at {stream.peer}", (self._received, self._lost)
         deadlines = timeouts.LIGHTHOUSE_LINK
-        connection = Connection(stream, name, m.LIGHTHOUSE, *handlers, deadlines=deadlines)
+        connection = Connection(stream, name, im.LIGHTHOUSE, *handlers, deadlines=deadlines)
         connection.identity = identity
         connection.start()
 
     def _received(self, connection: Connection, message: Message) -> None:
         match message.body:
-            case m.LighthouseHello(member=None):
-                connection.send(Message(m.LighthouseWelcome(time.time())))
+            case im.LighthouseHello(member=None):
+                connection.send(Message(im.LighthouseWelcome(time.time())))
                 connection.link.end()
-            case m.LighthouseHello(member=Member() as member):
+            case im.LighthouseHello(member=Member() as member):
                 self._acceptor.gone(connection.stream)
                 self._join(_Island(member, connection))
-            case m.NextView() if (island := self._islands.get(connection)) is not None:
+            case im.NextView() if (island := self._islands.get(connection)) is not None:
                 island.number = next(self._numbers)
                 ask = partial(self._ask, island, island.number)
                 self._running.add(in_background(ask, f"question of {island.id}"))
-            case m.Finished(run=FinishedRun() as finished):
+            case im.Finished(run=FinishedRun() as finished):
                 self._finished.keep(finished)
-                connection.send(Message(m.Finished(finished)))
-            case m.FindFinished(run=run, facts=facts, since_s=since_s):
-                connection.send(Message(m.Finished(self._finished.find(run, facts, since_s))))
+                connection.send(Message(im.Finished(finished)))
+            case im.FindFinished(run=run, facts=facts, since_s=since_s):
+                connection.send(Message(im.Finished(self._finished.find(run, facts, since_s))))
 
     def _join(self, island: _Island) -> None:
         member, connection = island.member, island.connection
@@ -169,7 +170,7 @@ class Lighthouse:
                 return
             self._closed.wait(timeouts.EXIT_TICK_S)
         connection.peer, connection.link.name = member.name, f"island {member.name}"
-        connection.send(Message(m.LighthouseWelcome(time.time())))
+        connection.send(Message(im.LighthouseWelcome(time.time())))
         _log.info("island %s is here, from %s", member.name, connection.stream.peer)
 
     def _added(self, island: _Island) -> _Island | None:
@@ -224,7 +225,7 @@ class Lighthouse:
                 return
             for island in here:
                 island.number = None
-        members = Message(m.Members(tuple(island.member for island in here)))
+        members = Message(im.Members(tuple(island.member for island in here)))
         for island in here:
             with suppress(HeteroError):  # it is gone, as the others will notice
                 island.connection.send(members)

@@ -13,7 +13,7 @@ from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import connect
-from hetero_framework.core.messages import FinishedRun, Member, Message
+from hetero_framework.core.messages import Message
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import (
     ConfigError,
@@ -23,6 +23,8 @@ from hetero_framework.errors import (
     PeerAwayError,
     ProtocolError,
 )
+from hetero_framework.extras.islands import messages as im
+from hetero_framework.extras.islands.messages import FinishedRun, Member
 from hetero_framework.extras.islands.view import View
 from hetero_framework.security.access import Access
 
@@ -76,7 +78,7 @@ class LighthouseClient:
                 if link is not None and link is not self._asked:
                     self._asked = link
                     with suppress(HeteroError):
-                        link.send(Message(m.NextView()))
+                        link.send(Message(im.NextView()))
                 with self._changed:
                     self._changed.wait_for(lambda: self._view, timeouts.ANSWER_TICK_S)
         finally:
@@ -85,12 +87,12 @@ class LighthouseClient:
 
     def note_finished(self, finished: FinishedRun) -> None:
         """Leave word of it for members that come when all others are gone. Raises nothing."""
-        self._ask(m.Finished(finished))
+        self._ask(im.Finished(finished))
 
     def find_finished(self, run: str, facts: str, since_s: float) -> FinishedRun | None:
         """Whether `run` has finished; without a name, whether any that trains `facts` has within
         the last `since_s` seconds. None also where no answer comes."""
-        return self._ask(m.FindFinished(run, facts, since_s))
+        return self._ask(im.FindFinished(run, facts, since_s))
 
     def close(self) -> None:
         """Leave for good. Safe to call twice, and from other threads."""
@@ -104,7 +106,7 @@ class LighthouseClient:
             link = self._changed.wait_for(lambda: self._link, _DIAL_S)
         with suppress(HeteroError):
             answer = link.ask(Message(question), _ANSWER_S, self._closed) if link else None
-            if answer is not None and isinstance(answer.body, m.Finished):
+            if answer is not None and isinstance(answer.body, im.Finished):
                 return answer.body.run
         return None
 
@@ -168,7 +170,7 @@ class LighthouseClient:
 
     def _received(self, link: Connection, message: Message) -> None:
         with self._changed:
-            if isinstance(message.body, m.Members) and link is self._asked:
+            if isinstance(message.body, im.Members) and link is self._asked:
                 view = View.of(message.body.members)
                 if self._member not in view.members or len({*view.names}) < len(view.names):
                     raise ProtocolError("a view without this island, or with a name twice")
@@ -210,13 +212,13 @@ def _open(
         hint = f"start `hetero lighthouse` there; the firewall has to let TCP port {address[1]} in"
         raise NetworkError(error.message, hint=hint) from None
     deadlines = timeouts.LIGHTHOUSE_LINK
-    link = Connection(stream, who, m.ISLAND, received, lost, deadlines=deadlines)
+    link = Connection(stream, who, im.ISLAND, received, lost, deadlines=deadlines)
     link.start()
     try:
-        answer = link.ask(Message(m.LighthouseHello(member)), _ANSWER_S, stop)
+        answer = link.ask(Message(im.LighthouseHello(member)), _ANSWER_S, stop)
     except HeteroError as error:
         problem, answer = error.message, None
-    if answer is not None and isinstance(answer.body, m.LighthouseWelcome):
+    if answer is not None and isinstance(answer.body, im.LighthouseWelcome):
         return link, answer.body.clock
     link.close(drain_s=0)
     if answer is not None and isinstance(answer.body, m.Reject):

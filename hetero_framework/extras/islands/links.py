@@ -25,7 +25,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.identity import Identity
-from hetero_framework.core.messages import Member, Message, ShareKind
+from hetero_framework.core.messages import Message
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.tensors import from_wire, to_wire
 from hetero_framework.core.threads import in_background
@@ -33,6 +33,8 @@ from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.engine.hosts import ReplicasChanged
 from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
+from hetero_framework.extras.islands import messages as im
+from hetero_framework.extras.islands.messages import Member, ShareKind
 from hetero_framework.extras.islands.view import View
 from hetero_framework.log import event
 from hetero_framework.security.acceptor import Acceptor
@@ -250,7 +252,7 @@ class IslandSession:
     def take(self, name: str, message: Message) -> None:
         """Take in a part of a member's message, in a reader thread. Raises ProtocolError for an
         exchange that no member can be in yet."""
-        body = message.expect(m.Share)
+        body = message.expect(im.Share)
         if body.number > self._done + _AHEAD:
             over = f"{self._done} is the last that is over"
             raise ProtocolError(f"island {name} sends exchange {body.number}; {over}")
@@ -316,7 +318,7 @@ def _messages(
     """The messages that carry this, in frames that are not too large."""
     for part in in_parts((name, tensor, {}) for name, tensor in (tensors or {}).items()):
         values = dict(info or {}) if part.last else {}
-        body = m.Share(number, kind, last and part.last, tuple(part.tensors), values)
+        body = im.Share(number, kind, last and part.last, tuple(part.tensors), values)
         yield Message(body, tuple(map(to_wire, part.tensors.values())))
 
 
@@ -436,15 +438,15 @@ class IslandLinks:
             stream = connect(host, port, timeout_s, who=who, stop=stop, secure=secure)
         except (NetworkError, ValueError) as error:
             return str(error.args[0])
-        connection = self._begin(stream, who, m.NEWCOMER, None)
-        hello = m.IslandHello(
+        connection = self._begin(stream, who, im.NEWCOMER, None)
+        hello = im.IslandHello(
             self._name, self._process, member.name, session.view.key, self._max_frame_bytes
         )
         problem = "it did not answer"
         self._belongs(session, member.name, connection)  # a message may follow its answer at once
         try:
             answer = connection.ask(Message(hello), deadline - time.monotonic(), stop)
-            if answer is not None and isinstance(answer.body, m.IslandWelcome):
+            if answer is not None and isinstance(answer.body, im.IslandWelcome):
                 session.add(member.name, connection)
                 return None
             if answer is not None and isinstance(answer.body, (m.Reject, m.Error)):
@@ -455,7 +457,7 @@ class IslandLinks:
         return problem
 
     def _greet(self, stream: Stream, identity: Identity | None) -> None:
-        self._begin(stream, f"island at {stream.peer}", m.MEMBER, identity)
+        self._begin(stream, f"island at {stream.peer}", im.MEMBER, identity)
 
     def _begin(self, stream: Stream, name: str, role: str, identity: Identity | None) -> Connection:
         connection = Connection(
@@ -473,9 +475,9 @@ class IslandLinks:
 
     def _received(self, connection: Connection, message: Message) -> None:
         """In a reader thread."""
-        if isinstance(message.body, m.IslandHello):
+        if isinstance(message.body, im.IslandHello):
             self._on_hello(connection, message.body)
-        elif isinstance(message.body, m.Share):
+        elif isinstance(message.body, im.Share):
             known = self._of.get(connection)
             if known is None:
                 message.release()  # of a session that is over here
@@ -490,7 +492,7 @@ class IslandLinks:
             else:
                 known[0].lose(known[1], str(reason))
 
-    def _on_hello(self, connection: Connection, hello: m.IslandHello) -> None:
+    def _on_hello(self, connection: Connection, hello: im.IslandHello) -> None:
         self._acceptor.gone(connection.stream)
         identity = connection.identity
         if hello.to != self._name:
@@ -528,7 +530,7 @@ class IslandLinks:
             return
         self._belongs(session, name, connection)
         with suppress(HeteroError):  # its reader reports that it is gone
-            connection.send(Message(m.IslandWelcome()))
+            connection.send(Message(im.IslandWelcome()))
         session.add(name, connection)  # nothing is sent to it before the welcome
 
     def _belongs(self, session: IslandSession, name: str, connection: Connection) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hetero_framework.core.messages import Member
+from hetero_framework.extras.islands.messages import Member
 
 
 @dataclass(frozen=True)

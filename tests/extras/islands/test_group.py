@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
-from hetero_framework.core.messages import FinishedRun, Member
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import (
     ConfigError,
@@ -27,6 +26,7 @@ from hetero_framework.extras.islands.group import Group, Position, SessionStart,
 from hetero_framework.extras.islands.lighthouse import FinishedRuns
 from hetero_framework.extras.islands.lighthouse_client import LighthouseClient
 from hetero_framework.extras.islands.links import IslandLinks
+from hetero_framework.extras.islands.messages import FinishedRun, Member
 from hetero_framework.extras.islands.view import View
 from hetero_framework.security.access import LOOPBACK_ONLY
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.core.messages import Member
 from hetero_framework.errors import (
     ConfigError,
     HeteroError,
@@ -20,6 +19,7 @@ from hetero_framework.extras.islands import group as module
 from hetero_framework.extras.islands.group import Group, Position
 from hetero_framework.extras.islands.lighthouse_client import LighthouseClient
 from hetero_framework.extras.islands.links import IslandLinks
+from hetero_framework.extras.islands.messages import Member
 from hetero_framework.extras.islands.view import View
 from hetero_framework.security.access import LOOPBACK_ONLY
 

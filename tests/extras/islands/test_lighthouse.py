@@ -21,7 +21,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.identity import ISLANDS
-from hetero_framework.core.messages import FinishedRun, Member, Message
+from hetero_framework.core.messages import Message
 from hetero_framework.core.threads import in_background
 from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.errors import (
@@ -33,8 +33,10 @@ from hetero_framework.errors import (
 )
 from hetero_framework.extras.islands import lighthouse as module
 from hetero_framework.extras.islands import lighthouse_client
+from hetero_framework.extras.islands import messages as im
 from hetero_framework.extras.islands.lighthouse import FinishedRuns, Lighthouse
 from hetero_framework.extras.islands.lighthouse_client import LighthouseClient, clock_at
+from hetero_framework.extras.islands.messages import FinishedRun, Member
 from hetero_framework.extras.islands.quorums import Quorums
 from hetero_framework.extras.islands.view import View
 from hetero_framework.security import authority as x509
@@ -74,7 +76,7 @@ class Islands:
         link = Connection(
             stream,
             "it",
-            m.ISLAND,
+            im.ISLAND,
             lambda *_: None,
             lambda *_: None,
             deadlines=timeouts.LIGHTHOUSE_LINK,
@@ -276,7 +278,7 @@ def test_an_island_that_was_started_again_waits_for_its_dead_link(
     monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", replace(quick, heartbeat_s=WAIT_S))
     dead = opened.dial()  # the end of which is not noticed by a broken link
     monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", replace(quick, heartbeat_s=0.4))
-    assert dead.ask(Message(m.LighthouseHello(Member("a", "1", "x:1"))), WAIT_S) is not None
+    assert dead.ask(Message(im.LighthouseHello(Member("a", "1", "x:1"))), WAIT_S) is not None
     began = time.monotonic()
     assert opened.start("a", "2").next_view(WAIT_S).members[0].process == "2"
     assert time.monotonic() - began < 6.0
@@ -293,7 +295,7 @@ def test_an_island_that_was_started_again_waits_for_its_dead_link(
 def test_an_invalid_member_is_refused(
     opened: Islands, name: str, address: str, problem: str
 ) -> None:
-    answer = opened.dial().ask(Message(m.LighthouseHello(Member(name, "1", address))), WAIT_S)
+    answer = opened.dial().ask(Message(im.LighthouseHello(Member(name, "1", address))), WAIT_S)
     assert answer is not None
     assert problem in answer.expect(m.Reject).message
     assert not opened.here()
@@ -310,10 +312,10 @@ def test_the_number_of_islands_is_limited(opened: Islands, monkeypatch: pytest.M
 def test_a_message_out_of_order_ends_that_link_alone(opened: Islands) -> None:
     a = opened.start("a")
     stranger, island = opened.dial(), opened.dial()
-    stranger.link.send(Message(m.NextView()))  # past `Connection.send`, which would refuse it
-    assert island.ask(Message(m.LighthouseHello(Member("b", "1", "x:1"))), WAIT_S)
-    island.send(Message(m.NextView()))
-    island.link.send(Message(m.NextView()))
+    stranger.link.send(Message(im.NextView()))  # past `Connection.send`, which would refuse it
+    assert island.ask(Message(im.LighthouseHello(Member("b", "1", "x:1"))), WAIT_S)
+    island.send(Message(im.NextView()))
+    island.link.send(Message(im.NextView()))
     wait_until(lambda: stranger.closed and island.closed)
     assert meet(a).names == ("a",)
 
@@ -495,4 +497,4 @@ def test_a_view_in_which_this_island_cannot_be_is_refused(names: str) -> None:
         island._asked = link = cast(Connection, object())
         members = tuple(Member(name, "1", f"{name}.invalid:1") for name in names)
         with pytest.raises(ProtocolError, match="a view without this island"):
-            island._received(link, Message(m.Members(members)))
+            island._received(link, Message(im.Members(members)))

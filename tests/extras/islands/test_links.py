@@ -17,12 +17,14 @@ from hetero_framework.core import messages as m
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import connect
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES, WireTensor
-from hetero_framework.core.messages import Member, Message
+from hetero_framework.core.messages import Message
 from hetero_framework.core.tensors import to_wire
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import HeteroError, ProtocolError
 from hetero_framework.extras.islands import links as module
+from hetero_framework.extras.islands import messages as im
 from hetero_framework.extras.islands.links import LEAVES, IslandLinks, IslandSession, MemberLost
+from hetero_framework.extras.islands.messages import Member
 from hetero_framework.extras.islands.view import View
 from hetero_framework.security.access import LOOPBACK_ONLY
 
@@ -348,7 +350,7 @@ def test_another_process_of_an_island_is_refused(coast: Coast) -> None:
     a, b = coast.open("a"), coast.open("b")
     view = View.of([a.member, Member("b", "another", b.member.address)])
     waiting = meeting(a, view, 2.0)
-    hello = m.IslandHello("b", "1", "a", view.key, 1 << 20)
+    hello = im.IslandHello("b", "1", "a", view.key, 1 << 20)
     with Stranger(a) as (connection, heard):
         answer = connection.ask(Message(hello), WAIT_S)
         assert answer is not None
@@ -391,7 +393,7 @@ class Stranger:
         self.connection = Connection(
             stream,
             "the island",
-            m.NEWCOMER,
+            im.NEWCOMER,
             lambda _, message: self.heard.append(message),
             lambda _, reason: self.ended.set(),
         )
@@ -409,16 +411,18 @@ def admitted(a: IslandLinks, name: str = "b") -> tuple[Stranger, Future[IslandSe
     view = View.of([a.member, Member(name, "1", "127.0.0.1:1")])
     waiting = meeting(a, view)
     other = Stranger(a)
-    answer = other.connection.ask(Message(m.IslandHello(name, "1", "a", view.key, 1 << 20)), WAIT_S)
+    answer = other.connection.ask(
+        Message(im.IslandHello(name, "1", "a", view.key, 1 << 20)), WAIT_S
+    )
     assert answer is not None
-    assert isinstance(answer.body, m.IslandWelcome)
+    assert isinstance(answer.body, im.IslandWelcome)
     return other, waiting
 
 
 def raw_share(**changes: Any) -> Message:
     """A share whose fields nobody has checked."""
     tensors = changes.pop("tensors", (to_wire(torch.ones(2)),))
-    share = m.Share(2, "vote", True, ("x",), {})
+    share = im.Share(2, "vote", True, ("x",), {})
     for key, value in changes.items():
         object.__setattr__(share, key, value)
     return Message(share, tensors)
@@ -435,7 +439,7 @@ WRONG: dict[str, Callable[[], Message]] = {
     "a tensor of another type": lambda: raw_share(
         tensors=(WireTensor("float1024", (2,), memoryview(bytes(8))),)
     ),
-    "another greeting": lambda: Message(m.IslandHello("c", "1", "a", "", 1 << 20)),
+    "another greeting": lambda: Message(im.IslandHello("c", "1", "a", "", 1 << 20)),
     "a message of workers": lambda: Message(m.Aborted(1, 1)),
 }
 
@@ -463,7 +467,7 @@ def test_a_share_right_behind_the_greeting_affects_that_link_alone(coast: Coast)
     a, b = coast.open("a"), coast.open("b")
     view = view_of(a, b)
     with Stranger(a) as (connection, _):
-        connection.link.send(Message(m.IslandHello("b", "1", "a", view.key, 1 << 20)))
+        connection.link.send(Message(im.IslandHello("b", "1", "a", view.key, 1 << 20)))
         with suppress(HeteroError):
             connection.link.send(raw_share())
     with suppress(MemberLost):
@@ -496,7 +500,7 @@ def test_islands_that_wait_for_another_session_are_few(
     with ExitStack() as stack:
         for name in "bcd":
             other, _ = stack.enter_context(Stranger(a))
-            hello = Message(m.IslandHello(name, "1", "a", "a view", 1 << 20))
+            hello = Message(im.IslandHello(name, "1", "a", "a view", 1 << 20))
             answer = other.ask(hello, WAIT_S if name == "d" else 0.05)
     assert answer is not None
     assert answer.expect(m.Reject).message == "2 islands wait here"
