@@ -650,7 +650,7 @@ class Coordinator:
         rate = self._schedule.rate(state.committed_steps)
 
         # The decision. After a commit the step counts, whatever breaks from here on.
-        outcome = skipped_step.judged(state, everywhere, loss, norm, self._config.training)
+        outcome = skipped_step.judged(state, everywhere, loss, norm, self._config)
         outcome, norm = self._replicas.decide(outcome, norm)
         self._tell(Observer.before_commit, state, due)
         if commits := outcome.commits:

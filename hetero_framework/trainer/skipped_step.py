@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hetero_framework.config import StageSpec, TrainingConfig
+from hetero_framework.config import Config, StageSpec, TrainingConfig
+from hetero_framework.config.asked_extras import asked
 from hetero_framework.engine.stage_api import GradientReport
 from hetero_framework.errors import NumericError
 from hetero_framework.trainer.step_outcome import StepOutcome
@@ -17,8 +18,9 @@ from hetero_framework.trainer.train_state import TrainState
 
 Rule = Callable[[TrainState, float, TrainingConfig], str | None]
 RULES: list[Rule] = []
-"""Rules that skip steps whose numbers are finite. Each gets the state before the step, the norm of
-all gradients and the settings; it returns the reason to skip the step, or None."""
+"""Rules that skip steps whose numbers are finite, beside those of the registry's table "rules",
+whose names are conditions on the settings. Each gets the state before the step, the norm of all
+gradients and the settings; it returns the reason to skip the step, or None."""
 _SHOWN = 16
 
 
@@ -27,12 +29,13 @@ def judged(
     losses: Sequence[float],
     loss: float,
     norm: Tensor,
-    training: TrainingConfig,
+    config: Config,
 ) -> StepOutcome:
     """The outcome of a step by its micro-batches' losses, the sum of these, and its gradients."""
     if not (math.isfinite(loss) and bool(norm.isfinite())):
         return StepOutcome("overflow" if state.loss_scale.explains(losses) else "non-finite")
-    reasons = (rule(state, float(norm), training) for rule in RULES)
+    rules = (*RULES, *asked("rules", config))
+    reasons = (rule(state, float(norm), config.training) for rule in rules)
     reason = next(filter(None, reasons), None)
     return StepOutcome() if reason is None else StepOutcome("rule", reason)
 

@@ -88,6 +88,14 @@ def test_an_objective(tmp_path: Path) -> None:
     assert scaled == first_loss(copy) / 2
 
 
+def test_a_rule(tmp_path: Path) -> None:
+    copy = extended(tmp_path, "A rule that skips steps")
+    hetero(copy, "train", "--config", configuration(copy, min_grad_norm=1e6))
+    line = json.loads((copy / "run" / "metrics.jsonl").read_text())
+    assert line["skipped"] == "rule"
+    assert line["reason"].endswith("is below 1e+06")
+
+
 def test_a_reporter(tmp_path: Path) -> None:
     copy = extended(tmp_path, "A reporter")
     hetero(copy, "train", "--config", configuration(copy, loss_file="losses.txt"))
