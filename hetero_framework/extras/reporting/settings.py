@@ -1,4 +1,4 @@
-"""What reporters and uploads add to the training section."""
+"""Training settings of reporters and uploads."""
 
 from __future__ import annotations
 
