@@ -1,4 +1,4 @@
-"""What rewards and labels add to the schema."""
+"""Settings of rewards and labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the objectives dpo, orpo, cpo and kto add to the training section."""
+"""Training settings of the objectives dpo, orpo, cpo and kto."""
 
 from __future__ import annotations
 

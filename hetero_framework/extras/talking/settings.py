@@ -1,4 +1,4 @@
-"""What samples add to the training section."""
+"""Training settings of samples."""
 
 from __future__ import annotations
 
