@@ -20,6 +20,7 @@ from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, WireTensor
 from hetero_framework.core.link import Link
+from hetero_framework.core.identity import Identity
 from hetero_framework.core.messages import (
     DIALLER,
     Backward,
@@ -69,6 +70,7 @@ class Machine:
         self.lost: queue.SimpleQueue[int | str | None] = queue.SimpleQueue()
         self.refusals: list[str] = []
         self.answers_hello = True
+        self.identity: Identity | None = None  # what whoever dials has shown
         self.greeted = threading.Event()
         self.open: list[Connection] = []
         self._listener = Listener("127.0.0.1", 0)
@@ -109,6 +111,7 @@ class Machine:
             stream, name, role, self._hear, self._gone, max_frame_bytes=max_frame_bytes
         )
         self.open.append(made)
+        made.identity = self.identity if role is None else None
         made.start()
         return made
 
@@ -245,6 +248,16 @@ def test_stranger_is_refused_and_both_sides_know_why(
     assert stranger.refusals == [problem]
     one.links.send(name, boundary())  # nobody is there; nothing happens
     assert one.links.bytes_sent() == stranger.links.bytes_sent() == 0
+
+
+def test_a_certificate_of_another_worker_is_refused(pair: tuple[Machine, Machine]) -> None:
+    one, other = pair
+    other.identity = Identity.of("home", 9)
+    problem = "the certificate is that of worker 9, not worker 1"
+    assert one.dial(other.entry("box")) == (PeerResult("box", problem),)
+    assert other.refusals == [problem]
+    other.identity = Identity.of("home", 1)
+    assert one.dial(other.entry("box")) == (PeerResult("box", None),)
 
 
 def test_number_and_text_of_an_id_are_the_same_worker(machine: Callable[..., Machine]) -> None:
