@@ -19,8 +19,8 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, WireTensor
-from hetero_framework.core.link import Link
 from hetero_framework.core.identity import Identity
+from hetero_framework.core.link import Link
 from hetero_framework.core.messages import (
     DIALLER,
     Backward,
