@@ -127,7 +127,7 @@ ANSWERS: set[type[Body]] = {m.Welcome, m.PeerWelcome, m.Reject, m.Error, m.Bye}
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Dialogue:
     """The connections that an extra opens, and the roles of the two sides."""
 
     where: str
@@ -135,11 +135,11 @@ class Conversation:
     other: str
 
 
-CONVERSATIONS: dict[Conversation, list[Enum]] = {}
+CONVERSATIONS: dict[Dialogue, list[Enum]] = {}
 """Those of the extras that are loaded, with their phases."""
 
 
-def converse(of: Conversation, moves: Moves, answers: Iterable[type[Body]]) -> None:
+def converse(of: Dialogue, moves: Moves, answers: Iterable[type[Body]]) -> None:
     """Take the messages of an extra's connections into the order. In `moves` those of Phase.OPEN
     are its greeting; every new phase allows ERROR, HEARTBEAT and BYE, too."""
     for phase, table in moves.items():

@@ -16,7 +16,7 @@ from hetero_framework.core.messages import (
     Seconds,
     message,
 )
-from hetero_framework.core.session import Conversation, Phase, converse
+from hetero_framework.core.session import Dialogue, Phase, converse
 
 NEWCOMER = "connecting island"
 MEMBER = "accepting island"
@@ -135,7 +135,7 @@ class IslandPhase(Enum):
 
 _P, _AT_ANY_TIME = IslandPhase, (Finished, FindFinished)
 converse(
-    Conversation("between two islands", NEWCOMER, MEMBER),
+    Dialogue("between two islands", NEWCOMER, MEMBER),
     {
         Phase.OPEN: {IslandHello: _P.ISLAND_GREETING},
         _P.ISLAND_GREETING: {IslandWelcome: _P.TOGETHER, Reject: Phase.CLOSED},
@@ -144,7 +144,7 @@ converse(
     answers=(IslandWelcome,),
 )
 converse(
-    Conversation("between an island and its lighthouse", ISLAND, LIGHTHOUSE),
+    Dialogue("between an island and its lighthouse", ISLAND, LIGHTHOUSE),
     {
         Phase.OPEN: {LighthouseHello: _P.LIGHTHOUSE_GREETING},
         _P.LIGHTHOUSE_GREETING: {LighthouseWelcome: _P.AT_LIGHTHOUSE, Reject: Phase.CLOSED},
