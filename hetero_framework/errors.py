@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
+from typing import TypeVar
 
 _NO_MEMORY = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory"),
@@ -10,6 +12,7 @@ _NO_MEMORY = (
     # cuBLAS and cuDNN when torch's allocator holds everything; Intel's runtime.
     *("alloc_failed", "out_of_device_memory", "out_of_host_memory", "out_of_resources"),
 )
+T = TypeVar("T")
 _NO_DISK = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
@@ -31,6 +34,14 @@ class UserError(HeteroError):
     """Something the user can fix."""
 
     exit_code = 2
+
+
+def attempt(work: Callable[[], T]) -> T | UserError:
+    """The result of `work`, or its UserError."""
+    try:
+        return work()
+    except UserError as error:
+        return error
 
 
 class ConfigError(UserError):

@@ -5,12 +5,29 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 _UNBOUNDED = 10_000
 _GAP = 2
 _LEAST = 12
 """Columns that a long word of a name has at least."""
+
+Part = str | Iterable[str] | None
+
+
+def lines(*parts: Part) -> str:
+    """The text of a report: a string is a line, what is listed stands indented below it, and None
+    is left out."""
+    shown: list[str] = []
+    for part in parts:
+        listed = [part] if isinstance(part, str) else [f"  {line}" for line in part or ()]
+        shown += listed
+    return "\n".join(shown)
+
+
+def one_line(text: str) -> str:
+    """A text of several lines in one."""
+    return " ".join(text.split())
 
 
 def table(

@@ -39,6 +39,10 @@ class Role:
     is_coordinator: bool
     worker_ids: tuple[int | str, ...]
 
+    @property
+    def ids(self) -> tuple[int | str, ...]:
+        return (*("local",) * self.is_coordinator, *self.worker_ids)
+
 
 def this_machine() -> MachineNames:
     """Names of the machine this process runs on."""

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from transformers import PretrainedConfig
 
 from hetero_framework import control, registry, versions
 from hetero_framework.cluster import link_probe, worker_info
-from hetero_framework.cluster.roles import Role, decide_role, machine_of
+from hetero_framework.cluster.roles import Role, machine_of
 from hetero_framework.cluster.worker_links import WorkerLinks
+from hetero_framework.commands.options import role_here
 from hetero_framework.config import Config, Machine, WorkerConfig, process_name
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
@@ -37,14 +38,15 @@ from hetero_framework.core.messages import Message
 from hetero_framework.core.threads import in_background
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.hosts import LinkLost
-from hetero_framework.errors import ConfigError, HeteroError, NetworkError, PeerLostError, UserError
+from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, UserError, attempt
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known
 from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, recomputing
 from hetero_framework.repository import resolve_model_path
-from hetero_framework.security.access import Access, KeyOptions, access_of, key_directory
+from hetero_framework.security.access import Access, KeyOptions, access_of
+from hetero_framework.tables import lines, one_line
 from hetero_framework.units import bit_rate, seconds, size
 
 WorkerId = int | str
@@ -58,15 +60,6 @@ _SLOW_ROUND_TRIP_S = 0.05
 CLOCK_S = 10.0
 """Seconds that a clock may be off."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A problem and what to do about it; `check` is the name of the check that reported it."""
-
-    check: str
-    what: str
-    fix: str
 
 
 @dataclass(frozen=True)
@@ -97,14 +90,12 @@ class MachineView:
 
     @property
     def is_coordinator(self) -> bool:
-        return self.role is not None and self.role.is_coordinator
+        return "local" in self.local_ids
 
     @property
     def local_ids(self) -> tuple[WorkerId, ...]:
         """The processes of this machine."""
-        if self.role is None:
-            return ()
-        return (*("local",) * self.role.is_coordinator, *self.role.worker_ids)
+        return () if self.role is None else self.role.ids
 
     @property
     def entries(self) -> list[tuple[WorkerId, Machine]]:
@@ -113,36 +104,37 @@ class MachineView:
         return [("local", self.config.coordinator), *workers]
 
     @property
+    def listeners(self) -> list[tuple[WorkerId, Machine]]:
+        """Those whose address others need."""
+        callers = [worker.id for worker in self.config.planned_workers if worker.dials]
+        return [entry for entry in self.entries if entry[0] not in callers]
+
+    @property
     def remote_workers(self) -> list[WorkerConfig]:
         return [worker for worker in self.config.planned_workers if worker.id not in self.local_ids]
 
     @cached_property
     def access(self) -> Access | UserError:
         """The credentials of a run here, or the reason why there are none."""
-        try:
-            return access_of(self.config, (*self.local_ids, "local")[0], self.options)
-        except UserError as error:
-            return error
+        process = (*self.local_ids, "local")[0]
+        return attempt(lambda: access_of(self.config, process, self.options))
 
     @cached_property
     def model(self) -> PretrainedConfig | UserError | None:
         """The model's configuration, or its error; None without a `model` section."""
-        if self.config.model is None:
+        model = self.config.model
+        if model is None:
             return None
-        try:
-            return load_model_config(self.config.model, self.config.base_dir)
-        except UserError as error:
-            return error
+        return attempt(lambda: load_model_config(model, self.config.base_dir))
 
     @cached_property
     def memory(self) -> list[StageMemory]:
         """The least memory of each stage; empty where the model cannot be read."""
-        if not isinstance(self.model, PretrainedConfig):
+        model = self.model
+        if not isinstance(model, PretrainedConfig):
             return []
-        try:
-            return estimate_memory(recomputing(self.config), self.model)
-        except UserError:
-            return []
+        found = attempt(lambda: estimate_memory(recomputing(self.config), model))
+        return [] if isinstance(found, UserError) else found
 
     @cached_property
     def workers(self) -> dict[WorkerId, WorkerAnswer]:
@@ -165,23 +157,16 @@ class MachineView:
 # -- asking ---------------------------------------------------------------------------------------
 
 
-def knock(worker: WorkerConfig) -> WorkerAnswer:
-    """Whether anything listens at a worker's address, if it has one."""
-    try:
-        if worker.port is not None:
-            connect(worker.ip, worker.port, _DIAL_S, who=f"worker {worker.id}").close()
-    except HeteroError as error:
-        return WorkerAnswer(error)
-    return WorkerAnswer()
-
-
 def ask_worker(view: MachineView, worker: WorkerConfig) -> WorkerAnswer:
     """Greet a worker as a run would, ask for its facts, measure its link, and let it go. A machine
     that is not the coordinator, or has no key for it, only knocks."""
-    access = view.access
-    asked = knock(worker)
-    if asked.problem is not None or not view.is_coordinator or isinstance(access, UserError):
-        return asked
+    access, who = view.access, f"worker {worker.id}"
+    if (port := worker.port) is not None:
+        knock = attempt(lambda: connect(worker.ip, port, _DIAL_S, who=who).close())
+        if isinstance(knock, UserError):
+            return WorkerAnswer(knock)
+    if not view.is_coordinator or isinstance(access, UserError):
+        return WorkerAnswer()
     if worker.dials:
         with view.port_in_use:
             return _greet(view, worker, access, _CALL_S)
@@ -201,17 +186,11 @@ def _greet(
 ) -> WorkerAnswer:
     """A run of nothing but a greeting and two questions."""
     plan = [{"id": "local", "start": 0, "end": 1}, {"id": worker.id, "start": 1, "end": 2}]
-    alone = view.config.with_changes(
-        shard_plan=plan,
-        training={"connect_timeout_s": patience_s, "liveness_timeout_s": _DIAL_S},
-    )
+    times = {"connect_timeout_s": patience_s, "liveness_timeout_s": _DIAL_S}
+    alone = view.config.with_changes(shard_plan=plan, training=times)
+    run, most = secrets.token_hex(8), 16 * _PROBE_BYTES
     links = WorkerLinks(
-        alone,
-        secrets.token_hex(8),
-        16 * _PROBE_BYTES,
-        access=access,
-        small_packets=small_packets,
-        session="measurement",
+        alone, run, most, access=access, small_packets=small_packets, session="measurement"
     )
     farewell = m.Error("UserError", "hetero doctor has looked at it", None)
     try:
@@ -224,14 +203,11 @@ def _greet(
         facts = control.result(answer)
         answer.release()
         clock_s = facts["clock"] - began - trip_s / 2
-        return WorkerAnswer(
-            None, None, welcome, facts, link_probe.measure(ask, _PROBE_BYTES), clock_s
-        )
-    except NetworkError as error:
-        busy = " refused: it " in error.message
-        return WorkerAnswer(busy=error.message) if busy else WorkerAnswer(error)
+        speed = link_probe.measure(ask, _PROBE_BYTES)
+        return WorkerAnswer(None, None, welcome, facts, speed, clock_s)
     except HeteroError as error:
-        return WorkerAnswer(error)
+        busy = isinstance(error, NetworkError) and " refused: it " in error.message
+        return WorkerAnswer(busy=error.message) if busy else WorkerAnswer(error)
     except (LinkLost, KeyError, TypeError) as error:
         return WorkerAnswer(PeerLostError(f"worker {worker.id} gave no answer ({error})"))
     finally:
@@ -257,6 +233,12 @@ def _answer(
 # -- checks ---------------------------------------------------------------------------------------
 
 Problems = Iterator[tuple[str, str]]
+
+
+def _told(found: object, fix: str = "") -> Problems:
+    """The problem of an error, with `fix` where it has no hint; none of anything else."""
+    if isinstance(found, HeteroError):
+        yield found.message, found.hint or fix
 
 
 def version(view: MachineView) -> Problems:
@@ -288,8 +270,8 @@ def role(view: MachineView) -> Problems:
 def names(view: MachineView) -> Problems:
     """DNS, also a machine's name that is a loopback address there (Debian's 127.0.1.1)."""
     alone = len({machine_of(view.config, machine) for _, machine in view.entries}) == 1
-    for id, machine in view.entries:
-        if addresses.parsed(machine.ip) is not None or _dials(machine):
+    for id, machine in view.listeners:
+        if addresses.parsed(machine.ip) is not None:
             continue
         if not addresses.resolve(machine.ip):
             yield (
@@ -304,15 +286,8 @@ def names(view: MachineView) -> Problems:
             )
 
 
-def _dials(machine: Machine) -> bool:
-    """Whether no other process needs its address."""
-    return isinstance(machine, WorkerConfig) and machine.dials
-
-
 def own_address(view: MachineView) -> Problems:
-    for id, machine in view.entries:
-        if _dials(machine):
-            continue
+    for id, machine in view.listeners:
         if id in view.local_ids and not addresses.is_local_address(machine.ip):
             yield (
                 f"{process_name(id)} is on this machine, which does not have its address"
@@ -322,16 +297,13 @@ def own_address(view: MachineView) -> Problems:
 
 
 def keys(view: MachineView) -> Problems:
-    if isinstance(view.access, UserError):
-        yield view.access.message, view.access.hint or "hetero keys check says more"
+    yield from _told(view.access, "hetero keys check says more")
 
 
 def port(view: MachineView) -> Problems:
     """Ports of this machine that another program has."""
-    for id in view.local_ids:
-        if id == "local":
-            continue
-        worker = view.config.worker(id)
+    for worker in (view.config.worker(id) for id in view.local_ids if id != "local"):
+        id = worker.id
         if worker.port is None or not addresses.is_local_address(worker.ip):
             continue
         if addresses.port_is_free(worker.ip, worker.port):
@@ -363,7 +335,7 @@ def reach(view: MachineView) -> Problems:
                 f"put both into one network, or give the address of worker {id} in this one",
             )
         else:
-            yield asked.problem.message, asked.problem.hint or "look at its screen or log"
+            yield from _told(asked.problem, "look at its screen or log")
 
 
 def clock(view: MachineView) -> Problems:
@@ -394,34 +366,31 @@ def link(view: MachineView) -> Problems:
 
 def model(view: MachineView) -> Problems:
     loaded = view.model
-    try:
-        if isinstance(loaded, PretrainedConfig):
-            view.config.plan.covers(introspect(loaded).num_layers)
-    except UserError as error:
-        loaded = error
-    if isinstance(loaded, UserError):
-        yield loaded.message, loaded.hint or "correct model.name_or_path or shard_plan"
+    if isinstance(loaded, PretrainedConfig):
+        known = loaded
+        covers = attempt(lambda: view.config.plan.covers(introspect(known).num_layers))
+        yield from _told(covers, "correct shard_plan")
+    yield from _told(loaded, "correct model.name_or_path")
 
 
 def data(view: MachineView) -> Problems:
     if not view.is_coordinator or view.config.data is None:
         return
     for spec in view.config.data.sources:
-        try:
-            find_sources(spec, view.config.base_dir)
-        except UserError as error:
-            yield error.message, error.hint or "correct data.train or data.eval"
+        found = attempt(partial(find_sources, spec, view.config.base_dir))
+        yield from _told(found, "correct data.train or data.eval")
 
 
 def memory(view: MachineView) -> Problems:
     for id, machine in view.entries:
         needed = sum(stage.total for stage in view.memory if stage.stage.owner == id)
         if id in view.local_ids:
-            try:
-                free = open_device(machine.device).memory().free
-            except UserError as error:
-                yield f"{process_name(id)}: {error.message}", error.hint or "correct its device"
+            room = attempt(partial(_free, machine.device))
+            if isinstance(room, UserError):
+                for what, fix in _told(room, "correct its device"):
+                    yield f"{process_name(id)}: {what}", fix
                 continue
+            free = room
         elif id in view.workers and (welcome := view.workers[id].welcome) is not None:
             free = welcome.memory_free
         else:
@@ -434,6 +403,10 @@ def memory(view: MachineView) -> Problems:
             )
 
 
+def _free(device: str) -> int:
+    return open_device(device).memory().free
+
+
 def four_bit(view: MachineView) -> Problems:
     if not isinstance(view.model, PretrainedConfig):
         return
@@ -441,10 +414,8 @@ def four_bit(view: MachineView) -> Problems:
     for id, asked in view.workers.items():
         if asked.welcome is not None:
             reasons[id] = asked.welcome.no_four_bit
-    try:
-        check_devices(view.config, view.model, reasons)
-    except UserError as error:
-        yield from ((line, error.hint or "") for line in error.message.splitlines())
+    found = attempt(partial(check_devices, view.config, view.model, reasons))
+    yield from ((line, fix) for what, fix in _told(found) for line in what.splitlines())
 
 
 def attention(view: MachineView) -> Problems:
@@ -453,11 +424,8 @@ def attention(view: MachineView) -> Problems:
     for id in view.local_ids:
         with suppress(UserError):  # `memory` reports a missing device
             devices[id] = open_device(view.config.machine(id).device).name
-    try:
-        if view.config.is_planned:
-            check_attention(view.config, devices)
-    except UserError as error:
-        yield error.message, error.hint or ""
+    if view.config.is_planned:
+        yield from _told(attempt(partial(check_attention, view.config, devices)))
 
 
 def disk(view: MachineView) -> Problems:
@@ -553,34 +521,24 @@ def diagnose(
     config: Config, *, worker_id: WorkerId | None = None, options: KeyOptions | None = None
 ) -> dict[str, Any]:
     """All findings, as JSON types; `worker_id` is the worker of this machine."""
-    view = MachineView(config, _role(config, worker_id, options), options)
+    view = MachineView(config, role_here(config, worker_id, options), options)
     checks = [(check.__name__, check) for check in CHECKS]
     checks += [(name, registry.find("findings", name)) for name in registry.installed("findings")]
-    findings = [Finding(name, *problem) for name, check in checks for problem in check(view)]
-    here = " and ".join(map(process_name, view.local_ids))
-    return {
-        "this_machine": here or "nothing in this configuration",
-        "findings": [asdict(finding) for finding in findings],
-        "notes": view.notes,
-    }
-
-
-def _role(config: Config, worker_id: WorkerId | None, options: KeyOptions | None) -> Role | None:
-    keys = key_directory(config, options).processes()
-    try:
-        return decide_role(config, worker_id=worker_id, keys=keys)
-    except ConfigError:
-        return None
+    findings = [
+        {"check": name, "what": what, "fix": fix}
+        for name, check in checks
+        for what, fix in check(view)
+    ]
+    here = " and ".join(map(process_name, view.local_ids)) or "nothing in this configuration"
+    return {"this_machine": here, "findings": findings, "notes": view.notes}
 
 
 def text(result: dict[str, Any]) -> str:
     """Two lines for each finding: what is wrong, what to do."""
-    lines = [f"this machine is {result['this_machine']}"]
-    for finding in result["findings"]:
-        lines += [f"wrong: {_line(finding['what'])}", f"    do: {_line(finding['fix'])}"]
-    lines += [f"note: {_line(note)}" for note in result["notes"]]
-    return "\n".join(lines if result["findings"] else [*lines, "nothing is wrong"])
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())
+    found = [(one_line(f["what"]), one_line(f["fix"])) for f in result["findings"]]
+    return lines(
+        f"this machine is {result['this_machine']}",
+        *(line for what, fix in found for line in (f"wrong: {what}", f"    do: {fix}")),
+        *(f"note: {one_line(note)}" for note in result["notes"]),
+        None if found else "nothing is wrong",
+    )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import glob
-import ipaddress
 import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +39,8 @@ from hetero_framework.config import (
 from hetero_framework.config.objectives import needs_of
 from hetero_framework.core import addresses
 from hetero_framework.core.files import refuse_output, write_file
-from hetero_framework.errors import ConfigError, DataError, HeteroError, UserError
+from hetero_framework.errors import DataError, HeteroError, UserError, attempt
+from hetero_framework.tables import lines
 
 EXAMPLES = """
     hetero init
@@ -89,11 +90,8 @@ _T = TypeVar("_T")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    given = vars(arguments)
-    names = ("model", "workers", "coordinator", "layers", "adapter", "data", "objective", "island")
-    # The wizard asks where it is not given.
-    asked = {name: given[name] for name in (*names, "lighthouse")}
-    answers = Answers(**asked, measure=arguments.measure or None)
+    given = {**vars(arguments), "measure": arguments.measure or None}  # not given: it is asked
+    answers = Answers(**{f.name: given[f.name] for f in fields(Answers) if f.name in given})
     output = Path(arguments.output)
     if not arguments.non_interactive:
         code = run_wizard(answers, output, force=arguments.overwrite)
@@ -103,9 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
     objective = config.training.objective
     if arguments.objective is None and objective != "sft":
         print(f"training.objective is {objective}, as the fields of the data tell")
-    for line in precision_lines(config):
-        print(line)
-    print(f"wrote {output}; next: hetero check --config {output}")
+    print(
+        *precision_lines(config), f"wrote {output}; next: hetero check --config {output}", sep="\n"
+    )
     prepare_machines(config, output)
     return 0
 
@@ -141,6 +139,12 @@ class Address:
     device: str = "auto"
     dials: bool = False
 
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Of the configuration; without a port where none is given, or it dials."""
+        port = {} if self.port is None else {"port": self.port}
+        return {"ip": self.ip, **port, "device": self.device}
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -163,7 +167,7 @@ def parse_address(text: str) -> Address:
     """Take HOST[:PORT[:DEVICE]] apart. Raises UserError."""
     text = text.strip()
     match = _ADDRESS.fullmatch(text)
-    if _is_ipv6(text):
+    if addresses.parsed(text) is not None and ":" in text:
         address = Address(text)
     elif match is not None:
         bracketed, host, port, device = match.groups()
@@ -174,15 +178,8 @@ def parse_address(text: str) -> Address:
             f'"{text}" is not HOST, HOST:PORT or HOST:PORT:DEVICE',
             hint="for example 192.168.1.20:9999, [::1]:9999 or box:9999:cuda:0",
         )
-    given = {name: value for name, value in _entry(address).items() if value is not None}
-    _validated({"workers": [{"id": 1, **given}]}, text)
+    _validated({"workers": [{"id": 1, **address.entry}]}, text)
     return address
-
-
-def _entry(address: Address) -> dict[str, Any]:
-    """An entry of the configuration; without a port where none is given, or it dials."""
-    port = {} if address.port is None else {"port": address.port}
-    return {"ip": address.ip, **port, "device": address.device}
 
 
 def split_layers(num_layers: int, machines: int) -> list[tuple[int, int]]:
@@ -207,14 +204,11 @@ def propose(
     taken = {(coordinator["ip"], coordinator["port"])}
     entries = []
     for number, worker in enumerate(workers, start=1):
-        if worker.dials:
-            entries.append({"id": number, **_entry(worker)})
-            continue
-        port = worker.port or WORKER_PORT
-        while worker.port is None and (worker.ip, port) in taken:
-            port += 1
-        taken.add((worker.ip, port))
-        entries.append({"id": number, **_entry(worker), "port": port})
+        if not worker.dials:
+            free = (p for p in count(WORKER_PORT) if (worker.ip, p) not in taken)
+            worker = replace(worker, port=worker.port or next(free))
+            taken.add((worker.ip, worker.port))
+        entries.append({"id": number, **worker.entry})
     plan: list[dict[str, Any]] = [
         {"id": position or "local", "start": start, "end": end}
         for position, (start, end) in enumerate(ranges)
@@ -260,10 +254,8 @@ def propose(
         "gradient_checkpointing": "auto",
     }
     if kind == "mismatched":  # each answer is put behind its neighbour's prompt
-        raw["training"] |= {
-            "per_device_train_batch_size": 2,
-            "train_sampling_strategy": "sequential",
-        }
+        pairs = {"per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
+        raw["training"] |= pairs
     return raw
 
 
@@ -287,9 +279,8 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
         _check_objective(answers.objective, *told)
     elif told[0]:
         answers = replace(answers, objective=told[0][0])
-    answers = replace(
-        answers, model=beside(answers.model, output), data=beside(answers.data, output)
-    )
+    model, data = (beside(path, output) for path in (answers.model, answers.data))
+    answers = replace(answers, model=model, data=data)
     if answers.coordinator is None and answers.adapter == "qlora":
         # "auto" may open a device without 4 bits.
         answers = replace(answers, device=_own_device(answers.device or "auto"))
@@ -324,7 +315,7 @@ def told_objectives(data: str | None) -> tuple[list[str], str]:
     return [], ""
 
 
-def _check_objective(name: str, told: Sequence[str], fields: str) -> str:
+def _check_objective(name: str, told: Sequence[str], listed: str) -> str:
     """The same. Raises UserError for one that there is not, or that other data are for."""
     if needs_of(name).data == "own":
         raise UserError(
@@ -333,7 +324,7 @@ def _check_objective(name: str, told: Sequence[str], fields: str) -> str:
         )
     if told and name not in told:
         raise UserError(
-            f"the objective {name} is not for data with the fields {fields}",
+            f"the objective {name} is not for data with the fields {listed}",
             hint=f"these are for {', '.join(told)}; docs/objectives.md has the data of each",
         )
     return name
@@ -357,11 +348,10 @@ def _lacks_four_bit(kind: str) -> bool:
 
 def _check_quantised(config: Config, here: Sequence[str]) -> None:
     """Raise ConfigError for machines that cannot hold their quantised weights."""
-    if config.model is None:
+    if (section := config.model) is None:
         return
     owners: list[int | str] = ["local", *(worker.id for worker in config.workers)]
-    asks = config.model.quantization is not None
-    if asks and not any(config.quantization(owner) for owner in owners):
+    if section.quantization is not None and not any(config.quantization(owner) for owner in owners):
         raise UserError(
             "no machine of these has 4 bits, which qlora needs",
             hint="take --adapter lora, or add a machine with an NVIDIA, AMD, Intel or Apple GPU",
@@ -369,11 +359,9 @@ def _check_quantised(config: Config, here: Sequence[str]) -> None:
     from hetero_framework.models.cut.shard import load_model_config
     from hetero_framework.models.files.quantization import check_devices, devices_known
 
-    try:
-        model = load_model_config(config.model, config.base_dir)
-    except HeteroError:
-        return  # its number of layers was given: the model is elsewhere
-    check_devices(config, model, devices_known(config, here))
+    model = attempt(lambda: load_model_config(section, config.base_dir))
+    if not isinstance(model, UserError):  # else it is elsewhere, and its layers were given
+        check_devices(config, model, devices_known(config, here))
 
 
 def precision_lines(config: Config) -> list[str]:
@@ -400,11 +388,10 @@ def run_wizard(
     questions = _Questions(answers, output, ask, say)
     try:
         say("A few questions; an empty line takes the value in [brackets].")
-        if output.exists() and not force:
-            question = f"{output} exists. Replace it? (yes/no)"
-            if questions.ask(question, "no", _one_of("yes", "y", "no", "n")).startswith("n"):
-                say("Nothing was changed.")
-                return 0
+        question = f"{output} exists. Replace it? (yes/no)"
+        if output.exists() and not force and not questions.ask(question, "no", _yes):
+            say("Nothing was changed.")
+            return 0
         questions.ask_all()
         config = write_config(questions.answers, output, force=True)
     except EOFError:
@@ -412,14 +399,15 @@ def run_wizard(
             "the input ended before all questions were answered",
             hint="use --non-interactive with options; see `hetero init --help`",
         ) from None
-    for line in precision_lines(config):
-        say(f"  {line}")
-    if not config.is_planned:
-        say("  The plan is made when the run begins: `hetero train` measures the machines first.")
-    for stage in config.plan.stages if config.is_planned else ():
-        who = "this machine" if stage.owner == "local" else f"worker {stage.owner}"
-        say(f"  {stage.layers}: {who}")
-    say(f"Wrote {output}. Next: hetero check --config {output}")
+    plan = ["The plan is made when the run begins: `hetero train` measures the machines first."]
+    if config.is_planned:
+        names = {"local": "this machine"}
+        plan = [
+            f"{stage.layers}: {names.get(str(stage.owner), process_name(stage.owner))}"
+            for stage in config.plan.stages
+        ]
+    told = lines([*precision_lines(config), *plan], f"Wrote {output}.")
+    say(f"{told} Next: hetero check --config {output}")
     return 0
 
 
@@ -444,56 +432,51 @@ class _Questions:
                 self.say("")  # the reason is printed below the question
                 raise
 
+    def fill(
+        self, name: str, question: str, default: str | None, check: Callable[[str], Any]
+    ) -> None:
+        """Ask for one of the answers, where it is missing."""
+        if getattr(self.answers, name) is None:
+            self._take(name, self.ask(question, default, check))
+
+    def _take(self, name: str, answer: Any) -> None:
+        self.answers = replace(self.answers, **{name: answer})
+
     def ask_all(self) -> None:
-        if self.answers.data is None:
-            default = _USUAL_DATA if Path(_USUAL_DATA).is_file() else None
-            self._take(data=self.ask("Training data: a file or a dataset name", default, _data))
-        told, fields = told_objectives(self.answers.data)
-        if fields:
-            self.say(f"The data have the fields {fields}.")
-        if self.answers.objective is None:
-            known = ", ".join(
-                told
-                or (name for name in registry.names("objectives") if needs_of(name).data != "own")
-            )
-            chosen = self.ask(
-                f"Objective ({known})",
-                told[0] if told else "sft",
-                lambda name: _check_objective(name, told, fields),
-            )
-            self._take(objective=chosen)
+        usual = _USUAL_DATA if Path(_USUAL_DATA).is_file() else None
+        self.fill("data", "Training data: a file or a dataset name", usual, _data)
+        told, listed = told_objectives(self.answers.data)
+        if listed:
+            self.say(f"The data have the fields {listed}.")
+        known = told or [n for n in registry.names("objectives") if needs_of(n).data != "own"]
+        suits = partial(_check_objective, told=told, listed=listed)
+        self.fill("objective", f"Objective ({', '.join(known)})", [*told, "sft"][0], suits)
         while self.answers.model is None or self.answers.layers is None:
-            if self.answers.model is None:
-                self._take(model=self.ask("Model: a directory or a name on the hub", None, _model))
+            self.fill("model", "Model: a directory or a name on the hub", None, _model)
             if self.answers.layers is None:
                 self._find_layers()
         if self.answers.coordinator is None:
             question = "Device of this machine, the coordinator (auto, cpu, cuda:0, mps, ...)"
-            self._take(device=self.ask(question, "auto", _device))
+            self.fill("device", question, "auto", _device)
         if not self.answers.workers:
             count = self.ask("Number of workers beside this machine", "1", _count)
-            self._take(workers=[self._worker(number) for number in range(1, count + 1)])
-        if self.answers.measure is None and self.answers.workers and sys.stdin.isatty():
+            self._take("workers", [self._worker(number) for number in range(1, count + 1)])
+        if self.answers.workers and sys.stdin.isatty():
             question = "Measure the machines when the run begins, and plan by that? (yes/no)"
-            chosen = self.ask(question, "no", _one_of("yes", "y", "no", "n"))
-            self._take(measure=chosen.startswith("y"))
-        if self.answers.adapter is None:
-            question = "Train lora, qlora (4-bit base) or none (all weights)"
-            self._take(adapter=self.ask(question, "lora", _one_of(*ADAPTERS)))
-
-    def _take(self, **given: Any) -> None:
-        self.answers = replace(self.answers, **given)
+            self.fill("measure", question, "no", _yes)
+        question = "Train lora, qlora (4-bit base) or none (all weights)"
+        self.fill("adapter", question, "lora", _one_of(*ADAPTERS))
 
     def _find_layers(self) -> None:
         """The number of the model's layers; forgets the model where another is to be named."""
-        model = beside(self.answers.model, self.output)
         try:
+            model = beside(self.answers.model, self.output)
             layers = _layers(replace(self.answers, model=model), self.output)
             self.say(f"The model has {layers} layers.")
         except HeteroError as error:
             self.say(f"The model cannot be read here: {error}")
             layers = self.ask("Number of its layers, or 0 to name another model", None, _count)
-        self._take(**({"layers": layers} if layers else {"model": None}))
+        self._take(*(("layers", layers) if layers else ("model", None)))
 
     def _worker(self, number: int) -> str:
         default = f"127.0.0.1:{WORKER_PORT - 1 + number}"
@@ -543,18 +526,21 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return check
 
 
+def _yes(text: str) -> bool:
+    return _one_of("yes", "y", "no", "n")(text).startswith("y")
+
+
 def _coordinator(
     answers: Answers, workers: Sequence[Address], hostname: str | None, own_address: str
 ) -> dict[str, Any]:
     if answers.coordinator is not None:
         address = parse_address(answers.coordinator)
-        return {**_entry(address), "port": address.port or COORDINATOR_PORT}
+        return replace(address, port=address.port or COORDINATOR_PORT).entry
     others = [worker.ip for worker in workers]
     if answers.lighthouse is not None:  # islands that it tells of this one have to reach it
         others.append(_host(answers.lighthouse))
-    only_here = all(addresses.is_loopback(host) for host in others)
-    ip = "127.0.0.1" if only_here else own_address
-    entry: dict[str, Any] = {"ip": ip, "port": COORDINATOR_PORT, "device": answers.device or "auto"}
+    ip = "127.0.0.1" if all(map(addresses.is_loopback, others)) else own_address
+    entry = Address(ip, COORDINATOR_PORT, answers.device or "auto").entry
     return {"hostname": hostname, **entry} if hostname else entry
 
 
@@ -593,19 +579,7 @@ def beside(path: str | None, output: Path) -> str | None:
 
 def _validated(parts: dict[str, Any], text: str) -> None:
     """Check one answer with the schema, in an otherwise valid configuration."""
-    raw = {
-        "coordinator": {"ip": "coordinator.invalid"},
-        "workers": [{"id": 1, "ip": "worker.invalid"}],
-        "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
-    }
-    try:
-        Config.from_dict({**raw, **parts}, name=f'"{text}"')
-    except ConfigError as error:
-        raise UserError(re.sub(r"(workers\[0\]|coordinator)\.", "", error.message)) from None
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        return ipaddress.ip_address(text).version == 6
-    except ValueError:
-        return False
+    raw = {"coordinator": {"ip": "coordinator.invalid"}, "shard_plan": AUTO, **parts}
+    error = attempt(lambda: Config.from_dict(raw, name=f'"{text}"'))
+    if isinstance(error, UserError):
+        raise UserError(re.sub(r"(workers\[0\]|coordinator)\.", "", error.message))

@@ -10,11 +10,12 @@ import json
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hetero_framework.core.files import refuse_output
-from hetero_framework.errors import UserError
+from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.log import printable, set_level
 
 DEFAULT_CONFIG = "hetero_config.json"
@@ -165,6 +166,17 @@ def processes_here(config: Any, arguments: argparse.Namespace) -> list[str]:
     from hetero_framework.security import access
 
     return list(access.key_directory(config, key_options(arguments)).processes())
+
+
+def role_here(config: Any, worker_id: int | str | None = None, options: Any = None) -> Any:
+    """The role of this machine, or of the worker `worker_id`; None where nothing decides it."""
+    from hetero_framework.cluster.roles import decide_role
+    from hetero_framework.security import access
+
+    keys = access.key_directory(config, options).processes()
+    with suppress(ConfigError):  # a configuration may be checked anywhere
+        return decide_role(config, worker_id=worker_id, keys=keys)
+    return None
 
 
 def key_directory(arguments: argparse.Namespace) -> Any:

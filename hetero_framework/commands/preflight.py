@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework import control, repository
-from hetero_framework.config import Config
+from hetero_framework.config import Config, ModelConfig
 from hetero_framework.config.asked_extras import absent_extras, asked
 from hetero_framework.config.optimizers import optimizer_problems
 from hetero_framework.data.sources import find_sources
 from hetero_framework.data.tokenizer import tokenizer_place
-from hetero_framework.errors import ConfigError, DataError, ModelError, UserError
+from hetero_framework.errors import ConfigError, DataError, ModelError, UserError, attempt
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Names of the number of layers in config.json."""
@@ -26,7 +26,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 def preflight(config: Config, *, data: bool = True, writes: bool = False) -> None:
     """Raise the UserError of the one problem, or one that lists them all.
     `data`: the data are needed; `writes`: the output directories are."""
-    checks: list[Callable[[Config], Iterator[UserError]]] = [_extras, _optimizer, _metric, _model]
+    checks: list[Callable[[Config], Iterator[UserError]]] = [_heart, _model]
     checks += [_data] * data + [_directories, _of_extras] * writes
     problems = [error for check in checks for error in check(config)]
     if len(problems) == 1:
@@ -46,30 +46,28 @@ def declared_layers(fields: dict[str, Any]) -> int | None:
     return counts[0] if len(counts) == 1 else None
 
 
-def _optimizer(config: Config) -> Iterator[UserError]:
+def _heart(config: Config) -> Iterator[UserError]:
+    yield from _raised(lambda: list(absent_extras(config)))
     yield from optimizer_problems(config.training)
+    computes = control.function("compute_metrics") is not None
+    yield from _raised(partial(config.check_metric, computes=computes))
 
 
 def _model(config: Config) -> Iterator[UserError]:
     model = config.model
     if model is None or config.training.data_kind == "own":  # which is cut in other parts
         return
-    name, fields = model.name_or_path, model.from_config
-    if name is not None:
-        yield from _raised(lambda: _check_layers(config, _settings(config, name)))
-    if fields is not None:
-        yield from _raised(lambda: _check_layers(config, fields))
+    yield from _raised(partial(_check_layers, config, model))
 
 
-def _settings(config: Config, name: str) -> dict[str, Any] | None:
-    """The config.json of a model directory; None where there is none, and of a hub name."""
-    file = Path(repository.resolve_model_path(name, config.base_dir), repository.CONFIG)
-    return repository.read_json(file, ModelError) if file.is_file() else None
-
-
-def _check_layers(config: Config, fields: dict[str, Any] | None) -> None:
-    """Raise PlanError for a plan of another number of layers."""
-    layers = declared_layers(fields or {})
+def _check_layers(config: Config, model: ModelConfig) -> None:
+    """Raise PlanError for a plan of another number of layers than a config.json here gives."""
+    fields = model.from_config or {}
+    if model.name_or_path is not None:
+        folder = repository.resolve_model_path(model.name_or_path, config.base_dir)
+        file = Path(folder, repository.CONFIG)
+        fields = repository.read_json(file, ModelError) if file.is_file() else {}
+    layers = declared_layers(fields)
     if layers is not None and config.is_planned:
         config.plan.covers(layers)
 
@@ -86,18 +84,9 @@ def _data(config: Config) -> Iterator[UserError]:
         yield DataError(f"data.chat_template_path: there is no file {config.path(template)}")
 
 
-def _extras(config: Config) -> Iterator[UserError]:
-    yield from _raised(lambda: list(absent_extras(config)))
-
-
 def _of_extras(config: Config) -> Iterator[UserError]:
     for check in asked("run_checks", config):
         yield from _raised(partial(check, config))
-
-
-def _metric(config: Config) -> Iterator[UserError]:
-    computes = control.function("compute_metrics") is not None
-    yield from _raised(partial(config.check_metric, computes=computes))
 
 
 def _directories(config: Config) -> Iterator[UserError]:
@@ -125,7 +114,5 @@ def _directories(config: Config) -> Iterator[UserError]:
 
 
 def _raised(check: Callable[[], object]) -> Iterator[UserError]:
-    try:
-        check()
-    except UserError as error:
-        yield error
+    found = attempt(check)
+    yield from [found] if isinstance(found, UserError) else ()

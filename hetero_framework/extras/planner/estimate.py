@@ -19,20 +19,13 @@ import torch
 from transformers import PretrainedConfig
 
 from hetero_framework.commands.init import LORA, QLORA, Answers, propose
-from hetero_framework.config import (
-    AUTO,
-    Config,
-    Kind,
-    ModelConfig,
-    WorkerConfig,
-    apply_override,
-)
+from hetero_framework.config import AUTO, Config, ModelConfig, apply_override
 from hetero_framework.core import addresses
 from hetero_framework.core.devices import open_device, without_four_bit
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.data.sources import find_sources
-from hetero_framework.errors import UserError
+from hetero_framework.errors import UserError, attempt
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.fleet_profile import profile_of
 from hetero_framework.extras.planner.known_devices import (
@@ -77,49 +70,42 @@ def estimate_fleet(
     for name in excluded:
         config.worker(name)
     ids = ["local", *(w.id for w in config.workers if str(w.id) not in excluded)]
-    known = _devices(config, ids, devices)
-    rates = _rates(ids, bandwidths)
+    known, rates = _devices(config, ids, devices), _rates(ids, bandwidths)
     model = load_model_config(config.model, config.base_dir)
     # The plan in the file does not count: any of these may hold layers.
     fleet = config.with_changes(shard_plan=AUTO)
     check_devices(fleet, model, {id: _no_four_bit(known[id]) for id in ids})
     works = config.per_quantization(ids, lambda id: model_work(fleet.held_by(id), model))
-    costs = {id: _cost(works[id], known[id]) for id in ids}
-    memory = {id: known[id].usable_bytes for id in ids}
-    parts = {id: works[id].memory for id in ids}
-    profile = profile_of(config, parts, costs, memory, _links(config, ids, rates))
-    about = _about(known, rates, works["local"])
-    return Estimate(
-        profile, {**about, "job": _job(config, model, {id: config.quantization(id) for id in ids})}
+    profile = profile_of(
+        config,
+        {id: works[id].memory for id in ids},
+        {id: _cost(works[id], known[id]) for id in ids},
+        {id: known[id].usable_bytes for id in ids},
+        _links(config, ids, rates),
     )
+    about = _about(known, rates, works["local"])
+    return Estimate(profile, {**about, "job": _job(config, model, ids)})
 
 
 def _no_four_bit(device: KnownDevice) -> str | None:
     return without_four_bit("mps") if device.kind == "apple" else None
 
 
-def _job(
-    config: Config, model: PretrainedConfig, kinds: Mapping[WorkerId, Kind | None]
-) -> dict[str, Any]:
+def _job(config: Config, model: PretrainedConfig, ids: Sequence[WorkerId]) -> dict[str, Any]:
     """The trained weights and the sizes of micro-batches; `epoch_tokens` where the data are
     here."""
     assert config.model is not None
-    training, adapter = config.training, config.adapter
-    stored = stored_quantization(model)
+    training, adapter, dtype = config.training, config.adapter, config.model.dtype
+    known = str(model.dtype or "float32").removeprefix("torch.") if dtype == "auto" else dtype
+    stored = stored_quantization(model) or known
     return {
         "adapter": None if adapter is None else {"r": adapter.r, "modules": adapter.target_modules},
-        "weights": {str(id): kind or stored or _dtype(config, model) for id, kind in kinds.items()},
+        "weights": {str(id): config.quantization(id) or stored for id in ids},
         "rows": training.per_device_train_batch_size,
         "max_length": (config.data.max_length if config.data else None) or DEFAULT_TOKENS,
         "micro_batches": training.gradient_accumulation_steps,
         "epoch_tokens": _epoch_tokens(config),
     }
-
-
-def _dtype(config: Config, model: PretrainedConfig) -> str:
-    assert config.model is not None
-    named = config.model.dtype
-    return str(model.dtype or "float32").removeprefix("torch.") if named == "auto" else named
 
 
 def _epoch_tokens(config: Config) -> int | None:
@@ -145,10 +131,9 @@ def paper_config(
     quantised one those that cannot hold it so do not. Raises as `estimate_fleet`."""
     named = {text.partition("=")[0]: text.partition("=")[2] for text in devices}
     ids = [owner for owner in named if owner != "local"]
-    section = ModelConfig(name_or_path=model)
-    layers = introspect(load_model_config(section, Path.cwd())).num_layers
-    workers = [f"worker-{k}" for k, _ in enumerate(ids)]
-    answers = Answers(model=model, workers=workers, adapter=adapter)
+    loaded = load_model_config(ModelConfig(name_or_path=model), Path.cwd())
+    answers = Answers(model, [f"worker-{k}" for k, _ in enumerate(ids)], adapter=adapter)
+    layers = introspect(loaded).num_layers
     raw = propose(answers, layers, hostname=None, own_address="127.0.0.1")
     names = {k + 1: int(id) if id.isdecimal() else id for k, id in enumerate(ids)}
     for entry in (*raw["workers"], *raw["shard_plan"][1:]):
@@ -227,40 +212,37 @@ def _devices(
     config: Config, ids: Sequence[WorkerId], options: Sequence[str]
 ) -> dict[WorkerId, KnownDevice]:
     """The devices that are named; else this machine's, for the processes that run here."""
-    named: dict[WorkerId, KnownDevice] = {}
+    named: dict[str, str] = {}
     for option in options:
-        owner, equals, name = option.partition("=")
-        id = next((id for id in ids if str(id) == owner), None)
-        if not equals or not name.strip() or id is None:
+        owner, _, name = option.partition("=")
+        if not name.strip() or owner not in map(str, ids):
             raise UserError(
                 f"--device {option} is not of the form ID=NAME",
                 hint=f'for example: --device 1="RTX 3090"; IDs are {", ".join(map(str, ids))}',
             )
-        is_here = id == "local" or addresses.is_local_address(config.machine(id).ip)
-        named[id] = _own_device("cpu") if name == "cpu" and is_here else _named(option, name)
-    missing = []
+        named[owner] = name
+    known: dict[WorkerId, KnownDevice] = {}
     for id in ids:
-        machine = config.machine(id)
-        if id in named:
-            continue
-        if isinstance(machine, WorkerConfig) and not addresses.is_local_address(machine.ip):
-            missing.append(str(id))
-            continue
-        named[id] = _own_device(machine.device)
-    if missing:
+        given, machine = named.get(str(id)), config.machine(id)
+        is_here = id == "local" or addresses.is_local_address(machine.ip)
+        if is_here and given in (None, "cpu"):
+            known[id] = _own_device(given or machine.device)
+        elif given is not None:
+            known[id] = _named(f"{id}={given}", given)
+    if missing := [str(id) for id in ids if id not in known]:
         raise UserError(
             f"the device of {' and '.join(f'worker {id}' for id in missing)} is not known",
             hint=f'name it, as in --device {missing[0]}="RTX 3090", or leave the worker out'
             f" with --exclude {missing[0]}",
         )
-    return {id: named[id] for id in ids}
+    return known
 
 
 def _named(option: str, name: str) -> KnownDevice:
-    try:
-        return known_device(name)
-    except UserError as error:
-        raise UserError(f"--device {option}: {error.message}", hint=error.hint) from None
+    device = attempt(lambda: known_device(name))
+    if isinstance(device, UserError):
+        raise UserError(f"--device {option}: {device.message}", hint=device.hint)
+    return device
 
 
 def _own_device(name: str) -> KnownDevice:
@@ -268,13 +250,13 @@ def _own_device(name: str) -> KnownDevice:
     label, memory = device.label, device.memory().total
     if device.kind == "cpu":
         label += f", {psutil.cpu_count(logical=False) or psutil.cpu_count() or 1} cores"
-    try:
-        return known_device(label, memory_bytes=memory)
-    except UserError as error:
+    known = attempt(lambda: known_device(label, memory_bytes=memory))
+    if isinstance(known, UserError):
         raise UserError(
-            f"this machine's {device.name}: {error.message}",
-            hint=f"name one that is like it, as in --device local=...; {error.hint}",
-        ) from None
+            f"this machine's {device.name}: {known.message}",
+            hint=f"name one that is like it, as in --device local=...; {known.hint}",
+        )
+    return known
 
 
 def _rates(ids: Sequence[WorkerId], options: Sequence[str]) -> dict[WorkerId, float]:
@@ -306,10 +288,7 @@ def _links(
 ) -> list[dict[str, Any]]:
     """Links of all pairs; none of two workers where the configuration relays or neither listens."""
 
-    def dials(id: WorkerId) -> bool:
-        machine = config.machine(id)
-        return isinstance(machine, WorkerConfig) and machine.dials
-
+    callers = [worker.id for worker in config.workers if worker.dials]
     return [
         {
             "from": one,
@@ -319,30 +298,25 @@ def _links(
         }
         for one, other in itertools.permutations(ids, 2)
         if "local" in (one, other)
-        or (config.links != "relay" and not (dials(one) and dials(other)))
+        or (config.links != "relay" and not (one in callers and other in callers))
     ]
 
 
 def _cost(work: ModelWork, device: KnownDevice) -> ModelCost:
     """The costs of the parts on a device."""
 
+    def seconds(flops: float, nbytes: float) -> float:
+        return device.seconds(flops, nbytes, half=work.half) if flops or nbytes else 0.0
+
     def part(piece: PartWork, kept: int = 0, again: int = 0) -> PartCost:
         forward_s = device.seconds(piece.forward_flops, piece.forward_bytes, half=work.half)
-        backward_s = 0.0
-        if piece.backward_flops or piece.backward_bytes:
-            backward_s = device.seconds(piece.backward_flops, piece.backward_bytes, half=work.half)
+        backward_s = seconds(piece.backward_flops, piece.backward_bytes)
         return PartCost(forward_s, backward_s, forward_s if backward_s else 0.0, kept, again)
 
     layers = {
         k: part(layer, work.memory[1 + k].per_micro_batch, work.recomputing[1 + k].per_micro_batch)
         for k, layer in enumerate(work.layers)
     }
-    itemsize = getattr(torch, work.dtype).itemsize
-    return ModelCost(
-        part(work.embedding),
-        layers,
-        part(work.head),
-        list(layers),
-        work.hidden_numbers * itemsize,
-        work.dtype,
-    )
+    hidden_bytes = work.hidden_numbers * getattr(torch, work.dtype).itemsize
+    ends = part(work.embedding), part(work.head)
+    return ModelCost(ends[0], layers, ends[1], list(layers), hidden_bytes, work.dtype)

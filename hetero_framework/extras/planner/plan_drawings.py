@@ -41,12 +41,12 @@ def plan(result: Result, kind: str = "Predicted") -> PlanPicture:
         name = process_name(use.id)
         rows.append(PlanRow(name, text, held, use.memory_bytes, capacity, use.busy))
     rows += [PlanRow(process_name(id), "not used") for id in result.unused]
+    again = any(one.recompute for row in rows for one in row.held)
     subtitle = (
         f"{plural(layers, 'layer')} on {plural(len(result.devices), 'process')}; {kind.lower()}"
+        f" step {seconds(result.predicted_step_s)}"
+        f"{'; orange: computed again backward' if again else ''}"
     )
-    subtitle += f" step {seconds(result.predicted_step_s)}"
-    if any(one.recompute for row in rows for one in row.held):
-        subtitle += "; orange: computed again backward"
     return PlanPicture("Plan", subtitle, layers, rows)
 
 
@@ -54,33 +54,33 @@ def step(result: Result, kind: str = "Predicted") -> StepPicture:
     """The simulated step: tasks of each process, and transfers on its links."""
     schedule, spans = result.schedule, result.schedule.spans
     owners: list[WorkerId] = [entry["id"] for entry in result.shard_plan]
-    last = len(owners) - 1
+    held = {id: [k for k, owner in enumerate(owners) if owner == id] for id in owners}
 
     def bar(span: SimulatedSpan) -> Bar:
         stage = span.task.stage
-        stages = [k for k, owner in enumerate(owners) if owner == owners[stage]]
+        what = "forward" if span.task.kind == FORWARD else "backward"
+        if span.is_transfer:  # a bar of a link, without a number
+            return Bar(what, span.began, span.ended)
+        what = "forward_backward" if stage == len(owners) - 1 else what
+        stages = held[owners[stage]]
         shade = stages.index(stage) / max(1, len(stages) - 1)
-        both = stage == last and not span.is_transfer
-        name = "forward" if span.task.kind == FORWARD else "backward"
-        what = "forward_backward" if both else name
         return Bar(what, span.began, span.ended, span.task.micro_batch, shade)
 
-    def sender(span: SimulatedSpan) -> int:
-        return span.task.stage + (1 if span.task.kind == BACKWARD else -1)
+    def sender(span: SimulatedSpan) -> WorkerId:
+        return owners[span.task.stage + (1 if span.task.kind == BACKWARD else -1)]
 
     sent = [span for span in spans if span.is_transfer and span.leg == 0]
     passed_on = {span.task: span for span in spans if span.is_transfer and span.leg == 1}
     received = [passed_on.get(span.task, span) for span in sent]
     rows = []
-    for owner in dict.fromkeys(owners):
-        stages = [k for k, other in enumerate(owners) if other == owner]
+    for owner, stages in held.items():
         rows.append(
             Row(
                 process_name(owner),
                 f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}",
                 [bar(s) for s in spans if not s.is_transfer and owners[s.task.stage] == owner],
-                [_plain(bar(s)) for s in sent if owners[sender(s)] == owner],
-                [_plain(bar(s)) for s in received if owners[s.task.stage] == owner],
+                [bar(s) for s in sent if sender(s) == owner],
+                [bar(s) for s in received if owners[s.task.stage] == owner],
             )
         )
     count = plural(schedule.micro_batches, "micro-batch")
@@ -91,8 +91,3 @@ def step(result: Result, kind: str = "Predicted") -> StepPicture:
         rows,
         result.lower_bound_s,
     )
-
-
-def _plain(bar: Bar) -> Bar:
-    """A bar of a link, without a number."""
-    return Bar(bar.kind, bar.began, bar.ended)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hetero_framework.config import Config, layers_text, process_name
 from hetero_framework.config.strict_json import read_object
@@ -15,7 +16,7 @@ from hetero_framework.core.files import write_file
 from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
 from hetero_framework.extras.planner.planning import ALLOWED
-from hetero_framework.tables import table
+from hetero_framework.tables import Part, lines, table
 from hetero_framework.units import count, plural, seconds, share, size
 
 WorkerId = int | str
@@ -24,7 +25,8 @@ _UNITS = {
     **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
-_LAYER = re.compile(r"[0-9]{1,9}")
+_RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
+T = TypeVar("T")
 _HEAD = ("process", "layers", "busy", "limited by", "memory", "left")
 _STAGE_HEAD = (
     *("stage", "process", "layers", "forward", "backward"),
@@ -48,9 +50,9 @@ def make_plan(profile: FleetProfile, wishes: Wishes) -> Result:
     ids = [device.id for device in profile.devices]
     return plan(
         profile,
-        pins=_pins(wishes.pins, ids),
+        pins=_by_process("--pin", wishes.pins, ids, _layers),
         excluded=[_known(name, ids) for name in wishes.excluded],
-        margins=_margins(wishes.margins, ids),
+        margins=_by_process("--margin", wishes.margins, ids, _margin),
         allow=ALLOWED
         | {word.strip() for words in wishes.allow for word in words.split(",") if word.strip()},
     )
@@ -83,7 +85,7 @@ def judge_settings(
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         raise ConfigError(f"{file}: max_in_flight: must be a whole number of at least 1")
     ids = [device.id for device in profile.devices]
-    margins = _margins(wishes.margins, ids)
+    margins = _by_process("--margin", wishes.margins, ids, _margin)
     return evaluate(
         profile, entries, gradient_checkpointing=again, max_in_flight=most, margins=margins
     )
@@ -92,10 +94,8 @@ def judge_settings(
 def described(result: Result) -> dict[str, Any]:
     """A plan in JSON types, with the times of its stages and boundaries for one micro-batch."""
     pipeline = result.pipeline
-    stages = [
-        {"forward_s": forward_s, "backward_s": backward_s}
-        for forward_s, backward_s in zip(pipeline.forward_s, pipeline.backward_s, strict=True)
-    ]
+    times = zip(pipeline.forward_s, pipeline.backward_s, strict=True)
+    stages = [{"forward_s": forward_s, "backward_s": backward_s} for forward_s, backward_s in times]
     boundaries = [
         {
             "way": "direct" if edge.relay is None else "relay",
@@ -161,35 +161,37 @@ def text(facts: dict[str, Any]) -> str:
     rows = []
     for device in facts["devices"]:
         entries = [entry for entry in facts["shard_plan"] if entry["id"] == device["id"]]
-        rows.append(
-            (
-                process_name(device["id"]),
-                held_text([(entry["start"], entry["end"]) for entry in entries]),
-                share(device["busy"]),
-                device["limit"],
-                size(device["memory_bytes"]),
-                size(max(0, device["free_bytes"])),
-            )
-        )
-    lines = [*table(_HEAD, rows, left=(0, 1, 3)), "", *_stage_table(facts), "", *_lines(facts)]
-    if "estimate" in facts:
-        lines = [*_estimate_lines(facts["estimate"]), "", *lines]
-    return "\n".join(lines)
+        held = held_text([(entry["start"], entry["end"]) for entry in entries])
+        sizes = (size(device["memory_bytes"]), size(max(0, device["free_bytes"])))
+        name = process_name(device["id"])
+        rows.append((name, held, share(device["busy"]), device["limit"], *sizes))
+    about = facts.get("estimate")
+    return lines(
+        *(_estimate_lines(about) if about else ()),
+        *table(_HEAD, rows, left=(0, 1, 3)),
+        "",
+        "One micro-batch:",
+        *table(_STAGE_HEAD, _stage_rows(facts), left=(0, 1, 2, 5)),
+        "",
+        f"A step is predicted to take {_spread(seconds, facts['predicted_step_s'], about)}.",
+        _step_lines(facts),
+        *(("", f"Not used: {facts['why']}.") if facts["unused"] else ()),
+        *(("", "What would help, the most first:") if facts["advice"] else ()),
+        facts["advice"],
+    )
 
 
-def _stage_table(facts: Mapping[str, Any]) -> list[str]:
+def _stage_rows(facts: Mapping[str, Any]) -> list[list[str]]:
     """Each stage's seconds for one micro-batch, and those of its boundary to the next stage."""
     rows = []
     for k, (entry, stage) in enumerate(zip(facts["shard_plan"], facts["stages"], strict=True)):
-        held = held_text([(entry["start"], entry["end"])])
-        row = [str(k), process_name(entry["id"]), held]
+        row = [str(k), process_name(entry["id"]), held_text([(entry["start"], entry["end"])])]
         row += map(seconds, (stage["forward_s"], stage["backward_s"]))
-        if k < len(facts["boundaries"]):
-            edge = facts["boundaries"][k]
+        for edge in facts["boundaries"][k : k + 1]:
             times = (edge["activation_s"], edge["gradient_s"], edge["latency_s"])
             row += [edge["way"], *map(seconds, times)]
         rows.append([*row, *[""] * (len(_STAGE_HEAD) - len(row))])
-    return ["One micro-batch:", *table(_STAGE_HEAD, rows, left=(0, 1, 2, 5))]
+    return rows
 
 
 def held_text(ranges: Sequence[tuple[int, int]]) -> str:
@@ -200,37 +202,34 @@ def held_text(ranges: Sequence[tuple[int, int]]) -> str:
     return joined.replace(", layers ", ", ") if joined.startswith("layers") else joined
 
 
-def _estimate_lines(about: Mapping[str, Any]) -> list[str]:
+def _estimate_lines(about: Mapping[str, Any]) -> tuple[Part, ...]:
     """The basis of an estimate, and how far it may be off."""
-    lines = [
-        f"An ESTIMATE from config.json and makers' figures: times may be {about['factor']:g} times"
-        " longer or shorter. `hetero plan --measure` measures."
-    ]
-    weights = about["job"]["weights"]
+    job, pace, shown = about["job"], about["pace"], []
+    weights = job["weights"]
     for device in about["devices"]:
         held = f", holds {weights[str(device['id'])]}" if len({*weights.values()}) > 1 else ""
         name = process_name(device["id"])
-        lines.append(f"  {name}: {device['name']} ({device['figures']}){held}")
-    lines += _job_lines(about["job"], about["pace"], about["factor"])
-    return [*lines, *(f"  assumed: {line}" for line in about["assumed"])]
-
-
-def _job_lines(job: Mapping[str, Any], pace: Mapping[str, float], factor: float) -> Iterator[str]:
-    weights = " and ".join(dict.fromkeys(job["weights"].values()))
-    trained = "all weights"
-    if (adapter := job["adapter"]) is not None:
+        shown.append(f"{name}: {device['name']} ({device['figures']}){held}")
+    trained, adapter = "all weights,", job["adapter"]
+    if adapter is not None:
         modules = adapter["modules"] or "PEFT's choice of modules"
         named = modules if isinstance(modules, str) else ", ".join(modules)
-        trained = f"LoRA of rank {adapter['r']} on {named}"
-    yield f"  job: {trained}, over {weights}" if adapter else f"  job: {trained}, {weights}"
-    samples = plural(job["rows"], "sample")
-    batches = plural(job["micro_batches"], "micro-batch")
-    yield f"    {samples} of {job['max_length']} tokens in a micro-batch, {batches} in a step"
-    per_s, hours, known = pace["tokens_per_s"], pace["hours"], job["epoch_tokens"] is not None
+        trained = f"LoRA of rank {adapter['r']} on {named}, over"
+    known = job["epoch_tokens"] is not None
     what = f"an epoch of {count(pace['tokens'])} tokens" if known else "a million tokens"
-    yield (
-        f"    {per_s:,.0f} tokens/s ({per_s / factor:,.0f} to {per_s * factor:,.0f}); {what} takes"
-        f" {_long(hours)} ({_long(hours / factor)} to {_long(hours * factor)})"
+    return (
+        f"An ESTIMATE from config.json and makers' figures: times may be {about['factor']:g} times"
+        " longer or shorter. `hetero plan --measure` measures.",
+        shown,
+        [
+            f"job: {trained} {' and '.join(dict.fromkeys(weights.values()))}",
+            f"  {plural(job['rows'], 'sample')} of {job['max_length']} tokens in a micro-batch,"
+            f" {plural(job['micro_batches'], 'micro-batch')} in a step",
+            f"  {_spread('{:,.0f}'.format, pace['tokens_per_s'], about, ' tokens/s')}; {what} takes"
+            f" {_spread(_long, pace['hours'], about)}",
+        ],
+        [f"assumed: {line}" for line in about["assumed"]],
+        "",
     )
 
 
@@ -238,41 +237,35 @@ def _long(hours: float) -> str:
     return f"{hours:.3g} h" if hours >= 1 else f"{60 * hours:.3g} min"
 
 
-def _lines(facts: Mapping[str, Any]) -> list[str]:
-    step_s = facts["predicted_step_s"]
-    lines = [f"A step is predicted to take {_step(facts)}."]
+def _spread(
+    show: Callable[[float], str], value: float, about: Mapping[str, Any] | None, unit: str = ""
+) -> str:
+    """A value, and of an estimate the least and the most that it may be."""
+    if about is None:
+        return show(value)
+    factor = about["factor"]
+    return f"{show(value)}{unit} ({show(value / factor)} to {show(value * factor)})"
+
+
+def _step_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    step_s, plan = facts["predicted_step_s"], facts["shard_plan"]
     if facts["alone"]:
         single, name = facts["alone"]["step_s"], process_name(facts["alone"]["id"])
         faster = f" ({single / step_s:.2f} times as long)" if step_s > 0 else ""
-        lines.append(f"  {name} alone, the fastest that could: {seconds(single)}{faster}")
-    in_flight = ", ".join(map(str, facts["in_flight"]))
-    held = f"stages store up to {in_flight} forwards"
-    lines.append(f"  {facts['max_in_flight']} micro-batches under way; {held}")
-    again = [k for k, on in facts["gradient_checkpointing"].items() if on]
-    if again:
-        lines.append(f"  gradient_checkpointing on stage {', '.join(again)}")
+        yield f"{name} alone, the fastest that could: {seconds(single)}{faster}"
+    held = f"stages store up to {', '.join(map(str, facts['in_flight']))} forwards"
+    yield f"{facts['max_in_flight']} micro-batches under way; {held}"
+    if again := [k for k, on in facts["gradient_checkpointing"].items() if on]:
+        yield f"gradient_checkpointing on stage {', '.join(again)}"
     direct = [
         f"{process_name(before['id'])} to {process_name(entry['id'])}"
-        for before, entry in zip(facts["shard_plan"], facts["shard_plan"][1:], strict=False)
+        for before, entry in pairwise(plan)
         if entry.get("links") == "direct"
     ]
     if direct:
-        lines.append(f"  direct: {', '.join(direct)}")
+        yield f"direct: {', '.join(direct)}"
     if facts["changes"]:
-        lines.append(f"  it needs {json.dumps(facts['changes'])}")
-    if facts["unused"]:
-        lines += ["", f"Not used: {facts['why']}."]
-    if facts["advice"]:
-        lines += ["", "What would help, the most first:", *(f"  {x}" for x in facts["advice"])]
-    return lines
-
-
-def _step(facts: Mapping[str, Any]) -> str:
-    step_s = facts["predicted_step_s"]
-    if "estimate" not in facts:
-        return seconds(step_s)
-    factor = facts["estimate"]["factor"]
-    return f"{seconds(step_s)} ({seconds(step_s / factor)} to {seconds(step_s * factor)})"
+        yield f"it needs {json.dumps(facts['changes'])}"
 
 
 def _known(name: str, ids: Sequence[WorkerId]) -> WorkerId:
@@ -280,42 +273,33 @@ def _known(name: str, ids: Sequence[WorkerId]) -> WorkerId:
     return next((known for known in ids if str(known) == name), name)
 
 
-def _owner(text: str, ids: Sequence[WorkerId]) -> WorkerId:
-    return _known(text.partition("=")[0], ids)
-
-
-def _pins(texts: Sequence[str], ids: Sequence[WorkerId]) -> dict[WorkerId, tuple[int, int]]:
-    pins: dict[WorkerId, tuple[int, int]] = {}
+def _by_process(
+    option: str, texts: Sequence[str], ids: Sequence[WorkerId], read: Callable[[str], T]
+) -> dict[WorkerId, T]:
+    """What an option, ID=VALUE, gives each process. Raises UserError, also where it gives twice."""
+    given: dict[WorkerId, T] = {}
     for text in texts:
-        _check_once("--pin", owner := _owner(text, ids), pins)
-        pins[owner] = _layers(text)
-    return pins
-
-
-def _check_once(option: str, owner: WorkerId, given: Collection[WorkerId]) -> None:
-    """Raise UserError where an option is given twice for a process."""
-    if owner in given:
-        raise UserError(f"{option} is given twice for {process_name(owner)}; keep one")
+        value, owner = read(text), _known(text.partition("=")[0], ids)
+        if owner in given:
+            raise UserError(f"{option} is given twice for {process_name(owner)}; keep one")
+        given[owner] = value
+    return given
 
 
 def _layers(text: str) -> tuple[int, int]:
-    start, colon, end = text.partition("=")[2].partition(":")
-    if not (colon and _LAYER.fullmatch(start) and _LAYER.fullmatch(end)):
+    match = _RANGE.fullmatch(text.partition("=")[2])
+    if match is None:
         raise UserError(
             f"--pin {text} is not of the form ID=START:END",
             hint="for example: --pin 1=4:12 for layers 4 to 11",
         )
-    return int(start), int(end)
+    return int(match[1]), int(match[2])
 
 
-def _margins(texts: Sequence[str], ids: Sequence[WorkerId]) -> dict[WorkerId, float]:
-    margins: dict[WorkerId, float] = {}
-    for text in texts:
-        match = _SIZE.fullmatch(text.partition("=")[2])
-        if match is None or match[2].upper() not in _UNITS:
-            raise UserError(
-                f"--margin {text} is not of the form ID=SIZE", hint="for example: --margin 1=2GiB"
-            )
-        _check_once("--margin", owner := _owner(text, ids), margins)
-        margins[owner] = float(match[1]) * _UNITS[match[2].upper()]
-    return margins
+def _margin(text: str) -> float:
+    match = _SIZE.fullmatch(text.partition("=")[2])
+    if match is None or match[2].upper() not in _UNITS:
+        raise UserError(
+            f"--margin {text} is not of the form ID=SIZE", hint="for example: --margin 1=2GiB"
+        )
+    return float(match[1]) * _UNITS[match[2].upper()]
