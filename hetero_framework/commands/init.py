@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import glob
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +37,7 @@ from hetero_framework.config import (
 )
 from hetero_framework.config.objectives import needs_of
 from hetero_framework.core import addresses
-from hetero_framework.core.files import refuse_output, write_file
+from hetero_framework.core.files import refuse_output, write_json
 from hetero_framework.errors import DataError, HeteroError, UserError, attempt
 from hetero_framework.tables import lines
 
@@ -196,8 +195,8 @@ def propose(
     answers: Answers, num_layers: int | None, *, hostname: str | None, own_address: str
 ) -> dict[str, Any]:
     """A complete configuration as JSON types; without `num_layers` the plan is left to the run.
-    `hostname` and `own_address` are this machine's, the
-    coordinator unless the answers name another. Raises UserError."""
+    `hostname` and `own_address` are this machine's, the coordinator unless the answers name
+    another. Raises UserError."""
     workers = [parse_address(text) for text in answers.workers]
     coordinator = _coordinator(answers, workers, hostname, own_address)
     ranges = [] if num_layers is None else split_layers(num_layers, len(workers) + 1)
@@ -215,12 +214,8 @@ def propose(
     ]
     if plan:
         plan[-1]["is_last"] = True
-    raw: dict[str, Any] = {
-        "version": "1",
-        "coordinator": coordinator,
-        "workers": entries,
-        "shard_plan": plan or AUTO,
-    }
+    raw: dict[str, Any] = {"version": "1", "coordinator": coordinator, "workers": entries}
+    raw["shard_plan"] = plan or AUTO
     adapter = answers.adapter or "lora"
     if answers.model:
         raw["model"] = {"name_or_path": answers.model}
@@ -292,10 +287,7 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
     )
     config = Config.from_dict(raw, output.absolute().parent, name="the answers")
     _check_quantised(config, [] if answers.coordinator else ["local"])
-    try:
-        write_file(output, json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
-    except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror or error}") from error
+    write_json(output, raw)
     return config
 
 

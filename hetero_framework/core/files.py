@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from hetero_framework.core import timeouts
-from hetero_framework.errors import UserError
+from hetero_framework.errors import HeteroError, UserError
 
 PICTURES = (".png", ".svg", ".pdf", ".mmd")
 # Windows: access denied, sharing violation, lock violation: scanners hold fresh files open.
@@ -63,6 +65,14 @@ def write_file(path: Path, content: bytes) -> None:
         rename(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any, error: type[HeteroError] = UserError) -> None:
+    """Write JSON that people read; `error` is raised where that is not possible."""
+    try:
+        write_file(path, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
+    except OSError as why:
+        raise error(f"cannot write {path}: {why.strerror or why}") from why
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from hetero_framework.config import Config, layers_text, process_name
 from hetero_framework.config.strict_json import read_object
-from hetero_framework.core.files import write_file
+from hetero_framework.core.files import write_json
 from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
 from hetero_framework.extras.planner.planning import ALLOWED
@@ -125,11 +125,8 @@ def write_plan(facts: Mapping[str, Any], file: Path) -> Config:
     if "micro_batches" in changes:
         _split_samples(raw, changes["micro_batches"])
     config = Config.from_dict(raw, file.absolute().parent, name=str(file))
-    try:
-        # Through a symbolic link the file behind it is written; the link stays.
-        write_file(file.resolve(), json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror or error}") from error
+    # Through a symbolic link the file behind it is written; the link stays.
+    write_json(file.resolve(), raw)
     return config
 
 

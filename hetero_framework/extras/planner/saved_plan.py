@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetero_framework.config import PLAN_FILE, Config
-from hetero_framework.core.files import write_file
+from hetero_framework.core.files import write_json
 from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.errors import ResourceError
 from hetero_framework.extras.planner.result import Result
@@ -31,12 +31,7 @@ def save_plan(config: Config, result: Result) -> None:
         "pipeline": asdict(result.pipeline),
         "predicted_for": _conditions(config),
     }
-    file = config.output_dir / PLAN_FILE
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, json.dumps(kept, indent=2).encode() + b"\n")
-    except OSError as error:
-        raise ResourceError(f"cannot write {file}: {error.strerror or error}") from error
+    write_json(config.output_dir / PLAN_FILE, kept, ResourceError)
 
 
 def planned(config: Config) -> Planned | None:

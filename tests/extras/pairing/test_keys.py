@@ -18,6 +18,7 @@ from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError, UserError
 from hetero_framework.extras.pairing.key_management import (
     check,
+    findings,
     invite,
     invite_islands,
     join_cluster,
@@ -28,6 +29,7 @@ from hetero_framework.security.access import KeyOptions, lighthouse_access
 from hetero_framework.security.keys import KeyDirectory
 from tests.certificates import keys_of_year
 from tests.samples import free_ports, plan_of
+from tests.unit.commands.test_diagnosis import view
 
 WAIT_S = 60.0
 
@@ -222,6 +224,12 @@ def test_revoked_key_lost_entry_and_left_overs_are_all_named_at_once(
     certificates.rotate(keys)
     assert check(None, keys).endswith("all good")
     assert not keys.left_overs()
+
+
+def test_doctor_finds_nothing_about_keys_where_none_are_used(tmp_path: Path) -> None:
+    made = view(tmp_path, worker={"ip": "192.0.2.7"})
+    made.options = KeyOptions(insecure=True)
+    assert list(findings(made)) == []
 
 
 def test_line_that_invite_prints_makes_a_coordinator_an_island(

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from hetero_framework.commands.check_report import check, forecast, text
 from hetero_framework.config import Config, load_config
 from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.errors import ConfigError, DataError, PlanError
-from hetero_framework.extras.observe.token_view import print_examples
 from hetero_framework.trainer.setup import prepare
 from tests.samples import plan_of
 from tests.unit.data_helpers import CHATML, tiny_tokenizer
@@ -227,37 +224,6 @@ def test_show_marks_the_text_in_the_loss(chat: Path, capsys: pytest.CaptureFixtu
         "  ⟦Four.\\n",
         "  Not \\x1b[31mthree<|im_end|>\\n⟧",
     ]
-
-
-def test_show_uses_colour_instead_of_brackets_on_a_terminal() -> None:
-    example = {"where": "a:1", "tokens": 3, "trained": 1, "left_out": ["thinking"]}
-    example["pieces"] = [("one", False), (" two\n", True), ("three", False)]
-
-    class Terminal(io.StringIO):
-        encoding = "ascii"
-
-        def isatty(self) -> bool:
-            return True
-
-    for encoding, marks in (("utf-8", "⟦│⟧"), ("ascii", "[[|]]")):
-        plain = Terminal()
-        plain.encoding = encoding
-        plain.isatty = lambda: False  # type: ignore[method-assign]
-        print_examples([example], plain)
-        assert all(mark in plain.getvalue() for mark in marks)
-        assert " two" in plain.getvalue()
-        assert "\x1b" not in plain.getvalue()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TERM", "xterm-256color")
-        patch.setenv("COLUMNS", "30")
-        patch.delenv("NO_COLOR", raising=False)
-        terminal = Terminal()
-        print_examples([example], terminal)
-    shown = terminal.getvalue()
-    assert "\x1b[1;32m two\\n\x1b[0m" in shown
-    assert "[[" not in shown
-    plain_lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in shown.splitlines()]
-    assert max(map(len, plain_lines)) <= 30
 
 
 def test_device_that_is_too_small_or_absent_is_a_warning(

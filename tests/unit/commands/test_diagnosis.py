@@ -27,8 +27,6 @@ from hetero_framework.config import Config
 from hetero_framework.core import addresses, failpoints
 from hetero_framework.core.devices import Device, Memory, Support
 from hetero_framework.errors import NetworkError
-from hetero_framework.extras.observe import pictures
-from hetero_framework.extras.pairing import key_management
 from hetero_framework.security.access import KeyOptions
 from tests.samples import free_ports
 
@@ -122,7 +120,7 @@ def test_keys(tmp_path: Path) -> None:
     assert "hetero invite" in line
     far.options = KeyOptions(insecure=True)
     del far.__dict__["access"]
-    assert found(key_management.findings, far) == found(diagnosis.keys, far) == []
+    assert found(diagnosis.keys, far) == []
     absent = MachineView(far.config, far.role, KeyOptions(tmp_path / "none"))
     assert "there is no " in found(diagnosis.keys, absent)[0]
 
@@ -310,18 +308,6 @@ def test_commit_of_a_hub_model_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert f'set model.revision to "{commit}"' in made.notes[0]
     made = view(tmp_path, model={"name_or_path": "a/b", "revision": commit})
     assert found(diagnosis.revision, made) == [] == made.notes
-
-
-def test_program_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    drawn = {"visualize": True}
-    made = view(tmp_path, training=drawn)
-    assert found(pictures.findings, made) == []
-    assert "the package graphviz gives a better one" in made.notes[0]
-    monkeypatch.setattr(pictures, "can_draw", lambda: False)
-    assert "no diagram is drawn" in found(pictures.findings, view(tmp_path, training=drawn))[0]
-    text = {"visualize": True, "visualization_format": "mmd"}
-    assert found(pictures.findings, view(tmp_path, training=text)) == []
 
 
 def test_two_runs_in_one_directory(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -199,7 +198,9 @@ def _profile(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     else:
         profile = _measured(arguments)
     if arguments.save_profile is not None:
-        _save(profile, Path(arguments.save_profile))
+        from hetero_framework.core.files import write_json
+
+        write_json(Path(arguments.save_profile), profile.to_dict())
     return profile, about
 
 
@@ -242,12 +243,3 @@ def _find_model(config: Any) -> None:
     """Raise ModelError for a path that leads nowhere, before anything slow is imported."""
     if config.model is not None and config.model.name_or_path is not None:
         repository.resolve_model_path(config.model.name_or_path, config.base_dir)
-
-
-def _save(profile: Any, file: Path) -> None:
-    from hetero_framework.core.files import write_file
-
-    try:
-        write_file(file, json.dumps(profile.to_dict(), indent=1).encode() + b"\n")
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror or error}") from error
