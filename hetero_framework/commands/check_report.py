@@ -122,18 +122,13 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
             notes += tower_lines(model_config)
         tokenizer = _look_at_data(config, model_config, here, notes)
     if schedule is not None and model_config is not None:
-        estimate = partial(
-            estimate_memory,
-            model_config=model_config,
-            in_flight=schedule["held"],
-            plan=plan,
-            tokens=tokens,
-        )
-        memory = estimate(config)
+        held = schedule["held"]
+        estimate = partial(estimate_memory, model_config=model_config, plan=plan, tokens=tokens)
+        memory = estimate(config, in_flight=held)
         for remarks in asked("notes", config):
             notes += remarks(config, sum(m.trained for m in memory))
         if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
-            lessened = estimate(recomputing(config))
+            lessened = estimate(recomputing(config), in_flight=held)
             notes.append(
                 'gradient_checkpointing "auto": a run enables it on as few stages as it takes to'
                 " fit the devices; the last column has it on all stages"

@@ -1,10 +1,9 @@
 """`hetero doctor --config`: everything that would stop a run of this configuration, as seen from
 this machine, with what to do about it.
 
-Each check is a function of a `MachineView` that yields findings; `CHECKS` lists
-them, and the registry those of extras (`findings`). The
-coordinator's machine asks the workers that are up and lets them go again; a worker that serves a
-run is left alone.
+Each check is a function of a `MachineView` that yields findings; `CHECKS` lists them, and the
+registry those of extras (`findings`). The coordinator's machine asks the workers that are up and
+lets them go again; a worker that serves a run is left alone.
 """
 
 from __future__ import annotations
@@ -303,20 +302,19 @@ def keys(view: MachineView) -> Problems:
 def port(view: MachineView) -> Problems:
     """Ports of this machine that another program has."""
     for worker in (view.config.worker(id) for id in view.local_ids if id != "local"):
-        id = worker.id
-        if worker.port is None or not addresses.is_local_address(worker.ip):
+        ip, number = worker.ip, worker.port
+        if number is None or not addresses.is_local_address(ip):
             continue
-        if addresses.port_is_free(worker.ip, worker.port):
+        if addresses.port_is_free(ip, number):
             continue
         asked = ask_worker(view, worker)
-        holder = addresses.port_holder(worker.port) or "another program"
+        holder = addresses.port_holder(number) or "another program"
+        used = f"port {number} of worker {worker.id} is used by {holder}"
         if not view.is_coordinator:
-            view.notes.append(f"port {worker.port} of worker {id} is used by {holder}")
+            view.notes.append(used)
         elif asked.problem is not None:
-            yield (
-                f"port {worker.port} of worker {id} is used by {holder}, which is not a worker",
-                f'stop it, or change "port" of worker {id} on all machines',
-            )
+            fix = f'stop it, or change "port" of worker {worker.id} on all machines'
+            yield f"{used}, which is not a worker", fix
 
 
 def reach(view: MachineView) -> Problems:
@@ -459,20 +457,17 @@ def _is_on_hub(config: Config) -> bool:
     name = config.model.name_or_path if config.model is not None else None
     if name is None or config.path(name).is_dir():
         return False
-    with suppress(UserError):  # a path where nothing is
-        return bool(resolve_model_path(name, config.base_dir))
-    return False
+    return attempt(partial(resolve_model_path, name, config.base_dir)) == name
 
 
 def _commit(view: MachineView) -> str | None:
     """The commit of a hub model that is on this machine."""
-    if not _is_on_hub(view.config):
+    if (model := view.config.model) is None or not _is_on_hub(view.config):
         return None
-    assert view.config.model is not None
     from transformers.utils.hub import cached_file
 
     with suppress(OSError, ValueError):
-        name, revision = view.config.model.name_or_path, view.config.model.revision
+        name, revision = model.name_or_path, model.revision
         file = cached_file(str(name), "config.json", revision=revision, local_files_only=True)
         return next(filter(_COMMIT.fullmatch, Path(str(file)).parts), None)
     return None

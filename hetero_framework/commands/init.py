@@ -100,9 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     objective = config.training.objective
     if arguments.objective is None and objective != "sft":
         print(f"training.objective is {objective}, as the fields of the data tell")
-    print(
-        *precision_lines(config), f"wrote {output}; next: hetero check --config {output}", sep="\n"
-    )
+    written = f"wrote {output}; next: hetero check --config {output}"
+    print(*precision_lines(config), written, sep="\n")
     prepare_machines(config, output)
     return 0
 
@@ -122,10 +121,8 @@ def prepare_machines(config: Config, output: Path) -> None:
         print(f"invite the other machines: hetero invite {' '.join(remote)} --config {output}")
     island = config.setting("island")
     if island is not None and not addresses.is_loopback(island.lighthouse_address[0]):
-        print(
-            "have this island invited, on the lighthouse's machine: hetero invite --island"
-            f" {island.name}"
-        )
+        do = "have this island invited, on the lighthouse's machine: hetero invite --island"
+        print(do, island.name)
 
 
 @dataclass(frozen=True)
@@ -393,11 +390,8 @@ def run_wizard(
         ) from None
     plan = ["The plan is made when the run begins: `hetero train` measures the machines first."]
     if config.is_planned:
-        names = {"local": "this machine"}
-        plan = [
-            f"{stage.layers}: {names.get(str(stage.owner), process_name(stage.owner))}"
-            for stage in config.plan.stages
-        ]
+        plan = [f"{stage.layers}: {process_name(stage.owner)}" for stage in config.plan.stages]
+        plan = [line.replace(": coordinator", ": this machine") for line in plan]
     told = lines([*precision_lines(config), *plan], f"Wrote {output}.")
     say(f"{told} Next: hetero check --config {output}")
     return 0

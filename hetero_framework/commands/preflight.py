@@ -54,10 +54,8 @@ def _heart(config: Config) -> Iterator[UserError]:
 
 
 def _model(config: Config) -> Iterator[UserError]:
-    model = config.model
-    if model is None or config.training.data_kind == "own":  # which is cut in other parts
-        return
-    yield from _raised(partial(_check_layers, config, model))
+    if config.model is not None and config.training.data_kind != "own":  # it is cut in other parts
+        yield from _raised(partial(_check_layers, config, config.model))
 
 
 def _check_layers(config: Config, model: ModelConfig) -> None:

@@ -5,15 +5,8 @@ from __future__ import annotations
 import logging
 
 from hetero_framework.config import Config
-from hetero_framework.extras.planner import FleetProfile, Result
+from hetero_framework.extras.planner import FleetProfile, Result, plan_report
 from hetero_framework.extras.planner.fleet import plan_fleet
-from hetero_framework.extras.planner.plan_report import (
-    Wishes,
-    described,
-    entries_of,
-    make_plan,
-    text,
-)
 from hetero_framework.extras.planner.saved_plan import save_plan
 from hetero_framework.security.access import Access
 
@@ -26,13 +19,13 @@ def plan_run(config: Config, access: Access | None = None) -> Config:
     raises, PlanError where nothing fits, and ResourceError where the plan cannot be written."""
     _log.info('shard_plan is "auto": the machines are measured, and the run planned for them')
     result = plan_fleet(config, _plan, access=access)
-    planned = config.with_changes(shard_plan=entries_of(result.to_dict()))
+    planned = config.with_changes(shard_plan=plan_report.entries_of(result.to_dict()))
     save_plan(planned, result)
     return planned
 
 
 def _plan(fleet: FleetProfile) -> Result:
-    result = make_plan(fleet, Wishes())
-    for line in text(described(result)).splitlines():
+    result = plan_report.make_plan(fleet, plan_report.Wishes())
+    for line in plan_report.text(plan_report.described(result)).splitlines():
         _log.info("%s", line)
     return result

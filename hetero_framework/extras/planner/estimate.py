@@ -1,7 +1,6 @@
 """`hetero plan --dry-run`: a fleet's profile, estimated from config.json and makers' figures.
 
-Only the model's configuration is read, and no other machine is contacted. `Estimate.about` holds
-the assumptions and the factor by which the estimate may be off.
+Only the model's configuration is read, and no other machine is contacted.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +50,13 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(bit/s|bps|b/s)", re.IGNORECASE)
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """The profile, and as JSON types its assumptions and how far it may be off."""
-
-    profile: FleetProfile
-    about: dict[str, Any]
-
-
 def estimate_fleet(
     config: Config, devices: Sequence[str], bandwidths: Sequence[str], excluded: Sequence[str] = ()
-) -> Estimate:
-    """The profile of the machines of `config` on paper: `devices` as in "1=RTX 3090", `bandwidths`
-    as in "1Gbit/s" for all and "2=100Mbit/s" for one; a worker in `excluded` needs none. Raises
-    UserError for options that are wrong, and what `load_model_config` and `model_work` raise."""
+) -> tuple[FleetProfile, dict[str, Any]]:
+    """The profile of the machines of `config` on paper, and as JSON types its assumptions and how
+    far it may be off. `devices` are as in "1=RTX 3090", `bandwidths` as in "1Gbit/s" for all and
+    "2=100Mbit/s" for one; a worker in `excluded` needs none. Raises UserError for options that are
+    wrong, and what `load_model_config` and `model_work` raise."""
     config.require("model")
     assert config.model is not None
     for name in excluded:
@@ -83,8 +75,7 @@ def estimate_fleet(
         {id: known[id].usable_bytes for id in ids},
         _links(config, ids, rates),
     )
-    about = _about(known, rates, works["local"])
-    return Estimate(profile, {**about, "job": _job(config, model, ids)})
+    return profile, {**_about(known, rates, works["local"]), "job": _job(config, model, ids)}
 
 
 def _no_four_bit(device: KnownDevice) -> str | None:

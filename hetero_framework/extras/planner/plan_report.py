@@ -58,18 +58,15 @@ def make_plan(profile: FleetProfile, wishes: Wishes) -> Result:
     )
 
 
-def judge_plan(profile: FleetProfile, file: Path, wishes: Wishes) -> Result:
-    """Predict a step of the plan in `file`, which `hetero plan --json` printed or which is a
-    configuration. Raises ConfigError and PlanError."""
-    if not file.exists():
-        raise ConfigError(f"plan {file} does not exist")
-    return judge_settings(profile, read_object(file), file, wishes)
-
-
-def judge_settings(
-    profile: FleetProfile, raw: Mapping[str, Any], file: Path, wishes: Wishes
+def judge_plan(
+    profile: FleetProfile, file: Path, wishes: Wishes, raw: Mapping[str, Any] | None = None
 ) -> Result:
-    """Predict a step of the plan in `raw`, read from `file`. Raises ConfigError and PlanError."""
+    """Predict a step of the plan in `file`, which `hetero plan --json` printed or which is a
+    configuration, or in `raw`, which was read from it. Raises ConfigError and PlanError."""
+    if raw is None:
+        if not file.exists():
+            raise ConfigError(f"plan {file} does not exist")
+        raw = read_object(file)
     entries, again = raw.get("shard_plan"), raw.get("gradient_checkpointing", {})
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f'{file}: shard_plan: must be a list of {{"id", "start", "end"}}')

@@ -37,16 +37,13 @@ def run(arguments: argparse.Namespace) -> None:
     config.require("model")
     preflight(config, data=False)
     _ = config.plan  # PlanError where there is none, before anything is measured
+    from hetero_framework.extras.planner import plan_report
     from hetero_framework.extras.planner.fleet import measure_fleet
-    from hetero_framework.extras.planner.plan_report import (
-        Wishes,
-        described,
-        judge_settings,
-        links_of,
-        text,
-    )
 
     access = access_for(config, "local", arguments)
     profile = measure_fleet(config, access=access, anew=arguments.anew)
-    result = judge_settings(profile, config.to_dict(), Path(arguments.config), Wishes())
-    report(arguments, {**described(result), "measured_links": links_of(profile)}, text)
+    file, wishes = Path(arguments.config), plan_report.Wishes()
+    result = plan_report.judge_plan(profile, file, wishes, config.to_dict())
+    links = plan_report.links_of(profile)
+    shown = {**plan_report.described(result), "measured_links": links}
+    report(arguments, shown, plan_report.text)

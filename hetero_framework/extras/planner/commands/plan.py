@@ -193,8 +193,8 @@ def _profile(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         config = _paper_config(arguments)
         from hetero_framework.extras.planner.estimate import estimate_fleet
 
-        estimate = estimate_fleet(config, arguments.device, arguments.bandwidth, arguments.exclude)
-        profile, about = estimate.profile, {"estimate": estimate.about}
+        given = (arguments.device, arguments.bandwidth, arguments.exclude)
+        profile, about["estimate"] = estimate_fleet(config, *given)
     else:
         profile = _measured(arguments)
     if arguments.save_profile is not None:
