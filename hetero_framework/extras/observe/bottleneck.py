@@ -1,70 +1,52 @@
 """The bottleneck of a run's steps: how their time was spent, and which change would help most.
 
-`measured` has the times of stages, processes and boundaries, `bound` the shortest possible step,
-and `simulated_changes` the effect of changes.
+`measured` has the account of the steps, and `bound` the shortest possible step. A change is the
+account changed and simulated; its prediction is `measured x simulated with the change / simulated
+without it`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from hetero_framework.config import layers_text
 from hetero_framework.core.spans import ALL_STEPS, COMPUTE
-from hetero_framework.extras.observe import measured, simulated_changes
+from hetero_framework.engine.schedule.bounds import step_bound
+from hetero_framework.extras.observe import measured
+from hetero_framework.extras.observe.measured import (
+    AS_GOOD,
+    Boundary,
+    Change,
+    Diagnosis,
+    NicSpeeds,
+    StageTimes,
+    scaled,
+)
 from hetero_framework.extras.observe.timeline import Trace
 from hetero_framework.tables import table
 from hetero_framework.units import plural, seconds, share, size
 
-WORTH_IT = 0.05
-"""A change that brings less is not called a help: measured steps differ by as much."""
 SAME_RESULT = frozenset({"direct", "max_in_flight", "cut", "interleave", "smaller"})
 """Kinds of changes after which a run learns the same: to the last bit, or but for rounding."""
+UNEXPLAINED_BY = (
+    "processes that share cores or a link, other work on a machine, or uneven micro-batches"
+)
 _AS_SIMULATED = 1.02
+_CODING_S = 2.5e-9
+"""Seconds per element to encode and decode on one CPU thread; a GPU needs less."""
 _UNEXPLAINED = 1.15
 _UNEVEN = 2.0
-
-
-@dataclass(frozen=True)
-class Diagnosis(simulated_changes.Baseline):
-    """The times of `steps` (counted from 1), and the changes that would help."""
-
-    steps: tuple[int, ...]
-    bound_s: float
-    stages: tuple[measured.StageTimes, ...]
-    processes: tuple[measured.ProcessTimes, ...]
-    boundaries: tuple[measured.Boundary, ...]
-    changes: tuple[simulated_changes.Change, ...]
-    dropped: int
-
-    @property
-    def ratio(self) -> float:
-        """The pipeline's measured seconds over its bound."""
-        return self.pipeline_s / self.bound_s if self.bound_s else 1.0
-
-    @property
-    def best(self) -> simulated_changes.Change | None:
-        """The change that would help most; None when none would help much."""
-        return self.best_of({change.kind for change in self.changes})
-
-    def best_of(self, kinds: Collection[str]) -> simulated_changes.Change | None:
-        """The same among some kinds: of those within 1 % of the best, the one that asks least."""
-        possible = [change for change in self.changes if change.kind in kinds]
-        most = max((change.gain for change in possible), default=0.0)
-        if most < WORTH_IT:
-            return None
-        return next(
-            change for change in possible if change.gain >= most - simulated_changes.AS_GOOD
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON types, for programs."""
-        best = self.best
-        return {**asdict(self), "ratio": self.ratio, "best": None if best is None else asdict(best)}
+_STAGE_HEAD = ("stage", "process", "layers", "forward", "backward")
+_PROCESS_HEAD = (
+    *("process", "computes", "waits: activations", "waits: gradients", "of it wire", "idle"),
+)
+_LINKS_HEAD = ("links of", "send", "of it hidden", "receive", "of it hidden")
+_BOUNDARY_HEAD = ("boundary", "way", "activation", "wire", "gradient", "wire", "delay")
 
 
 def diagnose(trace: Trace) -> Diagnosis:
@@ -76,111 +58,300 @@ def diagnose(trace: Trace) -> Diagnosis:
     if trace.settings.get("timeline_steps") == ALL_STEPS and len(counts) > 1:
         del counts[trace.steps[0]]  # a run's first step is not typical
     m = Counter(counts.values()).most_common(1)[0][0]
-    numbers = [step for step, count in counts.items() if count == m]
-    steps = [measured.MeasuredStep.of(trace, step) for step in numbers]
+    steps = [measured.MeasuredStep.of(trace, step) for step in counts if counts[step] == m]
     pairs = itertools.pairwise(steps)
     between = [max(0.0, b.began - a.ended) for a, b in pairs if b.step == a.step + 1]
-    stages = measured.stage_times(trace, steps)
-    nics = measured.NicSpeeds(steps)
+    nics = NicSpeeds(steps)
     every, inner = range(len(trace.processes)), range(len(trace.stages) - 1)
-    boundaries = tuple(measured.boundary_of(trace, steps, nics, k) for k in inner)
-    pipeline_s = statistics.fmean(step.computed - step.began for step in steps)
-    plan = simulated_changes.MeasuredPlan(stages, boundaries)
-    max_in_flight = trace.settings.get("max_in_flight")
-    simulated_s = plan.step_s(m, max_in_flight)
-    if simulated_s > _AS_SIMULATED * pipeline_s:
-        plan, simulated_s = simulated_changes.overlapping(plan, m, max_in_flight, pipeline_s)
-    now = simulated_changes.Baseline(
+    now = Diagnosis(
         micro_batches=m,
-        max_in_flight=max_in_flight,
+        max_in_flight=trace.settings.get("max_in_flight"),
         step_s=statistics.fmean(step.ended - step.began for step in steps),
-        pipeline_s=pipeline_s,
+        pipeline_s=statistics.fmean(step.computed - step.began for step in steps),
         update_s=statistics.fmean(step.ended - step.computed for step in steps),
         between_s=statistics.fmean(between) if between else None,
-        simulated_s=simulated_s,
-    )
-    return Diagnosis(
-        **vars(now),
-        steps=tuple(step + 1 for step in numbers),
+        simulated_s=0.0,
+        steps=tuple(step.step + 1 for step in steps),
         bound_s=statistics.fmean(step.bound_s for step in steps),
-        stages=stages,
+        stages=measured.stage_times(trace, steps),
         processes=tuple(measured.process_times(trace, steps, n) for n in every),
-        boundaries=boundaries,
-        changes=tuple(simulated_changes.changes(trace, now, plan, nics)),
+        boundaries=tuple(measured.boundary_of(trace, steps, nics, k) for k in inner),
+        changes=(),
         dropped=trace.dropped,
     )
+    return _with_changes(trace, now, nics)
+
+
+@dataclass(frozen=True)
+class _Idea:
+    kind: str
+    text: str
+    then: Diagnosis
+    samples: float = 1.0
+    """Samples in a step over those of now."""
+
+
+def _with_changes(trace: Trace, now: Diagnosis, nics: NicSpeeds) -> Diagnosis:
+    """The account with its simulated seconds, and with every change that can be made here and its
+    prediction, those that ask least first."""
+    plan = replace(now, simulated_s=now.simulate())
+    if plan.simulated_s > _AS_SIMULATED * plan.pipeline_s:
+        plan = _overlapping(plan)
+    scale = plan.pipeline_s / plan.simulated_s if plan.simulated_s else 1.0
+    changes = []
+    for idea in _ideas(trace, plan, nics) if len(plan.stages) > 1 else ():
+        step_s = scale * idea.then.simulate() + now.update_s
+        # Work between steps (data, a checkpoint) is taken to grow with the samples.
+        between_s = now.between_s or 0.0
+        gain = idea.samples * (now.step_s + between_s) / (step_s + between_s * idea.samples) - 1
+        if idea.kind != "cut" or gain >= AS_GOOD:  # one may be better by the bound alone
+            changes.append(Change(idea.kind, idea.text, step_s, gain))
+    return replace(now, simulated_s=plan.simulated_s, changes=tuple(changes))
+
+
+def _overlapping(plan: Diagnosis) -> Diagnosis:
+    """The plan with as much wire time shared by several frames as makes it no slower than the
+    measurement: the simulator has the frames of a process take turns, but several links may move
+    several at once."""
+
+    def shared(share: float) -> Diagnosis:
+        boundaries = []
+        for b in plan.boundaries:
+            latency_s = b.latency_s + share * (b.forward_s + b.backward_s) / 2
+            boundaries.append(replace(scaled(b, 1 - share), latency_s=latency_s))
+        changed = replace(plan, boundaries=tuple(boundaries))
+        return replace(changed, simulated_s=changed.simulate())
+
+    low, high = 0.0, 1.0
+    for _ in range(5):
+        middle = (low + high) / 2
+        is_slower = shared(middle).simulated_s > plan.pipeline_s
+        low, high = (middle, high) if is_slower else (low, middle)
+    return shared(high)
+
+
+def _ideas(trace: Trace, plan: Diagnosis, nics: NicSpeeds) -> Iterator[_Idea]:
+    m, rows = plan.micro_batches, trace.settings.get("per_device_train_batch_size")
+    yield from _direct(trace, plan, nics)
+    if plan.max_in_flight is not None:
+        text = f"training.max_in_flight null instead of {plan.max_in_flight}, if memory allows"
+        yield _Idea("max_in_flight", text, replace(plan, max_in_flight=None))
+    yield from _cut(trace, plan)
+    yield from _interleaved(plan)
+    codecs = _codecs(plan)
+    yield from codecs[:1]
+    if isinstance(rows, int) and rows > 1:
+        text = (
+            f"micro-batches of {rows // 2} instead of {rows} and twice as many, if one of half the "
+            "size takes half the time"
+        )
+        share = (rows // 2) / rows
+        stages = tuple(scaled(stage, share) for stage in plan.stages)
+        boundaries = tuple(scaled(b, share) for b in plan.boundaries)
+        then = replace(plan, stages=stages, boundaries=boundaries, micro_batches=2 * m)
+        yield _Idea("smaller", text, then, 2 * share)
+    text = f"{2 * m} micro-batches in a step instead of {m} (a batch twice as large)"
+    yield _Idea("more", text, replace(plan, micro_batches=2 * m), 2.0)
+    yield from codecs[1:]
+
+
+def _direct(trace: Trace, plan: Diagnosis, nics: NicSpeeds) -> Iterator[_Idea]:
+    def direct(b: Boundary) -> Boundary:
+        # The new link's speed is unknown: it is taken to be as fast as the two machines'
+        # other links were at their best, and its path half as long, since it has half the legs.
+        path = [plan.stages[b.after].process, plan.stages[b.after + 1].process]
+        forward_s = nics.seconds(b.forward_bytes, path, alone=True)
+        backward_s = nics.seconds(b.backward_bytes, path[::-1], alone=True)
+        delay = b.latency_s + (b.forward_s + b.backward_s) / 2
+        delay = min(delay, max(delay / 2, statistics.fmean((forward_s, backward_s))))
+        forward_s, backward_s = min(b.forward_s, forward_s), min(b.backward_s, backward_s)
+        latency_s = max(0.0, delay - (forward_s + backward_s) / 2)
+        return replace(
+            b, way="direct", forward_s=forward_s, backward_s=backward_s, latency_s=latency_s
+        )
+
+    relayed = [b for b in plan.boundaries if b.way == "relay"]
+    changed = tuple(direct(b) if b in relayed else b for b in plan.boundaries)
+    pairs = [sorted(plan.stages[k].process for k in (b.after, b.after + 1)) for b in relayed]
+    names = list(dict.fromkeys(" and ".join(trace.processes[n].name for n in p) for p in pairs))
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    text = f'direct links (links: "auto"), if they can reach each other: {shown}'
+    if relayed:
+        yield _Idea("direct", text, replace(plan, boundaries=changed))
+
+
+def _cut(trace: Trace, plan: Diagnosis) -> Iterator[_Idea]:
+    """Layers moved between stages one at a time, the best move first, as long as the bound falls;
+    of the cuts so far the first whose bound is within 1 % of the last one's."""
+
+    def scored(counts: list[int]) -> tuple[tuple[float, float], list[int], Diagnosis]:
+        # The bound, then how even the devices' loads are: moves that only prepare others count
+        # too. Rounded, since sums in another order must not look like an improvement.
+        cut = _with_layers(trace, plan, counts)
+        loads = dict.fromkeys((stage.process for stage in cut.stages), 0.0)
+        for stage in cut.stages:
+            loads[stage.process] += stage.forward_s + stage.backward_s
+        bound = round(step_bound(cut.profile, plan.micro_batches), 9)
+        return (bound, round(sum(load * load for load in loads.values()), 12)), counts, cut
+
+    counts = [stage.end - stage.start for stage in plan.stages]
+    cuts = [scored(counts)]
+    while True:
+        moved = []
+        for source, target in itertools.permutations(range(len(counts)), 2):
+            if (n := list(cuts[-1][1]))[source] > 1:
+                n[source], n[target] = n[source] - 1, n[target] + 1
+                moved.append(scored(n))
+        best = min(moved, key=lambda entry: entry[0], default=cuts[-1])
+        if best[0] >= cuts[-1][0]:
+            break
+        cuts.append(best)
+    goal = (1 + AS_GOOD) * cuts[-1][0][0]
+    _, chosen, cut = next(entry for entry in cuts if entry[0][0] <= goal)
+    if chosen != counts:
+        old, new = (", ".join(map(str, numbers)) for numbers in (counts, chosen))
+        yield _Idea("cut", f"layers per stage {new} instead of {old}, if memory allows", cut)
+
+
+def _with_layers(trace: Trace, plan: Diagnosis, counts: Sequence[int]) -> Diagnosis:
+    """The plan with `counts[k]` layers on stage k, all layers of a stage alike.
+
+    The first and the last stage also hold embedding and head, whose share was not measured: a
+    layer added there is charged like one of the stage's mean, a layer taken away is credited
+    with no more than a layer costs on a like device, or else on the quickest of the others.
+    """
+
+    def like(stage: StageTimes, other: StageTimes) -> bool:
+        device = trace.processes[stage.process].device
+        same_kind = device != "" and trace.processes[other.process].device == device
+        return other.process == stage.process or same_kind
+
+    def of_layer(stage: StageTimes) -> tuple[float, float]:
+        layers = stage.end - stage.start
+        return stage.forward_s / layers, stage.backward_s / layers
+
+    middle = [stage for stage in plan.stages[1:-1] if stage.end > stage.start]
+    stages = []
+    for stage, layers in zip(plan.stages, counts, strict=True):
+        more = layers - (stage.end - stage.start)
+        if stage.end > stage.start and more:
+            layer = of_layer(stage)
+            alike = [other for other in middle if like(stage, other)]
+            if stage.index in (0, len(counts) - 1) and (alike or (middle and more < 0)):
+                quick = min(map(of_layer, alike or middle), key=sum)
+                layer = min(layer[0], quick[0]), min(layer[1], quick[1])
+            forward_s = stage.forward_s + more * layer[0]
+            stage = replace(
+                stage, forward_s=forward_s, backward_s=stage.backward_s + more * layer[1]
+            )
+        stages.append(stage)
+    return replace(plan, stages=tuple(stages))
+
+
+def _interleaved(plan: Diagnosis) -> Iterator[_Idea]:
+    """Each process holds two stages of half the layers instead of one."""
+    one_each = len({stage.process for stage in plan.stages}) == len(plan.stages)
+    if one_each and min(stage.end - stage.start for stage in plan.stages) >= 2:
+        # The last process has a link to the first one, the coordinator, whatever else it has.
+        back = replace(plan.boundaries[-1], way="direct")
+        text = "two stages of half the layers for each process (a plan that lists each twice)"
+        stages = tuple(scaled(stage, 0.5) for stage in plan.stages)
+        boundaries = (*plan.boundaries, back, *plan.boundaries)
+        yield _Idea("interleave", text, replace(plan, stages=stages * 2, boundaries=boundaries))
+
+
+def _codecs(plan: Diagnosis) -> list[_Idea]:
+    """For each codec: activations and gradients in fewer bytes, unless they are already."""
+    if all(b.way == "same process" or b.codec for b in plan.boundaries):
+        return []
+    import torch  # slow
+
+    from hetero_framework.core.codecs import CODECS, Codec
+
+    def coded(b: Boundary, codec: Codec) -> Boundary:
+        dtype = getattr(torch, b.dtype, None)
+        if b.way == "same process" or b.codec or not isinstance(dtype, torch.dtype):
+            return b
+        elements = max(b.forward_bytes, b.backward_bytes) // dtype.itemsize
+        nbytes = codec.nbytes((elements,), dtype) if codec.supports(dtype) else math.inf
+        share = nbytes / max(1, elements * dtype.itemsize)
+        latency_s = b.latency_s + elements * _CODING_S
+        return replace(scaled(b, share), latency_s=latency_s) if share < 1 else b
+
+    ideas = []
+    for name, codec in CODECS.items():
+        boundaries = tuple(coded(b, codec) for b in plan.boundaries)
+        if boundaries != plan.boundaries:
+            text = f'wire.activations and wire.gradients "{name}" (rounds tensors at boundaries)'
+            ideas.append(_Idea(name, text, replace(plan, boundaries=boundaries)))
+    return ideas
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
 
 
 def text(diagnosis: Diagnosis) -> str:
     """The diagnosis as text for the user."""
-    steps, between_s = diagnosis.steps, diagnosis.between_s
-    which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    between_s = diagnosis.between_s
     lines = [
-        f"{which}: {plural(diagnosis.micro_batches, 'micro-batch')} through "
+        f"{steps_text(diagnosis.steps)}: {plural(diagnosis.micro_batches, 'micro-batch')} through "
         f"{plural(len(diagnosis.stages), 'stage')}",
         f"a step takes {seconds(diagnosis.step_s)}: pipeline {seconds(diagnosis.pipeline_s)}, then "
         f"{seconds(diagnosis.update_s)} for gradients and optimizer",
         *([f"between steps {seconds(between_s)}"] if between_s is not None else []),
         f"no order of these tasks and transfers takes less than {seconds(diagnosis.bound_s)};",
         f"the pipeline took {diagnosis.ratio:.2f} times that",
+        *_tables(diagnosis),
         "",
-        *table(_STAGE_HEAD, [_stage_row(diagnosis, s) for s in diagnosis.stages], left=(0, 1, 2)),
-        "",
-        *table(_PROCESS_HEAD, [_process_row(diagnosis, p) for p in diagnosis.processes]),
+        *_notes(diagnosis),
+        *_advice(diagnosis),
     ]
-    crossed = [b for b in diagnosis.boundaries if b.way != "same process"]
-    if crossed:
-        lines += ["", *table(_LINKS_HEAD, [_links_row(p) for p in diagnosis.processes])]
-        lines += ["", *table(_BOUNDARY_HEAD, [_boundary_row(b) for b in crossed], left=(0, 1))]
-    return "\n".join([*lines, "", *_notes(diagnosis), *_advice(diagnosis)])
+    return "\n".join(lines)
 
 
-_STAGE_HEAD = ("stage", "process", "layers", "forward", "backward")
-_PROCESS_HEAD = (
-    "process", "computes", "waits: activations", "waits: gradients", "of it wire", "idle"
-)  # fmt: skip
-_LINKS_HEAD = ("links of", "send", "of it hidden", "receive", "of it hidden")
-_BOUNDARY_HEAD = ("boundary", "way", "activation", "wire", "gradient", "wire", "delay")
+def _tables(d: Diagnosis) -> Iterator[str]:
+    """Stages, processes, links and boundaries, each after an empty line."""
 
+    def shown(there_is: float, *cells: str) -> tuple[str, ...]:
+        return cells if there_is else ("-",) * len(cells)
 
-def _stage_row(diagnosis: Diagnosis, stage: measured.StageTimes) -> tuple[str, ...]:
-    process = next(p.name for p in diagnosis.processes if stage.index in p.stages)
-    times = (seconds(stage.forward_s), seconds(stage.backward_s))
-    if stage.index == len(diagnosis.stages) - 1:
-        times = (seconds(stage.forward_s + stage.backward_s), "(both)")
-    return (str(stage.index), process, layers_text(stage.start, stage.end), *times)
-
-
-def _process_row(diagnosis: Diagnosis, p: measured.ProcessTimes) -> tuple[str, ...]:
-    parts = (p.compute_s, p.activations_s, p.gradients_s, p.wire_s, p.start_s + p.done_s)
-    whole = diagnosis.pipeline_s
-    return (p.name, *(share(part / whole) if whole else "-" for part in parts))
-
-
-def _links_row(p: measured.ProcessTimes) -> tuple[str, ...]:
-    sent = (size(p.sent_bytes), share(p.send_hidden)) if p.send_s else ("-", "-")
-    received = (size(p.received_bytes), share(p.receive_hidden)) if p.receive_s else ("-", "-")
-    return (p.name, *sent, *received)
-
-
-def _boundary_row(b: measured.Boundary) -> tuple[str, ...]:
-    way = f"{b.way}, {b.codec}" if b.codec else b.way
-    there = (size(b.forward_bytes), seconds(b.forward_s))
-    back = (size(b.backward_bytes), seconds(b.backward_s)) if b.backward_bytes else ("-", "-")
-    return (f"{b.after} - {b.after + 1}", way, *there, *back, seconds(b.latency_s))
+    stages, processes, links, boundaries = [], [], [], []
+    owners = {k: process.name for process in d.processes for k in process.stages}
+    for s in d.stages:
+        times = [seconds(s.forward_s), seconds(s.backward_s)]
+        if s.index == len(d.stages) - 1:
+            times = [seconds(s.forward_s + s.backward_s), "(both)"]
+        stages.append([str(s.index), owners[s.index], layers_text(s.start, s.end), *times])
+    for p in d.processes:
+        parts = (p.compute_s, p.activations_s, p.gradients_s, p.wire_s, p.start_s + p.done_s)
+        processes.append([p.name, *(share(part / (d.pipeline_s or 1.0)) for part in parts)])
+        sent = shown(p.send_s, size(p.sent_bytes), share(p.send_hidden))
+        received = shown(p.receive_s, size(p.received_bytes), share(p.receive_hidden))
+        links.append([p.name, *sent, *received])
+    for b in d.boundaries:
+        if b.way != "same process":
+            way = f"{b.way}, {b.codec}" if b.codec else b.way
+            there = (size(b.forward_bytes), seconds(b.forward_s))
+            back = shown(b.backward_bytes, size(b.backward_bytes), seconds(b.backward_s))
+            place = f"{b.after} - {b.after + 1}"
+            boundaries.append([place, way, *there, *back, seconds(b.latency_s)])
+    yield from ("", *table(_STAGE_HEAD, stages, left=(0, 1, 2)))
+    yield from ("", *table(_PROCESS_HEAD, processes))
+    if boundaries:
+        yield from ("", *table(_LINKS_HEAD, links))
+        yield from ("", *table(_BOUNDARY_HEAD, boundaries, left=(0, 1)))
 
 
 def _advice(diagnosis: Diagnosis) -> list[str]:
     if not diagnosis.changes:
         return ["one stage has nothing to wait for: only a faster device would help"]
     best, same = diagnosis.best, diagnosis.best_of(SAME_RESULT)
-    if best is None:
-        lines = ["no single change would help much; predicted for each:"]
-    else:
-        lines = [f"most would help: {best.text}"]
-        if same != best:
-            harmless = same.text if same is not None else "none would help much"
-            lines.append(f"of changes that leave the results as they are: {harmless}")
+    lines = ["no single change would help much; predicted for each:"]
+    if best is not None:
+        harmless = same.text if same is not None else "none would help much"
+        kept = [f"of changes that leave the results as they are: {harmless}"]
+        lines = [f"most would help: {best.text}", *(kept if same != best else [])]
         lines.append("predicted for each:")
     rows = [
         (f"{round(change.gain, 2) + 0.0:+.0%}", seconds(change.step_s), change.text)
@@ -189,22 +360,23 @@ def _advice(diagnosis: Diagnosis) -> list[str]:
     return lines + table(("samples/s", "a step", "change"), rows, left=(2,))
 
 
-def _notes(diagnosis: Diagnosis) -> list[str]:
-    notes = []
-    if diagnosis.simulated_s and diagnosis.pipeline_s > _UNEXPLAINED * diagnosis.simulated_s:
-        notes.append(
-            f"the pipeline took {diagnosis.pipeline_s / diagnosis.simulated_s:.2f} times what "
-            "these times of stages and links explain: processes that share cores or a link, other "
-            "work on a machine, or uneven micro-batches; trust the predictions less"
-        )
+def _notes(diagnosis: Diagnosis) -> Iterator[str]:
+    slower = diagnosis.pipeline_s / (diagnosis.simulated_s or math.inf)
     uneven = [stage for stage in diagnosis.stages if stage.slowest > _UNEVEN]
+    if slower > _UNEXPLAINED:
+        yield (
+            f"note: the pipeline took {slower:.2f} times what these times of stages and links "
+            f"explain: {UNEXPLAINED_BY}; trust the predictions less"
+        )
     if uneven:
         numbers = ", ".join(str(stage.index) for stage in uneven)
         worst = max(stage.slowest for stage in uneven)
-        notes.append(
-            f"tasks of stage{'s' if len(uneven) > 1 else ''} {numbers} are uneven, the slowest "
-            f"{worst:.1f} times the median: samples of other lengths, or other work on a machine"
+        yield (
+            f"note: tasks of stage{'s' if len(uneven) > 1 else ''} {numbers} are uneven, the "
+            f"slowest {worst:.1f} times the median: samples of other lengths, or other work on a "
+            "machine"
         )
     if diagnosis.dropped:
-        notes.append(f"{diagnosis.dropped} spans were not kept; lower training.timeline_steps")
-    return [*(f"note: {note}" for note in notes), ""] if notes else []
+        yield f"note: {diagnosis.dropped} spans were not kept; lower training.timeline_steps"
+    if slower > _UNEXPLAINED or uneven or diagnosis.dropped:
+        yield ""

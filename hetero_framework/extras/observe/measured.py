@@ -1,11 +1,12 @@
-"""Mean times of a trace's steps for each stage, process and boundary, in seconds."""
+"""The account of recorded steps: mean seconds of their stages, processes and boundaries."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 from hetero_framework.core.spans import (
     BACKWARD,
@@ -16,8 +17,14 @@ from hetero_framework.core.spans import (
     RECEIVE,
     SEND,
 )
-from hetero_framework.extras.observe.bound import length, recorded_bound, union
+from hetero_framework.engine.schedule.simulator import Edge, Profile
+from hetero_framework.engine.schedule.tuning import tune
+from hetero_framework.extras.observe.bound import covered, recorded_bound
 from hetero_framework.extras.observe.timeline import Trace, TraceEvent, Wait, waits
+
+AS_GOOD = 0.01
+WORTH_IT = 0.05
+"""A change that brings less is not called a help: measured steps differ by as much."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +40,6 @@ class StageTimes:
     backward_s: float
     slowest: float
     """The slowest task over the median one."""
-
-    @property
-    def per_layer(self) -> tuple[float, float]:
-        """Forward and backward seconds of a layer, as if all were alike."""
-        layers = self.end - self.start
-        return self.forward_s / layers, self.backward_s / layers
-
-    def scaled(self, factor: float) -> StageTimes:
-        return replace(self, forward_s=self.forward_s * factor, backward_s=self.backward_s * factor)
 
 
 @dataclass(frozen=True)
@@ -76,19 +74,93 @@ class Boundary:
     after: int
     way: str
     """"same process", "direct" or "relay"."""
-    forward_s: float
-    backward_s: float
-    latency_s: float
-    forward_bytes: int
-    backward_bytes: int
-    dtype: str
-    codec: str
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    latency_s: float = 0.0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    dtype: str = ""
+    codec: str = ""
 
-    def scaled(self, factor: float, more_latency_s: float = 0.0) -> Boundary:
-        """The same with tensors that occupy the wire `factor` times as long."""
-        forward_s, backward_s = self.forward_s * factor, self.backward_s * factor
-        latency_s = self.latency_s + more_latency_s
-        return replace(self, forward_s=forward_s, backward_s=backward_s, latency_s=latency_s)
+
+_Timed = TypeVar("_Timed", StageTimes, Boundary)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change, the seconds of a step with it, and the gain in samples per second."""
+
+    kind: str
+    text: str
+    step_s: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Means over `steps` (counted from 1) of `micro_batches` each, in seconds, and the changes that
+    would help. `simulated_s` is the pipeline when simulated, `between_s` None where no two steps
+    were recorded in a row."""
+
+    micro_batches: int
+    max_in_flight: int | None
+    step_s: float
+    pipeline_s: float
+    update_s: float
+    between_s: float | None
+    simulated_s: float
+    steps: tuple[int, ...]
+    bound_s: float
+    stages: tuple[StageTimes, ...]
+    processes: tuple[ProcessTimes, ...]
+    boundaries: tuple[Boundary, ...]
+    changes: tuple[Change, ...]
+    dropped: int
+
+    @property
+    def ratio(self) -> float:
+        """The pipeline's measured seconds over its bound."""
+        return self.pipeline_s / self.bound_s if self.bound_s else 1.0
+
+    @property
+    def best(self) -> Change | None:
+        """The change that would help most; None when none would help much."""
+        return self.best_of({change.kind for change in self.changes})
+
+    def best_of(self, kinds: Collection[str]) -> Change | None:
+        """The same among some kinds: of those within 1 % of the best, the one that asks least."""
+        possible = [change for change in self.changes if change.kind in kinds]
+        most = max((change.gain for change in possible), default=0.0)
+        if most < WORTH_IT:
+            return None
+        return next(change for change in possible if change.gain >= most - AS_GOOD)
+
+    @property
+    def profile(self) -> Profile:
+        return Profile.of(
+            [stage.forward_s for stage in self.stages],
+            [stage.backward_s for stage in self.stages],
+            devices=[stage.process for stage in self.stages],
+            edges=[
+                Edge(b.forward_s, b.backward_s, b.latency_s, 0 if b.way == "relay" else None)
+                for b in self.boundaries
+            ],
+        )
+
+    def simulate(self) -> float:
+        """Seconds of the pipeline when simulated, run as the coordinator would choose to run it."""
+        tuned = tune(self.profile, self.micro_batches, max_in_flight=self.max_in_flight)
+        return tuned.forecast.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types, for programs."""
+        best = self.best
+        return {**asdict(self), "ratio": self.ratio, "best": None if best is None else asdict(best)}
+
+
+def scaled(one: _Timed, factor: float) -> _Timed:
+    """A stage or boundary that takes `factor` times as long for each tensor."""
+    return replace(one, forward_s=one.forward_s * factor, backward_s=one.backward_s * factor)
 
 
 @dataclass(frozen=True)
@@ -115,69 +187,64 @@ class MeasuredStep:
 
 def stage_times(trace: Trace, steps: Sequence[MeasuredStep]) -> tuple[StageTimes, ...]:
     seconds: dict[tuple[int, str], list[float]] = {}
-    for step in steps:
-        for event in step.events:
-            if event.kind in COMPUTE:
-                seconds.setdefault((event.stage, event.kind), []).append(event.seconds)
+    for event in itertools.chain.from_iterable(step.events for step in steps):
+        if event.kind in COMPUTE:
+            seconds.setdefault((event.stage, event.kind), []).append(event.seconds)
     mean = {key: statistics.fmean(values) for key, values in seconds.items()}
-    forward = sum(value for (_, kind), value in mean.items() if kind == FORWARD)
-    backward = sum(value for (_, kind), value in mean.items() if kind == BACKWARD)
+    medians = {key: statistics.median(values) for key, values in seconds.items()}
+    forward, backward = (
+        sum(value for (_, of), value in mean.items() if of == kind) for kind in (FORWARD, BACKWARD)
+    )
     share = forward / (forward + backward) if forward and backward else 1 / 3
     stages = []
-    for index, info in enumerate(trace.stages):
-        both = mean.get((index, FORWARD_BACKWARD), 0.0)
+    for k, info in enumerate(trace.stages):
+        both = mean.get((k, FORWARD_BACKWARD), 0.0)
+        forward_s = mean.get((k, FORWARD), 0.0) + share * both
+        backward_s = mean.get((k, BACKWARD), 0.0) + (1 - share) * both
         uneven = [
-            max(values) / statistics.median(values)
-            for (stage, _), values in seconds.items()
-            if stage == index and statistics.median(values) > 0
+            max(seconds[at]) / medians[at] for at in seconds if at[0] == k and medians[at] > 0
         ]
-        times = (
-            mean.get((index, FORWARD), 0.0) + share * both,
-            mean.get((index, BACKWARD), 0.0) + (1 - share) * both,
-            max(uneven, default=1.0),
-        )
-        stages.append(StageTimes(index, info.process, info.start, info.end, *times))
+        place = (k, info.process, info.start, info.end)
+        stages.append(StageTimes(*place, forward_s, backward_s, max(uneven, default=1.0)))
     return tuple(stages)
 
 
 def process_times(trace: Trace, steps: Sequence[MeasuredStep], process: int) -> ProcessTimes:
-    def mean(value: Callable[[MeasuredStep], float]) -> float:
-        return statistics.fmean(value(step) for step in steps)
+    each = [_times_in(step, process) for step in steps]
+    mean = {name: statistics.fmean(times[name] for times in each) for name in each[0]}
+    for kind in ("send", "receive"):
+        moving_s = mean[f"{kind}_s"]
+        mean[f"{kind}_hidden"] = mean[f"{kind}_hidden"] / moving_s if moving_s else 1.0
+    stages = tuple(k for k, stage in enumerate(trace.stages) if stage.process == process)
+    return ProcessTimes(trace.processes[process].name, stages, **mean)
 
-    def waited(step: MeasuredStep, reason: str) -> float:
-        return sum(w.seconds for w in step.waits if w.process == process and w.reason == reason)
 
-    def events(step: MeasuredStep, *kinds: str) -> list[TraceEvent]:
-        return [e for e in step.events if e.process == process and e.kind in kinds]
+def _times_in(step: MeasuredStep, process: int) -> dict[str, float]:
+    """The fields of a process in one step, `*_hidden` in seconds."""
+    own = [event for event in step.events if event.process == process]
+    pauses = [wait for wait in step.waits if wait.process == process]
+    tasks = [event for event in own if event.kind in COMPUTE]
 
-    def busy(step: MeasuredStep, *kinds: str) -> float:
-        return length(union((e.began, e.ended) for e in events(step, *kinds)))
+    def busy(*kinds: str) -> float:
+        return covered((e.began, e.ended) for e in own if e.kind in kinds)
 
-    def done(step: MeasuredStep) -> float:
-        return step.computed - max((e.ended for e in events(step, *COMPUTE)), default=step.began)
+    def moved(kind: str) -> dict[str, float]:
+        both_s = busy(kind) + busy(*COMPUTE) - busy(kind, *COMPUTE)
+        nbytes = sum(e.nbytes for e in own if e.kind == kind)
+        past = {SEND: "sent", RECEIVE: "received"}[kind]
+        return {f"{kind}_s": busy(kind), f"{kind}_hidden": both_s, f"{past}_bytes": nbytes}
 
-    def hidden(kind: str) -> float:
-        moving = mean(lambda step: busy(step, kind))
-        working = mean(lambda step: busy(step, *COMPUTE))
-        both = moving + working - mean(lambda step: busy(step, kind, *COMPUTE))
-        return both / moving if moving else 1.0
-
-    return ProcessTimes(
-        name=trace.processes[process].name,
-        stages=tuple(k for k, stage in enumerate(trace.stages) if stage.process == process),
-        compute_s=mean(lambda step: sum(e.seconds for e in events(step, *COMPUTE))),
-        activations_s=mean(lambda step: waited(step, "activations")),
-        gradients_s=mean(lambda step: waited(step, "gradients")),
-        start_s=mean(lambda step: waited(step, "start")),
-        done_s=mean(done),
-        wire_s=mean(lambda step: sum(w.wire_s for w in step.waits if w.process == process)),
-        send_s=mean(lambda step: busy(step, SEND)),
-        send_hidden=hidden(SEND),
-        receive_s=mean(lambda step: busy(step, RECEIVE)),
-        receive_hidden=hidden(RECEIVE),
-        sent_bytes=mean(lambda step: sum(e.nbytes for e in events(step, SEND))),
-        received_bytes=mean(lambda step: sum(e.nbytes for e in events(step, RECEIVE))),
-    )
+    return {
+        "compute_s": sum(task.seconds for task in tasks),
+        **{
+            f"{reason}_s": sum(wait.seconds for wait in pauses if wait.reason == reason)
+            for reason in ("activations", "gradients", "start")
+        },
+        "done_s": step.computed - max((task.ended for task in tasks), default=step.began),
+        "wire_s": sum(wait.wire_s for wait in pauses),
+        **moved(SEND),
+        **moved(RECEIVE),
+    }
 
 
 class NicSpeeds:
@@ -185,30 +252,24 @@ class NicSpeeds:
     in which any were moving, since the tensors of several links slow each other down."""
 
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
-        passed: dict[tuple[int, str], list[TraceEvent]] = {}
+        passed: dict[tuple[int | None, str], list[TraceEvent]] = {}
         for event in itertools.chain.from_iterable(step.events for step in steps):
             if event.kind == RECEIVE and event.what in ("FORWARD", "BACKWARD") and event.nbytes:
-                passed.setdefault((event.process, "in"), []).append(event)
-                if event.peer is not None:
-                    passed.setdefault((event.peer, "out"), []).append(event)
-        self._shared: dict[tuple[int, str], float] = {}
-        self._frame: dict[tuple[int, str], float] = {}
+                for nic in ((event.process, "in"), (event.peer, "out")):
+                    passed.setdefault(nic, []).append(event)
+        self._shared: dict[tuple[int | None, str], float] = {}
+        self._frame: dict[tuple[int | None, str], float] = {}
         for nic, events in passed.items():
-            moving_s = length(union((e.began, e.ended) for e in events))
+            moving_s = covered((e.began, e.ended) for e in events)
             self._shared[nic] = moving_s / sum(e.nbytes for e in events)
             self._frame[nic] = sorted(e.seconds / e.nbytes for e in events)[(len(events) - 1) // 4]
 
-    def seconds(self, nbytes: float, path: Sequence[int]) -> float:
-        """Seconds for which `nbytes` occupy the path from process to process."""
-        return nbytes * max(self._shared.get(nic, 0.0) for nic in _nics_of(path))
-
-    def frame_s(self, nbytes: float, path: Sequence[int]) -> float:
-        """Seconds of one frame of `nbytes`, by the quicker ones that passed."""
-        return nbytes * max(self._frame.get(nic, 0.0) for nic in _nics_of(path))
-
-
-def _nics_of(path: Sequence[int]) -> list[tuple[int, str]]:
-    return [nic for a, b in itertools.pairwise(path) for nic in ((a, "out"), (b, "in"))]
+    def seconds(self, nbytes: float, path: Sequence[int], *, alone: bool = False) -> float:
+        """Seconds for which `nbytes` occupy the path from process to process; with `alone` those of
+        one frame, by the quicker ones that passed."""
+        known = self._frame if alone else self._shared
+        nics = [nic for a, b in itertools.pairwise(path) for nic in ((a, "out"), (b, "in"))]
+        return nbytes * max(known.get(nic, 0.0) for nic in nics)
 
 
 def boundary_of(
@@ -217,44 +278,40 @@ def boundary_of(
     """The measurements between stage `after` and the next one."""
     one, other = trace.stages[after].process, trace.stages[after + 1].process
     if one == other:
-        return Boundary(after, "same process", 0.0, 0.0, 0.0, 0, 0, "", "")
-    forward = _Frames(steps, "FORWARD", source=after, target=after + 1, receiver=other)
-    backward = _Frames(steps, "BACKWARD", source=after + 1, target=after, receiver=one)
-    arrived = forward.arrived + backward.arrived
+        return Boundary(after, "same process")
+    ways = (
+        _frames(steps, "FORWARD", after, after + 1, other),
+        _frames(steps, "BACKWARD", after + 1, after, one),
+    )
+    arrived = [event for frames, _ in ways for event in frames]
     relayed = any(event.peer not in (one, other) for event in arrived)
     path = [one, 0, other] if relayed else [one, other]
-    forward_s = nics.seconds(forward.nbytes, path)
-    backward_s = nics.seconds(backward.nbytes, path[::-1])
-    latencies = [
-        max(0.0, frames.delay_s - seconds)
-        for frames, seconds in ((forward, forward_s), (backward, backward_s))
-        if frames.arrived
+    there, back = (statistics.fmean([e.nbytes for e in frames] or [0]) for frames, _ in ways)
+    times = nics.seconds(there, path), nics.seconds(back, path[::-1])
+    late = [
+        max(0.0, delay_s - wire_s)
+        for (frames, delay_s), wire_s in zip(ways, times, strict=True)
+        if frames
     ]
-    way, latency_s = "relay" if relayed else "direct", statistics.fmean(latencies or [0.0])
-    nbytes = round(forward.nbytes), round(backward.nbytes)
+    latency_s, way = statistics.fmean(late or [0.0]), "relay" if relayed else "direct"
     dtype = next((event.dtype for event in arrived if event.dtype), "")
     codec = next((event.codec for event in arrived if event.codec), "")
-    return Boundary(after, way, forward_s, backward_s, latency_s, *nbytes, dtype, codec)
+    return Boundary(after, way, *times, latency_s, round(there), round(back), dtype, codec)
 
 
-class _Frames:
-    """The frames of one direction over a boundary: their mean size, and the shortest time from the
-    end of a task to its tensor's arrival at the neighbour in each step; others wait for frames in
-    front of them."""
-
-    def __init__(
-        self, steps: Sequence[MeasuredStep], what: str, *, source: int, target: int, receiver: int
-    ) -> None:
-        self.arrived: list[TraceEvent] = []
-        delays = []
-        for step in steps:
-            tasks = [e for e in step.events if e.kind in COMPUTE and e.stage == source]
-            tasks = [task for task in tasks if (task.kind == FORWARD) == (what == "FORWARD")]
-            made = {task.micro_batch: task.ended for task in tasks}
-            wanted = (RECEIVE, what, target, receiver)
-            arrived = [e for e in step.events if (e.kind, e.what, e.stage, e.process) == wanted]
-            self.arrived += arrived
-            waited = [e.ended - made[e.micro_batch] for e in arrived if e.micro_batch in made]
-            delays += [min(waited)] if waited else []
-        self.delay_s = max(0.0, statistics.median(delays)) if delays else 0.0
-        self.nbytes = statistics.fmean([e.nbytes for e in self.arrived] or [0])
+def _frames(
+    steps: Sequence[MeasuredStep], what: str, source: int, target: int, receiver: int
+) -> tuple[list[TraceEvent], float]:
+    """The frames of one direction over a boundary, and the shortest time from the end of a task to
+    its tensor's arrival at the neighbour, the median of the steps; others wait for frames in front
+    of them."""
+    frames, delays = [], []
+    for step in steps:
+        tasks = [e for e in step.events if e.kind in COMPUTE and e.stage == source]
+        made = {e.micro_batch: e.ended for e in tasks if (e.kind == FORWARD) == (what == "FORWARD")}
+        wanted = (RECEIVE, what, target, receiver)
+        arrived = [e for e in step.events if (e.kind, e.what, e.stage, e.process) == wanted]
+        frames += arrived
+        waited = [e.ended - made[e.micro_batch] for e in arrived if e.micro_batch in made]
+        delays += [min(waited)] if waited else []
+    return frames, max(0.0, statistics.median(delays)) if delays else 0.0

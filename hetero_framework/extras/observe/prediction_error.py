@@ -2,9 +2,8 @@
 difference.
 
 A run predicts every step before it begins, by the planner's simulator from the times of the steps
-before, and its stages' memory from shapes. metrics.jsonl has that beside the measured values;
-`read_account` compares the two. All seconds of stages and boundaries
-are of one micro-batch.
+before, and its stages' memory from shapes. metrics.jsonl has that beside the measured values. All
+seconds of stages and boundaries are of one micro-batch.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
 from hetero_framework.engine.schedule.tuning import default_max_in_flight
 from hetero_framework.errors import UserError, in_words
 from hetero_framework.extras.islands.island_stats import data_step
+from hetero_framework.extras.observe.bottleneck import UNEXPLAINED_BY, steps_text
 from hetero_framework.tables import table
 from hetero_framework.units import seconds, share, size
 
@@ -29,7 +29,11 @@ WorkerId = int | str
 
 _AS_PREDICTED = 0.05
 _WORTH_SAYING = 0.01  # of the measured step
-_TIMES = ("forward_s", "backward_s", "activation_s", "gradient_s")
+_COMPUTING, _MOVING = ("forward_s", "backward_s"), ("activation_s", "gradient_s")
+_HEAD = (
+    *("stage", "process", "forward: predicted", "took", "backward: predicted", "took"),
+    *("memory: predicted", "peak"),
+)
 
 
 @dataclass(frozen=True)
@@ -95,41 +99,31 @@ def read_account(folder: Path, steps: Collection[int]) -> Account | None:
 
 
 def _account(lines: Sequence[Mapping[str, Any]]) -> Account:
-    micro_batches = lines[-1]["micro_batches"]
-    lines = [line for line in lines if line["micro_batches"] == micro_batches]
-    stages = tuple(
-        _stage([line["stages"][k] for line in lines], micro_batches)
-        for k in range(len(lines[-1]["stages"]))
-    )
-    edges = [
-        (stage["predicted"]["latency_s"], stage["predicted"]["relayed"])
-        for stage in lines[-1]["stages"][1:]
-    ]
+    last = lines[-1]
+    m = last["micro_batches"]
+    lines = [line for line in lines if line["micro_batches"] == m]
+    stages = tuple(_stage([x["stages"][k] for x in lines], m) for k in range(len(last["stages"])))
+    edges = [(s["predicted"]["latency_s"], s["predicted"]["relayed"]) for s in last["stages"][1:]]
     return Account(
         tuple(line["step"] for line in lines),
-        lines[-1].get("planned_s"),
+        last.get("planned_s"),
         statistics.fmean(line["predicted_s"] for line in lines),
         statistics.fmean(line["pipeline_s"] for line in lines),
         stages,
-        tuple(_causes(stages, edges, micro_batches)),
+        tuple(_causes(stages, edges, m)),
     )
 
 
 def _stage(lines: Sequence[Mapping[str, Any]], micro_batches: int) -> StageAccount:
-    def mean(name: str) -> float:
-        return statistics.fmean(line[name] for line in lines)
+    def means(tables: Sequence[Mapping[str, Any]], of: Sequence[str], count: int = 1) -> Any:
+        return {name: statistics.fmean(one[name] for one in tables) / count for name in of}
 
     last = lines[-1]
     return StageAccount(
         last["index"],
         last["owner"],
-        {n: statistics.fmean(line["predicted"][n] for line in lines) for n in _TIMES},
-        {
-            "forward_s": mean("forward_s") / micro_batches,
-            "backward_s": mean("backward_s") / micro_batches,
-            "activation_s": mean("activation_s"),
-            "gradient_s": mean("gradient_s"),
-        },
+        means([line["predicted"] for line in lines], _COMPUTING + _MOVING),
+        means(lines, _COMPUTING, micro_batches) | means(lines, _MOVING),
         last["predicted"]["memory"],
         max(line["peak_memory"] for line in lines),
     )
@@ -141,59 +135,50 @@ def _causes(
     """Measured values replace predicted ones, one kind after the other; the step
     is simulated each time."""
     times = [dict(stage.predicted) for stage in stages]
-    owners = list(dict.fromkeys(stage.owner for stage in stages))
-    devices = [owners.index(stage.owner) for stage in stages]
+    owners = [stage.owner for stage in stages]
 
     def step_s() -> float:
         joined = [
             Edge(after["activation_s"], before["gradient_s"], latency_s, 0 if relayed else None)
             for (before, after), (latency_s, relayed) in zip(pairwise(times), edges, strict=True)
         ]
-        forward_s, backward_s = ([one[name] for one in times] for name in _TIMES[:2])
+        forward_s, backward_s = ([one[name] for one in times] for name in _COMPUTING)
+        devices = [owners.index(owner) for owner in owners]
         profile = Profile.of(forward_s, backward_s, devices=devices, edges=joined)
         # Always by one schedule: a better one for other times would look like a gain.
-        in_flight = default_max_in_flight(profile.num_stages)
-        return simulate(profile, micro_batches, in_flight).seconds
+        return simulate(profile, micro_batches, default_max_in_flight(len(times))).seconds
 
     before_s = step_s()
-    for names, told in ((_TIMES[:2], _computing), (_TIMES[2:], _moving)):
+    for names in (_COMPUTING, _MOVING):
         for stage, values in zip(stages, times, strict=True):
             values.update({name: stage.measured[name] for name in names})
             after_s = step_s()
             was, is_ = (sum(d[n] for n in names) for d in (stage.predicted, stage.measured))
             # A slower stage may let others overlap better, by luck; that explains nothing.
             if was > 0 and (after_s - before_s) * (is_ - was) > 0:
-                yield Cause(told(stage, is_ / was), after_s - before_s)
+                yield Cause(_told(stage, is_ / was, names), after_s - before_s)
             before_s = after_s
 
 
-def _computing(stage: StageAccount, ratio: float) -> str:
+def _told(stage: StageAccount, ratio: float, names: Sequence[str]) -> str:
+    where = f"stage {stage.index} on {process_name(stage.owner)}"
+    if names == _MOVING:
+        return f"tensors took {ratio:.2f} times as long to come to {where}"
     how = f"{share(abs(ratio - 1))} {'slower' if ratio > 1 else 'faster'}"
-    return f"stage {stage.index} on {_who(stage)} computed {how} than predicted"
-
-
-def _moving(stage: StageAccount, ratio: float) -> str:
-    return f"tensors took {ratio:.2f} times as long to come to stage {stage.index} on {_who(stage)}"
-
-
-def _who(stage: StageAccount) -> str:
-    return process_name(stage.owner)
-
-
-_HEAD = (
-    *("stage", "process", "forward: predicted", "took", "backward: predicted", "took"),
-    *("memory: predicted", "peak"),
-)
+    return f"{where} computed {how} than predicted"
 
 
 def text(account: Account) -> list[str]:
     """The account as lines for the user."""
-    steps, error = account.steps, account.error
-    which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    planned = []
+    if account.planned_s:
+        off = f"{seconds(account.planned_s)} ({account.measured_s / account.planned_s - 1:+.0%})"
+        planned = [f"when the plan was made a step was to take {off}"]
     return [
-        f"predicted and measured, {which}: the pipeline was to take {seconds(account.predicted_s)} "
-        f"and took {seconds(account.measured_s)} ({error:+.0%})",
-        *_planned(account),
+        f"predicted and measured, {steps_text(account.steps)}: the pipeline was to take "
+        f"{seconds(account.predicted_s)} and took {seconds(account.measured_s)} "
+        f"({account.error:+.0%})",
+        *planned,
         "",
         *table(_HEAD, [_row(account, stage) for stage in account.stages], left=(0, 1)),
         "memory is predicted for tensors; on a CPU the peak is the whole process, libraries too",
@@ -202,37 +187,21 @@ def text(account: Account) -> list[str]:
     ]
 
 
-def _planned(account: Account) -> list[str]:
-    if not account.planned_s:
-        return []
-    planned, error = seconds(account.planned_s), account.measured_s / account.planned_s - 1
-    return [f"when the plan was made a step was to take {planned} ({error:+.0%})"]
-
-
 def _row(account: Account, stage: StageAccount) -> tuple[str, ...]:
-    was, is_ = stage.predicted, stage.measured
-    times = (was["forward_s"], is_["forward_s"], was["backward_s"], is_["backward_s"])
-    shown = [seconds(value) for value in times]
+    forward, backward = ([x[n] for x in (stage.predicted, stage.measured)] for n in _COMPUTING)
+    shown = [*map(seconds, forward), *map(seconds, backward)]
     if stage.index == len(account.stages) - 1:
-        both = (seconds(sum(times[0::2])), seconds(sum(times[1::2])))
-        shown = [*both, "(both)", "(both)"]
+        shown = [*(seconds(a + b) for a, b in zip(forward, backward, strict=True)), *["(both)"] * 2]
     memory = (size(stage.predicted_memory), size(stage.peak_memory) if stage.peak_memory else "-")
-    return (str(stage.index), _who(stage), *shown, *memory)
+    return (str(stage.index), process_name(stage.owner), *shown, *memory)
 
 
 def _reasons(account: Account) -> list[str]:
     if abs(account.error) <= _AS_PREDICTED:
         return ["as predicted, within 5 %"]
-    least = _WORTH_SAYING * account.measured_s
-    causes = sorted(account.causes, key=lambda cause: -abs(cause.seconds))
-    lines = [f"{_signed(c.seconds)}: {c.text}" for c in causes if abs(c.seconds) >= least]
-    if abs(account.unexplained_s) >= least:
-        lines.append(
-            f"{_signed(account.unexplained_s)}: waiting that these times do not explain: processes "
-            "that share cores or a link, other work on a machine, or uneven micro-batches"
-        )
-    return ["of the difference:", *(f"  {line}" for line in lines)]
-
-
-def _signed(time_s: float) -> str:
-    return f"{'+' if time_s >= 0 else '-'}{seconds(abs(time_s))}"
+    rest = f"waiting that these times do not explain: {UNEXPLAINED_BY}"
+    causes = [*sorted(account.causes, key=lambda cause: -abs(cause.seconds))]
+    causes.append(Cause(rest, account.unexplained_s))
+    shown = [c for c in causes if abs(c.seconds) >= _WORTH_SAYING * account.measured_s]
+    signed = [f"  {'+' if c.seconds >= 0 else '-'}{seconds(abs(c.seconds))}" for c in shown]
+    return ["of the difference:", *(f"{s}: {c.text}" for s, c in zip(signed, shown, strict=True))]

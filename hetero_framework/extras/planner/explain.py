@@ -1,22 +1,35 @@
-"""Reasons for a plan: the limits of each device, unused devices, and changes that would help."""
+"""Reasons for a plan: the limits of each device, unused devices, and changes that would help.
+
+A change is a changed profile of the same fleet; `hetero plan --allow` may search it too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 from hetero_framework.config import layers_text, process_name
 from hetero_framework.errors import PlanError
-from hetero_framework.extras.planner import what_if
 from hetero_framework.extras.planner.evaluated import Evaluated
 from hetero_framework.extras.planner.layout import Fleet, Layout, Part
 from hetero_framework.extras.planner.layout_search import Search
+from hetero_framework.extras.planner.profile import FleetProfile, LinkProfile
 from hetero_framework.extras.planner.result import Alone, DeviceUse
 from hetero_framework.extras.planner.rules import Rules
+from hetero_framework.units import bit_rate, share, size
 from hetero_framework.units import seconds as seconds_text
-from hetero_framework.units import share, size
 
+MICRO_BATCH = "micro-batch"
+CODEC = "codec"
+_INT8 = 0.52  # of a 16-bit type's bytes: half, and a scale of 2 bytes for each block of 64 numbers
+_WORK = (
+    *("layer_forward_s", "layer_backward_s", "layer_recompute_s"),
+    *("embedding_forward_s", "embedding_backward_s", "head_forward_s", "head_backward_s"),
+)
+_KEPT = ("activation_bytes_per_layer", "activation_bytes_recomputed")
+_CARDS_GIB = (4, 8, 16)  # more, as the next larger cards have
 _WORTH = 0.02  # of a step: smaller savings are within the error of such comparisons
 _MOST_ADVICE = 4
 _NOT_BUSY = 0.9  # of the busiest device: a device below it is held up by memory or links
@@ -26,41 +39,32 @@ _EXPLAINED = 4  # devices that are left out, by name
 
 def device_uses(plan: Evaluated) -> tuple[DeviceUse, ...]:
     """Every device of a plan."""
-    fleet, layout = plan.fleet, plan.layout
-    step = plan.schedule.forecast
-    devices = list(dict.fromkeys(part.device for part in layout))
+    fleet, layout, step = plan.fleet, plan.layout, plan.schedule.forecast
+    devices = dict.fromkeys(part.device for part in layout)
     busy = dict(zip(devices, step.busy, strict=True))
-    wire = _wire_shares(plan)
-    most = max(busy.values())
     uses = []
     for d in devices:
         needed = fleet.memory_bytes(layout, d, step.peak_in_flight)
         free = fleet.costs[d].memory_bytes + fleet.costs[d].device.reserved_bytes - needed
         limit = "compute"
-        if busy[d] < _NOT_BUSY * most:
+        if busy[d] < _NOT_BUSY * max(busy.values()):
             if _is_full(fleet, layout, d):
                 limit = "memory"
-            elif wire.get(d, 0.0) > busy[d]:
+            elif _wire_s(plan, d) > busy[d] * plan.seconds:
                 limit = "link"
         layers = sum(part.end - part.start for part in layout if part.device == d)
         uses.append(DeviceUse(fleet.ids[d], busy[d], int(needed), limit, layers, int(free)))
     return tuple(uses)
 
 
-def _wire_shares(plan: Evaluated) -> dict[int, float]:
-    """The share of the step in which each device's busier NIC carries something."""
-    profile = plan.schedule.profile
-    work: dict[tuple[int, str], float] = {}
+def _wire_s(plan: Evaluated, device: int) -> float:
+    """Seconds of the step in which the device's busier NIC carries something."""
+    profile, work_s = plan.schedule.profile, {"in": 0.0, "out": 0.0}
     for k, edge in enumerate(profile.edges):
         for kind, edge_s in (("forward", edge.forward_s), ("backward", edge.backward_s)):
-            for nic in profile.nics(k, kind):
-                work[nic] = work.get(nic, 0.0) + edge_s
-    shares: dict[int, float] = {}
-    for (d, _), work_s in work.items():
-        if plan.seconds:
-            part = plan.schedule.micro_batches * work_s / plan.seconds
-            shares[d] = max(shares.get(d, 0.0), part)
-    return shares
+            for d, direction in profile.nics(k, kind):
+                work_s[direction] += edge_s if d == device else 0.0
+    return plan.schedule.micro_batches * max(work_s.values())
 
 
 def _is_full(fleet: Fleet, layout: Layout, device: int) -> bool:
@@ -70,14 +74,12 @@ def _is_full(fleet: Fleet, layout: Layout, device: int) -> bool:
     for k, part in enumerate(layout):
         if part.device != device or limits is None:
             continue
-        longer = part._replace(end=part.end + 1) if part.end < fleet.layers else None
-        if longer is None:
-            longer = part._replace(start=part.start - 1) if part.start else None
-        if longer is None:
+        if (part.start, part.end) == (0, fleet.layers):
             return False
-        changed = (*layout[:k], longer, *layout[k + 1 :])
-        fitting = fleet.memory_limits(changed)
-        if fitting is None or (fitting[k] < min(limits[k], len(layout) - k)):
+        at_end = part.end < fleet.layers
+        longer = part._replace(start=part.start - (not at_end), end=part.end + at_end)
+        fitting = fleet.memory_limits((*layout[:k], longer, *layout[k + 1 :]))
+        if fitting is None or fitting[k] < min(limits[k], len(layout) - k):
             return True
     return False
 
@@ -85,51 +87,39 @@ def _is_full(fleet: Fleet, layout: Layout, device: int) -> bool:
 def alone(fleet: Fleet, devices: Collection[int]) -> Alone | None:
     """The fastest device that could hold and train everything by itself."""
     steps = []
-    for d in devices:
-        for recompute in (False, True):
-            whole = (Part(d, 0, fleet.layers, recompute),)
-            if fleet.memory_limits(whole) is not None:
-                profile = fleet.pipeline(whole)
-                step_s = fleet.micro_batches * (profile.forward_s[0] + profile.backward_s[0])
-                steps.append((step_s, d))
-    if not steps:
-        return None
-    step_s, d = min(steps)
-    return Alone(fleet.ids[d], step_s)
+    for whole in (Part(d, 0, fleet.layers, again) for d in devices for again in (False, True)):
+        if fleet.memory_limits((whole,)) is not None:
+            profile = fleet.pipeline((whole,))
+            one_s = profile.forward_s[0] + profile.backward_s[0]
+            steps.append((fleet.micro_batches * one_s, whole.device))
+    step_s, d = min(steps, default=(0.0, None))
+    return None if d is None else Alone(fleet.ids[d], step_s)
 
 
 def left_out(plan: Evaluated, rules: Rules) -> str:
     """Why devices that could take part do not."""
-    fleet, layout = plan.fleet, plan.layout
-    used = {part.device for part in layout}
-    texts = []
-    for d in rules.devices:
-        if d not in used:
-            texts.append(f"{process_name(fleet.ids[d])} {_why_not(plan, d)}")
-    if len(texts) > _EXPLAINED:
-        texts = [*texts[:_EXPLAINED], f"and {len(texts) - _EXPLAINED} more"]
-    return "; ".join(texts)
+    others = [d for d in rules.devices if d not in {part.device for part in plan.layout}]
+    texts = [f"{process_name(plan.fleet.ids[d])} {_why_not(plan, d)}" for d in others[:_EXPLAINED]]
+    more = len(others) - _EXPLAINED
+    return "; ".join([*texts, f"and {more} more"] if more > 0 else texts)
 
 
 def _why_not(plan: Evaluated, d: int) -> str:
-    fleet = plan.fleet
-    pace_s = plan.seconds / fleet.micro_batches
-    one = fleet.costs[d]
-    least = min(b - a for a, b in pairwise(one.layer_bytes))
-    kept = min(b - a for a, b in pairwise(one.recomputed_bytes))
-    if least + kept > one.memory_bytes:
-        return "has no memory for a layer"
+    fleet, one = plan.fleet, plan.fleet.costs[d]
+    pace_s, layer_s = plan.seconds / fleet.micro_batches, fleet.layer_s(d)
+    layer, kept = (
+        min(b - a for a, b in pairwise(s)) for s in (one.layer_bytes, one.recomputed_bytes)
+    )
     edge = fleet.edge(0, d, fleet.layers, False)
     wire_s = max(edge.forward_s, edge.backward_s)
+    if layer + kept > one.memory_bytes:
+        return "has no memory for a layer"
     if wire_s > pace_s:
+        longer = f"longer than all stages take for one ({seconds_text(pace_s)})"
+        return f"would receive a micro-batch in {seconds_text(wire_s)}, {longer}"
+    if layer_s > pace_s:
         return (
-            f"would receive a micro-batch in {seconds_text(wire_s)}, longer than all stages take"
-            f" for one ({seconds_text(pace_s)})"
-        )
-    if fleet.layer_s(d) > pace_s:
-        return (
-            f"takes {seconds_text(fleet.layer_s(d))} for a layer, longer than others take for all"
-            " of theirs"
+            f"takes {seconds_text(layer_s)} for a layer, longer than others take for all of theirs"
         )
     return "is slower than the link to it pays for"
 
@@ -140,68 +130,104 @@ def advice(plan: Evaluated, rules: Rules, uses: Sequence[DeviceUse]) -> tuple[st
     fleet, layout = plan.fleet, plan.layout
     now_s = Search(rules).evened_s(layout)
 
-    def gain_of(variant: what_if.Variant) -> tuple[float, str]:
-        other = fleet.with_profile(variant.profile)
-        then_s = Search(rules.of(other)).evened_s(_with_direct(other, layout))
-        return (1 - then_s / now_s if now_s > 0 else 0.0, variant.text)
+    def gains(variants: Iterator[Variant]) -> Iterator[tuple[float, str]]:
+        for variant in variants:
+            other = Fleet(variant.profile, margins=fleet.margins)
+            then_s = Search(replace(rules, fleet=other)).evened_s(_with_direct(other, layout))
+            yield 1 - then_s / now_s if now_s > 0 else 0.0, variant.text
 
-    changed = [*what_if.settings(fleet.profile), *what_if.direct_links(fleet, layout)]
-    gains = [gain_of(variant) for variant in changed]
+    found = [*gains(settings(fleet.profile)), *gains(direct_links(fleet, layout))]
     short = [use for use in uses if use.limit == "memory"]
     if short:
         least = min(short, key=lambda use: use.busy)
-        cards = what_if.cards(fleet, fleet.ids.index(least.id))
-        gains += cards_worth([gain_of(variant) for variant in cards])
-    best = sorted((gain for gain in gains if gain[0] >= _WORTH), reverse=True)[:_MOST_ADVICE]
+        found += cards_worth([*gains(cards(fleet, fleet.ids.index(least.id)))])
+    best = sorted((gain for gain in found if gain[0] >= _WORTH), reverse=True)[:_MOST_ADVICE]
     return tuple(f"{text}: about {share(gain)} less per step" for gain, text in best)
 
 
-def cards_worth(cards: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+def cards_worth(by_size: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
     """Of cards by size, with their gains, the smallest that gains nearly as much as the best."""
-    most = max((gain for gain, _ in cards), default=0.0)
-    return [entry for entry in cards if entry[0] >= _NEARLY * most][:1]
+    most = max((gain for gain, _ in by_size), default=0.0)
+    return [entry for entry in by_size if entry[0] >= _NEARLY * most][:1]
 
 
 def _with_direct(fleet: Fleet, layout: Layout) -> Layout:
     """The layout with the quicker way at each boundary."""
     parts = [layout[0]]
-    for before, part in pairwise(layout):
-        a, b = before.device, part.device
-        if fleet.can_go_direct(a, b) and not part.direct:
-            ways = [fleet.edge(a, b, part.start, direct) for direct in (False, True)]
+    for (a, *_), part in pairwise(layout):
+        if fleet.can_go_direct(a, part.device) and not part.direct:
+            ways = [fleet.edge(a, part.device, part.start, direct) for direct in (False, True)]
             relayed, direct = (max(edge.forward_s, edge.backward_s) for edge in ways)
             part = part._replace(direct=direct <= relayed)
         parts.append(part)
     return tuple(parts)
 
 
-def _what_is_in_the_way(rules: Rules) -> str:
-    """The obstacle in a fleet that has room for all layers."""
-    fleet = rules.fleet
-    first = fleet.costs[0]
-    short = first.device.embedding_bytes - first.memory_bytes
-    if short > 0:
-        return f"the coordinator holds the embedding, for which it is short of {size(short)}"
-    least = min(
-        costs.device.head_bytes
-        + (costs.device.embedding_bytes if d == 0 else 0.0)
-        - costs.memory_bytes
-        for d, costs in ((d, fleet.costs[d]) for d in rules.devices)
-    )
-    if least > 0:
-        return f"the head fits on no process; the nearest one is short of {size(least)}"
-    return "each process has room for some layers, but no cut into whole layers fits everywhere"
+@dataclass(frozen=True)
+class Variant:
+    """A changed profile. `allowed_by` is the word of `--allow` that lets the planner take it, and
+    `changes` the settings that it then needs."""
+
+    text: str
+    profile: FleetProfile
+    allowed_by: str | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
-def _pins_leave_no_plan(rules: Rules) -> PlanError:
-    fleet = rules.fleet
-    pins = ", ".join(
-        f"{process_name(fleet.ids[d])} {layers_text(*pin)}" for d, pin in sorted(rules.pins.items())
+def settings(profile: FleetProfile) -> Iterator[Variant]:
+    """Variants with other settings of the run, which change the numbers of the result a little."""
+    tensors = {name: getattr(profile, name) for name in ("activation_bytes", "gradient_bytes")}
+    if any(tensors.values()):
+        wire = {"wire": {"activations": "int8", "gradients": "int8"}}
+        coded = profile.model_copy(update={n: _INT8 * value for n, value in tensors.items()})
+        yield Variant('wire.activations and wire.gradients "int8"', coded, CODEC, wire)
+    m = 2 * profile.micro_batches
+    halved: dict[str, Any] = {name: value / 2 for name, value in tensors.items()}
+    halved["devices"] = tuple(
+        device.model_copy(update={n: _halved(getattr(device, n)) for n in (*_WORK, *_KEPT)})
+        for device in profile.devices
     )
-    return PlanError(
-        f"--pin: no plan keeps {pins}: the other layers cannot be held by the other processes",
-        hint="without the pins a plan fits: pin fewer layers, or leave no process out",
-    )
+    text = f"{m} micro-batches of half the size, if one of half the size takes half the time"
+    halves = profile.model_copy(update={**halved, "micro_batches": m})
+    yield Variant(text, halves, MICRO_BATCH, {"micro_batches": m})
+
+
+def direct_links(fleet: Fleet, layout: Layout) -> Iterator[Variant]:
+    """A direct link for each relayed boundary of the layout, as quick as the slower half of its
+    way."""
+    links = {(link.sender, link.receiver): link for link in fleet.profile.links}
+    for before, part in pairwise(layout):
+        a, b = fleet.ids[before.device], fleet.ids[part.device]
+        if "local" in (a, b) or part.direct or a == b:
+            continue
+        new = {}
+        for sender, receiver in ((a, b), (b, a)):
+            legs = [links[sender, "local"], links["local", receiver]]
+            ends: dict[str, Any] = {"sender": sender, "receiver": receiver}
+            ends["bytes_per_s"] = min(leg.bytes_per_s for leg in legs)
+            ends["latency_s"] = sum(leg.latency_s for leg in legs) / 2
+            new[sender, receiver] = LinkProfile.model_validate(ends)
+        speed = bit_rate(min(link.bytes_per_s for link in new.values()))
+        yield Variant(
+            f"a direct link of {speed} between {process_name(a)} and {process_name(b)}",
+            fleet.profile.model_copy(update={"links": tuple((links | new).values())}),
+        )
+
+
+def cards(fleet: Fleet, device: int) -> Iterator[Variant]:
+    """More memory for a device (by its place in `Fleet.ids`), the smallest card first."""
+    name, devices = fleet.ids[device], {one.id: one for one in fleet.profile.devices}
+    for gib in _CARDS_GIB:
+        more = {"memory_bytes": devices[name].memory_bytes + gib * 2**30}
+        larger = devices | {name: devices[name].model_copy(update=more)}
+        yield Variant(
+            f"a card with {gib} GiB more for {process_name(name)}",
+            fleet.profile.model_copy(update={"devices": tuple(larger.values())}),
+        )
+
+
+def _halved(value: Any) -> Any:
+    return tuple(v / 2 for v in value) if isinstance(value, tuple) else value / 2
 
 
 def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
@@ -210,10 +236,8 @@ def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
     for d in rules.devices:
         costs = fleet.costs[d]
         sums = costs.recomputed_bytes if rules.checkpointing else costs.kept_bytes
-        each = max(
-            (b - a) + (k - j)
-            for (a, b), (j, k) in zip(pairwise(costs.layer_bytes), pairwise(sums), strict=True)
-        )
+        layers_and_kept = zip(pairwise(costs.layer_bytes), pairwise(sums), strict=True)
+        each = max((b - a) + (k - j) for (a, b), (j, k) in layers_and_kept)
         free = costs.memory_bytes - (costs.device.embedding_bytes if d == 0 else 0.0)
         layers = int(max(0.0, free) / each) if each else fleet.layers
         room += layers
@@ -226,11 +250,16 @@ def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
     costs = fleet.costs[0]
     layer = (costs.layer_bytes[-1] + costs.recomputed_bytes[-1]) / fleet.layers
     missing = max(0, fleet.layers - room) * layer
+    if rules.pins and not missing and Search(replace(rules, pins={})).run() is not None:
+        pins = ", ".join(
+            f"{process_name(fleet.ids[d])} {layers_text(*pin)}"
+            for d, pin in sorted(rules.pins.items())
+        )
+        return PlanError(
+            f"--pin: no plan keeps {pins}: the other layers cannot be held by the other processes",
+            hint="without the pins a plan fits: pin fewer layers, or leave no process out",
+        )
     what = f"{size(missing)} are missing" if missing else _what_is_in_the_way(rules)
-    if rules.pins and not missing:
-        without = replace(rules, pins={})
-        if Search(without).run() is not None:
-            return _pins_leave_no_plan(rules)
     hint = (
         "add a device, train an adapter (in 4 bits) instead of all weights, or make micro-batches "
         "or data.max_length smaller"
@@ -238,3 +267,15 @@ def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
     if not rules.checkpointing:
         hint = "allow checkpointing; or " + hint
     return PlanError("\n  ".join([f"no plan fits into memory: {what}", *lines]), hint=hint)
+
+
+def _what_is_in_the_way(rules: Rules) -> str:
+    """The obstacle in a fleet that has room for all layers."""
+    spare = {d: rules.fleet.costs[d].memory_bytes for d in rules.devices}
+    spare[0] -= rules.fleet.costs[0].device.embedding_bytes
+    short = min(rules.fleet.costs[d].device.head_bytes - spare[d] for d in rules.devices)
+    if spare[0] < 0:
+        return f"the coordinator holds the embedding, for which it is short of {size(-spare[0])}"
+    if short > 0:
+        return f"the head fits on no process; the nearest one is short of {size(short)}"
+    return "each process has room for some layers, but no cut into whole layers fits everywhere"

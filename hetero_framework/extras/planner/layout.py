@@ -89,10 +89,6 @@ class Fleet:
             embedding = lowest == 0 or self.costs[0].device.embedding_backward_s > 0
         self._trained_from = -1 if embedding else lowest
 
-    def with_profile(self, profile: FleetProfile) -> Fleet:
-        """A fleet of the same devices with other numbers."""
-        return Fleet(profile, margins=self.margins)
-
     # -- time -----------------------------------------------------------------------------------
 
     def seconds(self, part: Part) -> tuple[float, float]:

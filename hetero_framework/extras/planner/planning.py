@@ -14,7 +14,7 @@ from hetero_framework.config import process_name
 from hetero_framework.config.plan import Plan, PlanEntry, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.errors import PlanError, UserError
-from hetero_framework.extras.planner import explain, what_if
+from hetero_framework.extras.planner import explain
 from hetero_framework.extras.planner.evaluated import Evaluated, evaluated
 from hetero_framework.extras.planner.layout import Fleet, Layout, Part, WorkerId
 from hetero_framework.extras.planner.layout_search import Search
@@ -27,7 +27,7 @@ CHECKPOINTING = "checkpointing"
 CHUNKS = "chunks"
 ALLOWED = frozenset({CHECKPOINTING, CHUNKS})
 """The default choices of a plan: they change no number of the result."""
-CHOICES = ALLOWED | {what_if.CODEC, what_if.MICRO_BATCH}
+CHOICES = ALLOWED | {explain.CODEC, explain.MICRO_BATCH}
 
 
 def plan(
@@ -53,7 +53,7 @@ def plan(
     rules = _rules(Fleet(profile, margins=margins), pins, excluded, allow)
     result = Search(rules).run()
     changes: dict[str, Any] = {}
-    for variant in what_if.settings(profile):
+    for variant in explain.settings(profile):
         if variant.allowed_by in allow:
             other = _rules(Fleet(variant.profile, margins=margins), pins, excluded, allow)
             candidate = Search(other).run()

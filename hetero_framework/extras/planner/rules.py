@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from hetero_framework.engine.schedule.simulator import Edge
@@ -20,10 +20,6 @@ class Rules:
     pins: Mapping[int, tuple[int, int]]
     checkpointing: bool
     chunks: bool
-
-    def of(self, fleet: Fleet) -> Rules:
-        """The same rules for the same devices with other numbers."""
-        return replace(self, fleet=fleet)
 
     @property
     def interleaves(self) -> bool:

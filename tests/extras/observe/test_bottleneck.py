@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hetero_framework.extras.observe.bottleneck import Diagnosis, diagnose, text
+from hetero_framework.core import codecs
+from hetero_framework.extras.observe import bottleneck
+from hetero_framework.extras.observe.bottleneck import diagnose, text
+from hetero_framework.extras.observe.measured import Boundary, Diagnosis, StageTimes
 from tests.extras.observe.timeline_samples import record, step_spans
 
 
@@ -264,3 +268,39 @@ def test_a_forward_only_stage_is_no_trouble(tmp_path: Path) -> None:
     assert d.stages[0].backward_s == 0.0
     assert d.boundaries[0].backward_bytes == 0
     assert text(d)
+
+
+# ---- predictions for codecs count the bytes that are really sent
+
+PAIR = tuple(StageTimes(k, k, 2 * k, 2 * k + 2, 1.0, 2.0, 1.0) for k in range(2))
+BOUNDARY = Boundary(0, "direct", 1.0, 2.0, 0.0, 4 * 64 * 64, 4 * 64 * 64, "float32", "")
+
+
+def pair(**changes: Any) -> Diagnosis:
+    boundaries = (replace(BOUNDARY, **changes),)
+    return Diagnosis(4, None, 1.0, 1.0, 0.0, None, 1.0, (1,), 1.0, PAIR, (), boundaries, (), 0)
+
+
+def test_a_codec_scales_transfers_by_its_bytes() -> None:
+    found = {idea.kind: idea.then.boundaries[0] for idea in bottleneck._codecs(pair())}
+    assert list(found) == ["bf16", "int8"]
+    for name, boundary in found.items():
+        share = codecs.CODECS[name].nbytes((64, 64), torch.float32) / (4 * 64 * 64)
+        assert boundary.forward_s == pytest.approx(share)
+        assert boundary.backward_s == pytest.approx(2 * share)
+        assert boundary.latency_s > 0
+
+
+def test_an_added_codec_becomes_a_simulated_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Half(codecs.BFloat16):
+        name = "half"
+
+    monkeypatch.setitem(codecs.CODECS, "half", Half())
+    assert [idea.kind for idea in bottleneck._codecs(pair())] == ["bf16", "int8", "half"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"codec": "bf16"}, {"way": "same process"}, {"dtype": "load"}, {"dtype": ""}]
+)
+def test_no_codec_where_none_can_help(changes: dict[str, str]) -> None:
+    assert bottleneck._codecs(pair(**changes)) == []

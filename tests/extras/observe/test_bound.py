@@ -14,7 +14,7 @@ from hetero_framework.core.spans import COMPUTE
 from hetero_framework.engine.schedule.bounds import step_bound
 from hetero_framework.engine.schedule.simulator import Profile
 from hetero_framework.extras.observe.bottleneck import diagnose, text
-from hetero_framework.extras.observe.bound import recorded_bound
+from hetero_framework.extras.observe.bound import covered, recorded_bound
 from hetero_framework.extras.observe.picture import picture
 from hetero_framework.extras.observe.timeline import Trace
 from tests.extras.observe.timeline_samples import record
@@ -95,3 +95,8 @@ def test_a_step_without_tasks_has_no_bound(tmp_path: Path) -> None:
     trace = record(tmp_path, {"devices": [0], "micro_batches": 1, "forward_s": [1],
                               "backward_s": [1]}, steps=[1])  # fmt: skip
     assert recorded_bound(trace.stages, []) == 0.0
+
+
+def test_time_in_several_intervals_counts_once() -> None:
+    assert covered([(7, 8), (0, 4), (1, 2), (3, 5)]) == 6
+    assert covered([]) == 0

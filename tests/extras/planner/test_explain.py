@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,13 @@ from hetero_framework.extras.planner.rules import Rules
 from tests.extras.planner.fleets import GB, device, fleet_of, raw_fleet, rules_of
 
 HALVES = (Part(0, 0, 4), Part(1, 4, 8))
+PROFILE = fleet_of(
+    device("local", head_forward_s=0.004),
+    device(1),
+    device(2, layer_forward_s=[0.001, 0.003] * 4),
+    direct=False,
+)
+CUT = (Part(0, 0, 2), Part(1, 2, 5), Part(2, 5, 8))
 
 
 def found_of(profile: FleetProfile, layout: Layout) -> Evaluated:
@@ -77,6 +85,16 @@ def test_full_memory_does_not_hide_the_limit_of_compute() -> None:
         found_of(fleet_of(device("local", **full), device(1, **full), speed=2e7), HALVES)
     )
     assert [use.limit for use in uses] == ["compute", "compute"]
+
+
+def test_links_of_others_limit_no_device() -> None:
+    raw = raw_fleet([device("local"), device(1), device(2)])
+    for link in raw["links"]:
+        if "local" in (link["from"], link["to"]):
+            link["bytes_per_s"] = 1e7
+    layout = (Part(0, 0, 4), Part(1, 4, 7), Part(2, 7, 8, direct=True))
+    uses = explain.device_uses(found_of(FleetProfile.from_dict(raw), layout))
+    assert uses[2].limit == "compute"
 
 
 # ---- who could do it alone
@@ -196,13 +214,92 @@ def test_the_smallest_card_of_nearly_the_best_gain_is_named() -> None:
     assert explain.cards_worth([]) == []
 
 
+# ---- changed profiles
+
+
+def test_int8_is_a_little_more_than_half_of_the_bytes() -> None:
+    codec, _ = explain.settings(PROFILE)
+    assert codec.allowed_by == explain.CODEC
+    assert codec.changes == {"wire": {"activations": "int8", "gradients": "int8"}}
+    assert codec.profile.activation_bytes == pytest.approx(0.52 * PROFILE.activation_bytes)
+    assert codec.profile.gradient_bytes == pytest.approx(0.52 * PROFILE.gradient_bytes)
+    assert codec.profile.devices == PROFILE.devices
+    assert codec.profile.links == PROFILE.links
+
+
+def test_a_codec_is_not_proposed_without_tensors_to_send() -> None:
+    silent = PROFILE.model_copy(update={"activation_bytes": 0.0, "gradient_bytes": 0.0})
+    assert [one.allowed_by for one in explain.settings(silent)] == [explain.MICRO_BATCH]
+
+
+def test_twice_as_many_micro_batches_have_half_of_everything_but_weights() -> None:
+    _, halved = explain.settings(PROFILE)
+    assert halved.allowed_by == explain.MICRO_BATCH
+    assert halved.changes == {"micro_batches": 16}
+    assert halved.profile.micro_batches == 16
+    assert halved.profile.activation_bytes == pytest.approx(PROFILE.activation_bytes / 2)
+    assert halved.profile.gradient_bytes == pytest.approx(PROFILE.gradient_bytes / 2)
+    layout = CUT
+    before, after = (Fleet(p).pipeline(layout) for p in (PROFILE, halved.profile))
+    assert after.forward_s == pytest.approx([s / 2 for s in before.forward_s])
+    assert after.backward_s == pytest.approx([s / 2 for s in before.backward_s])
+    for old, new in zip(PROFILE.devices, halved.profile.devices, strict=True):
+        assert new.layer_bytes == old.layer_bytes
+        assert new.memory_bytes == old.memory_bytes
+        for name in ("activation_bytes_per_layer", "activation_bytes_recomputed"):
+            kept = zip(getattr(old, name), getattr(new, name), strict=True)
+            assert all(b == a / 2 for a, b in kept)
+
+
+def test_a_direct_link_is_as_quick_as_the_slower_half_of_the_way() -> None:
+    raw = raw_fleet([device("local"), device(1), device(2)], direct=False)
+    for link in raw["links"]:
+        link["bytes_per_s"] = 2e8 if 2 in (link["from"], link["to"]) else 5e8
+        link["latency_s"] = 0.003 if 2 in (link["from"], link["to"]) else 0.001
+    fleet = Fleet(FleetProfile.from_dict(raw))
+    (direct,) = explain.direct_links(fleet, CUT)
+    assert "direct link of 1.60 Gbit/s between worker 1 and worker 2" in direct.text
+    assert direct.allowed_by is None
+    assert direct.changes == {}
+    links = {(link.sender, link.receiver): link for link in direct.profile.links}
+    assert len(links) == len(fleet.profile.links) + 2
+    for pair in ((1, 2), (2, 1)):
+        assert links[pair].bytes_per_s == 2e8
+        assert links[pair].latency_s == pytest.approx(0.002)
+    assert Fleet(direct.profile).can_go_direct(1, 2)
+
+
+def test_only_relayed_boundaries_get_a_link() -> None:
+    fleet = Fleet(PROFILE)
+    assert not list(explain.direct_links(fleet, (Part(0, 0, 4), Part(1, 4, 8))))
+    raw = raw_fleet([device("local"), device(1), device(2)])
+    for link in raw["links"]:
+        if "local" not in (link["from"], link["to"]):
+            link["bytes_per_s"] = 1.0
+    linked = Fleet(FleetProfile.from_dict(raw))
+    direct = (*CUT[:2], CUT[2]._replace(direct=True))
+    assert not list(explain.direct_links(linked, direct))
+    (relayed,) = explain.direct_links(linked, CUT)
+    assert len(relayed.profile.links) == len(linked.profile.links)
+    assert {link.bytes_per_s for link in relayed.profile.links} == {1e9}
+
+
+def test_a_larger_card_is_one_devices_memory() -> None:
+    fleet = Fleet(fleet_of(device(1, memory_bytes=4 * GB), device("local"), device(2)))
+    small, middle, large = explain.cards(fleet, 1)
+    assert small.text == "a card with 4 GiB more for worker 1"
+    assert large.text == "a card with 16 GiB more for worker 1"
+    memory = {one.id: one.memory_bytes for one in middle.profile.devices}
+    assert memory == {1: 4 * GB + 8 * 2**30, "local": 1000 * GB, 2: 1000 * GB}
+
+
 # ---- why nothing fits
 
 
 def refusal(profile: FleetProfile, margins: Any = None, **changes: Any) -> PlanError:
     rules = rules_of(profile, **changes)
     fleet = Fleet(profile, margins=margins)
-    return explain.nothing_fits(rules.of(fleet), margins or {})
+    return explain.nothing_fits(replace(rules, fleet=fleet), margins or {})
 
 
 def test_margins_are_named_where_nothing_fits() -> None:
