@@ -34,7 +34,8 @@ def schema_for(root: type[File], raw: Mapping[str, Any]) -> type[File]:
         try:
             with_extras(root, frozenset({extra}))
         except ConfigError as error:
-            raise ConfigError(f"{place}: {error.message}", hint=error.hint) from error
+            text = f"{place} needs the extra {extra!r}, which this installation lacks"
+            raise ConfigError(text, hint=error.hint) from error
         extras.add(extra)
     schema = with_extras(root, frozenset(extras))
     return whole_schema(root) if any(_unknown(schema, raw)) else schema
@@ -50,7 +51,7 @@ def _asked(raw: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
     if isinstance(objective, str):
         known = registry.entries("objectives").get(objective)
         if known is None or known.extra:
-            yield "training.objective", known.extra if known is not None else None
+            yield f"training.objective: {objective!r}", known.extra if known is not None else None
 
 
 def _unknown(schema: type[WholeFile], raw: Mapping[str, Any]) -> Iterator[str]:

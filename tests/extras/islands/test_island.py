@@ -35,7 +35,7 @@ def test_name_and_lighthouse_are_enough_and_mean_a_sum_in_every_step() -> None:
     island = Config.from_dict(with_island()).island
     assert island is not None
     assert (island.sync_steps, island.min_islands, island.share) == (1, 1, "auto")
-    assert Config.from_dict(FULL).island is None
+    assert Config.from_dict(FULL).setting("island") is None
 
 
 @pytest.mark.parametrize(

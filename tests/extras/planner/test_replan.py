@@ -24,8 +24,9 @@ from hetero_framework.core import timeouts
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import StoppedEarly
 from hetero_framework.extras.planner.replan import replan_policy
-from hetero_framework.extras.planner.replanning import PlanChange, Replanning
-from hetero_framework.trainer.coordinator import Coordinator, train
+from hetero_framework.extras.planner.replanning import ChosenPlan, Replanning
+from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.plans import PlanChange
 from hetero_framework.trainer.setup import replanned
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.pools import TRAINING, Notes, is_listening, read_metrics
@@ -75,13 +76,14 @@ def events(output: Path, what: str) -> list[dict[str, Any]]:
 def cut_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs take the plans of CUTS after those steps."""
 
-    def take(self: Any) -> None:
-        cut = CUTS.get(self._state.step)
-        if cut and self._config.workers:
-            prepared = replanned(self._prepared, entries(cut), self._replanning.facts, "a test")
-            self._take_plan_now(PlanChange(prepared, "a test", away=(), planned_s=None))
+    def changes(self: Any, cluster: Any, steps_left: int) -> Iterator[PlanChange]:
+        prepared = self._prepared
+        cut = CUTS.get(prepared.config.training.max_steps - steps_left)
+        if cut and prepared.config.workers:
+            other = replanned(prepared, entries(cut), self.facts, "a test")
+            yield ChosenPlan(other, "a test", None, away=())
 
-    monkeypatch.setattr(Coordinator, "_take_back", take)
+    monkeypatch.setattr(Replanning, "changes", changes)
 
 
 @pytest.mark.usefixtures("cut_at")

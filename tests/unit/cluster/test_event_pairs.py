@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -24,6 +24,7 @@ from hetero_framework.engine.hosts import DirectLost, HostEvent, LinkLost, Stage
 from hetero_framework.errors import PeerAwayError, PeerLostError
 from hetero_framework.security.access import Plaintext
 from hetero_framework.trainer.coordinator import Coordinator
+from hetero_framework.trainer.plans import Plans
 from hetero_framework.trainer.train_state import TrainState
 from tests.unit.cluster.test_cluster import Direct, FakePipeline, LocalStage
 
@@ -153,7 +154,7 @@ class Run(Coordinator):
         self._cluster, self._world, self._config = cluster, world, config
         self._state = TrainState()
         self._stop = SimpleNamespace(waiting=nullcontext, requested=None)  # type: ignore[assignment]
-        self._replanning = SimpleNamespace(survivors=False)  # type: ignore[assignment]
+        self._plans = Plans(cast(Any, None), {})
         self._replicas = SimpleNamespace(went_back=lambda state: None, close=lambda why: None)  # type: ignore[assignment]
         held = TrainState()
         look = lambda: cluster.retrying(lambda: world.receive(0))  # noqa: E731

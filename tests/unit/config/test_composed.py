@@ -78,7 +78,9 @@ def test_a_section_of_an_extra_that_is_not_there_is_said_with_its_name(
 ) -> None:
     without("islands", monkeypatch)
     assert type(Config.from_dict({**PLAIN, "island": None})) is Config
-    with pytest.raises(ConfigError, match=r"^island: .*'islands', which this installation"):
+    with pytest.raises(
+        ConfigError, match=r"^island needs the extra 'islands', which this installation"
+    ):
         Config.from_dict({**PLAIN, "island": ISLAND})
     monkeypatch.setattr(
         registry, "_tables", lambda: {"extras": {"island": registry.Registered("", "islands")}}
@@ -91,7 +93,7 @@ def test_an_objective_of_an_extra_that_is_not_there_is_said_with_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without("preferences", monkeypatch)
-    with pytest.raises(ConfigError, match=r"^training\.objective: .* needs .*extras\.preferences"):
+    with pytest.raises(ConfigError, match=r"^training\.objective: 'dpo' needs the extra 'pref"):
         Config.from_dict({**PLAIN, "training": {"objective": "dpo"}})
     assert Config.from_dict({**PLAIN, "training": {"run_name": "a"}}).setting("training.run_name")
     kept = {k: dict(v) for k, v in registry._tables().items()}
