@@ -26,8 +26,8 @@ from hetero_framework.config import Config
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.extras.islands.lighthouse import Lighthouse
 from hetero_framework.trainer.coordinator import train
+from tests.extras.islands.optional import need_torchft
 from tests.fault_proxy import FaultProxy
-from tests.optional import need_torchft
 from tests.pools import Notes
 from tests.samples import free_ports, save_llama, save_texts, save_tokenizer
 

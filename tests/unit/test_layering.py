@@ -162,6 +162,15 @@ def test_the_version_comes_from_its_own_module() -> None:
         assert "hetero_framework.__version__" not in used | set(imports(parsed(file))), file
 
 
+def test_the_hearts_tests_need_no_extra() -> None:
+    """They pass where its folder is taken away; within functions an import may be tried."""
+    for file in [*(ROOT / "tests").glob("*.py"), *(ROOT / "tests" / "unit").rglob("*.py")]:
+        nodes = (n for n in parsed(file).body if isinstance(n, (ast.Import, ast.ImportFrom)))
+        for module in (module for node in nodes for module in imports(node)):
+            if file.name != "test_extending.py":
+                assert not module.startswith(("hetero_framework.extras.", "tests.extras.")), file
+
+
 def test_an_upward_import_is_noticed() -> None:
     up = ast.parse("def f():\n    from hetero_framework.engine import stage")
     assert wrong_imports(PACKAGE / "models" / "shard.py", up) == ["engine"]

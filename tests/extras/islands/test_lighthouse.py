@@ -43,7 +43,7 @@ from hetero_framework.security import authority as x509
 from hetero_framework.security.access import LOOPBACK_ONLY, Access, Keyed
 from tests.certificates import keys_of
 from tests.extras.islands.helpers import StandIn, serving
-from tests.optional import need_torchft
+from tests.extras.islands.optional import need_torchft
 from tests.waiting import wait_until
 
 WAIT_S = 60.0

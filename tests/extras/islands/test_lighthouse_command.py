@@ -25,7 +25,7 @@ from hetero_framework.extras.islands.messages import Member
 from hetero_framework.security.access import Keyed, KeyOptions
 from hetero_framework.security.keys import KeyDirectory
 from tests.certificates import keys_of
-from tests.optional import need_torchft
+from tests.extras.islands.optional import need_torchft
 from tests.samples import free_ports
 
 

@@ -17,7 +17,7 @@ from hetero_framework.core.threads import in_background
 from hetero_framework.errors import UserError
 from hetero_framework.extras.islands import quorums as module
 from hetero_framework.extras.islands.quorums import Quorums
-from tests.optional import need_torchft
+from tests.extras.islands.optional import need_torchft
 from tests.pools import leaving_nothing
 
 

@@ -20,8 +20,8 @@ from hetero_framework.extras.islands import opening as islands
 from hetero_framework.extras.islands.outer_rounds import OuterRounds
 from hetero_framework.extras.islands.quorums import Quorums
 from tests.extras.islands.helpers import train_islands
+from tests.extras.islands.optional import need_torchft
 from tests.extras.islands.test_islands import island, quorums  # noqa: F401
-from tests.optional import need_torchft
 from tests.pools import Pool
 from tests.samples import WORDS
 

@@ -13,8 +13,11 @@ from hetero_framework.config import Config, TrainingConfig
 from hetero_framework.config.composed import whole_schema, with_extras
 from hetero_framework.config.objectives import needs_of
 from hetero_framework.errors import ConfigError
-from hetero_framework.extras.preferences.settings import PreferenceSettings
-from hetero_framework.extras.reporting.settings import ReportSettings
+
+PreferenceSettings = pytest.importorskip(
+    "hetero_framework.extras.preferences.settings"
+).PreferenceSettings
+ReportSettings = pytest.importorskip("hetero_framework.extras.reporting.settings").ReportSettings
 
 PLAIN: dict[str, Any] = {
     "coordinator": {"ip": "127.0.0.1"},

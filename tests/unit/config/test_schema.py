@@ -28,7 +28,6 @@ from hetero_framework.config import (
 from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.effects import settings
 from hetero_framework.errors import ConfigError, PlanError
-from hetero_framework.extras.preferences.settings import PreferenceSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 SEED: dict[str, Any] = {
@@ -953,12 +952,3 @@ def test_a_metric_that_no_evaluation_gives_is_refused_with_those_that_are_given(
 def test_shares_of_the_steps_may_be_multiples() -> None:
     training = {"load_best_model_at_end": True, "eval_steps": 0.1, "save_steps": 0.3}
     assert TrainingConfig.model_validate(training).metric == "loss"
-
-
-@pytest.mark.parametrize(
-    "training", [{"loss_type": "nll"}, {"loss_type": "simpo", "objective": "cpo"}]
-)
-def test_loss_type_is_one_of_the_objectives(training: dict[str, Any]) -> None:
-    assert PreferenceSettings(**training).losses == (training["loss_type"],)
-    with pytest.raises(ValueError, match="is none of"):
-        PreferenceSettings(**{**training, "loss_type": "dft"})

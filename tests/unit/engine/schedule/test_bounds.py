@@ -10,7 +10,7 @@ import pytest
 from hetero_framework.engine.schedule.bounds import step_bound
 from hetero_framework.engine.schedule.readiness import BACKWARD, FORWARD
 from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
-from tests.extras.planner.profiles import SLOW, equal, interleaved
+from tests.unit.engine.schedule.profiles import SLOW, equal, interleaved
 
 
 def test_bound_of_equal_stages_is_the_textbook_formula() -> None:

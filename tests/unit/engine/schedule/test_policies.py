@@ -14,7 +14,7 @@ from hetero_framework.engine.schedule.readiness import (
     Task,
 )
 from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
-from tests.extras.planner.profiles import SIMULATIONS, interleaved, profiles
+from tests.unit.engine.schedule.profiles import SIMULATIONS, interleaved, profiles
 
 MICRO_BATCHES = 6
 

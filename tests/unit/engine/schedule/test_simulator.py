@@ -10,7 +10,14 @@ from hetero_framework.engine.schedule.bounds import step_bound
 from hetero_framework.engine.schedule.readiness import BACKWARD, FORWARD, Policy
 from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
 from hetero_framework.engine.schedule.tuning import default_max_in_flight
-from tests.extras.planner.profiles import POLICIES, SIMULATIONS, SLOW, equal, profiles, work_of
+from tests.unit.engine.schedule.profiles import (
+    POLICIES,
+    SIMULATIONS,
+    SLOW,
+    equal,
+    profiles,
+    work_of,
+)
 
 # ---- the profile
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hetero_framework.engine.schedule.readiness import BACKWARD, FORWARD
 from hetero_framework.engine.schedule.simulator import Edge, Profile, SimulatedSpan, simulate
 from hetero_framework.engine.schedule.step_schedule import StepSchedule, Transfer
-from tests.extras.planner.profiles import POLICIES, SIMULATIONS, profiles
-from tests.extras.planner.retiming import retimed
+from tests.unit.engine.schedule.profiles import POLICIES, SIMULATIONS, profiles
+from tests.unit.engine.schedule.retiming import retimed
 
 
 def spans_of(profile: Profile, m: int, **settings: object) -> tuple[float, list[SimulatedSpan]]:

@@ -11,8 +11,8 @@ from hetero_framework.engine.schedule.policies import forwards_ahead
 from hetero_framework.engine.schedule.readiness import BACKWARD_FIRST
 from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
 from hetero_framework.engine.schedule.tuning import default_max_in_flight, tune
-from tests.extras.planner.profiles import SLOW, equal, interleaved, profiles
-from tests.extras.planner.retiming import retimed
+from tests.unit.engine.schedule.profiles import SLOW, equal, interleaved, profiles
+from tests.unit.engine.schedule.retiming import retimed
 
 
 def test_default_max_in_flight_is_twice_the_stages() -> None:
