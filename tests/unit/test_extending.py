@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from hetero_framework import control
-from hetero_framework.extras.preferences import pair_losses
 from tests.samples import save_llama, save_texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +115,7 @@ def test_a_kind_of_file(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair_losses = pytest.importorskip("hetero_framework.extras.preferences.pair_losses")
     monkeypatch.setattr(control, "_imported", [])
     known = {name: dict(losses) for name, losses in pair_losses.PAIR_LOSSES.items()}
     monkeypatch.setattr(pair_losses, "PAIR_LOSSES", known)
