@@ -165,12 +165,12 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
             return f'unknown key here; it belongs in "{place}"'
     fields = sections.get(section, root).model_fields
     names = [field.alias or name for name, field in fields.items()]
-    if lacking := registry.lacking():
-        text = "unknown key, unless it is of an extra that this installation lacks"
-        return f"{text}: {', '.join(lacking)}"
     near = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.75)
     if near:
         return f'unknown key; did you mean "{near[0]}"?'
+    if lacking := registry.lacking():
+        text = "unknown key, unless it is of an extra that this installation lacks"
+        return f"{text}: {', '.join(lacking)}"
     if section in OWNERS:
         return "unknown key; docs/configuration.md lists all settings"
     return f"unknown key; known are: {', '.join(names)}"
