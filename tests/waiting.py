@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 WAIT_S = 60.0
-"""So long that a machine that does something else too is no reason to fail."""
+"""Long enough for a machine that does something else too."""
 
 
 def wait_until(condition: Callable[[], Any], what: str = "it") -> None:

@@ -1029,7 +1029,7 @@ class Coordinator:
 
 
 def _objects(config: Config, given: Given, replan: bool) -> set[str]:
-    """What a run has beside its settings that extras are for."""
+    """Arguments of `train` and imported functions for which a run needs an extra."""
     found = {
         "callbacks": given.get("callbacks") or control.imported_callbacks(),
         COMPUTE: given.get(COMPUTE) or control.function(COMPUTE),

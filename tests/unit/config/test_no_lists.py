@@ -1,4 +1,4 @@
-"""What is known of settings stands at their fields: no module lists their names."""
+"""Facts about a setting stand at its field: no module lists names of settings."""
 
 from __future__ import annotations
 
