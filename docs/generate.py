@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from hetero_framework import config as schema
 from hetero_framework.config import Config, aliases, effects
 from hetero_framework.config.composed import whole_schema
-from hetero_framework.config.section import IDENTITY, RESULT, ROUNDING
+from hetero_framework.config.section import IDENTITY, RESULT, ROUNDING, NameOf
 
 TARGET = Path(__file__).with_name("configuration.md")
 _WHOLE = whole_schema(Config)
@@ -122,7 +122,8 @@ def _type(annotation: Any) -> str:
     if origin in (typing.Union, UnionType):
         return " or ".join(dict.fromkeys(_type(argument) for argument in arguments))
     if origin is typing.Annotated:
-        return _type(arguments[0])
+        names = next((mark.names for mark in arguments if isinstance(mark, NameOf)), None)
+        return _type(arguments[0]) if names is None else _type(Literal[*names])
     if origin is tuple:
         return f"list of {_type(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, schema.Section):

@@ -127,17 +127,27 @@ def _imported(entry: Registered, module: str, what: str) -> ModuleType:
     except ImportError as error:
         if not entry.extra or (error.name or "").partition(".")[0] != _PACKAGE:
             raise
-        raise ConfigError(
-            f"{what} needs the extra {entry.extra!r}, which this installation lacks ({error.name})",
-            hint=_WHOLE,
-        ) from error
+        raise ConfigError(f"{lacks(what, entry.extra)} ({error.name})", hint=_WHOLE) from error
+
+
+def extra_for(setting: str, value: str) -> str | None:
+    """The extra that a run with this value of a setting needs; None for a value without one."""
+    for condition, entry in entries("extras").items():
+        path, _, values = condition.partition("=")
+        if path == setting and value in values.split("|"):
+            return entry.text
+    return None
 
 
 def lacking() -> list[str]:
     """The extras that some settings need and this installation lacks."""
-    tables = (entries("extras"), entries("needs"))
-    needed = {entry.text for table in tables for entry in table.values()}
+    needed = {entry.text for entry in entries("extras").values()}
     return [extra for extra in sorted(needed) if not is_installed(extra)]
+
+
+def lacks(what: str, extra: str) -> str:
+    """The error of one that needs an extra that is not here."""
+    return f"{what} needs the extra {extra!r}, which this installation lacks"
 
 
 @cache

@@ -1,7 +1,7 @@
 """Extras that a configuration asks for.
 
 Tables of the registry have conditions of `ReadIf` as names, or objects that are no settings, such
-as arguments of `train`. The table "needs" has the extra that each of these needs.
+as arguments of `train`. The table "extras" has the extra that a run needs under each condition.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from hetero_framework import registry
 from hetero_framework.config.idle import holds
+from hetero_framework.config.problems import shown
 from hetero_framework.config.schema import Config
 from hetero_framework.errors import ConfigError
 
@@ -30,11 +31,14 @@ def asked(kind: str, config: Config, objects: Collection[str] = ()) -> Iterator[
 def absent_extras(config: Config, objects: Collection[str] = ()) -> Iterator[str]:
     """A line for each setting that asks for an absent extra by its default: the run does without.
     Raises ConfigError for one that the user has set, and for one of the `objects`."""
-    for condition, entry in registry.entries("needs").items():
+    for condition, entry in registry.entries("extras").items():
         if not _is_met(condition, config, objects) or registry.is_installed(entry.text):
             continue
-        setting = condition.partition("=")[0].rstrip("!")
-        text = f"{setting} needs the extra {entry.text!r}, which this installation lacks"
+        setting, has_values, _ = condition.partition("=")
+        is_one_of = has_values and not setting.endswith("!")
+        setting = setting.rstrip("!")
+        value = f": {shown(config.setting(setting))}" if is_one_of else ""
+        text = registry.lacks(setting + value, entry.text)
         if setting in objects or _is_set(config, setting):
             hint = f"install hetero_framework whole, or take {setting} out"
             raise ConfigError(text, hint=hint)

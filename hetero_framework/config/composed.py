@@ -34,8 +34,7 @@ def schema_for(root: type[File], raw: Mapping[str, Any]) -> type[File]:
         try:
             with_extras(root, frozenset({extra}))
         except ConfigError as error:
-            text = f"{place} needs the extra {extra!r}, which this installation lacks"
-            raise ConfigError(text, hint=error.hint) from error
+            raise ConfigError(registry.lacks(place, extra), hint=error.hint) from error
         extras.add(extra)
     schema = with_extras(root, frozenset(extras))
     return whole_schema(root) if any(_unknown(schema, raw)) else schema

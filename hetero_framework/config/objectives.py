@@ -29,13 +29,11 @@ def needs_of(objective: str) -> Needs:
     """The entry of an objective. Raises ConfigError for an unknown one."""
     if registry.has("objectives", objective):
         return Needs(**registry.facts("objectives", objective))
-    for condition, entry in registry.entries("extras").items():
-        if objective in condition.partition("training.objective=")[2].split("|"):
-            raise ConfigError(
-                f"training.objective: {objective!r} needs the extra {entry.text!r}, which this"
-                " installation lacks",
-                hint="install hetero_framework whole, or choose another objective",
-            )
+    if (extra := registry.extra_for("training.objective", objective)) is not None:
+        raise ConfigError(
+            registry.lacks(f"training.objective: {objective!r}", extra),
+            hint="install hetero_framework whole, or choose another objective",
+        )
     known = registry.names("objectives")
     near = difflib.get_close_matches(objective.lower(), known, n=1)
     own = "one of your own is registered by a file of --import, on every machine"

@@ -55,6 +55,7 @@ from hetero_framework.config.section import (
     TIMELESS,
     MicroBatches,
     Name,
+    NameOf,
     Port,
     ReadIf,
     Samples,
@@ -118,6 +119,7 @@ _HAS_BEST = ReadIf(
 )
 _STOPS = ReadIf("early_stopping_patience")
 _DRAWN = ReadIf("visualize")
+_Reporter = Annotated[str, NameOf("reporters", "training.report_to", ("all", "none"))]
 _HAS_ADAPTER = ReadIf("adapter")
 Host = Annotated[str, AfterValidator(checked_host)]
 
@@ -546,23 +548,6 @@ EVALUATED = (
 """All that an evaluation gives by itself, under names that begin with "eval_" or "eval_<set>_"."""
 TOKEN_METRICS = ("entropy", "mean_token_accuracy")
 """What training.token_metrics measures, each a mean over micro-batches, in the order of TRL's."""
-Reporter = Literal[
-    "all",
-    "azure_ml",
-    "clearml",
-    "codecarbon",
-    "comet_ml",
-    "dagshub",
-    "dvclive",
-    "flyte",
-    "mlflow",
-    "neptune",
-    "none",
-    "swanlab",
-    "tensorboard",
-    "trackio",
-    "wandb",
-]
 
 
 class TrainingConfig(Section):
@@ -720,9 +705,9 @@ class TrainingConfig(Section):
     """Order of the samples. "group_by_length": those of about as many tokens together, the longest
     first, as transformers has it. It is a function of the seed and the epoch; under transformers'
     Trainer, dropout and evaluations change the order of later epochs, too."""
-    report_to: Annotated[tuple[Reporter, ...], FREE] = ("tensorboard",)
-    """Further records beside metrics.jsonl: a name or a list of those that transformers knows,
-    "all" (that are installed), or "none"."""
+    report_to: Annotated[tuple[_Reporter, ...], FREE] = ("tensorboard",)
+    """Further records beside metrics.jsonl: a name or a list, "all" (that are installed), or
+    "none"."""
     logging_dir: Annotated[Name | None, FREE, ReadIf("report_to=tensorboard|all"), TIMELESS] = None
     """TensorBoard directory. null: output_dir/tensorboard. Elsewhere: log_dir, tensorboard_dir."""
     visualize: Annotated[bool, FREE] = True

@@ -17,7 +17,14 @@ from pydantic import (
     StrictStr,
     field_validator,
 )
-from pydantic_core.core_schema import ValidationInfo
+from pydantic_core import PydanticKnownError
+from pydantic_core.core_schema import (
+    CoreSchema,
+    ValidationInfo,
+    no_info_after_validator_function,
+)
+
+from hetero_framework import registry
 
 
 def with_unit(unit: str, **limits: Any) -> Any:
@@ -56,6 +63,35 @@ class ReadIf:
     another; " and " binds closer than " or "."""
 
     condition: str
+
+
+@dataclass(frozen=True)
+class NameOf:
+    """A text that is a name in a table of the registry, or one of the `others`. `setting` is where
+    it stands, by which heart.toml says the extra of a name that is not here."""
+
+    kind: str
+    setting: str
+    others: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """All of them, by the alphabet."""
+        return sorted({*registry.names(self.kind), *self.others})
+
+    def _checked(self, value: str) -> str:
+        if value in self.names:
+            return value
+        if (extra := registry.extra_for(self.setting, value)) is not None:
+            raise ValueError(registry.lacks(f'"{value}"', extra))
+        *first, last = (f"'{name}'" for name in self.names)
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(first)} or {last}"})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        return {"enum": self.names, **handler(schema)}
 
 
 def whole_steps(value: float) -> float:

@@ -47,7 +47,6 @@ from hetero_framework.trainer.given import COMPUTE, ComputedMetrics, Given, with
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import (
     SPEED,
-    MetricsWriter,
     metric_name,
     predicted_stages,
     stage_lines,
@@ -201,16 +200,11 @@ def train(
                 times = plan.pipeline if plan is not None else None
                 cluster.assemble(prepared.config, prepared.memory_limits, times)
                 load_s = time.monotonic() - began
-                with (
-                    MetricsWriter(
-                        config.output_dir,
-                        logging_dir=directories.tensorboard,
-                        run_id=directories.run_id,
-                    ) as metrics,
-                    Observers() as observers,
-                ):
+                with Observers() as observers:
                     checkpoints = RunCheckpoints(store, cluster, prepared)
-                    observers.watch([MetricsFile(metrics), EventLog(events), Screen(show)])
+                    observers.watch(
+                        [MetricsFile(config.output_dir), EventLog(events), Screen(show)]
+                    )
                     callbacks = control.as_list(given.get("callbacks") or ())
                     watched = Watched(
                         Placement(prepared, facts, cluster.loaded.direct),

@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard events: what happened in each step.
+"""metrics.jsonl: what happened in each step.
 
 `metrics.jsonl` holds one JSON object per training step (step, epoch, loss, grad_norm,
 learning_rate, tokens, tokens_per_second, step_seconds, micro_batches, pipeline_s, planned_s,
@@ -7,21 +7,17 @@ gradient_s, wire_s, bytes_in, bytes_out, direct_bytes_out, peak_memory, predicte
 one per evaluation (step, eval_loss, eval_perplexity, ...; of several sets their names as "sets",
 and eval_<set>_loss, ...). A step that changed no weight has "skipped" (non-finite, overflow or
 rule) and its "reason" in words. JSON has no NaN: a value that is not finite is written as null.
-TensorBoard gets the numbers of each line as train/<name> and eval/<name>, without those of single
-stages.
 
 A line that cannot be written is lost, and the run goes on: work is worth more than its record.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,99 +106,6 @@ class StepLines:
             if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._bytes += len(data)
-
-
-class MetricsWriter:
-    """Writes the metrics of one run into `output_dir`; a context manager.
-
-    TensorBoard events go to `logging_dir`, if one is given and TensorBoard is installed; the names
-    of their files end in `run_id`. `resume(step)` is called first (0: a fresh run).
-    """
-
-    def __init__(
-        self, output_dir: Path, *, logging_dir: Path | None = None, run_id: str = ""
-    ) -> None:
-        self._lines = StepLines(output_dir / METRICS_FILE)
-        self._logging_dir, self._board_dir = logging_dir, logging_dir
-        self._run_id = run_id
-        self._board: Any = None
-        self._hook = threading.excepthook
-        self._resumed_step = 0
-
-    def __enter__(self) -> MetricsWriter:
-        self._hook, threading.excepthook = threading.excepthook, self._on_thread
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        try:
-            self._close()
-        finally:
-            threading.excepthook = self._hook
-
-    def _on_thread(self, failure: threading.ExceptHookArgs) -> None:
-        """Say in a line that a thread of TensorBoard, or of another reporter, cannot write."""
-        if not isinstance(failure.exc_value, OSError):
-            self._hook(failure)
-            return
-        name = failure.thread.name if failure.thread is not None else "a thread"
-        _log.warning("a reporter (%s) cannot write: %s; the run goes on", name, failure.exc_value)
-
-    def _close(self) -> None:
-        if self._board is not None:
-            with _tolerated("the last TensorBoard events"):
-                self._board.close()
-
-    def resume(self, step: int) -> int | None:
-        """Drop what was written beyond `step`; return the step of the last evaluation. Raises as
-        `StepLines.resume`."""
-        self._resumed_step = step
-        if self._board is not None:  # a new one hides the steps that are repeated
-            with _tolerated("TensorBoard events"):
-                self._board.close()
-            self._board, self._logging_dir = None, self._board_dir
-        lines = self._lines.resume(step)
-        return max((line["step"] for line in lines if is_evaluation(line)), default=None)
-
-    def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append the line of a training step or of an evaluation, with its "step"."""
-        self._show(self._lines.write(metrics))
-
-    def write_texts(self, step: int, texts: Sequence[str]) -> None:
-        """Give texts of a step to TensorBoard."""
-
-        def show(board: Any) -> None:
-            for number, text in enumerate(texts):
-                board.add_text(f"samples/{number}", text, step)
-
-        self._on_board(show)
-
-    def _show(self, line: Mapping[str, Any]) -> None:
-        """Give a line's numbers to TensorBoard."""
-        group = "eval" if is_evaluation(line) else "train"
-
-        def show(board: Any) -> None:
-            from tensorboard.compat.proto.summary_pb2 import Summary
-
-            # One event: with one for each number the step waits for the writer's thread.
-            values = [
-                Summary.Value(tag=f"{group}/{key.removeprefix('eval_')}", simple_value=value)
-                for key, value in line.items()
-                if key != "step" and type(value) in (int, float)
-            ]
-            board.file_writer.add_summary(Summary(value=values), line["step"])
-
-        self._on_board(show)
-
-    def _on_board(self, show: Callable[[Any], None]) -> None:
-        """Have `show` called with TensorBoard, if there is one that has not failed."""
-        directory, self._logging_dir = self._logging_dir, None
-        board, self._board = self._board, None
-        with _tolerated("TensorBoard events"):
-            if directory is not None:
-                board = _open_tensorboard(directory, self._resumed_step, self._run_id)
-            if board is not None:
-                show(board)
-            self._board = board
 
 
 SPEED = ("runtime", "samples_per_second", "steps_per_second")
@@ -294,28 +197,6 @@ def predicted_stages(
             "relayed": before.relay is not None,
         }
     return stages
-
-
-@contextlib.contextmanager
-def _tolerated(what: str) -> Iterator[None]:
-    """Warn where `what` cannot be written, and go on."""
-    try:
-        yield
-    except (OSError, ValueError) as error:  # ValueError: its file is closed
-        _log.warning("cannot write %s: %s", what, error)
-
-
-def _open_tensorboard(directory: Path, resumed_step: int, run_id: str) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        _log.warning("report_to asks for tensorboard, which is not installed: no event files")
-        return None
-    # purge_step hides the events of steps that a crash left behind and this run repeats, but also
-    # other runs' in this directory. A fresh run, which has no former events, does without.
-    purge = resumed_step + 1 if resumed_step else None
-    suffix = f".{run_id}" if run_id else ""
-    return SummaryWriter(str(directory), purge_step=purge, filename_suffix=suffix)
 
 
 def _parsed(line: bytes, number: int, path: Path) -> dict[str, Any]:

@@ -1,5 +1,7 @@
-"""Observers of a run: the display, the files of metrics, and those of extras, which the registry's
-table "observers" names for settings.
+"""Observers of a run: the display, the files of metrics, and those that the registry has.
+
+Its table "observers" has them by the settings that ask for them, "reporters" by the names of
+training.report_to.
 
 The training loop names events, and no observer. A step that is repeated after a loss is told again,
 after `went_back`.
@@ -8,18 +10,25 @@ after `went_back`.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
-from hetero_framework import log
+from hetero_framework import log, registry
 from hetero_framework.config.asked_extras import asked
 from hetero_framework.core.spans import Span
 from hetero_framework.data.sources import shorten
 from hetero_framework.trainer.checkpoint import CheckpointStore
-from hetero_framework.trainer.metrics import MetricsWriter, by_set, metric_name
+from hetero_framework.trainer.metrics import (
+    METRICS_FILE,
+    StepLines,
+    by_set,
+    is_evaluation,
+    metric_name,
+)
 from hetero_framework.trainer.progress import Progress, StageRow
 from hetero_framework.trainer.setup import Facts, Prepared, Sample
 from hetero_framework.trainer.step_outcome import StepOutcome
@@ -170,18 +179,24 @@ class Watched:
 
 
 def extra_observers(run: Watched, objects: Collection[str]) -> Iterator[Observer]:
-    """The observers of extras that the run's settings and `objects` ask for."""
-    for make in asked("observers", run.placed.prepared.config, objects):
+    """The observers that the run's settings and `objects` ask for, and its reporters."""
+    config = run.placed.prepared.config
+    names: Iterable[str] = config.training.report_to
+    if "all" in names:
+        names = registry.installed("reporters")
+    reporters = [registry.find("reporters", name) for name in names]
+    for make in dict.fromkeys([*asked("observers", config, objects), *reporters]):
         if (made := make(run)) is not None:
             yield made
 
 
 class Observers:
     """Tells each event to all observers, in their order. A context manager: it closes them, the
-    last one first."""
+    last one first. Within, threads of reporters that cannot write say so in a line."""
 
     def __init__(self) -> None:
         self._observers: list[Observer] = []
+        self._hook = threading.excepthook
 
     def watch(self, observers: Iterable[Observer]) -> None:
         """Take further ones, one after the other, as they are made."""
@@ -189,10 +204,19 @@ class Observers:
             self._observers.append(observer)
 
     def __enter__(self) -> Observers:
+        self._hook, threading.excepthook = threading.excepthook, self._on_thread
         return self
+
+    def _on_thread(self, failure: threading.ExceptHookArgs) -> None:
+        if not isinstance(failure.exc_value, OSError):
+            self._hook(failure)
+            return
+        name = failure.thread.name if failure.thread is not None else "a thread"
+        _log.warning("a reporter (%s) cannot write: %s; the run goes on", name, failure.exc_value)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         with ExitStack() as closing:
+            closing.callback(setattr, threading, "excepthook", self._hook)
             for observer in self._observers:
                 closing.callback(observer.close, kind is not None)
 
@@ -239,28 +263,24 @@ class Screen(Observer):
 
 
 class MetricsFile(Observer):
-    """metrics.jsonl, and TensorBoard."""
+    """metrics.jsonl."""
 
-    def __init__(self, writer: MetricsWriter) -> None:
-        self._writer = writer
+    def __init__(self, output_dir: Path) -> None:
+        self._lines = StepLines(output_dir / METRICS_FILE)
 
     def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
-        if self._writer.resume(state.step) == state.step:
+        lines = self._lines.resume(state.step)
+        if any(line["step"] == state.step and is_evaluation(line) for line in lines):
             due.done.add("evaluate")
 
     def went_back(self, state: TrainState) -> None:
-        self._writer.resume(state.step)
+        self._lines.resume(state.step)
 
     def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
-        self._writer.write(line)
+        self._lines.write(line)
 
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
-        self._writer.write(metrics)
-
-    def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
-        self._writer.write_texts(
-            state.step, [f"{sample.prompt}\n\n{sample.text}" for sample in samples]
-        )
+        self._lines.write(metrics)
 
 
 class EventLog(Observer):

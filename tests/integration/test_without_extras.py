@@ -123,6 +123,7 @@ WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
     ("planner", ("plan",), "plan"),
     ("planner", {"training": {"replan": "auto"}}, "training.replan needs the extra 'planner'"),
     ("reporting", {"training": {"push_to_hub": True}}, "training.push_to_hub: unknown key, unless"),
+    ("reporting", {"training": {"report_to": "wandb"}}, "needs the extra 'reporting'"),
     ("reporting", {"training": {"early_stopping_patience": 1}}, "early_stopping_patience needs"),
     ("talking", ("chat", "run"), "chat"),
     (

@@ -97,8 +97,9 @@ def test_a_rule(tmp_path: Path) -> None:
 
 def test_a_reporter(tmp_path: Path) -> None:
     copy = extended(tmp_path, "A reporter")
-    hetero(copy, "train", "--config", configuration(copy, loss_file="losses.txt"))
+    hetero(copy, "train", "--config", configuration(copy, report_to=["losses"]))
     assert (copy / "run" / "losses.txt").read_text() == f"1 {first_loss(copy)}\n"
+    assert '"losses"' in hetero(copy, "schema")
 
 
 def test_a_command(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Reporters of transformers, such as wandb and trackio, as callbacks of a run.
 
-TensorBoard is written by trainer/metrics.py, which hides the steps that a resumed run repeats.
+extra.toml has what to install for each, and the modules that have other names.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import importlib.util
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from hetero_framework import registry
 from hetero_framework.config import Config, TrainingConfig
 from hetero_framework.errors import ConfigError
 from hetero_framework.extras.reporting.settings import ReportSettings
@@ -22,24 +23,19 @@ if TYPE_CHECKING:
 
     from hetero_framework.trainer.setup import Sample
 
-_PACKAGES = {
-    **{"azure_ml": "azureml-core", "codecarbon": "codecarbon", "comet_ml": "comet-ml"},
-    **{"clearml": "clearml", "dagshub": "dagshub mlflow", "dvclive": "dvclive"},
-    **{"flyte": "flytekit", "mlflow": "mlflow", "neptune": "neptune", "swanlab": "swanlab"},
-    **{"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb"},
-}
-"""Reporters and what to install for them."""
-_MODULES = {"azure_ml": "azureml", "comet_ml": "comet_ml", "flyte": "flytekit"}
-"""Their modules, where these have other names."""
+
+def _chosen(config: Config) -> dict[str, Mapping[str, Any]]:
+    """Those that report_to names, and their facts."""
+    known = registry.entries("reporters")
+    own = {name: entry.facts for name, entry in known.items() if entry.extra == "reporting"}
+    return {name: own[name] for name in config.training.report_to if name in own}
 
 
 def check(config: Config) -> None:
     """Raise ConfigError for reporters whose package is not installed."""
-    for name in config.training.report_to:
-        packages = _PACKAGES.get(name)
-        if packages is None or name == "tensorboard":
-            continue
-        modules = [_MODULES.get(name, part) for part in packages.split()]
+    for name, facts in _chosen(config).items():
+        packages = facts["packages"]
+        modules = facts.get("modules", packages).split()
         if any(importlib.util.find_spec(module) is None for module in modules):
             raise ConfigError(
                 f"training.report_to asks for {name}, which is not installed",
@@ -50,16 +46,15 @@ def check(config: Config) -> None:
 def reporters(config: Config) -> list[type[TrainerCallback]]:
     """The callbacks that report_to names. Raises as `check`."""
     check(config)
-    chosen = config.training.report_to
-    names = [name for name in chosen if name not in ("tensorboard", "all")]
-    if not names and "all" not in chosen:
+    names, wants_all = [*_chosen(config)], "all" in config.training.report_to
+    if not names and not wants_all:
         return []
     from transformers.integrations import (  # type: ignore[attr-defined]
         get_available_reporting_integrations,
         get_reporting_integration_callbacks,
     )
 
-    if "all" in chosen:
+    if wants_all:
         names = [name for name in get_available_reporting_integrations() if name != "tensorboard"]
     return list(get_reporting_integration_callbacks(names))
 

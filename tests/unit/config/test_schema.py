@@ -14,6 +14,7 @@ from peft import LoraConfig
 from transformers import TrainingArguments
 from trl import SFTConfig
 
+from hetero_framework import registry
 from hetero_framework.config import (
     AdapterConfig,
     Config,
@@ -587,6 +588,27 @@ def test_report_to_takes_a_name_or_a_list() -> None:
     for value, meant in (([], ()), ("wandb", ("wandb",)), (["none"], ()), (list(both), both)):
         raw = {**FULL, "training": {"report_to": value}}
         assert Config.from_dict(raw).training.report_to == meant
+
+
+def test_report_to_takes_names_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    raw = {**FULL, "training": {"report_to": ["tensorbord"]}}
+    said = message(raw)
+    assert 'training.report_to[0]: must be "all", ' in said
+    assert 'not the text "tensorbord"; did you mean "tensorboard"?' in said
+    registry.register("reporters", "tensorbord", None)
+    assert Config.from_dict(raw).training.report_to == ("tensorbord",)
+    training = json_schema()["$defs"]["TrainingConfig"]["properties"]
+    assert {"all", "none", "tensorboard", "tensorbord"} <= {*training["report_to"]["items"]["enum"]}
+
+
+def test_a_reporter_of_an_absent_extra_is_said_with_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = {**registry._tables(), "reporters": {}}
+    monkeypatch.setattr(registry, "_tables", lambda: kept)
+    said = message({**FULL, "training": {"report_to": "wandb"}})
+    assert "report_to: \"wandb\" needs the extra 'reporting', which this installation" in said
 
 
 # -- the file -------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ import io
 import json
 import logging
 import math
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 
 from hetero_framework.errors import DataError, ResourceError
 from hetero_framework.trainer import metrics as metrics_module
-from hetero_framework.trainer.metrics import MetricsWriter
+from hetero_framework.trainer.metrics import METRICS_FILE, StepLines
 
 
 def metrics_of(step: int, **changes: Any) -> dict[str, Any]:
@@ -44,28 +42,28 @@ def lines_of(directory: Path) -> list[dict[str, Any]]:
 
 
 def write_steps(directory: Path, first: int, last: int) -> None:
-    with MetricsWriter(directory) as writer:
-        writer.resume(first - 1)
-        for step in range(first, last + 1):
-            writer.write(metrics_of(step))
-            if step % 2 == 0:
-                writer.write({"step": step, "eval_loss": 1.0})
+    lines = StepLines(directory / METRICS_FILE)
+    lines.resume(first - 1)
+    for step in range(first, last + 1):
+        lines.write(metrics_of(step))
+        if step % 2 == 0:
+            lines.write({"step": step, "eval_loss": 1.0})
 
 
 def test_each_line_is_on_disk_at_once_and_exact(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "new" / "folder") as writer:
-        for step in (1, 2, 3):
-            writer.write(metrics_of(step, loss=0.1 + 0.2))
-            assert len(lines_of(tmp_path / "new" / "folder")) == step
+    lines = StepLines(tmp_path / "new" / "folder" / METRICS_FILE)
+    for step in (1, 2, 3):
+        lines.write(metrics_of(step, loss=0.1 + 0.2))
+        assert len(lines_of(tmp_path / "new" / "folder")) == step
     assert lines_of(tmp_path / "new" / "folder")[2] == metrics_of(3, loss=0.1 + 0.2)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_values_that_json_lacks_become_null(tmp_path: Path, value: float) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(metrics_of(1, loss=value, stages=[{"index": 0, "busy_s": value}]))
-        writer.write(metrics_of(2, grad_norm=value))
-        writer.write(metrics_of(3, tokens_per_second=value))
+    lines = StepLines(tmp_path / METRICS_FILE)
+    lines.write(metrics_of(1, loss=value, stages=[{"index": 0, "busy_s": value}]))
+    lines.write(metrics_of(2, grad_norm=value))
+    lines.write(metrics_of(3, tokens_per_second=value))
     first, second, third = lines_of(tmp_path)
     assert (first["loss"], first["stages"][0]["busy_s"]) == (None, None)
     assert (second["grad_norm"], second["loss"]) == (None, 0.5)
@@ -87,7 +85,7 @@ def test_resumed_file_equals_the_uninterrupted_one(tmp_path: Path, resumed_step:
 def test_resume_refuses_a_file_that_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nhello\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"line 2: this is not a line of metrics"):
-        MetricsWriter(tmp_path).resume(1)
+        StepLines(tmp_path / METRICS_FILE).resume(1)
 
 
 def test_resume_that_fails_leaves_the_file_as_it_was(
@@ -101,7 +99,7 @@ def test_resume_that_fails_leaves_the_file_as_it_was(
 
     monkeypatch.setattr(metrics_module.os, "fsync", fail)
     with pytest.raises(ResourceError, match="No space left"):
-        MetricsWriter(tmp_path).resume(2)
+        StepLines(tmp_path / METRICS_FILE).resume(2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -132,18 +130,19 @@ def test_a_line_without_room_is_lost_and_later_ones_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cut: int
 ) -> None:
     disk = Disk(monkeypatch, room=10_000)
-    with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path) as writer:
-        writer.write(metrics_of(1))
+    lines = StepLines(tmp_path / METRICS_FILE)
+    with caplog.at_level(logging.WARNING):
+        lines.write(metrics_of(1))
         disk.room = cut  # the line of step 2 is cut off after so many bytes
         for step in (2, 3, 4):
-            writer.write(metrics_of(step))
+            lines.write(metrics_of(step))
         disk.room = 10_000
         for step in (5, 6):
-            writer.write(metrics_of(step))
+            lines.write(metrics_of(step))
     assert lines_of(tmp_path) == [metrics_of(1), metrics_of(5), metrics_of(6)]
     assert [record.getMessage().count("No space left") for record in caplog.records] == [1, 0]
     assert "3 lines are lost" in caplog.records[1].getMessage()
-    MetricsWriter(tmp_path).resume(5)
+    StepLines(tmp_path / METRICS_FILE).resume(5)
     assert lines_of(tmp_path) == [metrics_of(1), metrics_of(5)]
 
 
@@ -151,90 +150,8 @@ def test_output_dir_that_becomes_a_file_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
-    with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path / "file") as writer:
-        writer.write(metrics_of(1))
-        writer.write(metrics_of(2))
+    lines = StepLines(tmp_path / "file" / METRICS_FILE)
+    with caplog.at_level(logging.WARNING):
+        lines.write(metrics_of(1))
+        lines.write(metrics_of(2))
     assert len(caplog.records) == 1
-
-
-def read_events(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(directory)).Reload()
-    return {
-        tag: [(event.step, round(event.value, 5)) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
-    }
-
-
-def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, logging_dir=tmp_path / "events") as writer:
-        writer.resume(0)
-        writer.write(metrics_of(1))
-        writer.write(metrics_of(2, loss=math.nan))
-        writer.write({"step": 2, "eval_loss": 3.0, "eval_perplexity": math.exp(3.0)})
-    found = read_events(tmp_path / "events")
-    assert found["train/loss"] == [(1, 1.0)]
-    assert found["train/grad_norm"] == [(1, 0.1), (2, 0.2)]
-    numbers = {"epoch", "loss", "grad_norm", "learning_rate", "tokens"}
-    numbers |= {"tokens_per_second", "step_seconds"}
-    assert {tag.removeprefix("train/") for tag in found if tag.startswith("train/")} == numbers
-    assert found["train/tokens"] == [(1, 100.0), (2, 100.0)]
-    assert found["eval/loss"] == [(2, 3.0)]
-    assert found["eval/perplexity"] == [(2, round(math.exp(3.0), 5))]
-
-
-def test_tensorboard_files_carry_the_run(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, logging_dir=tmp_path / "tensorboard", run_id="5eed") as writer:
-        writer.write(metrics_of(1))
-    assert [path.name[-5:] for path in (tmp_path / "tensorboard").iterdir()] == [".5eed"]
-
-
-def test_tensorboard_that_cannot_be_written_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "tensorboard").write_text("a file", encoding="utf-8")
-    with (
-        caplog.at_level(logging.WARNING),
-        MetricsWriter(tmp_path, logging_dir=tmp_path / "tensorboard") as writer,
-    ):
-        writer.write(metrics_of(1))
-        writer.write(metrics_of(2))
-    assert lines_of(tmp_path) == [metrics_of(1), metrics_of(2)]
-    assert caplog.text.count("cannot write TensorBoard events") == 1
-
-
-def test_a_full_disk_ends_tensorboard_with_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    def full(self: Any, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(RecordWriter, "write", full)
-    hook = threading.excepthook
-    with (
-        caplog.at_level(logging.WARNING),
-        MetricsWriter(tmp_path, logging_dir=tmp_path / "tensorboard") as writer,
-    ):
-        assert threading.excepthook != hook
-        writer.write(metrics_of(1))
-        writer.write(metrics_of(2))
-    assert threading.excepthook == hook
-    assert lines_of(tmp_path) == [metrics_of(1), metrics_of(2)]
-    assert "cannot write: [Errno 28] No space left on device; the run goes on" in caplog.text
-    assert "Traceback" not in caplog.text
-
-
-def test_a_missing_tensorboard_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with (
-        caplog.at_level(logging.WARNING),
-        MetricsWriter(tmp_path, logging_dir=tmp_path / "tensorboard") as writer,
-    ):
-        writer.write(metrics_of(1))
-    assert "not installed" in caplog.text
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -23,7 +23,7 @@ from hetero_framework.file_trust import other_writers
 from hetero_framework.trainer import signals
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointStore, durable_store
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.trainer.metrics import MetricsWriter
+from hetero_framework.trainer.metrics import StepLines
 from hetero_framework.trainer.outputs import OWNER_FILE, RunDirectories
 from hetero_framework.trainer.progress import Progress
 from tests.alone import Alone
@@ -241,8 +241,8 @@ def test_a_link_planted_later_is_not_followed(
     target = precious(tmp_path, "")
     place = tmp_path / "metrics.jsonl"
     place.symlink_to(target)
-    with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 1, "loss": 1.0})
+    with caplog.at_level(logging.WARNING):
+        StepLines(place).write({"step": 1, "loss": 1.0})
     assert f"cannot write {place}" in caplog.text
     with pytest.raises(OSError, match="symbolic"):
         log.append_line(place, "text")

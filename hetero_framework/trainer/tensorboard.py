@@ -1,0 +1,112 @@
+"""TensorBoard's events of a run.
+
+They have the numbers of each line of metrics.jsonl as train/<name> and eval/<name>, without those
+of single stages, and samples as texts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.trainer.metrics import is_evaluation
+from hetero_framework.trainer.observers import Due, Observer, RunStart, Watched
+from hetero_framework.trainer.setup import Sample
+from hetero_framework.trainer.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+
+class TensorBoard(Observer):
+    """Writes into the run's logging_dir, if TensorBoard is installed, files whose names end in the
+    run's number. The run goes on without events that cannot be written."""
+
+    def __init__(self, run: Watched) -> None:
+        self._directory = run.placed.prepared.config.logging_dir
+        self._unopened: Path | None = self._directory
+        self._run_id, self._step = "", 0
+        self._board: Any = None
+
+    def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
+        self._run_id, self._step = run.run_id, state.step
+
+    def went_back(self, state: TrainState) -> None:
+        self._step = state.step
+        if self._board is not None:  # a new one hides the steps that are repeated
+            self._close("TensorBoard events")
+            self._unopened = self._directory
+
+    def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
+        self._show(line)
+
+    def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
+        self._show(metrics)
+
+    def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        def show(board: Any) -> None:
+            for number, sample in enumerate(samples):
+                text = f"{sample.prompt}\n\n{sample.text}"
+                board.add_text(f"samples/{number}", text, state.step)
+
+        self._on_board(show)
+
+    def close(self, failed: bool) -> None:
+        self._close("the last TensorBoard events")
+
+    def _close(self, what: str) -> None:
+        board, self._board = self._board, None
+        if board is not None:
+            with _tolerated(what):
+                board.close()
+
+    def _show(self, line: Mapping[str, Any]) -> None:
+        group = "eval" if is_evaluation(line) else "train"
+
+        def show(board: Any) -> None:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            # One event: with one for each number the step waits for the writer's thread.
+            values = [
+                Summary.Value(tag=f"{group}/{key.removeprefix('eval_')}", simple_value=value)
+                for key, value in line.items()
+                if key != "step" and type(value) in (int, float) and math.isfinite(value)
+            ]
+            board.file_writer.add_summary(Summary(value=values), line["step"])
+
+        self._on_board(show)
+
+    def _on_board(self, show: Callable[[Any], None]) -> None:
+        """Have `show` called with TensorBoard, if there is one that has not failed."""
+        directory, self._unopened = self._unopened, None
+        board, self._board = self._board, None
+        with _tolerated("TensorBoard events"):
+            if directory is not None:
+                board = _opened(directory, self._step, self._run_id)
+            if board is not None:
+                show(board)
+            self._board = board
+
+
+@contextlib.contextmanager
+def _tolerated(what: str) -> Iterator[None]:
+    """Warn where `what` cannot be written, and go on."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: its file is closed
+        _log.warning("cannot write %s: %s", what, error)
+
+
+def _opened(directory: Path, resumed_step: int, run_id: str) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        _log.warning("report_to asks for tensorboard, which is not installed: no event files")
+        return None
+    # purge_step hides the events of steps that a crash left behind and this run repeats, but also
+    # other runs' in this directory. A fresh run, which has no former events, does without.
+    purge = resumed_step + 1 if resumed_step else None
+    return SummaryWriter(str(directory), purge_step=purge, filename_suffix=f".{run_id}")
