@@ -12,7 +12,8 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from hetero_framework.config import layers_text
 from hetero_framework.core.spans import ALL_STEPS, COMPUTE
@@ -28,7 +29,7 @@ from hetero_framework.extras.observe.measured import (
     scaled,
 )
 from hetero_framework.extras.observe.timeline import Trace
-from hetero_framework.tables import table
+from hetero_framework.tables import lines, table
 from hetero_framework.units import plural, seconds, share, size
 
 SAME_RESULT = frozenset({"direct", "max_in_flight", "cut", "interleave", "smaller"})
@@ -70,25 +71,21 @@ def diagnose(trace: Trace) -> Diagnosis:
         pipeline_s=statistics.fmean(step.computed - step.began for step in steps),
         update_s=statistics.fmean(step.ended - step.computed for step in steps),
         between_s=statistics.fmean(between) if between else None,
-        simulated_s=0.0,
         steps=tuple(step.step + 1 for step in steps),
         bound_s=statistics.fmean(step.bound_s for step in steps),
         stages=measured.stage_times(trace, steps),
         processes=tuple(measured.process_times(trace, steps, n) for n in every),
         boundaries=tuple(measured.boundary_of(trace, steps, nics, k) for k in inner),
-        changes=(),
         dropped=trace.dropped,
     )
     return _with_changes(trace, now, nics)
 
 
-@dataclass(frozen=True)
-class _Idea:
+class _Idea(NamedTuple):
     kind: str
     text: str
     then: Diagnosis
-    samples: float = 1.0
-    """Samples in a step over those of now."""
+    samples: float = 1.0  # in a step, over those of now
 
 
 def _with_changes(trace: Trace, now: Diagnosis, nics: NicSpeeds) -> Diagnosis:
@@ -141,11 +138,8 @@ def _ideas(trace: Trace, plan: Diagnosis, nics: NicSpeeds) -> Iterator[_Idea]:
     codecs = _codecs(plan)
     yield from codecs[:1]
     if isinstance(rows, int) and rows > 1:
-        text = (
-            f"micro-batches of {rows // 2} instead of {rows} and twice as many, if one of half the "
-            "size takes half the time"
-        )
-        share = (rows // 2) / rows
+        text = f"micro-batches of {rows // 2} instead of {rows} and twice as many"
+        text, share = f"{text}, if one of half the size takes half the time", (rows // 2) / rows
         stages = tuple(scaled(stage, share) for stage in plan.stages)
         boundaries = tuple(scaled(b, share) for b in plan.boundaries)
         then = replace(plan, stages=stages, boundaries=boundaries, micro_batches=2 * m)
@@ -291,23 +285,21 @@ def steps_text(steps: Sequence[int]) -> str:
     return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
 
 
-def text(diagnosis: Diagnosis) -> str:
+def text(d: Diagnosis) -> str:
     """The diagnosis as text for the user."""
-    between_s = diagnosis.between_s
-    lines = [
-        f"{steps_text(diagnosis.steps)}: {plural(diagnosis.micro_batches, 'micro-batch')} through "
-        f"{plural(len(diagnosis.stages), 'stage')}",
-        f"a step takes {seconds(diagnosis.step_s)}: pipeline {seconds(diagnosis.pipeline_s)}, then "
-        f"{seconds(diagnosis.update_s)} for gradients and optimizer",
-        *([f"between steps {seconds(between_s)}"] if between_s is not None else []),
-        f"no order of these tasks and transfers takes less than {seconds(diagnosis.bound_s)};",
-        f"the pipeline took {diagnosis.ratio:.2f} times that",
-        *_tables(diagnosis),
+    return lines(
+        f"{steps_text(d.steps)}: {plural(d.micro_batches, 'micro-batch')} through "
+        f"{plural(len(d.stages), 'stage')}",
+        f"a step takes {seconds(d.step_s)}: pipeline {seconds(d.pipeline_s)}, then "
+        f"{seconds(d.update_s)} for gradients and optimizer",
+        None if d.between_s is None else f"between steps {seconds(d.between_s)}",
+        f"no order of these tasks and transfers takes less than {seconds(d.bound_s)};",
+        f"the pipeline took {d.ratio:.2f} times that",
+        *_tables(d),
         "",
-        *_notes(diagnosis),
-        *_advice(diagnosis),
-    ]
-    return "\n".join(lines)
+        *_notes(d),
+        *_advice(d),
+    )
 
 
 def _tables(d: Diagnosis) -> Iterator[str]:
@@ -343,26 +335,29 @@ def _tables(d: Diagnosis) -> Iterator[str]:
         yield from ("", *table(_BOUNDARY_HEAD, boundaries, left=(0, 1)))
 
 
-def _advice(diagnosis: Diagnosis) -> list[str]:
-    if not diagnosis.changes:
-        return ["one stage has nothing to wait for: only a faster device would help"]
-    best, same = diagnosis.best, diagnosis.best_of(SAME_RESULT)
-    lines = ["no single change would help much; predicted for each:"]
-    if best is not None:
-        harmless = same.text if same is not None else "none would help much"
-        kept = [f"of changes that leave the results as they are: {harmless}"]
-        lines = [f"most would help: {best.text}", *(kept if same != best else [])]
-        lines.append("predicted for each:")
+def _advice(d: Diagnosis) -> Iterator[str]:
+    if not d.changes:
+        yield "one stage has nothing to wait for: only a faster device would help"
+        return
+    best, same = d.best, d.best_of(SAME_RESULT)
+    if best is None:
+        yield "no single change would help much; predicted for each:"
+    else:
+        yield f"most would help: {best.text}"
+        if same != best:
+            harmless = same.text if same is not None else "none would help much"
+            yield f"of changes that leave the results as they are: {harmless}"
+        yield "predicted for each:"
     rows = [
         (f"{round(change.gain, 2) + 0.0:+.0%}", seconds(change.step_s), change.text)
-        for change in sorted(diagnosis.changes, key=lambda change: -change.gain)
+        for change in sorted(d.changes, key=lambda change: -change.gain)
     ]
-    return lines + table(("samples/s", "a step", "change"), rows, left=(2,))
+    yield from table(("samples/s", "a step", "change"), rows, left=(2,))
 
 
-def _notes(diagnosis: Diagnosis) -> Iterator[str]:
-    slower = diagnosis.pipeline_s / (diagnosis.simulated_s or math.inf)
-    uneven = [stage for stage in diagnosis.stages if stage.slowest > _UNEVEN]
+def _notes(d: Diagnosis) -> Iterator[str]:
+    slower = d.pipeline_s / (d.simulated_s or math.inf)
+    uneven = [stage for stage in d.stages if stage.slowest > _UNEVEN]
     if slower > _UNEXPLAINED:
         yield (
             f"note: the pipeline took {slower:.2f} times what these times of stages and links "
@@ -376,7 +371,7 @@ def _notes(diagnosis: Diagnosis) -> Iterator[str]:
             f"slowest {worst:.1f} times the median: samples of other lengths, or other work on a "
             "machine"
         )
-    if diagnosis.dropped:
-        yield f"note: {diagnosis.dropped} spans were not kept; lower training.timeline_steps"
-    if slower > _UNEXPLAINED or uneven or diagnosis.dropped:
+    if d.dropped:
+        yield f"note: {d.dropped} spans were not kept; lower training.timeline_steps"
+    if slower > _UNEXPLAINED or uneven or d.dropped:
         yield ""

@@ -13,13 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.extras.observe.pictures import heading_pt, save, text_pt
+from hetero_framework.extras.observe.pictures import (
+    FAINT,
+    GRID,
+    INK,
+    PAPER,
+    heading_pt,
+    save,
+    text_pt,
+)
 from hetero_framework.trainer.read_metrics import MEASURES, Points, loss_of, read_curves
 from hetero_framework.units import plural
 
 CURVES_FILE = "curves.png"
 _PANELS = {"loss": "loss", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
-_PAPER, _INK, _FAINT, _GRID = "#fdfdfb", "#222222", "#5f6670", "#d9d8d3"
 # Okabe and Ito's colours, which people with any common colour blindness tell apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555")
 _EVALUATION: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 4}
@@ -95,20 +102,20 @@ def figure(runs: Sequence[Run]) -> Any:
     more = [panel for panel in MEASURES if any(run.measures(panel) for run in runs)]
     height = _HEIGHT_PT * (1.4 if more else 1.0) + (0 if is_one else 16 * len(runs))
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
-    drawn = Figure(figsize=(width / 72, height / 72), facecolor=_PAPER, layout=layout)
+    drawn = Figure(figsize=(width / 72, height / 72), facecolor=PAPER, layout=layout)
     rows = ["AA", "BC", *(["DE"[: len(more)] * (3 - len(more))] if more else [])]
     places = drawn.subplot_mosaic(";".join(rows), height_ratios=(3, 2, 2)[: len(rows)])
     for axes, key in zip(places.values(), (*_PANELS, *more), strict=True):
         _draw_panel(axes, runs, key)
-    drawn.suptitle(title, x=0.015, ha="left", fontsize=14, weight="bold", color=_INK)
-    look: dict[str, Any] = {"frameon": False, "labelcolor": _INK}
+    drawn.suptitle(title, x=0.015, ha="left", fontsize=14, weight="bold", color=INK)
+    look: dict[str, Any] = {"frameon": False, "labelcolor": INK}
     if is_one:
-        places["A"].set_title(runs[0].summary, loc="left", fontsize=10.5, color=_FAINT)
+        places["A"].set_title(runs[0].summary, loc="left", fontsize=10.5, color=FAINT)
     else:
         colors = (Line2D([], [], color=_COLOURS[k % len(_COLOURS)]) for k in range(len(runs)))
         drawn.legend(list(colors), labels, loc="outside lower left", fontsize=9, **look)
     if told := list(dict.fromkeys(name for run in runs for name in run.evaluations.values())):
-        shades = [_COLOURS[k % len(_COLOURS)] if is_one else _FAINT for k in range(1 + len(told))]
+        shades = [_COLOURS[k % len(_COLOURS)] if is_one else FAINT for k in range(1 + len(told))]
         kinds = [Line2D([], [], color=shades[0])]
         kinds += [Line2D([], [], color=shade, **_EVALUATION) for shade in shades[1:]]
         places["A"].legend(kinds, ["training", *told], loc="upper right", **look)
@@ -120,12 +127,12 @@ def _draw_panel(axes: Any, runs: Sequence[Run], panel: str) -> None:
 
     axes.set(facecolor="none", xmargin=0.02)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_GRID)
-    axes.grid(color=_GRID, linewidth=0.5)
-    axes.tick_params(length=0, labelsize=9, labelcolor=_FAINT)
-    axes.set_xlabel("step", fontsize=9.5, color=_FAINT)
+    axes.spines[["left", "bottom"]].set_color(GRID)
+    axes.grid(color=GRID, linewidth=0.5)
+    axes.tick_params(length=0, labelsize=9, labelcolor=FAINT)
+    axes.set_xlabel("step", fontsize=9.5, color=FAINT)
     label = "margin" if panel == "reward" and len(runs) > 1 else panel
-    axes.set_ylabel(_PANELS.get(panel, label), fontsize=9.5, color=_FAINT)
+    axes.set_ylabel(_PANELS.get(panel, label), fontsize=9.5, color=FAINT)
     axes.xaxis.set_major_locator(
         MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
     )
@@ -145,11 +152,11 @@ def _draw_panel(axes: Any, runs: Sequence[Run], panel: str) -> None:
             _draw_curve(axes, steps, values, _COLOURS[(number + other) % len(_COLOURS)], look)
     if panel in MEASURES and is_one:
         above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3}
-        look = {"frameon": False, "labelcolor": _INK, "fontsize": 8.5, **above}
+        look = {"frameon": False, "labelcolor": INK, "fontsize": 8.5, **above}
         axes.legend(axes.get_lines(), names.values(), **look)
     if not finite:
         axes.set(xticks=[], yticks=[])
-        axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=_FAINT)
+        axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=FAINT)
     elif min(finite) > 0 and max(finite) > _LOGARITHMIC * min(finite) and panel != "learning_rate":
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")

@@ -12,19 +12,18 @@ import graphviz
 
 from hetero_framework.config import Config, StageSpec, process_name
 from hetero_framework.extras.islands.settings import island_of
+from hetero_framework.extras.observe.pictures import FAINT, INK, PAPER
 from hetero_framework.log import printable
 from hetero_framework.units import count, plural, size
 
-Format = Literal["png", "svg", "pdf", "mmd"]
 How = Literal["inside", "direct", "relay", "auto"]
 
 PER_ROW = 4
 """Machines beside each other: what a page shows without shrinking the text."""
 _MAX_CHARS = 30
 _FONT = "DejaVu Sans,Verdana,sans-serif"  # as wide in each system, so that boxes fit
-_INK, _FAINT, _PAPER = "#222222", "#5f6670", "#fdfdfb"
 _COORDINATOR, _WORKER = ("#e6eefa", "#2f5f9e"), ("#e8f4ea", "#3c8350")
-_STAGE_EDGE, _LINE = "#b8c2cc", "#c2571a"
+STAGE_EDGE, LINE = "#b8c2cc", "#c2571a"
 WORDS: Mapping[How, tuple[str, ...]] = {
     "inside": (),
     "direct": ("direct",),
@@ -34,7 +33,6 @@ WORDS: Mapping[How, tuple[str, ...]] = {
 _AUTO = "direct where they reach each other, else through the coordinator"
 STYLES: Mapping[How, str] = {"relay": "dashed", "auto": "dotted"}
 """Styles of the lines that are not solid, in Graphviz's words."""
-COLORS = {"ink": _INK, "faint": _FAINT, "paper": _PAPER, "edge": _STAGE_EDGE, "line": _LINE}
 
 
 @dataclass(frozen=True)
@@ -193,17 +191,17 @@ def to_dot(diagram: Diagram) -> graphviz.Digraph:
                 _text(" ", 6),
                 *(_text(line, 12) for line in diagram.caption),
             ),
-            "labelloc": "t", "rankdir": "LR", "bgcolor": _PAPER, "fontname": _FONT,
+            "labelloc": "t", "rankdir": "LR", "bgcolor": PAPER, "fontname": _FONT,
             "pad": "0.25", "nodesep": "0.25", "ranksep": "0.6",
         },
         node_attr={
             "shape": "box", "style": "rounded,filled", "fillcolor": "#ffffff", "width": "1.5",
-            "color": _STAGE_EDGE, "fontname": _FONT, "fontsize": "12", "fontcolor": _INK,
+            "color": STAGE_EDGE, "fontname": _FONT, "fontsize": "12", "fontcolor": INK,
             "margin": "0.2,0.08",  # also where a viewer of an SVG has a wider font
         },
         edge_attr={
-            "color": _LINE, "penwidth": "1.8", "arrowsize": "0.8", "fontname": _FONT,
-            "fontsize": "11", "fontcolor": _FAINT,
+            "color": LINE, "penwidth": "1.8", "arrowsize": "0.8", "fontname": _FONT,
+            "fontsize": "11", "fontcolor": FAINT,
         },
     )  # fmt: skip
     for number, place in enumerate(diagram.places):
@@ -218,7 +216,7 @@ def to_dot(diagram: Diagram) -> graphviz.Digraph:
     if diagram.others:
         first, *rest = diagram.others
         label = _html(_bold(first, 12), *map(_dot_text, rest))
-        dot.node("others", label, style="rounded,dashed", fillcolor=_PAPER)
+        dot.node("others", label, style="rounded,dashed", fillcolor=PAPER)
         dot.edge("others", "s0", dir="both", style="dashed")
     number_of = {i: number for number, place in enumerate(diagram.places) for i, _ in place.stages}
     for index, how in enumerate(diagram.boundaries):
@@ -238,10 +236,10 @@ def _html(*lines: str) -> str:
 
 
 def _bold(text: str, size: int) -> str:
-    return f"<b>{_text(text, size, _INK)}</b>"
+    return f"<b>{_text(text, size, INK)}</b>"
 
 
-def _text(text: str, size: int, color: str = _FAINT) -> str:
+def _text(text: str, size: int, color: str = FAINT) -> str:
     return f'<font point-size="{size}" color="{color}">{_dot_text(text)}</font>'
 
 

@@ -1,29 +1,45 @@
-"""The diagram drawn by matplotlib, where Graphviz is not installed.
+"""The diagram as a file: drawn by Graphviz, else by matplotlib, else as Mermaid text.
 
-Processes stand in a grid of PER_ROW columns; every box is as large as its measured texts. An arrow
-to the process on the right is straight; all others run in the gaps between columns and in lanes
-below rows, so that none crosses a box. Lengths are points; y grows downwards.
+In the picture of matplotlib processes stand in a grid of PER_ROW columns; every box is as large
+as its measured texts. An arrow to the process on the right is straight; all others run in the gaps
+between columns and in lanes below rows, so that none crosses a box. Lengths are points; y grows
+downwards.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import graphviz
+
+from hetero_framework.config import Config
+from hetero_framework.extras.observe import pictures
 from hetero_framework.extras.observe.diagram import (
-    COLORS,
+    LINE,
     PER_ROW,
+    STAGE_EDGE,
     STYLES,
     WORDS,
     Diagram,
+    DiagramDetails,
     ProcessBox,
+    to_dot,
+    to_mermaid,
 )
-from hetero_framework.extras.observe.pictures import text_pt
+from hetero_framework.extras.observe.pictures import FAINT, INK, PAPER, text_pt
 
 _PAD, _GAP, _MARGIN, _LANE, _LEADING = 12.0, 64.0, 24.0, 17.0, 1.35
 _NAME, _ABOUT, _STAGE, _WORDS, _TITLE, _COUNTS = 15.0, 12.0, 12.0, 10.0, 17.0, 13.0
 _HEAD = 9.0
 _LINES = {"solid": "-", "dashed": (0, (4, 2.5)), "dotted": (0, (1, 2))}
+_FORMATS = ("png", "svg", "pdf", "mmd")
+_BETTER = "the package graphviz gives a better one"
+_log = logging.getLogger(__name__)
 
 Text = tuple[str, float, bool]
 """A line: its text, size and whether it is bold."""
@@ -149,18 +165,18 @@ class _Sheet:
     def figure(self) -> Any:
         from matplotlib.figure import Figure
 
-        drawn = Figure(figsize=(self.width / 72, self.height / 72), facecolor=COLORS["paper"])
+        drawn = Figure(figsize=(self.width / 72, self.height / 72), facecolor=PAPER)
         axes = self._axes = drawn.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, self.width), ylim=(self.height, 0))
         axes.set_axis_off()
         self._texts(self._head, self.width / 2, _MARGIN)
         for box, cell in zip(self._boxes, self._cells, strict=True):
-            fill, line = cell.place.colors if cell.place else (COLORS["paper"], COLORS["edge"])
+            fill, line = cell.place.colors if cell.place else (PAPER, STAGE_EDGE)
             self._rounded(box, fill, line, "-" if cell.place else "--")
             self._texts(cell.lines, box.x + box.width / 2, box.y + _PAD)
             for index, lines in cell.stages.items():
                 inner = self._stages[index]
-                self._rounded(inner, "#ffffff", COLORS["edge"])
+                self._rounded(inner, "#ffffff", STAGE_EDGE)
                 self._texts(lines, inner.x + inner.width / 2, inner.y + _PAD)
         if self._diagram.others:
             one, coordinator = self._boxes[0], self._boxes[1]
@@ -181,11 +197,11 @@ class _Sheet:
         )  # fmt: skip
 
     def _texts(self, lines: list[Text], x: float, y: float, *, paper: bool = False) -> None:
-        behind = {"facecolor": COLORS["paper"], "edgecolor": "none", "pad": 1}
+        behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}
         for text, size, bold in lines:
             self._axes.text(
                 x, y + _LEADING * size / 2, text, ha="center", va="center_baseline", fontsize=size,
-                weight="bold" if bold else "normal", color=COLORS["ink" if bold else "faint"],
+                weight="bold" if bold else "normal", color=INK if bold else FAINT,
                 bbox=behind if paper else None,
             )  # fmt: skip
             y += _LEADING * size
@@ -234,7 +250,7 @@ class _Sheet:
         self._axes.add_patch(
             FancyArrowPatch(
                 path=Path(points), arrowstyle="<|-|>" if both else "-|>", mutation_scale=_HEAD,
-                color=COLORS["line"], linewidth=1.6, linestyle=_LINES[style], shrinkA=0, shrinkB=0,
+                color=LINE, linewidth=1.6, linestyle=_LINES[style], shrinkA=0, shrinkB=0,
                 joinstyle="round",
             )
         )  # fmt: skip
@@ -243,3 +259,37 @@ class _Sheet:
 def figure(diagram: Diagram) -> Any:
     """The picture as a matplotlib Figure."""
     return _Sheet(diagram).figure()
+
+
+def draw(
+    config: Config,
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    details: DiagramDetails | None = None,
+) -> Path:
+    """Write the picture and return the file that was written: without Graphviz a plainer one, and
+    without matplotlib Mermaid text beside `path`, with a warning. `format` None takes it from the
+    file's name. Raises UserError for an unknown format or a file that cannot be written."""
+    target = Path(path)
+    chosen = pictures.picture_format(target, format, _FORMATS)
+    diagram = Diagram.of(config, details)
+    if chosen == "mmd":
+        return pictures.write_picture(target, to_mermaid(diagram).encode())
+    dot = to_dot(diagram)
+    if chosen == "png":
+        dot.attr(dpi="144")
+    try:
+        return pictures.write_picture(target, bytes(dot.pipe(format=chosen, quiet=True)))
+    except graphviz.ExecutableNotFound:
+        problem = "Graphviz (the program dot) is not installed"
+    except subprocess.SubprocessError:
+        problem = "Graphviz failed"
+    if pictures.can_draw():
+        pictures.save(lambda: figure(diagram), target, chosen)
+        _log.warning("%s, so matplotlib has drawn %s; %s", problem, target, _BETTER)
+        return target
+    written = pictures.write_picture(target.with_suffix(".mmd"), to_mermaid(diagram).encode())
+    text = "%s, and neither is matplotlib, so no %s was drawn; %s"
+    instead = f"wrote {written} instead, which Markdown viewers and mermaid.live draw"
+    _log.warning(text, problem, chosen.upper(), instead)
+    return written

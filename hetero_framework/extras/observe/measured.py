@@ -96,7 +96,7 @@ class Change:
     gain: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """Means over `steps` (counted from 1) of `micro_batches` each, in seconds, and the changes that
     would help. `simulated_s` is the pipeline when simulated, `between_s` None where no two steps
@@ -108,13 +108,13 @@ class Diagnosis:
     pipeline_s: float
     update_s: float
     between_s: float | None
-    simulated_s: float
+    simulated_s: float = 0.0
     steps: tuple[int, ...]
     bound_s: float
     stages: tuple[StageTimes, ...]
     processes: tuple[ProcessTimes, ...]
     boundaries: tuple[Boundary, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[Change, ...] = ()
     dropped: int
 
     @property

@@ -11,7 +11,7 @@ from hetero_framework.errors import HeteroError, ProtocolError
 from hetero_framework.extras.observe import curves, pictures
 from hetero_framework.extras.observe.curves import CURVES_FILE
 from hetero_framework.extras.observe.diagram import DiagramDetails
-from hetero_framework.extras.observe.diagram_file import draw
+from hetero_framework.extras.observe.diagram_figure import draw
 from hetero_framework.extras.observe.trace_file import TIMELINE_FILE, Timeline
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.trainer.observers import Due, Observer, Placement, RunStart, Watched

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hetero_framework.commands.diagnosis import MachineView
 
 FORMATS = ("png", "svg", "pdf")
+PAPER, INK, FAINT, IDLE, GRID = "#fdfdfb", "#222222", "#5f6670", "#f1f0ec", "#d9d8d3"
 
 
 def can_draw() -> bool:
@@ -107,3 +108,39 @@ def names_pt(rows: Iterable[tuple[str, str]]) -> float:
 def heading_pt(title: str, subtitle: str) -> float:
     """The width of a picture with room for its heading."""
     return 32 + max(text_pt(title, 14, bold=True), text_pt(subtitle, 10.5))
+
+
+def sheet(title: str, subtitle: str, width: float, height: float) -> Any:
+    """An empty Figure of this size in points, with its heading."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(width / 72, height / 72), facecolor=PAPER)
+    drawn.text(16 / width, 1 - 24 / height, title, fontsize=14, weight="bold", color=INK)
+    drawn.text(16 / width, 1 - 42 / height, subtitle, fontsize=10.5, color=FAINT)
+    return drawn
+
+
+def rows_in(
+    drawn: Any, place: tuple[float, float, float, float], limit: float, rows: float, label: str
+) -> Any:
+    """Axes at a place in points (x, y, width, height) for rows of height 1, counted downwards."""
+    width, height = 72 * drawn.get_size_inches()
+    x, y, wide, high = place
+    axes = drawn.add_axes((x / width, y / height, wide / width, high / height))
+    axes.set(xlim=(0, limit), ylim=(rows, 0), yticks=[])
+    axes.set_facecolor("none")
+    axes.spines[:].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=9, labelcolor=FAINT)
+    axes.set_xlabel(label, fontsize=9.5, color=FAINT)
+    return axes
+
+
+def name_row(axes: Any, x: float, name: tuple[str, float], detail: tuple[str, float]) -> None:
+    """Write a row's name and the line below it, each at its y; x is in shares of the axes."""
+    place = axes.get_yaxis_transform()
+    for (text, y), size, weight, color in ((name, 10, "bold", INK), (detail, 8.5, "normal", FAINT)):
+        axes.text(
+            x, y, text, transform=place, ha="right", va="center", fontsize=size, weight=weight,
+            color=color,
+        )  # fmt: skip

@@ -12,8 +12,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.extras.observe.pictures import heading_pt, names_pt, save, text_pt
-from hetero_framework.units import seconds
+from hetero_framework.core.spans import COMMIT, COMPUTE, RECEIVE, SEND
+from hetero_framework.extras.observe.measured import MeasuredStep
+from hetero_framework.extras.observe.pictures import (
+    FAINT,
+    GRID,
+    IDLE,
+    INK,
+    heading_pt,
+    name_row,
+    names_pt,
+    rows_in,
+    save,
+    sheet,
+    text_pt,
+)
+from hetero_framework.extras.observe.timeline import Trace, TraceEvent
+from hetero_framework.units import plural
+from hetero_framework.units import seconds as seconds_text
 
 SHADES = {"forward": ("#9ccdf0", "#1f6fae"), "backward": ("#f7c568", "#c46a00")}
 """Colours of the first and of the last stage of a process."""
@@ -25,7 +41,7 @@ _MEANINGS = {
     "activations": "waits for activations",
     "gradients": "waits for gradients",
 }
-_IDLE, _PAPER, _INK, _FAINT, _BOUND = "#f1f0ec", "#fdfdfb", "#222222", "#5f6670", "#a3195b"
+_BOUND = "#a3195b"
 _TASK, _OUT, _IN, _STRIP = 0.0, 0.5, 0.62, 0.1
 """The places of tasks and of the links' transfers in a row of height 1, downwards."""
 _BAR = 0.45
@@ -75,6 +91,49 @@ class StepPicture:
         return max(bar.ended for bar in bars)
 
 
+def picture(trace: Trace, step: int) -> StepPicture:
+    """Step `step`, counted from 0, ready to be drawn, with its bound."""
+    taken = MeasuredStep.of(trace, step)
+    zero, seconds = taken.began, taken.computed - taken.began
+    stages_of = [
+        [k for k, stage in enumerate(trace.stages) if stage.process == number]
+        for number in range(len(trace.processes))
+    ]
+
+    def shade(event: TraceEvent) -> float:
+        stages = stages_of[event.process]
+        return stages.index(event.stage) / max(1, len(stages) - 1)
+
+    def row(number: int) -> Row:
+        events = [event for event in taken.events if event.process == number]
+        tasks = [e for e in events if e.kind in COMPUTE]
+        bars = [Bar(e.kind, e.began - zero, e.ended - zero, e.micro_batch, shade(e)) for e in tasks]
+        bars += [Bar("update", e.began - zero, e.ended - zero) for e in events if e.kind == COMMIT]
+        waits = [w for w in taken.waits if w.process == number and w.reason != "start"]
+        bars += [Bar(w.reason, w.began - zero, w.ended - zero) for w in waits]
+        stages, name = stages_of[number], trace.processes[number].name
+        detail = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        return Row(name, detail, bars, moved(events, SEND), moved(events, RECEIVE))
+
+    def moved(events: list[TraceEvent], kind: str) -> list[Bar]:
+        return [
+            Bar(event.what.lower(), event.began - zero, event.ended - zero)
+            for event in events
+            if event.kind == kind and event.what in ("FORWARD", "BACKWARD") and event.began >= zero
+        ]
+
+    count = len({event.micro_batch for event in taken.events if event.kind in COMPUTE})
+    return StepPicture(
+        f"Step {step + 1}",
+        f"{plural(count, 'micro-batch')}, {plural(len(trace.stages), 'stage')} on "
+        f"{plural(len(trace.processes), 'process')}; "
+        f"the pipeline took {seconds_text(seconds)}, "
+        f"{seconds / taken.bound_s:.2f} times its bound",
+        [row(number) for number in range(len(trace.processes))],
+        taken.bound_s,
+    )
+
+
 def draw(picture: StepPicture, path: str | os.PathLike[str], form: str | None = None) -> Path:
     """As `pictures.save`."""
     return save(lambda: figure(picture), path, form)
@@ -82,33 +141,23 @@ def draw(picture: StepPicture, path: str | os.PathLike[str], form: str | None = 
 
 def figure(picture: StepPicture) -> Any:
     """The picture as a matplotlib Figure."""
-    from matplotlib.figure import Figure
-
     left = 44 + names_pt((row.name, row.detail) for row in picture.rows)
     headed = max(heading_pt(picture.title, picture.subtitle), _legend_pt(picture))
     plot = max(_plot_width(picture), headed - left - 24)
     width, height = left + plot + 24, _TOP_PT + _ROW_PT * len(picture.rows) + _BOTTOM_PT
-    drawn = Figure(figsize=(width / 72, height / 72), facecolor=_PAPER)
-    axes = drawn.add_axes(
-        (left / width, _BOTTOM_PT / height, plot / width, 1 - (_TOP_PT + _BOTTOM_PT) / height)
-    )
-    axes.set(xlim=(0, picture.seconds * 1e3), ylim=(len(picture.rows) - 0.2, 0), yticks=[])
-    axes.set_facecolor("none")
-    axes.spines[:].set_visible(False)
-    axes.grid(axis="x", color="#d9d8d3", linewidth=0.5)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=9, labelcolor=_FAINT)
-    axes.set_xlabel("milliseconds since the first task of the step", fontsize=9.5, color=_FAINT)
+    drawn = sheet(picture.title, picture.subtitle, width, height)
+    place = (left, _BOTTOM_PT, plot, height - _TOP_PT - _BOTTOM_PT)
+    label = "milliseconds since the first task of the step"
+    axes = rows_in(drawn, place, picture.seconds * 1e3, len(picture.rows) - 0.2, label)
+    axes.grid(axis="x", color=GRID, linewidth=0.5)
     points_per_s = plot / picture.seconds
     for number, row in enumerate(picture.rows):
         _draw_row(axes, row, number, picture.seconds, points_per_s)
-    drawn.text(16 / width, 1 - 24 / height, picture.title, fontsize=14, weight="bold", color=_INK)
-    drawn.text(16 / width, 1 - 42 / height, picture.subtitle, fontsize=10.5, color=_FAINT)
     _draw_legend(drawn, picture, 16 / width, 1 - 48 / height)
     axes.axvline(picture.bound_s * 1e3, color=_BOUND, linewidth=1.5)
     at_end = picture.bound_s > 0.9 * picture.seconds
     axes.text(
-        picture.bound_s * 1e3, -0.06, f"bound {seconds(picture.bound_s)}", fontsize=9,
+        picture.bound_s * 1e3, -0.06, f"bound {seconds_text(picture.bound_s)}", fontsize=9,
         color=_BOUND, weight="bold", ha="right" if at_end else "center",
     )  # fmt: skip
     return drawn
@@ -124,24 +173,17 @@ def _plot_width(picture: StepPicture) -> float:
 
 
 def _draw_row(axes: Any, row: Row, top: int, whole_s: float, points_per_s: float) -> None:
-    place = axes.get_yaxis_transform()  # x in shares of the axes, y in rows
-    for text, down, size, weight, color in (
-        (row.name, 0.16, 10, "bold", _INK),
-        (row.detail, 0.4, 8.5, "normal", _FAINT),
-    ):
-        axes.text(
-            -28 / (points_per_s * whole_s), top + down, text, transform=place, ha="right",
-            va="center", fontsize=size, weight=weight, color=color,
-        )  # fmt: skip
+    x = -28 / (points_per_s * whole_s)
+    name_row(axes, x, (row.name, top + 0.16), (row.detail, top + 0.4))
     strips = [("", _TASK, _BAR, row.bars)]
     if row.sends or row.receives:
         strips += [("out", _OUT, _STRIP, row.sends), ("in", _IN, _STRIP, row.receives)]
     for name, down, high, bars in strips:
         y = top + down
-        axes.broken_barh([(0, whole_s * 1e3)], (y, high), facecolors=_IDLE)
+        axes.broken_barh([(0, whole_s * 1e3)], (y, high), facecolors=IDLE)
         axes.text(
-            -6 / (points_per_s * whole_s), y + high / 2, name, transform=place, ha="right",
-            va="center", fontsize=6.5, color=_FAINT,
+            -6 / (points_per_s * whole_s), y + high / 2, name, ha="right", va="center",
+            transform=axes.get_yaxis_transform(), fontsize=6.5, color=FAINT,
         )  # fmt: skip
         # Waits first: a task may begin before the wait that it ends was over by its clock.
         for bar in sorted(bars, key=lambda bar: bar.kind not in ("activations", "gradients")):
@@ -200,7 +242,7 @@ def _draw_legend(drawn: Any, picture: StepPicture, x: float, y: float) -> None:
     drawn.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(x, y), ncols=len(handles),
         fontsize=_LEGEND_PT, frameon=False, borderaxespad=0, borderpad=0, handlelength=1.2,
-        columnspacing=1.2, handletextpad=0.5, labelcolor=_INK,
+        columnspacing=1.2, handletextpad=0.5, labelcolor=INK,
     )  # fmt: skip
 
 
@@ -221,4 +263,4 @@ def ink_on(fill: str) -> str:
     red, green, blue = (
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
     )
-    return _INK if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.2 else "#ffffff"
+    return INK if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.2 else "#ffffff"

@@ -278,7 +278,10 @@ BOUNDARY = Boundary(0, "direct", 1.0, 2.0, 0.0, 4 * 64 * 64, 4 * 64 * 64, "float
 
 def pair(**changes: Any) -> Diagnosis:
     boundaries = (replace(BOUNDARY, **changes),)
-    return Diagnosis(4, None, 1.0, 1.0, 0.0, None, 1.0, (1,), 1.0, PAIR, (), boundaries, (), 0)
+    means = dict.fromkeys(("step_s", "pipeline_s", "simulated_s", "bound_s"), 1.0)
+    parts: Any = {"stages": PAIR, "processes": (), "boundaries": boundaries, "steps": (1,)}
+    nothing: Any = {"max_in_flight": None, "between_s": None, "update_s": 0.0, "dropped": 0}
+    return Diagnosis(micro_batches=4, **means, **parts, **nothing)
 
 
 def test_a_codec_scales_transfers_by_its_bytes() -> None:

@@ -18,8 +18,13 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from hetero_framework.config import Config, load_config
 from hetero_framework.errors import UserError
 from hetero_framework.extras.observe import diagram_figure, pictures
-from hetero_framework.extras.observe.diagram import Diagram, DiagramDetails, to_dot, to_mermaid
-from hetero_framework.extras.observe.diagram_file import draw
+from hetero_framework.extras.observe.diagram import (
+    Diagram,
+    DiagramDetails,
+    to_dot,
+    to_mermaid,
+)
+from hetero_framework.extras.observe.diagram_figure import draw
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"

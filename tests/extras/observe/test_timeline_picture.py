@@ -9,7 +9,6 @@ import pytest
 
 from hetero_framework.errors import UserError
 from hetero_framework.extras.observe import pictures, timeline_picture
-from hetero_framework.extras.observe.picture import picture
 from hetero_framework.extras.observe.timeline_picture import (
     Bar,
     Row,
@@ -18,6 +17,7 @@ from hetero_framework.extras.observe.timeline_picture import (
     draw,
     figure,
     ink_on,
+    picture,
 )
 from tests.extras.observe.timeline_samples import record
 

@@ -27,7 +27,7 @@ OPTIONS = (
 def run(arguments: argparse.Namespace) -> None:
     config = load(arguments)
     from hetero_framework.extras.observe.diagram import Diagram, to_mermaid
-    from hetero_framework.extras.observe.diagram_file import draw
+    from hetero_framework.extras.observe.diagram_figure import draw
     from hetero_framework.extras.observe.pictures import can_draw
 
     if arguments.output == "-":

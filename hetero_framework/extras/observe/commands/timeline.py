@@ -26,9 +26,8 @@ def run(arguments: argparse.Namespace) -> None:
     from hetero_framework.extras.islands.island_stats import read_between
     from hetero_framework.extras.observe import prediction_error
     from hetero_framework.extras.observe.bottleneck import diagnose, text
-    from hetero_framework.extras.observe.picture import picture
     from hetero_framework.extras.observe.pictures import can_draw
-    from hetero_framework.extras.observe.timeline_picture import draw
+    from hetero_framework.extras.observe.timeline_picture import draw, picture
     from hetero_framework.extras.observe.trace_file import read_timeline
 
     trace = read_timeline(arguments.place)
@@ -44,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     folder = place if place.is_dir() else place.parent
     held = prediction_error.read_account(folder, diagnosis.steps)
     between = read_between(folder)
-    figures = {**diagnosis.to_dict(), "account": held.to_dict() if held is not None else None}
+    figures = {**diagnosis.to_dict(), "account": held}
     if between is not None:
         figures["islands"] = between.to_dict()
     shown = [text(diagnosis), *(["", *prediction_error.text(held)] if held is not None else [])]
