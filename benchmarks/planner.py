@@ -37,8 +37,7 @@ from hetero_framework.engine.schedule.bounds import step_bound
 from hetero_framework.engine.schedule.simulator import simulate
 from hetero_framework.errors import PlanError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
-from hetero_framework.extras.planner.evaluated import evaluated
-from hetero_framework.extras.planner.layout import Fleet, Layout, Part
+from hetero_framework.extras.planner.layout import Fleet, Layout, Part, evaluated
 from hetero_framework.extras.planner.planning import ALLOWED
 
 VTRAIN = Path(__file__).parent / "data" / "vtrain_pipeline.json"

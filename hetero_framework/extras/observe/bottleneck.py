@@ -1,8 +1,8 @@
 """The bottleneck of a run's steps: how their time was spent, and which change would help most.
 
-`measured` has the account of the steps, and `bound` the shortest possible step. A change is the
-account changed and simulated; its prediction is `measured x simulated with the change / simulated
-without it`.
+`measured` has the account of the steps, and the shortest possible step. A change is the account
+changed and simulated; its prediction is `measured x simulated with the change / simulated without
+it`.
 """
 
 from __future__ import annotations

@@ -12,12 +12,10 @@ from typing import Any
 
 from hetero_framework.config import layers_text, process_name
 from hetero_framework.errors import PlanError
-from hetero_framework.extras.planner.evaluated import Evaluated
-from hetero_framework.extras.planner.layout import Fleet, Layout, Part
+from hetero_framework.extras.planner.layout import Evaluated, Fleet, Layout, Part, Rules
 from hetero_framework.extras.planner.layout_search import Search
 from hetero_framework.extras.planner.profile import FleetProfile, LinkProfile
 from hetero_framework.extras.planner.result import Alone, DeviceUse
-from hetero_framework.extras.planner.rules import Rules
 from hetero_framework.units import bit_rate, share, size
 from hetero_framework.units import seconds as seconds_text
 

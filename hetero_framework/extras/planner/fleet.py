@@ -25,8 +25,7 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.errors import HeteroError, PeerLostError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, remote_measurement
-from hetero_framework.extras.planner.fleet_profile import profile_of
-from hetero_framework.extras.planner.measuring import ModelCost
+from hetero_framework.extras.planner.measuring import ModelCost, profile_of
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known
 from hetero_framework.models.sizing.memory import parts_by_process

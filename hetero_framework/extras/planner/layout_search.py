@@ -2,8 +2,8 @@
 
 1. Initial layouts with one stage for each device (`initial_layouts`): a dynamic programme covers
    the layers within a step of T seconds, for the shortest T at which it can and some longer ones.
-2. `local_search` improves them one move at a time: by their scores, which bounds make (`scores`),
-   then by simulation (`fast_evaluation`). The best few are tuned.
+2. `local_search` improves them one move at a time: by their scores, which bounds make,
+   then by simulation (both in `fast_evaluation`). The best few are tuned.
 3. Where devices may have several stages, 2 follows for such layouts, from the plan without them
    on: so allowing them never makes a plan longer.
 
@@ -17,13 +17,10 @@ import math
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from hetero_framework.extras.planner.evaluated import Evaluated, evaluated
-from hetero_framework.extras.planner.layout import Layout, has_chunks
-from hetero_framework.extras.planner.rules import Rules
+from hetero_framework.extras.planner.layout import Evaluated, Layout, Rules, evaluated, has_chunks
 from hetero_framework.extras.planner.search import initial_layouts, moves
-from hetero_framework.extras.planner.search.fast_evaluation import MANY, FastEvaluation
+from hetero_framework.extras.planner.search.fast_evaluation import MANY, FastEvaluation, Scores
 from hetero_framework.extras.planner.search.local_search import LocalSearch
-from hetero_framework.extras.planner.search.scores import Scores
 
 # docs/maintainers/experiments/planner.md has the effects of half and twice these limits.
 _STAGES = 30_000  # scored in each phase of the search

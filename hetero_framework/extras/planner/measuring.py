@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,13 +26,15 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from hetero_framework.config import Config, StageSpec
+from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.devices import Device
-from hetero_framework.core.fields import Fields
+from hetero_framework.core.fields import Fields, WorkerId
 from hetero_framework.core.messages import Seconds
 from hetero_framework.data import padded_count
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
+from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
@@ -42,7 +44,7 @@ from hetero_framework.models.cut.shard import load_shard
 from hetero_framework.models.cut.side import Bundle, returning
 from hetero_framework.models.files.quantization import stored_quantization
 from hetero_framework.models.sizing.footprint import Setting, bundle_at
-from hetero_framework.models.sizing.memory import DEFAULT_TOKENS
+from hetero_framework.models.sizing.memory import DEFAULT_TOKENS, StageMemory
 
 _LEAST_RUNS, _MOST_RUNS = 3, 20
 
@@ -293,3 +295,55 @@ def _random_weights(
         (Path(folder) / "config.json").write_text(json.dumps(fields))
         read = {**plain, "name_or_path": folder, "from_config": None, "quantization": quantization}
         yield config.with_changes(model=read)
+
+
+def profile_of(
+    config: Config,
+    memory: Mapping[WorkerId, Sequence[StageMemory]],
+    costs: Mapping[WorkerId, ModelCost],
+    memory_bytes: Mapping[WorkerId, float],
+    links: Sequence[Mapping[str, Any]],
+) -> FleetProfile:
+    """`memory` is that of embedding, layers and head as each process holds them, `memory_bytes`
+    its limit."""
+    devices = [
+        {
+            "id": id,
+            "memory_bytes": memory_bytes[id],
+            "layer_forward_s": cost.of_layers("forward_s"),
+            "layer_backward_s": cost.of_layers("backward_s"),
+            "layer_recompute_s": cost.of_layers("recompute_s"),
+            "embedding_forward_s": cost.embedding.forward_s,
+            "embedding_backward_s": cost.embedding.backward_s,
+            "head_forward_s": cost.head.forward_s,
+            "head_backward_s": cost.head.backward_s,
+            "layer_bytes": [part.kept for part in layers],
+            "embedding_bytes": embedding.kept,
+            "head_bytes": head.kept + head.logits,
+            "activation_bytes_per_layer": cost.of_layers("kept_bytes"),
+            "activation_bytes_recomputed": cost.of_layers("recomputed_bytes"),
+            "reserved_bytes": max(part.working for part in (embedding, *layers)),
+        }
+        for id, cost in costs.items()
+        for embedding, *layers, head in [memory[id]]
+    ]
+    local = costs["local"]
+    return FleetProfile.from_dict(
+        {
+            "version": 1,
+            "layers": len(local.kinds),
+            "micro_batches": config.training.gradient_accumulation_steps,
+            "activation_bytes": _wire_bytes(local, config.wire.activations),
+            "gradient_bytes": _wire_bytes(local, config.wire.gradients),
+            "embedding_is_trained": memory["local"][0].gradients > 0,
+            "devices": devices,
+            "links": [dict(link) for link in links],
+        },
+        name="what was found",
+    )
+
+
+def _wire_bytes(cost: ModelCost, codec: str) -> int:
+    """Bytes of a boundary's tensor on the wire."""
+    dtype = getattr(torch, cost.hidden_dtype)
+    return CODECS[codec].nbytes((cost.hidden_bytes // dtype.itemsize,), dtype)

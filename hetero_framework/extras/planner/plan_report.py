@@ -1,8 +1,10 @@
-"""The plans of `hetero plan`: makes or evaluates one, prints it, writes it into a configuration."""
+"""The plans of `hetero plan` and of `"shard_plan": "auto"`: makes or evaluates one, prints it,
+writes it into a configuration or keeps it with a run's results."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +18,13 @@ from hetero_framework.core.files import write_json
 from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
 from hetero_framework.extras.planner.planning import ALLOWED
+from hetero_framework.extras.planner.result import save_plan
+from hetero_framework.security.access import Access
 from hetero_framework.tables import Part, lines, table
 from hetero_framework.units import count, plural, seconds, share, size
 
 WorkerId = int | str
+_log = logging.getLogger(__name__)
 _UNITS = {
     **{"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
     **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
@@ -297,3 +302,23 @@ def _margin(text: str) -> float:
             f"--margin {text} is not of the form ID=SIZE", hint="for example: --margin 1=2GiB"
         )
     return float(match[1]) * _UNITS[match[2].upper()]
+
+
+def plan_run(config: Config, access: Access | None = None) -> Config:
+    """The configuration with a plan for its machines, which are measured for it. The plan is
+    written into `output_dir`, and workers that it leaves out are told. Raises what `measure_fleet`
+    raises, PlanError where nothing fits, and ResourceError where the plan cannot be written."""
+    from hetero_framework.extras.planner.fleet import plan_fleet  # imports torch
+
+    _log.info('shard_plan is "auto": the machines are measured, and the run planned for them')
+    result = plan_fleet(config, _logged_plan, access=access)
+    planned = config.with_changes(shard_plan=entries_of(result.to_dict()))
+    save_plan(planned, result)
+    return planned
+
+
+def _logged_plan(fleet: FleetProfile) -> Result:
+    result = make_plan(fleet, Wishes())
+    for line in text(described(result)).splitlines():
+        _log.info("%s", line)
+    return result

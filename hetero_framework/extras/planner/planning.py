@@ -15,12 +15,18 @@ from hetero_framework.config.plan import Plan, PlanEntry, owner_problems, plan_p
 from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.errors import PlanError, UserError
 from hetero_framework.extras.planner import explain
-from hetero_framework.extras.planner.evaluated import Evaluated, evaluated
-from hetero_framework.extras.planner.layout import Fleet, Layout, Part, WorkerId
+from hetero_framework.extras.planner.layout import (
+    Evaluated,
+    Fleet,
+    Layout,
+    Part,
+    Rules,
+    WorkerId,
+    evaluated,
+)
 from hetero_framework.extras.planner.layout_search import Search
 from hetero_framework.extras.planner.profile import FleetProfile, ids_text
 from hetero_framework.extras.planner.result import Result
-from hetero_framework.extras.planner.rules import Rules
 from hetero_framework.units import size
 
 CHECKPOINTING = "checkpointing"

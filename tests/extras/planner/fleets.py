@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from hetero_framework.extras.planner import FleetProfile
-from hetero_framework.extras.planner.layout import Fleet
-from hetero_framework.extras.planner.rules import Rules
+from hetero_framework.extras.planner.layout import Fleet, Rules
 
 GB = 1e9
 

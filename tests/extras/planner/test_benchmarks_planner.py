@@ -21,8 +21,7 @@ from benchmarks.planner import (
     vtrain,
 )
 from hetero_framework.extras.planner import evaluate
-from hetero_framework.extras.planner.evaluated import evaluated
-from hetero_framework.extras.planner.layout import Fleet
+from hetero_framework.extras.planner.layout import Fleet, evaluated
 from tests.extras.planner.fleets import device, fleet_of
 
 

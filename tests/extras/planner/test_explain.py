@@ -7,9 +7,7 @@ import pytest
 
 from hetero_framework.errors import PlanError
 from hetero_framework.extras.planner import FleetProfile, explain, plan
-from hetero_framework.extras.planner.evaluated import Evaluated, evaluated
-from hetero_framework.extras.planner.layout import Fleet, Layout, Part
-from hetero_framework.extras.planner.rules import Rules
+from hetero_framework.extras.planner.layout import Evaluated, Fleet, Layout, Part, Rules, evaluated
 from tests.extras.planner.fleets import GB, device, fleet_of, raw_fleet, rules_of
 
 HALVES = (Part(0, 0, 4), Part(1, 4, 8))

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from hetero_framework.engine.schedule.simulator import Edge
-from hetero_framework.extras.planner.layout import Fleet, Part
-from tests.extras.planner.fleets import GB, device, fleet_of
+from hetero_framework.extras.planner.layout import Fleet, Part, Rules, evaluated
+from tests.extras.planner.fleets import GB, device, fleet_of, rules_of
 
 ENDS = {"embedding_forward_s": 0.1, "head_forward_s": 0.2, "head_backward_s": 0.4}
 
@@ -80,3 +80,70 @@ def test_stages_of_one_device_share_its_memory() -> None:
     layout = (Part(0, 0, 3), Part(1, 3, 5), Part(0, 5, 8))
     # 6 GB of weights; the last stage holds one micro-batch, the first one the rest.
     assert fleet.memory_limits(layout) == (5, 8, 1)
+
+
+def test_devices_that_differ_in_nothing_are_one_kind() -> None:
+    profile = fleet_of(device("local"), device(1), device(2), device(3, memory_bytes=1))
+    assert rules_of(profile).kinds == {0: 0, 1: 1, 2: 1, 3: 3}
+    links = tuple(
+        link.model_copy(update={"latency_s": 1.0}) if link.sender == 2 else link
+        for link in profile.links
+    )
+    other = rules_of(profile.model_copy(update={"links": links}))
+    assert other.kinds == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def test_a_boundary_is_direct_where_that_is_no_slower() -> None:
+    profile = fleet_of(device("local"), device(1), device(2))
+    rules = rules_of(profile)
+    assert [direct for _, direct in rules.ways(1, 2, 4)] == [True]
+    assert [direct for _, direct in rules.ways(0, 1, 4)] == [False]
+    slow = tuple(
+        link.model_copy(update={"bytes_per_s": 1e6})
+        if (link.sender, link.receiver) == (1, 2)
+        else link
+        for link in profile.links
+    )
+    other = rules_of(profile.model_copy(update={"links": slow}))
+    assert [direct for _, direct in other.ways(1, 2, 4)] == [False, True]
+
+
+def test_pinned_layers_are_one_stage() -> None:
+    base = rules_of(fleet_of(device("local"), device(1)))
+    rules = Rules(base.fleet, base.devices, {1: (2, 8)}, True, False)
+    assert rules.permits((Part(0, 0, 2), Part(1, 2, 8)))
+    assert not rules.permits((Part(0, 0, 3), Part(1, 3, 8)))
+    assert not rules.permits((Part(0, 0, 8),))
+
+
+FLEET = Fleet(fleet_of(device("local"), device(1, memory_bytes=3.5e9), micro_batches=16))
+FITS = (Part(0, 0, 6), Part(1, 6, 8, direct=False))
+
+
+def test_a_layout_that_does_not_fit_is_evaluated_as_none() -> None:
+    assert evaluated(FLEET, (Part(0, 0, 4), Part(1, 4, 8))) is None
+
+
+def test_the_window_that_is_given_is_taken() -> None:
+    found = evaluated(FLEET, FITS, max_in_flight=3)
+    assert found is not None
+    assert found.schedule.max_in_flight == 3
+    assert found.seconds >= found.schedule.bound_s
+
+
+def test_interleaved_plans_must_gain_enough() -> None:
+    one, several = (
+        evaluated(FLEET, layout) for layout in (FITS, (Part(0, 0, 3), Part(1, 3, 5), Part(0, 5, 8)))
+    )
+    assert one is not None
+    assert several is not None
+    assert 1 < one.preference / one.seconds < 1.001
+    assert several.preference > 1.009 * several.seconds
+
+
+def test_interleaved_plans_with_a_relay_must_gain_more() -> None:
+    fleet = Fleet(fleet_of(device("local"), device(1), device(2), micro_batches=16))
+    ends = Part(0, 0, 3), Part(1, 3, 5), Part(2, 5, 6, direct=False), Part(0, 6, 8)
+    found = evaluated(fleet, ends)
+    assert found is not None
+    assert found.preference > 1.029 * found.seconds

@@ -4,12 +4,10 @@ import math
 
 import pytest
 
-from hetero_framework.extras.planner import evaluated as evaluated_layouts
+from hetero_framework.extras.planner import layout as evaluated_layouts
 from hetero_framework.extras.planner import plan
-from hetero_framework.extras.planner.evaluated import Evaluated, evaluated
-from hetero_framework.extras.planner.layout import Part, has_chunks
+from hetero_framework.extras.planner.layout import Evaluated, Part, Rules, evaluated, has_chunks
 from hetero_framework.extras.planner.layout_search import Search
-from hetero_framework.extras.planner.rules import Rules
 from hetero_framework.extras.planner.search import initial_layouts, moves
 from tests.extras.planner.fleets import GB, device, fleet_of, rules_of
 

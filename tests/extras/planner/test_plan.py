@@ -10,7 +10,7 @@ import pytest
 from hetero_framework.cli import main
 from hetero_framework.config import load_config
 from hetero_framework.errors import ConfigError, UserError
-from hetero_framework.extras.planner import saved_plan
+from hetero_framework.extras.planner import result
 from hetero_framework.extras.planner.plan_report import held_text, write_plan
 from tests.extras.planner.fleets import GB, device, raw_fleet
 
@@ -176,9 +176,9 @@ def test_a_written_plan_keeps_what_was_predicted_for_the_run(
     file = tmp_path / "hetero_config.json"
     settings = {**SETTINGS, "model": {"name_or_path": "model"}}
     file.write_text(json.dumps(settings), encoding="utf-8")
-    assert saved_plan.planned(load_config(file)) is None
+    assert result.planned(load_config(file)) is None
     found = planned(capsys, "--profile", fleet, "--write", "--config", str(file))
-    kept = saved_plan.planned(load_config(file))
+    kept = result.planned(load_config(file))
     assert kept is not None
     assert kept.step_s == found["predicted_step_s"]
 

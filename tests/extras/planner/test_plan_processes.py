@@ -18,7 +18,7 @@ import pytest
 from hetero_framework import cli
 from hetero_framework.config import Config, load_config
 from hetero_framework.errors import UserError
-from hetero_framework.extras.planner import auto_plan, fleet, load_profile, remote_measurement
+from hetero_framework.extras.planner import fleet, load_profile, plan_report, remote_measurement
 from hetero_framework.extras.planner.plan_report import Wishes
 from hetero_framework.trainer.coordinator import train
 from tests.pools import Pool, read_metrics
@@ -135,7 +135,7 @@ def test_worker_that_the_plan_leaves_out_ends_in_order_and_the_run_goes_on(
     raw["workers"] = [raw["workers"][0], {**raw["workers"][1], "port": port}]
     file = tmp_path / "c.json"
     file.write_text(json.dumps({**raw, "shard_plan": "auto"}))
-    monkeypatch.setattr(auto_plan, "Wishes", lambda: Wishes(excluded=("2",)))
+    monkeypatch.setattr(plan_report, "Wishes", lambda: Wishes(excluded=("2",)))
     command = [sys.executable, "-m", "hetero_framework", "train", "--config", str(file)]
     log = tmp_path / "worker.log"
     with log.open("wb") as output:

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hetero_framework.config import PLAN_FILE, Config
+from hetero_framework.errors import ResourceError
 from hetero_framework.extras.planner import Result, evaluate
-from hetero_framework.extras.planner.result import Alone
+from hetero_framework.extras.planner.result import Alone, planned, save_plan
 from tests.extras.planner.fleets import device, fleet_of
 
 HALVES = [{"id": "local", "start": 0, "end": 4}, {"id": "box", "start": 4, "end": 8}]
@@ -44,3 +48,62 @@ def test_alone_is_none_where_no_device_could_do_it(result: Result) -> None:
 def test_the_pipeline_is_the_simulated_one(result: Result) -> None:
     assert result.pipeline is result.schedule.profile
     assert result.pipeline.forward_s == pytest.approx((0.004, 0.004))
+
+
+PLAN = [{"id": "local", "start": 0, "end": 4}, {"id": 1, "start": 4, "end": 8}]
+FLEET = fleet_of(device("local"), device(1))
+
+
+def config(folder: Path, **training: Any) -> Config:
+    raw = {
+        "coordinator": {"ip": "127.0.0.1", "port": 9998},
+        "workers": [{"id": 1, "ip": "127.0.0.1", "port": 9999}],
+        "shard_plan": PLAN,
+        "model": {"name_or_path": "model"},
+        "training": {"output_dir": str(folder / "run"), **training},
+    }
+    return Config.from_dict(raw)
+
+
+def test_a_saved_prediction_is_read_back_equal(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    assert planned(made) is None
+    found = evaluate(FLEET, PLAN)
+    save_plan(made, found)
+    kept = planned(made)
+    assert kept is not None
+    assert (kept.step_s, kept.pipeline) == (found.predicted_step_s, found.pipeline)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"per_device_train_batch_size": 7},
+        {"gradient_accumulation_steps": 3},
+        {"gradient_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_a_prediction_does_not_count_for_other_micro_batches(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    save_plan(config(tmp_path), evaluate(FLEET, PLAN))
+    assert planned(config(tmp_path, **change)) is None
+
+
+def test_a_prediction_of_another_plan_or_damaged_file_does_not_count(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    save_plan(made, evaluate(FLEET, PLAN))
+    other = [{**PLAN[0], "end": 5}, {**PLAN[1], "start": 5}]
+    assert planned(made.with_changes(shard_plan=other)) is None
+    file = made.output_dir / PLAN_FILE
+    kept = json.loads(file.read_text())
+    for broken in (b"{", json.dumps({**kept, "pipeline": {"forward_s": [1]}}).encode()):
+        file.write_bytes(broken)
+        assert planned(made) is None
+
+
+def test_a_plan_that_cannot_be_written_is_an_error_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ResourceError, match=PLAN_FILE):
+        save_plan(config(tmp_path), evaluate(FLEET, PLAN))

@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace) -> None:
         config = plan_report.write_plan(described, Path(arguments.config))
         _log.info("wrote the plan into %s", arguments.config)
         if config.model is not None and not about:  # a run is not compared with an estimate
-            from hetero_framework.extras.planner.saved_plan import save_plan
+            from hetero_framework.extras.planner.result import save_plan
 
             save_plan(config, result)
 

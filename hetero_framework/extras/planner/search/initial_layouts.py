@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from hetero_framework.extras.planner.layout import Layout, Part, has_chunks
-from hetero_framework.extras.planner.rules import Rules
+from hetero_framework.extras.planner.layout import Layout, Part, Rules, has_chunks
 from hetero_framework.extras.planner.search import moves
-from hetero_framework.extras.planner.search.fast_evaluation import MANY
+from hetero_framework.extras.planner.search.fast_evaluation import MANY, Scores
 from hetero_framework.extras.planner.search.layer_dp import LayerProgramme, step_range
-from hetero_framework.extras.planner.search.scores import Scores
 
 # One stage for each device.
 _SEEDS = 6  # layouts that are climbed from; each is about as much work

@@ -19,8 +19,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from hetero_framework.extras.planner.layout import Fleet, Layout, Part
-from hetero_framework.extras.planner.rules import Rules
+from hetero_framework.extras.planner.layout import Fleet, Layout, Part, Rules
 
 _ROUNDING = 1e-12
 _BEAM = 2_000  # partial layouts that are kept, for all pairs of devices together

@@ -6,12 +6,15 @@ import heapq
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from hetero_framework.extras.planner.layout import Layout, has_chunks
-from hetero_framework.extras.planner.rules import Rules
+from hetero_framework.extras.planner.layout import Layout, Rules, has_chunks
 from hetero_framework.extras.planner.search import initial_layouts, moves
-from hetero_framework.extras.planner.search.fast_evaluation import MANY, MOST_TASKS, FastEvaluation
+from hetero_framework.extras.planner.search.fast_evaluation import (
+    MANY,
+    MOST_TASKS,
+    FastEvaluation,
+    Scores,
+)
 from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
-from hetero_framework.extras.planner.search.scores import Scores
 
 FEW = 6
 """Devices up to which more moves are looked at."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from hetero_framework.extras.planner.layout import Layout, Part
-from hetero_framework.extras.planner.rules import Rules
+from hetero_framework.extras.planner.layout import Layout, Part, Rules
 from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
 
 _HALVINGS = 6  # of a fifth of a step, to 0.3 % of it; each is one more cut of the same order

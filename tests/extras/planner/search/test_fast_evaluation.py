@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import math
 
-from hetero_framework.extras.planner.evaluated import evaluated
-from hetero_framework.extras.planner.layout import Part
-from hetero_framework.extras.planner.search.fast_evaluation import FastEvaluation
-from hetero_framework.extras.planner.search.scores import Scores
+import pytest
+
+from hetero_framework.engine.schedule.bounds import machine_bounds, step_bound
+from hetero_framework.extras.planner.layout import Part, evaluated
+from hetero_framework.extras.planner.search.fast_evaluation import FastEvaluation, Scores
 from tests.extras.planner.fleets import device, fleet_of, rules_of
 
 RULES = rules_of(fleet_of(device("local"), device(1), device(2, memory_bytes=3.5e9)))
@@ -50,3 +51,33 @@ def test_alone_tries_one_schedule() -> None:
     tasks = quick.tasks
     assert quick.look(UNEVEN, alone=True) < math.inf
     assert quick.tasks - tasks == 2 * 2 * 8
+
+
+def test_a_score_grows_with_the_machines_near_the_bound() -> None:
+    scores = Scores(RULES, 100)
+    pipeline, limits = RULES.fleet.pipeline(EVEN), RULES.fleet.memory_limits(EVEN)
+    bounds = machine_bounds(pipeline, 8, limits)
+    assert scores.bound(EVEN) == step_bound(pipeline, 8, limits)
+    assert scores.of(EVEN) == pytest.approx(sum(x**20 for x in bounds) ** (1 / 20))
+    # The first device has nothing to wait for, so it is not quite as near as the second.
+    assert scores.of(EVEN) / scores.bound(EVEN) > 1.004
+    assert 1 <= scores.of(UNEVEN) / scores.bound(UNEVEN) < 1.0001
+
+
+def test_layouts_that_do_not_fit_come_last() -> None:
+    scores = Scores(RULES, 100)
+    too_large = (Part(0, 0, 4), Part(2, 4, 8))
+    assert scores.of(too_large) == scores.bound(too_large) == math.inf
+    scores.of(UNEVEN)
+    scores.of(EVEN)
+    assert scores.best(2) == [EVEN, UNEVEN]
+
+
+def test_each_layout_is_scored_once_while_the_work_lasts() -> None:
+    scores = Scores(RULES, 2)
+    known = scores.of(EVEN)
+    assert scores.is_over
+    assert scores.of(UNEVEN) == math.inf
+    assert scores.of(EVEN) == known
+    scores.allow(2)
+    assert scores.of(UNEVEN) < math.inf

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 
 from hetero_framework.extras.planner import FleetProfile
-from hetero_framework.extras.planner.layout import Layout, Part, has_chunks
-from hetero_framework.extras.planner.rules import Rules
+from hetero_framework.extras.planner.layout import Layout, Part, Rules, has_chunks
 from hetero_framework.extras.planner.search import initial_layouts, moves
-from hetero_framework.extras.planner.search.fast_evaluation import FastEvaluation
+from hetero_framework.extras.planner.search.fast_evaluation import FastEvaluation, Scores
 from hetero_framework.extras.planner.search.layer_dp import step_range
 from hetero_framework.extras.planner.search.local_search import LocalSearch
-from hetero_framework.extras.planner.search.scores import Scores
 from tests.extras.planner.fleets import GB, device, fleet_of, raw_fleet, rules_of
 
 THREE = rules_of(fleet_of(device("local"), device(1, layer_forward_s=0.003), device(2)))

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 
 from hetero_framework.engine.schedule.bounds import step_bound
 from hetero_framework.extras.planner import FleetProfile
-from hetero_framework.extras.planner.rules import Rules
+from hetero_framework.extras.planner.layout import Rules
 from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
 from tests.extras.planner.fleets import device, fleet_of, profiles_of_fleets, rules_of
 

@@ -8,13 +8,11 @@ import pytest
 
 from benchmarks.fleets import GIGABIT, random_fleet
 from hetero_framework.extras.planner import FleetProfile, evaluate, plan
-from hetero_framework.extras.planner.layout import Layout, Part, has_chunks
+from hetero_framework.extras.planner.layout import Layout, Part, Rules, has_chunks
 from hetero_framework.extras.planner.layout_search import Search
-from hetero_framework.extras.planner.rules import Rules
 from hetero_framework.extras.planner.search import local_search
-from hetero_framework.extras.planner.search.fast_evaluation import MANY, FastEvaluation
+from hetero_framework.extras.planner.search.fast_evaluation import MANY, FastEvaluation, Scores
 from hetero_framework.extras.planner.search.local_search import LocalSearch
-from hetero_framework.extras.planner.search.scores import Scores
 from tests.extras.planner.fleets import GB, device, fleet_of, rules_of
 
 UNLIKE = rules_of(
