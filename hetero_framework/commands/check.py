@@ -11,8 +11,8 @@ from hetero_framework.commands.options import (
     JSON,
     at_least,
     load,
-    option,
     report,
+    value,
 )
 
 EXAMPLES = """
@@ -24,13 +24,13 @@ EXAMPLES = """
 OPTIONS = (
     *CONFIG,
     IMPORT,
-    option(
+    value(
         "--show",
+        "N",
+        "print the first N examples: their tokens, which of them the loss covers, and what is"
+        " cut off",
         type=at_least(1),
         default=0,
-        metavar="N",
-        help="print the first N examples: their tokens, which of them the loss covers, and what is"
-        " cut off",
     ),
     JSON,
 )

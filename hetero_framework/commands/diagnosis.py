@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -74,18 +74,16 @@ class WorkerAnswer:
     drops_large: bool = False  # it answers in small packets alone
 
 
+@dataclass
 class MachineView:
-    """A configuration as this machine sees it; slow look-ups are made once."""
+    """A configuration as this machine sees it; slow look-ups are made once. `port_in_use` is held
+    for the coordinator's port, at which workers are awaited one after the other."""
 
-    def __init__(
-        self, config: Config, role: Role | None, options: KeyOptions | None = None
-    ) -> None:
-        self.config = config
-        self.role = role
-        self.notes: list[str] = []
-        self.options = options
-        self.port_in_use = threading.Lock()
-        """Held for the coordinator's port, at which workers are awaited one after the other."""
+    config: Config
+    role: Role | None
+    options: KeyOptions | None = None
+    notes: list[str] = field(default_factory=list)
+    port_in_use: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def is_coordinator(self) -> bool:

@@ -12,8 +12,8 @@ from hetero_framework.commands.options import (
     WORKER_ID,
     key_options,
     load,
-    option,
     report,
+    value,
 )
 from hetero_framework.errors import UserError
 
@@ -23,11 +23,7 @@ EXAMPLES = """
     hetero doctor --config hetero_config.json --worker-id 2 --json
     """
 OPTIONS = (
-    option(
-        "--config",
-        metavar="FILE",
-        help="check the machines of this configuration, as seen from this one",
-    ),
+    value("--config", "FILE", "check the machines of this configuration, as seen from this one"),
     SET,
     WORKER_ID,
     *ACCESS,

@@ -10,6 +10,7 @@ from hetero_framework.commands.options import (
     IMPORT,
     OUTPUT_DIRECTORY,
     option,
+    value,
 )
 from hetero_framework.errors import UserError
 
@@ -19,18 +20,14 @@ EXAMPLES = """
     hetero export --gguf runs/default/adapter --llama-cpp ~/llama.cpp --output gguf
     """
 OPTIONS = (
-    option(
-        "--checkpoint",
-        metavar="DIR",
-        help="a step_N directory, or the output_dir of a run (its latest)",
-    ),
-    option(
+    value("--checkpoint", "DIR", "a step_N directory, or the output_dir of a run (its latest)"),
+    value(
         "--gguf",
-        metavar="DIR",
-        help="instead of --checkpoint: convert this adapter or model to GGUF, with a Modelfile for"
+        "DIR",
+        "instead of --checkpoint: convert this adapter or model to GGUF, with a Modelfile for"
         " Ollama",
     ),
-    option("--llama-cpp", metavar="DIR", help="with --gguf: a clone of llama.cpp"),
+    value("--llama-cpp", "DIR", "with --gguf: a clone of llama.cpp"),
     option(
         "--outtype",
         default="bf16",
@@ -39,11 +36,7 @@ OPTIONS = (
     ),
     *OUTPUT_DIRECTORY,
     IMPORT,
-    option(
-        "--config",
-        metavar="FILE",
-        help="configuration that names model and tokenizer (default: the run's)",
-    ),
+    value("--config", "FILE", "configuration that names model and tokenizer (default: the run's)"),
 )
 
 

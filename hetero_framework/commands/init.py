@@ -22,6 +22,7 @@ from hetero_framework.commands.options import (
     load,
     option,
     repeated,
+    value,
     writes,
 )
 from hetero_framework.config import (
@@ -55,30 +56,28 @@ _HOST_PORT_DEVICE = "HOST[:PORT[:DEVICE]]"
 OPTIONS = (
     flag("--non-interactive", "ask no questions"),
     IMPORT,
-    option("--model", metavar="NAME", help="model directory or hub name"),
+    value("--model", "NAME", "model directory or hub name"),
     repeated(
         "--worker",
         _HOST_PORT_DEVICE,
         "a worker (PORT -: it dials the coordinator); may be repeated",
         dest="workers",
     ),
-    option(
-        "--coordinator", metavar=_HOST_PORT_DEVICE, help="the coordinator (default: this machine)"
-    ),
-    option("--layers", type=int, metavar="N", help="number of layers (default: the model's)"),
+    value("--coordinator", _HOST_PORT_DEVICE, "the coordinator (default: this machine)"),
+    value("--layers", "N", "number of layers (default: the model's)", type=int),
     flag("--measure", "let the run measure the machines and plan for them; no even split"),
     option("--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"),
-    option("--data", metavar="FILE", help="training data: file or dataset name"),
-    option(
+    value("--data", "FILE", "training data: file or dataset name"),
+    value(
         "--objective",
-        metavar="NAME",
-        help="what to learn: sft, dpo, classification, ... (default: what the data's fields tell)",
+        "NAME",
+        "what to learn: sft, dpo, classification, ... (default: what the data's fields tell)",
     ),
-    option("--island", metavar="NAME", help="train together with other coordinators, as this one"),
-    option(
+    value("--island", "NAME", "train together with other coordinators, as this one"),
+    value(
         "--lighthouse",
-        metavar="HOST:PORT",
-        help="address where islands find each other (default: 127.0.0.1:29510)",
+        "HOST:PORT",
+        "address where islands find each other (default: 127.0.0.1:29510)",
     ),
     *writes(f"default: {DEFAULT_CONFIG}", default=DEFAULT_CONFIG),
 )

@@ -10,6 +10,7 @@ from hetero_framework.commands.options import (
     IMPORT,
     OUTPUT_DIRECTORY,
     option,
+    value,
 )
 from hetero_framework.errors import UserError
 
@@ -17,11 +18,11 @@ EXAMPLES = """
     hetero merge --adapter runs/llama8b/adapter --model meta-llama/Llama-3.1-8B --output merged
     """
 OPTIONS = (
-    option("--adapter", required=True, metavar="DIR", help="PEFT adapter directory"),
-    option("--model", required=True, metavar="NAME", help="model directory or hub name"),
+    value("--adapter", "DIR", "PEFT adapter directory", required=True),
+    value("--model", "NAME", "model directory or hub name", required=True),
     *OUTPUT_DIRECTORY,
     IMPORT,
-    option("--revision", metavar="NAME", help="branch, tag or commit on the hub"),
+    value("--revision", "NAME", "branch, tag or commit on the hub"),
     option(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),

@@ -26,6 +26,10 @@ def option(*names: str, **settings: Any) -> Option:
     return names, settings
 
 
+def value(name: str, metavar: str, help: str, **settings: Any) -> Option:
+    return option(name, metavar=metavar, help=help, **settings)
+
+
 def flag(name: str, help: str) -> Option:
     return option(name, action="store_true", help=help)
 
@@ -85,7 +89,7 @@ SET = repeated(
     "replace a setting of the file, as in training.max_steps=10; may be repeated",
 )
 CONFIG = (
-    option("--config", default=DEFAULT_CONFIG, metavar="FILE", help=f"default: {DEFAULT_CONFIG}"),
+    value("--config", "FILE", f"default: {DEFAULT_CONFIG}", default=DEFAULT_CONFIG),
     SET,
 )
 KEYS = option("--keys", metavar="DIR", help="default: hetero_keys beside the configuration")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hetero_framework import units
 from hetero_framework.cluster.pausing import PausableWorker, PauseFile, PauseState, supervised
-from hetero_framework.commands.options import option
+from hetero_framework.commands.options import value
 from hetero_framework.core import timeouts
 from hetero_framework.errors import PeerLostError, UserError, in_words
 
@@ -17,11 +17,11 @@ EXAMPLES = """
     hetero pause 1 --address 192.168.1.20:9999
     """
 OPTIONS = (
-    option("worker_id", metavar="ID", help="the worker, as the configuration names it"),
-    option(
+    value("worker_id", "ID", "the worker, as the configuration names it"),
+    value(
         "--address",
-        metavar="HOST:PORT",
-        help="its listening address, if several workers of that name are served here",
+        "HOST:PORT",
+        "its listening address, if several workers of that name are served here",
     ),
 )
 _PATIENCE_S = timeouts.RELEASE_S + timeouts.EXIT_S

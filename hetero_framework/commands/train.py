@@ -22,6 +22,7 @@ from hetero_framework.commands.options import (
     load,
     option,
     processes_here,
+    value,
 )
 from hetero_framework.commands.worker import serve
 from hetero_framework.errors import ResourceError, StoppedEarly
@@ -45,9 +46,9 @@ EXAMPLES = """
     """
 OPTIONS = (
     *CONFIG,
-    option("--output-dir", metavar="DIR", help="instead of training.output_dir"),
-    option("--resume", type=_resume_step, metavar="latest|N", help="continue from a checkpoint"),
-    option("--resume_step", type=_resume_step, metavar="N", dest="resume", help="as --resume N"),
+    value("--output-dir", "DIR", "instead of training.output_dir"),
+    value("--resume", "latest|N", "continue from a checkpoint", type=_resume_step),
+    value("--resume_step", "N", "as --resume N", type=_resume_step, dest="resume"),
     option(
         "--resume_latest",
         action="store_const",
@@ -55,10 +56,8 @@ OPTIONS = (
         dest="resume",
         help="as --resume latest",
     ),
-    option("--checkpoint_dir", metavar="DIR", help="instead of checkpoint_dir of the file"),
-    option(
-        "--save_every_n_steps", type=at_least(1), metavar="N", help="a checkpoint every N steps"
-    ),
+    value("--checkpoint_dir", "DIR", "instead of checkpoint_dir of the file"),
+    value("--save_every_n_steps", "N", "a checkpoint every N steps", type=at_least(1)),
     flag("--fresh", "start anew where an earlier run was cut short"),
     flag("--replan", "continue without workers that stay away, and take them back"),
     option("--role", choices=("coordinator", "worker"), help=ROLE_HELP),

@@ -3,9 +3,11 @@
 A table per program, alias_<program>.json, says what becomes of its keys: "keys" maps names
 (expressions) to a setting or to cases [value, status, settings, reason], of which the first that
 fits counts; "idle" are keys that need no setting, "never" those that cannot be had; "defaults" are
-the program's own, under what they need (name, or name=value). In settings "$" is the value, "$,"
-its parts between commas, "*" the key; in defaults "=name*2" is another setting. Names that no table
-has are those of the configuration file, or are called otherwise there (`config.section.Called`).
+the program's own, under what they need (name, or name=value); a key of "methods" tells the method
+of a file that names none, "of one sample" are numbers of processes that share the samples of one,
+"styles" types of rows that are read here. In settings "$" is the value, "$," its parts between
+commas, "*" the key; in defaults "=name*2" is another setting. Names that no table has are those of
+the configuration file, or are called otherwise there (`config.section.Called`).
 """
 
 from __future__ import annotations
@@ -54,20 +56,10 @@ _OF_EVALUATIONS = (
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     *("early_stopping_patience", "early_stopping_threshold"),
 )
-_METHODS = {
-    "kto": {"desirable_weight", "undesirable_weight"},
-    "cpo": {"cpo_alpha", "simpo_gamma"},
-    "dpo": {"beta", "precompute_ref_log_probs", "rpo_alpha", "loss_weights", "ld_alpha"},
-}
-"""Keys by which a file of TRL that names no method is recognised."""
 _SPLIT = re.compile(r"([\w.-]+)(?:\[:(\d+)%\])?")
 _LOADERS = ("json", "jsonl", "parquet", "text", "csv", "arrow")  # of `datasets`, beside data_files
-# Of axolotl: how many processes share the samples of one.
-_ONE_SAMPLE = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
 _SETS = ("datasets", "test_datasets", "pretraining_dataset")
 _INFO = "dataset_info.json"
-_STYLES = {"alpaca": "alpaca", "completion|pretrain": "text", r"(chat_template|sharegpt).*": "chat"}
-"""axolotl's types of rows that are read here."""
 _NAMING = re.compile(
     r".*\.(type|field_(messages|tools|chosen|rejected)|roles|message_(property_mappings|field_(role|content|training)))"
 )
@@ -115,9 +107,10 @@ class Conversion:
     rewrites: list[Rewrite] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        told = self.program != "TRL" or "trl" in self.given
-        if not told and (method := next((m for m, n in _METHODS.items() if n & {*self.given}), "")):
-            self.given = {"trl": method, **self.given}
+        methods = _table(self.program).get("methods", {}).items()
+        told = not methods or "trl" in self.given
+        if not told and (named := [m for m, n in methods if {*n.split()} & {*self.given}]):
+            self.given = {"trl": named[0], **self.given}
         rank = {key: number - len(_FIRST) for number, key in enumerate(_FIRST)}
         for key in sorted(self.given, key=lambda key: rank.get(key, key in _LAST)):
             self._take_key(key, self.given[key])
@@ -283,7 +276,8 @@ class Conversion:
     def _scale_batch(self) -> None:
         """A step has the micro-batches that each process had."""
         path = "training.gradient_accumulation_steps"
-        shared = prod(max(1, int(self.given.get(key) or 1)) for key in _ONE_SAMPLE)
+        of_one_sample = _table(self.program).get("of one sample", "").split()
+        shared = prod(max(1, int(self.given.get(key) or 1)) for key in of_one_sample)
         if (n := self.world_size // shared) > 1:
             before = self.settings.get(path, 1)
             self.settings[path] = before * n
@@ -544,7 +538,8 @@ def _entries(key: str, value: Any) -> list[dict[str, Any]]:
 def _style(entry: Mapping[str, Any]) -> str:
     """How the rows of one of axolotl's sets are read; "" for a way that is not known here."""
     kind = str(entry.get("type"))
-    return next((style for types, style in _STYLES.items() if re.fullmatch(types, kind)), "")
+    styles = _table("axolotl")["styles"].items()
+    return next((style for types, style in styles if re.fullmatch(types, kind)), "")
 
 
 def _listed(value: Any) -> list[Any]:

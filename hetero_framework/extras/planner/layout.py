@@ -108,13 +108,6 @@ class Fleet:
         costs = self.costs[device]
         return (costs.forward_s[-1] + costs.backward_s[-1]) / self.layers
 
-    def mean_layer_s(self, device: int, *, recompute: bool) -> tuple[float, float]:
-        """Forward and backward of a layer, each the mean of all; with `recompute` the backward has
-        the second forward in it."""
-        costs = self.costs[device]
-        backward_s = costs.recompute_s if recompute else costs.backward_s
-        return costs.forward_s[-1] / self.layers, backward_s[-1] / self.layers
-
     def can_go_direct(self, a: int, b: int) -> bool:
         """Whether two workers have a link of their own, both ways."""
         pair = (self.ids[a], self.ids[b])

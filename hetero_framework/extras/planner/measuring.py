@@ -35,6 +35,7 @@ from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.extras.planner import FleetProfile
+from hetero_framework.extras.planner.profile import bytes_of_parts
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
@@ -317,15 +318,12 @@ def profile_of(
             "embedding_backward_s": cost.embedding.backward_s,
             "head_forward_s": cost.head.forward_s,
             "head_backward_s": cost.head.backward_s,
-            "layer_bytes": [part.kept for part in layers],
-            "embedding_bytes": embedding.kept,
-            "head_bytes": head.kept + head.logits,
+            **bytes_of_parts(memory[id]),
             "activation_bytes_per_layer": cost.of_layers("kept_bytes"),
             "activation_bytes_recomputed": cost.of_layers("recomputed_bytes"),
-            "reserved_bytes": max(part.working for part in (embedding, *layers)),
+            "reserved_bytes": max(part.working for part in memory[id][:-1]),
         }
         for id, cost in costs.items()
-        for embedding, *layers, head in [memory[id]]
     ]
     local = costs["local"]
     return FleetProfile.from_dict(

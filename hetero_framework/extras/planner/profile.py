@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -18,6 +18,9 @@ from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.config.section import WholeFile, WorkerId, with_unit
 from hetero_framework.config.strict_json import read_object
 from hetero_framework.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hetero_framework.models.sizing.memory import StageMemory
 
 MAX_LAYERS = 10_000
 MAX_MICRO_BATCHES = 100_000
@@ -142,6 +145,17 @@ class FleetProfile(WholeFile):
                 if len(values := device[field]) == 1 < self.layers:
                     device[field] = values[0]
         return raw
+
+
+def bytes_of_parts(memory: Sequence[StageMemory]) -> dict[str, Any]:
+    """Fields of a `DeviceProfile`: the needs of embedding, layers and head on it."""
+    embedding, *layers, head = memory
+    return {
+        "layer_bytes": [part.kept for part in layers],
+        "embedding_bytes": embedding.kept,
+        "head_bytes": head.kept + head.logits,
+        "activation_bytes_per_layer": [part.per_micro_batch for part in layers],
+    }
 
 
 def load_profile(path: str | Path) -> FleetProfile:

@@ -25,6 +25,7 @@ from hetero_framework.extras import planner
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.layout import Fleet
 from hetero_framework.extras.planner.planning import CHUNKS
+from hetero_framework.extras.planner.profile import bytes_of_parts
 from hetero_framework.extras.planner.replan.measured_fleet import LayerWork, Observed, PartBytes
 from hetero_framework.extras.planner.replan.replan_policy import (
     Judge,
@@ -229,11 +230,11 @@ class Replanning(Plans):
         others = {s.index for s in config.plan.stages if config.quantization(s.owner) != kind}
         if not others:
             return parts
-        layers = list(parts.layer_bytes)
+        layers = [*parts["layer_bytes"]]
         for stage in (s for s in config.plan.stages if s.index in others):
             layers[stage.start : stage.end] = [2 * free] * (stage.end - stage.start)
-        head = 2 * free if len(config.shard_plan) - 1 in others else parts.head_bytes
-        return replace(parts, layer_bytes=tuple(layers), head_bytes=head)
+        head = 2 * free if len(config.shard_plan) - 1 in others else parts["head_bytes"]
+        return {**parts, "layer_bytes": layers, "head_bytes": head}
 
     def _searched(self, away: Collection[WorkerId]) -> list[dict[str, Any]]:
         """The planner's answer for the processes that are here."""
@@ -294,12 +295,5 @@ def _part_bytes(prepared: setup.Prepared, owner: WorkerId) -> PartBytes:
     config, tokens = prepared.config.held_by(owner), prepared.data.row_tokens
     if config.training.gradient_checkpointing:  # "auto": wherever it is needed
         config = config.with_changes(training={"gradient_checkpointing": True})
-    embedding, *blocks, head = memory_of_parts(
-        config, prepared.model_config, layers, prepared.adapter_plan, tokens
-    )
-    return PartBytes(
-        tuple(float(block.kept) for block in blocks),
-        float(embedding.kept),
-        float(head.kept + head.logits),
-        tuple(float(block.per_micro_batch) for block in blocks),
-    )
+    plan = prepared.adapter_plan
+    return bytes_of_parts(memory_of_parts(config, prepared.model_config, layers, plan, tokens))

@@ -71,31 +71,10 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """All but `schedule`, and the bound, in JSON types."""
-        return {
-            "shard_plan": [dict(entry) for entry in self.shard_plan],
-            "gradient_checkpointing": dict(self.gradient_checkpointing),
-            "max_in_flight": self.max_in_flight,
-            "predicted_step_s": self.predicted_step_s,
-            "lower_bound_s": self.lower_bound_s,
-            "devices": [
-                {
-                    "id": use.id,
-                    "busy": use.busy,
-                    "memory_bytes": use.memory_bytes,
-                    "free_bytes": use.free_bytes,
-                    "limit": use.limit,
-                    "layers": use.layers,
-                }
-                for use in self.devices
-            ],
-            "unused": list(self.unused),
-            "why": self.why,
-            "advice": list(self.advice),
-            "alone": vars(self.alone) if self.alone else None,
-            "changes": dict(self.changes),
-            "in_flight": list(self.in_flight),
-            "seconds": self.seconds,
-        }
+        raw = {n: value for n, value in vars(self).items() if n != "schedule"}
+        bounded = {**raw, "lower_bound_s": self.lower_bound_s}
+        found: dict[str, Any] = json.loads(json.dumps(bounded, default=vars))
+        return found
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from hetero_framework.commands.options import (
     DEFAULT_CONFIG,
     JSON,
     at_least,
-    option,
     repeated,
     report,
+    value,
     writes,
 )
 from hetero_framework.config import Config
@@ -40,13 +40,13 @@ _HOST = "HOST[:PORT[:DEVICE]]"
 _OUTPUT = f"default: {DEFAULT_CONFIG}"
 _WORLD_SIZE = "processes of the other run: a step had the samples of all"
 OPTIONS = (
-    option("file", metavar="FILE", help="a YAML or JSON file, or a script with a command line"),
+    value("file", "FILE", "a YAML or JSON file, or a script with a command line"),
     *writes(_OUTPUT, "-o", "--output", default=DEFAULT_CONFIG),
-    option("--model", metavar="NAME", help="model, where FILE names none"),
-    option("--data", metavar="FILE", help="training data, where FILE names none"),
-    option("--world-size", type=at_least(1), metavar="N", help=_WORLD_SIZE),
+    value("--model", "NAME", "model, where FILE names none"),
+    value("--data", "FILE", "training data, where FILE names none"),
+    value("--world-size", "N", _WORLD_SIZE, type=at_least(1)),
     repeated("--worker", _HOST, "a worker, as in hetero init; may be repeated", dest="workers"),
-    option("--coordinator", metavar=_HOST, help="the coordinator (default: this machine)"),
+    value("--coordinator", _HOST, "the coordinator (default: this machine)"),
     JSON,
 )
 

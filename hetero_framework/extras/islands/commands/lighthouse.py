@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_framework.commands.options import ACCESS, at_least, key_options, option
+from hetero_framework.commands.options import ACCESS, at_least, key_options, value
 from hetero_framework.errors import StoppedEarly, UserError
 
 if TYPE_CHECKING:
@@ -20,20 +20,20 @@ EXAMPLES = """
     hetero lighthouse --bind 192.168.1.10:29510 --min-islands 2
     """
 OPTIONS = (
-    option(
+    value(
         "--bind",
+        "HOST:PORT",
+        "listening address, the islands' island.lighthouse (default: 127.0.0.1:29510)",
         default="127.0.0.1:29510",
-        metavar="HOST:PORT",
-        help="listening address, the islands' island.lighthouse (default: 127.0.0.1:29510)",
     ),
-    option(
+    value(
         "--min-islands",
+        "N",
+        "minimum number of islands before training starts (default: 1)",
         type=at_least(1),
         default=1,
-        metavar="N",
-        help="minimum number of islands before training starts (default: 1)",
     ),
-    option("--keys", metavar="DIR", help="default: hetero_keys; those of islands are in it"),
+    value("--keys", "DIR", "default: hetero_keys; those of islands are in it"),
     ACCESS[1],
 )
 

@@ -21,6 +21,7 @@ from hetero_framework.commands.options import (
     option,
     overwrite,
     repeated,
+    value,
 )
 from hetero_framework.errors import UserError
 
@@ -48,13 +49,7 @@ OPTIONS = (
     *CONFIG,
     *ACCESS,
     IMPORT,
-    option(
-        "--output",
-        default="launch",
-        type=OutputFolder,
-        metavar="DIR",
-        help="directory to write (launch)",
-    ),
+    value("--output", "DIR", "directory to write (launch)", default="launch", type=OutputFolder),
     overwrite("replace what an earlier launch has written there"),
     repeated(
         "--host",
@@ -63,10 +58,10 @@ OPTIONS = (
         dest="hosts",
     ),
     repeated("--ssh-option", "KEY=VALUE", "--ssh: an option of ssh's -o", dest="ssh_options"),
-    option("--directory", metavar="DIR", help="--ssh: on the other machines (hetero_launch/NAME)"),
-    option("--hetero", default="hetero", metavar="PATH", help="the program on the other machines"),
+    value("--directory", "DIR", "--ssh: on the other machines (hetero_launch/NAME)"),
+    value("--hetero", "PATH", "the program on the other machines", default="hetero"),
     repeated("--resources", "ID=TEXT", "options of #SBATCH, or accelerators of SkyPilot"),
-    option("train_options", nargs="*", metavar="-- OPTION", help="options of hetero train"),
+    value("train_options", "-- OPTION", "options of hetero train", nargs="*"),
 )
 
 

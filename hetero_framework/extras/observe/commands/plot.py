@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hetero_framework.commands.options import check_outputs, option, writes
+from hetero_framework.commands.options import check_outputs, value, writes
 
 EXAMPLES = """
     hetero plot runs/default
     hetero plot runs/default runs/other --output both.svg
     """
 OPTIONS = (
-    option("runs", nargs="+", metavar="RUN", help="output_dir of a run, or its metrics.jsonl"),
+    value("runs", "RUN", "output_dir of a run, or its metrics.jsonl", nargs="+"),
     *writes("png, svg or pdf (default: curves.png, of one run in its directory, else here)"),
 )
 

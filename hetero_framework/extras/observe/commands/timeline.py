@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hetero_framework.commands.options import flag, option, report, writes
+from hetero_framework.commands.options import flag, option, report, value, writes
 from hetero_framework.errors import UserError
 
 EXAMPLES = """
@@ -14,8 +14,8 @@ EXAMPLES = """
     hetero timeline runs/default --step 3 --output step3.svg
     """
 OPTIONS = (
-    option("place", metavar="RUN", help="output_dir of a run, or its timeline.json"),
-    option("--step", type=int, metavar="N", help="step to draw (default: the last recorded)"),
+    value("place", "RUN", "output_dir of a run, or its timeline.json"),
+    value("--step", "N", "step to draw (default: the last recorded)", type=int),
     option("--format", choices=("png", "svg", "pdf"), help="default: by --output"),
     *writes("picture to write (default: timeline.png beside timeline.json)", metavar="PATH"),
     flag("--json", "print JSON; draw only with --output"),

@@ -11,8 +11,8 @@ from hetero_framework.commands.options import (
     at_least,
     key_directory,
     load,
-    option,
     repeated,
+    value,
 )
 from hetero_framework.errors import UserError
 
@@ -22,7 +22,7 @@ EXAMPLES = """
     hetero invite --island garage --bind 192.168.1.10
     """
 OPTIONS = (
-    option("workers", metavar="ID", nargs="*", help="worker ID in the configuration"),
+    value("workers", "ID", "worker ID in the configuration", nargs="*"),
     repeated(
         "--island",
         "NAME",
@@ -31,13 +31,11 @@ OPTIONS = (
     ),
     *CONFIG,
     KEYS,
-    option(
-        "--port", type=at_least(1), metavar="N", help="port to wait at (default: the coordinator's)"
-    ),
-    option(
+    value("--port", "N", "port to wait at (default: the coordinator's)", type=at_least(1)),
+    value(
         "--bind",
-        metavar="HOST",
-        help="with --island: this machine's address as islands reach it (default: that of"
+        "HOST",
+        "with --island: this machine's address as islands reach it (default: that of"
         " island.lighthouse in the configuration; without one, that of the first interface)",
     ),
 )

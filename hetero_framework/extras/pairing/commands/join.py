@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hetero_framework.commands.options import DEFAULT_CONFIG, KEYS, key_directory, option
+from hetero_framework.commands.options import DEFAULT_CONFIG, KEYS, key_directory, value
 
 EXAMPLES = """
     hetero join 192.168.1.10:9998 HT1-...
     """
 OPTIONS = (
-    option("address", metavar="HOST:PORT", help="where `hetero invite` waits"),
-    option("token", metavar="TOKEN", help="the token that `hetero invite` printed, HT1-..."),
-    option(
+    value("address", "HOST:PORT", "where `hetero invite` waits"),
+    value("token", "TOKEN", "the token that `hetero invite` printed, HT1-..."),
+    value(
         "--config",
+        "FILE",
+        f"file that a worker's configuration is written to (default: {DEFAULT_CONFIG})",
         default=DEFAULT_CONFIG,
-        metavar="FILE",
-        help=f"file that a worker's configuration is written to (default: {DEFAULT_CONFIG})",
     ),
     KEYS,
 )

@@ -14,6 +14,7 @@ from hetero_framework.commands.options import (
     load,
     option,
     overwrite,
+    value,
 )
 from hetero_framework.errors import UserError
 from hetero_framework.log import printable
@@ -28,20 +29,12 @@ EXAMPLES = """
     """
 OPTIONS = (
     option("action", choices=("list", "check", "revoke", "rotate", "export"), help="what to do"),
-    option(
-        "workers",
-        metavar="ID",
-        nargs="*",
-        help="workers; revoke also takes coordinator or lighthouse",
-    ),
+    value("workers", "ID", "workers; revoke also takes coordinator or lighthouse", nargs="*"),
     flag("--islands", "act on the keys of islands and their lighthouse, not of workers"),
     *CONFIG,
     KEYS,
-    option(
-        "--output",
-        type=OutputFolder,
-        metavar="DIR",
-        help="with export: directory for the worker-ID.pem files",
+    value(
+        "--output", "DIR", "with export: directory for the worker-ID.pem files", type=OutputFolder
     ),
     overwrite(),
 )

@@ -27,6 +27,7 @@ from hetero_framework.commands.options import (
     overwrite,
     repeated,
     report,
+    value,
 )
 from hetero_framework.errors import UserError
 
@@ -52,12 +53,8 @@ OPTIONS = (
         "estimate from the model's config.json and makers' figures: downloads nothing else and"
         " contacts no other machine",
     ),
-    option(
-        "--profile", metavar="FILE", help="use this profile, measured before or written by hand"
-    ),
-    option(
-        "--model", metavar="NAME", help="with --dry-run: this model instead of the configured one"
-    ),
+    value("--profile", "FILE", "use this profile, measured before or written by hand"),
+    value("--model", "NAME", "with --dry-run: this model instead of the configured one"),
     repeated(
         "--device",
         "ID=NAME",
@@ -69,35 +66,23 @@ OPTIONS = (
         choices=("lora", "qlora", "none"),
         help="with --dry-run: what to train, instead of the configured adapter",
     ),
-    option("--max-length", metavar="N", type=at_least(1), help="with --dry-run: tokens per sample"),
-    option(
-        "--batch-size",
-        metavar="N",
-        type=at_least(1),
-        help="with --dry-run: samples per micro-batch",
-    ),
+    value("--max-length", "N", "with --dry-run: tokens per sample", type=at_least(1)),
+    value("--batch-size", "N", "with --dry-run: samples per micro-batch", type=at_least(1)),
     repeated(
         "--bandwidth",
         "[ID=]SPEED",
         "with --dry-run: network speed of all processes, or of one, as in 2=100Mbit/s (default:"
         " 1Gbit/s); may be repeated",
     ),
-    option(
-        "--save-profile",
-        type=OutputFile,
-        metavar="FILE",
-        help="save the measured or estimated profile",
-    ),
+    value("--save-profile", "FILE", "save the measured or estimated profile", type=OutputFile),
     flag("--write", "write the plan into the configuration"),
-    option(
-        "--evaluate", metavar="FILE", help="predict the step of this plan instead of choosing one"
-    ),
-    option(
+    value("--evaluate", "FILE", "predict the step of this plan instead of choosing one"),
+    value(
         "--picture",
-        type=OutputFile,
-        metavar="FILE",
-        help="draw the layers of each process, and beside it (FILE-step) the predicted step; png,"
+        "FILE",
+        "draw the layers of each process, and beside it (FILE-step) the predicted step; png,"
         " svg or pdf",
+        type=OutputFile,
     ),
     overwrite(),
     repeated("--pin", "ID=START:END", "layers that this process must hold; may be repeated"),

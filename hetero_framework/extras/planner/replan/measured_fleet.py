@@ -11,25 +11,17 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
+from typing import Any
 
 from hetero_framework.config import StageSpec
 from hetero_framework.engine.schedule.simulator import Profile
 from hetero_framework.extras.planner.profile import FleetProfile
 
 WorkerId = int | str
+PartBytes = Mapping[str, Any]  # fields of a `DeviceProfile`: needs of a model's parts
 _BYTES = 1e6  # a nominal tensor: seconds were measured, not bytes
 _LEAST_S = 1e-9  # of a tensor on a link, so that a rate is finite
 _FORWARD = 1 / 3  # of the time, where no stage was measured
-
-
-@dataclass(frozen=True)
-class PartBytes:
-    """Needs of a model's parts on a device, as in a `DeviceProfile`."""
-
-    layer_bytes: tuple[float, ...]
-    embedding_bytes: float
-    head_bytes: float
-    activation_bytes: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -137,10 +129,7 @@ class Observed:
             "layer_backward_s": [backward_s * work for work in self._work.layer_work],
             "head_forward_s": forward_s * self._work.head_work,
             "head_backward_s": backward_s * self._work.head_work,
-            "layer_bytes": list(parts.layer_bytes),
-            "embedding_bytes": parts.embedding_bytes,
-            "head_bytes": parts.head_bytes,
-            "activation_bytes_per_layer": list(parts.activation_bytes),
+            **parts,
         }
 
     def _link_s(self, one: WorkerId, other: WorkerId) -> float:

@@ -21,6 +21,7 @@ from hetero_framework.commands.options import (
     flag,
     load,
     option,
+    value,
 )
 from hetero_framework.errors import DataError
 
@@ -46,28 +47,28 @@ def _number(least: float, most: float) -> Callable[[str], float]:
 
 DECODING = (
     *CONFIG,
-    option("--result", metavar="DIR", help="adapter or model (default: what the run wrote)"),
+    value("--result", "DIR", "adapter or model (default: what the run wrote)"),
     flag("--base", "the model without the run's result"),
     flag("--local", "hold all layers on this machine"),
-    option("--max-new-tokens", type=at_least(1), default=512, metavar="N", help="default: 512"),
-    option(
+    value("--max-new-tokens", "N", "default: 512", type=at_least(1), default=512),
+    value(
         "--temperature",
+        "T",
+        "0: always the likeliest token (default: as the model's generation_config says)",
         type=_number(0, 100),
-        metavar="T",
-        help="0: always the likeliest token (default: as the model's generation_config says)",
     ),
-    option(
+    value(
         "--top-p",
+        "P",
+        "draw from the likeliest tokens of this probability (default: as for --temperature)",
         type=_number(1e-6, 1),
-        metavar="P",
-        help="draw from the likeliest tokens of this probability (default: as for --temperature)",
     ),
-    option("--seed", type=at_least(0), default=0, metavar="N", help="of the draws (default: 0)"),
+    value("--seed", "N", "of the draws (default: 0)", type=at_least(0), default=0),
     option("--role", choices=("coordinator",), help=ROLE_HELP),
     *ACCESS,
     IMPORT,
 )
-OPTIONS = (*DECODING, option("--system", metavar="TEXT", help="a system prompt"))
+OPTIONS = (*DECODING, value("--system", "TEXT", "a system prompt"))
 _HELP = "/reset begins anew, /exit ends; Ctrl-C ends an answer"
 
 

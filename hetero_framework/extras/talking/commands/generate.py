@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from hetero_framework.commands.options import option, writes
+from hetero_framework.commands.options import value, writes
 from hetero_framework.errors import ResourceError
 from hetero_framework.extras.talking.commands.chat import DECODING, chosen, talk_of
 from hetero_framework.units import plural
@@ -17,12 +17,12 @@ EXAMPLES = """
     hetero generate --prompts texts.txt --output base.jsonl --base --local
     """
 OPTIONS = (
-    option(
+    value(
         "--prompts",
-        required=True,
-        metavar="FILE",
-        help="a text or a record (prompt, messages, instruction) per line; .txt, .jsonl, .json or"
+        "FILE",
+        "a text or a record (prompt, messages, instruction) per line; .txt, .jsonl, .json or"
         " .parquet",
+        required=True,
     ),
     *writes("JSON lines: prompt, text, tokens", required=True),
     *DECODING,

@@ -14,7 +14,7 @@ from hetero_framework.commands.options import (
     check_outputs,
     flag,
     load,
-    option,
+    value,
     writes,
 )
 from hetero_framework.config.objectives import needs_of
@@ -37,18 +37,16 @@ EXAMPLES = """
     hetero verify --all
     """
 OPTIONS = (
-    option(
-        "--config", metavar="FILE", help=f"verify the configured model (default: {DEFAULT_CONFIG})"
-    ),
+    value("--config", "FILE", f"verify the configured model (default: {DEFAULT_CONFIG})"),
     IMPORT,
-    option("--model-type", metavar="NAME", help="verify a tiny random model of this type or class"),
-    option(
+    value("--model-type", "NAME", "verify a tiny random model of this type or class"),
+    value(
         "--objective",
-        metavar="NAME",
-        help="with --model-type: of the class that this objective trains (default: sft)",
+        "NAME",
+        "with --model-type: of the class that this objective trains (default: sft)",
     ),
     flag("--all", "verify all language models, multimodal classes and classifiers"),
-    option("--cuts", type=_cuts, metavar="2,5", help="cut before these layers"),
+    value("--cuts", "2,5", "cut before these layers", type=_cuts),
     *writes("with --all: file for the table (default: docs/architectures.md)"),
 )
 

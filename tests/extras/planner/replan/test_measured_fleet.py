@@ -8,10 +8,15 @@ from hetero_framework.config import StageSpec
 from hetero_framework.config.plan import Plan, PlanEntry
 from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.extras.planner import FleetProfile
-from hetero_framework.extras.planner.replan.measured_fleet import LayerWork, Observed, PartBytes
+from hetero_framework.extras.planner.replan.measured_fleet import LayerWork, Observed
 
 WORK = LayerWork((1.0, 1.0, 1.0, 3.0), 2.0)
-PARTS = PartBytes((10.0, 20.0, 30.0, 40.0), 5.0, 6.0, (1.0, 2.0, 3.0, 4.0))
+PARTS = {
+    "layer_bytes": [10.0, 20.0, 30.0, 40.0],
+    "embedding_bytes": 5.0,
+    "head_bytes": 6.0,
+    "activation_bytes_per_layer": [1.0, 2.0, 3.0, 4.0],
+}
 MEMORY: dict[int | str, float] = {"local": 100.0, 1: 200.0, 2: 300.0}
 
 
@@ -141,8 +146,9 @@ def test_the_parts_and_their_memory_are_those_that_are_given() -> None:
     assert (profile.layers, profile.micro_batches) == (4, 8)
     assert [device.memory_bytes for device in profile.devices] == [100.0, 200.0, 300.0]
     for device in profile.devices:
-        assert tuple(device.layer_bytes) == PARTS.layer_bytes
-        assert tuple(device.activation_bytes_per_layer) == PARTS.activation_bytes
+        assert list(device.layer_bytes) == PARTS["layer_bytes"]
+        kept = list(device.activation_bytes_per_layer)
+        assert kept == PARTS["activation_bytes_per_layer"]
         assert (device.embedding_bytes, device.head_bytes) == (5.0, 6.0)
 
 

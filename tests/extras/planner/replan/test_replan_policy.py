@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hetero_framework.config import StageSpec
 from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
-from hetero_framework.extras.planner.replan.measured_fleet import LayerWork, PartBytes
+from hetero_framework.extras.planner.replan.measured_fleet import LayerWork
 from hetero_framework.extras.planner.replan.replan_policy import (
     STEPS,
     Judge,
@@ -24,7 +24,12 @@ from hetero_framework.extras.planner.replan.replan_policy import (
 
 LAYERS, MICRO_BATCHES, WIRE_S = 12, 6, 0.02
 WORK = LayerWork((1.0,) * LAYERS, 2.0)
-BYTES = PartBytes((1.0,) * LAYERS, 1.0, 1.0, (0.0,) * LAYERS)
+BYTES = {
+    "layer_bytes": [1.0] * LAYERS,
+    "embedding_bytes": 1.0,
+    "head_bytes": 1.0,
+    "activation_bytes_per_layer": [0.0] * LAYERS,
+}
 EVEN = _stages([("local", 0, 5), (1, 5, 9), (2, 9, 12)])  # the head is as much as two layers
 
 
