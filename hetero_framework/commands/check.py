@@ -5,15 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hetero_framework import registry
-from hetero_framework.commands.options import (
-    CONFIG,
-    IMPORT,
-    JSON,
-    at_least,
-    load,
-    report,
-    value,
-)
+from hetero_framework.commands.options import CONFIG, IMPORT, JSON, at_least, load, report, value
 
 EXAMPLES = """
     hetero check

@@ -25,7 +25,7 @@ from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.schedule.tuner import assumed_profile
 from hetero_framework.engine.schedule.tuning import tune
 from hetero_framework.errors import UserError, attempt
-from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.family import as_saved
 from hetero_framework.models.cut.introspect import introspect
@@ -102,7 +102,7 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
         tokenizer = parts.tokenizer
     else:
         notes += [f"warning: {warning}" for warning in config.warnings()]
-        plan = _adapter_plan(config, model_config)
+        plan = None if model_config is None else adapter_plan_of(config, model_config)
         if model_config is not None:
             check_objective(config, model_config, plan)
         if resolved is None:
@@ -148,14 +148,6 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
         "notes": notes,
         "examples": [asdict(example) for example in examples],
     }
-
-
-def _adapter_plan(config: Config, model_config: PretrainedConfig | None) -> AdapterPlan | None:
-    if config.adapter is None or model_config is None:
-        return None
-    from hetero_framework.models.adapters.lora import plan_adapter
-
-    return plan_adapter(model_config, config.adapter, config.base_dir)
 
 
 def _look_at_data(

@@ -14,7 +14,7 @@ from hetero_framework.engine.out_of_memory import explaining
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StageInterface
 from hetero_framework.errors import DeviceError
-from hetero_framework.models.adapters.trainable import attach_adapter
+from hetero_framework.models.adapters.trainable import adapter_plan_of, attach_adapter
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.models.cut.shard import load_model_config, load_shard
@@ -62,10 +62,7 @@ def load_stages(
             shard = load_shard(model, config.base_dir, span, device, seed=seed, kept=there)
             shard.is_quantized |= config.quantizes
             failpoints.hit("load")
-            if config.adapter is not None and plan is None:
-                from hetero_framework.models.adapters.lora import plan_adapter
-
-                plan = plan_adapter(shard.config, config.adapter, config.base_dir)
+            plan = plan or adapter_plan_of(config, shard.config)
             attach_adapter(shard, plan, seed)
             stages.append(Stage(spec, shard, config, device))
     return stages

@@ -22,6 +22,7 @@ from hetero_framework.errors import CheckpointError, HeteroError, PeerLostError
 from hetero_framework.log import event
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import (
+    adapter_plan_of,
     attach_adapter,
     export_parts,
     trainable_parameters,
@@ -95,12 +96,7 @@ def export_checkpoint(
     config = config.with_changes(model={"tie_word_embeddings": held.tie_word_embeddings})
     assert config.model is not None
     model_config = load_model_config(config.model, config.base_dir)
-    plan = None
-    if config.adapter is not None:
-        from hetero_framework.models.adapters.lora import plan_adapter
-
-        plan = plan_adapter(model_config, config.adapter, config.base_dir)
-
+    plan = adapter_plan_of(config, model_config)
     generation = base_generation(config.model, config.base_dir, model_config)
     tokenizer = None if config.training.data_kind == "own" else load_tokenizer(config)
     about = (model_config, generation, tokenizer)

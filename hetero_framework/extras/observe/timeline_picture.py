@@ -13,20 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.core.spans import COMMIT, COMPUTE, RECEIVE, SEND
+from hetero_framework.extras.observe import pictures
 from hetero_framework.extras.observe.measured import MeasuredStep
-from hetero_framework.extras.observe.pictures import (
-    FAINT,
-    GRID,
-    IDLE,
-    INK,
-    heading_pt,
-    name_row,
-    names_pt,
-    rows_in,
-    save,
-    sheet,
-    text_pt,
-)
 from hetero_framework.extras.observe.timeline import Trace, TraceEvent
 from hetero_framework.units import plural
 from hetero_framework.units import seconds as seconds_text
@@ -136,20 +124,20 @@ def picture(trace: Trace, step: int) -> StepPicture:
 
 def draw(picture: StepPicture, path: str | os.PathLike[str], form: str | None = None) -> Path:
     """As `pictures.save`."""
-    return save(lambda: figure(picture), path, form)
+    return pictures.save(lambda: figure(picture), path, form)
 
 
 def figure(picture: StepPicture) -> Any:
     """The picture as a matplotlib Figure."""
-    left = 44 + names_pt((row.name, row.detail) for row in picture.rows)
-    headed = max(heading_pt(picture.title, picture.subtitle), _legend_pt(picture))
+    left = 44 + pictures.names_pt((row.name, row.detail) for row in picture.rows)
+    headed = max(pictures.heading_pt(picture.title, picture.subtitle), _legend_pt(picture))
     plot = max(_plot_width(picture), headed - left - 24)
     width, height = left + plot + 24, _TOP_PT + _ROW_PT * len(picture.rows) + _BOTTOM_PT
-    drawn = sheet(picture.title, picture.subtitle, width, height)
+    drawn = pictures.sheet(picture.title, picture.subtitle, width, height)
     place = (left, _BOTTOM_PT, plot, height - _TOP_PT - _BOTTOM_PT)
     label = "milliseconds since the first task of the step"
-    axes = rows_in(drawn, place, picture.seconds * 1e3, len(picture.rows) - 0.2, label)
-    axes.grid(axis="x", color=GRID, linewidth=0.5)
+    axes = pictures.rows_in(drawn, place, picture.seconds * 1e3, len(picture.rows) - 0.2, label)
+    axes.grid(axis="x", color=pictures.GRID, linewidth=0.5)
     points_per_s = plot / picture.seconds
     for number, row in enumerate(picture.rows):
         _draw_row(axes, row, number, picture.seconds, points_per_s)
@@ -174,16 +162,16 @@ def _plot_width(picture: StepPicture) -> float:
 
 def _draw_row(axes: Any, row: Row, top: int, whole_s: float, points_per_s: float) -> None:
     x = -28 / (points_per_s * whole_s)
-    name_row(axes, x, (row.name, top + 0.16), (row.detail, top + 0.4))
+    pictures.name_row(axes, x, (row.name, top + 0.16), (row.detail, top + 0.4))
     strips = [("", _TASK, _BAR, row.bars)]
     if row.sends or row.receives:
         strips += [("out", _OUT, _STRIP, row.sends), ("in", _IN, _STRIP, row.receives)]
     for name, down, high, bars in strips:
         y = top + down
-        axes.broken_barh([(0, whole_s * 1e3)], (y, high), facecolors=IDLE)
+        axes.broken_barh([(0, whole_s * 1e3)], (y, high), facecolors=pictures.IDLE)
         axes.text(
             -6 / (points_per_s * whole_s), y + high / 2, name, ha="right", va="center",
-            transform=axes.get_yaxis_transform(), fontsize=6.5, color=FAINT,
+            transform=axes.get_yaxis_transform(), fontsize=6.5, color=pictures.FAINT,
         )  # fmt: skip
         # Waits first: a task may begin before the wait that it ends was over by its clock.
         for bar in sorted(bars, key=lambda bar: bar.kind not in ("activations", "gradients")):
@@ -205,7 +193,7 @@ def _draw_bar(axes: Any, bar: Bar, y: float, high: float, points_per_s: float) -
     if bar.number is None:
         return
     text = str(bar.number)
-    size = min(7.5, (wide - 1.5) / text_pt(text, 1.0))
+    size = min(7.5, (wide - 1.5) / pictures.text_pt(text, 1.0))
     if size >= 5.0:
         # Of two halves on the lower one: two colours behind a number make it hard to read.
         middle = y + high * (0.75 if len(halves) > 1 else 0.5)
@@ -229,7 +217,9 @@ def _legend(picture: StepPicture) -> list[tuple[str | None, str]]:
 
 def _legend_pt(picture: StepPicture) -> float:
     """Its width: each entry has a patch of 1.2, a space of 0.5 and a gap of 1.2 font sizes."""
-    return 40 + sum(text_pt(text, _LEGEND_PT) + 2.9 * _LEGEND_PT for _, text in _legend(picture))
+    return 40 + sum(
+        pictures.text_pt(text, _LEGEND_PT) + 2.9 * _LEGEND_PT for _, text in _legend(picture)
+    )
 
 
 def _draw_legend(drawn: Any, picture: StepPicture, x: float, y: float) -> None:
@@ -242,7 +232,7 @@ def _draw_legend(drawn: Any, picture: StepPicture, x: float, y: float) -> None:
     drawn.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(x, y), ncols=len(handles),
         fontsize=_LEGEND_PT, frameon=False, borderaxespad=0, borderpad=0, handlelength=1.2,
-        columnspacing=1.2, handletextpad=0.5, labelcolor=INK,
+        columnspacing=1.2, handletextpad=0.5, labelcolor=pictures.INK,
     )  # fmt: skip
 
 
@@ -263,4 +253,4 @@ def ink_on(fill: str) -> str:
     red, green, blue = (
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
     )
-    return INK if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.2 else "#ffffff"
+    return pictures.INK if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.2 else "#ffffff"

@@ -64,10 +64,7 @@ class Fleet:
     after margins and the processes' other needs."""
 
     def __init__(
-        self,
-        profile: FleetProfile,
-        *,
-        margins: Mapping[WorkerId, float] | None = None,
+        self, profile: FleetProfile, *, margins: Mapping[WorkerId, float] | None = None
     ) -> None:
         self.margins = margins = margins or {}
         self.profile = profile

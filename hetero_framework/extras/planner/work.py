@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from hetero_framework.config import Config
-from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.sizing.footprint import Setting, bundle_bytes
@@ -59,11 +59,7 @@ def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
     """The work of `model`, that of `config`, as a process holds it by `Config.held_by`; loads
     nothing. Raises as `plan_adapter` and `introspect`."""
     assert config.model is not None
-    plan: AdapterPlan | None = None
-    if config.adapter is not None:
-        from hetero_framework.models.adapters.lora import plan_adapter
-
-        plan = plan_adapter(model, config.adapter, config.base_dir)
+    plan = adapter_plan_of(config, model)
     shapes = Shapes(model, config.model, plan, quantizes=config.quantizes)
     count = shapes.skeleton.structure.num_layers
     tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS

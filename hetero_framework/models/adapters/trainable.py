@@ -15,6 +15,9 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.models.files.export import export_layers
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from hetero_framework.config import Config
     from hetero_framework.models.adapters.adapter_plan import AdapterPlan
     from hetero_framework.models.cut.shard import Shard
 
@@ -76,3 +79,12 @@ def export_parts(shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
         return
     for tensors in export_layers(shard):
         yield from tensors.items()
+
+
+def adapter_plan_of(config: Config, model_config: PretrainedConfig) -> AdapterPlan | None:
+    """The plan of a configuration's adapter; None without one. Raises as `plan_adapter`."""
+    if config.adapter is None:
+        return None
+    from hetero_framework.models.adapters.lora import plan_adapter  # imports PEFT
+
+    return plan_adapter(model_config, config.adapter, config.base_dir)

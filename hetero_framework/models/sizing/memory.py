@@ -34,6 +34,7 @@ from transformers.pytorch_utils import Conv1D
 from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConfig
 from hetero_framework.errors import PlanError
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
+from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.cut.objectives import objective_of
@@ -153,10 +154,7 @@ def estimate_memory(
     """
     assert config.model is not None
     stages = config.plan.stages
-    if config.adapter is not None and plan is None:
-        from hetero_framework.models.adapters.lora import plan_adapter
-
-        plan = plan_adapter(model_config, config.adapter, config.base_dir)
+    plan = plan or adapter_plan_of(config, model_config)
     if tokens is None:
         tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
     if max_in_flight is None:

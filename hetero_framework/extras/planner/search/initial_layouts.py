@@ -16,13 +16,7 @@ from hetero_framework.extras.planner.search.layer_dp import LayerProgramme, step
 # One stage for each device.
 _SEEDS = 6  # layouts that are climbed from; each is about as much work
 _DEPTHS = (1.0, 0.4)  # shares of the micro-batches in flight that stages are to have memory for
-_LONGER = (
-    1.0,
-    1.02,
-    1.06,
-    1.15,
-    1.4,
-)  # factors on the shortest step for which layouts are made
+_LONGER = (1.0, 1.02, 1.06, 1.15, 1.4)  # factors on the shortest step for which layouts are made
 _DOUBLINGS = 12  # of a step that is too short
 _PRECISION = 0.01  # of the shortest step
 _MOST_DEVICES = 96  # of larger fleets the quickest take part

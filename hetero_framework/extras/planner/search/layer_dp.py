@@ -218,14 +218,7 @@ class LayerProgramme:
         return (least, limit) if least <= limit else None
 
     def _reach(
-        self,
-        d: int,
-        start: int,
-        limit: int,
-        held: int,
-        recompute: bool,
-        spare_s: float,
-        last: bool,
+        self, d: int, start: int, limit: int, held: int, recompute: bool, spare_s: float, last: bool
     ) -> int | None:
         """The end of the layers from `start` on that fit, at most `limit`; None where not even none
         do."""
