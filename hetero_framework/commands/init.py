@@ -6,7 +6,7 @@ import argparse
 import glob
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -229,8 +229,9 @@ def propose(
     if answers.data:
         raw["data"] = {"train": answers.data, "max_length": 1024}
     objective = answers.objective or "sft"
-    kind = needs_of(objective).data
-    full, of_adapter = _RATES.get(kind, (5e-5, 2e-4))
+    facts = registry.facts("data", needs_of(objective).data)
+    # Of answers those of TRL, where an adapter learns ten times as fast.
+    full, of_adapter = facts.get("rates", (5e-5, 2e-4))
     raw["training"] = {
         "output_dir": "runs/default",
         **({"objective": objective} if objective != "sft" else {}),
@@ -243,18 +244,11 @@ def propose(
         "save_steps": 100,
         "save_total_limit": 3,
         "gradient_checkpointing": "auto",
+        **facts.get("training", {}),
     }
-    if kind == "mismatched":  # each answer is put behind its neighbour's prompt
-        pairs = {"per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
-        raw["training"] |= pairs
     return raw
 
 
-# All weights and an adapter. Of answers those of TRL, where an adapter learns ten times as fast.
-_RATES: Mapping[str, tuple[float, float]] = {
-    **dict.fromkeys(("pairs", "ratings", "mismatched"), (1e-6, 1e-5)),
-    "compared": (1e-5, 1e-4),
-}
 # No dropout: PEFT takes none on experts whose weights are one parameter.
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 QLORA = {"dtype": "bfloat16", "quantization": "nf4"}
