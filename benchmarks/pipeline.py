@@ -41,9 +41,9 @@ from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
 from hetero_framework.core import link, send_queue
-from hetero_framework.core.checksum import CHECKSUM_BYTES
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
+from hetero_framework.core.send_queue import CHECKSUM_BYTES
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.schedule.bounds import step_bound
 from hetero_framework.engine.schedule.simulator import Profile

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from hetero_framework.core.checksum import CHECKSUM_BYTES
 from hetero_framework.core.frames import INSIDE, PIECE_BYTES, PREFIX_BYTES, marks_in
 from hetero_framework.core.messages import Body
+from hetero_framework.core.send_queue import CHECKSUM_BYTES
 
 _SEGMENT_BYTES = 65_536
 _TICK_S = 0.02

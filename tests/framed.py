@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hetero_framework.core.checksum import Hasher, digest
 from hetero_framework.core.frames import GOES_ON, PIECE_BYTES
 from hetero_framework.core.messages import Message, encode
+from hetero_framework.core.send_queue import Hasher, digest
 
 
 def framed(message: Message) -> bytes:

@@ -37,8 +37,9 @@ from hetero_framework.core.dial import REFUSED, connect
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES
 from hetero_framework.core.identity import Identity
-from hetero_framework.core.link import Link, LinkStats, OnMoved
+from hetero_framework.core.link import Link, OnMoved
 from hetero_framework.core.messages import Message
+from hetero_framework.core.send_queue import LinkStats
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background, wait_for
@@ -163,6 +164,7 @@ class WorkerLinks:
         self._process = secrets.token_hex(8)
         self._epochs: Counter[WorkerId] = Counter()
         self._inbox: queue.SimpleQueue[HostEvent | Exception] = queue.SimpleQueue()
+        self.is_quiet = self._inbox.empty
         self._owners: dict[int, WorkerId] = {}
         self._holders: dict[int, WorkerId] = {}  # of all stages, those of this process too
         self._current: tuple[int, int] = (-1, -1)

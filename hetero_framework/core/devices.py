@@ -235,14 +235,9 @@ class Device:
         computing thread. On the CPU they are the tensors themselves, elsewhere copies."""
         return list(tensors)
 
-    def seed(self, value: int) -> None:
-        """Seed the CPU generator and this device's own."""
-        # Not torch.manual_seed: that seeds every device of the machine, also busy ones.
-        torch.default_generator.manual_seed(value)
-        self._seed(value)
-
-    def _seed(self, value: int) -> None:
-        pass
+    # Not torch.manual_seed: that seeds every device of the machine, also busy ones.
+    seed: Callable[[int], object] = staticmethod(torch.default_generator.manual_seed)
+    """Seed the CPU generator and this device's own."""
 
     def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
         """torch.autocast to `dtype`; None or float32 means no autocast."""
@@ -433,7 +428,8 @@ class AcceleratorDevice(Device):
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.torch_device)
 
-    def _seed(self, value: int) -> None:
+    def seed(self, value: int) -> None:
+        super().seed(value)
         with self._current():
             self._module.manual_seed(value)
 
@@ -817,7 +813,8 @@ class MpsDevice(Device):
         self._watcher.watch(event)
         return event
 
-    def _seed(self, value: int) -> None:
+    def seed(self, value: int) -> None:
+        Device.seed(value)
         torch.mps.manual_seed(value)
 
     def peak_memory(self) -> int:

@@ -16,7 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hetero_framework.core.frames import MAX_DEPTH, brief, is_int, is_shape
+from hetero_framework.core.frames import (
+    MAX_DEPTH,
+    MAX_HEADER_BYTES,
+    MAX_LONG_HEADER_BYTES,
+    MAX_TENSORS,
+    brief,
+    is_int,
+    is_shape,
+)
 from hetero_framework.errors import ProtocolError
 from hetero_framework.log import one_line
 
@@ -204,3 +212,44 @@ class Fields:
             if values.get(name) is not None:
                 values[name] = unpack(values[name])
         return self._cls(**values)
+
+
+class Spec:
+    """The number, sender, tensors and fields of one message; see `messages.message`."""
+
+    def __init__(
+        self, cls: type[Any], number: int, sender: str, tensors: tuple[int, int], long: bool
+    ) -> None:
+        self.name = "".join(f"_{c}" if c.isupper() else c for c in cls.__name__).strip("_").upper()
+        self.number = number
+        self.sender = sender
+        self.tensors = tensors
+        self.max_header_bytes = MAX_LONG_HEADER_BYTES if long else MAX_HEADER_BYTES
+        self.fields = Fields(cls)
+        self.named = "names" in self.fields.kinds and tensors[1] > 0
+        """Whether it has one tensor for each of its `names`."""
+        self.sided = "sides" in self.fields.kinds
+        """Whether each of its `sides` has one or two tensors more."""
+
+    def check(self, fields: dict[str, Any], num_tensors: int) -> None:
+        """Raise ProtocolError unless these are exactly the fields and tensors it may have."""
+        try:
+            problem = self.fields.problem(fields)
+        except ProtocolError as error:
+            problem = error.message
+        if problem is not None:
+            raise ProtocolError(f"{self.name}: {problem}")
+        low, high = [len(fields.get("names") or ())] * 2 if self.named else self.tensors
+        sides = len(fields.get("sides") or ())
+        if not low + sides <= num_tensors <= high + 2 * sides:
+            self._refuse_count(low + sides, high + 2 * sides, num_tensors)
+
+    def check_count(self, tensors: Any) -> None:
+        """Raise ProtocolError for a list of more tensors than it may ever have."""
+        low, high = self.tensors[0], MAX_TENSORS if self.sided else self.tensors[1]
+        if isinstance(tensors, list) and len(tensors) > high:
+            self._refuse_count(low, high, len(tensors))
+
+    def _refuse_count(self, low: int, high: int, got: int) -> None:
+        wanted = str(low) if low == high else f"{low} to {high}"
+        raise ProtocolError(f"{self.name}: {wanted} tensors expected, got {got}")

@@ -17,7 +17,7 @@ import math
 import reprlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -90,29 +90,12 @@ Shapes = tuple[tuple[DType, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """A tensor as it travels; its little-endian bytes may not change until the message is sent."""
+    """A tensor as it travels, `data` as bytes in one row: little-endian ones that may not change
+    until the message is sent. Checked when it is."""
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
-    nbytes: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.dtype not in _BY_NAME:
-            known = ", ".join(_BY_NAME)
-            raise ProtocolError(f"dtype {self.dtype!r} cannot travel (known: {known})")
-        expected = _tensor_bytes(_BY_NAME[self.dtype], self.shape)
-        view, shape = self.data, list(self.shape)
-        object.__setattr__(self, "nbytes", expected)
-        if view.nbytes != expected:
-            text = f"a {self.dtype} tensor of shape {shape} has {expected} bytes, got {view.nbytes}"
-            raise ProtocolError(text)
-        if view.nbytes == 0:
-            object.__setattr__(self, "data", memoryview(b""))
-        elif not view.c_contiguous:
-            raise ProtocolError(f"the bytes of a {self.dtype} tensor are not contiguous")
-        elif view.format != "B" or view.ndim != 1:
-            object.__setattr__(self, "data", view.cast("B"))
 
 
 def brief(value: Any) -> str:
@@ -158,13 +141,23 @@ def marks_in(payload_bytes: int) -> int:
     return max(0, payload_bytes - 1) // PIECE_BYTES
 
 
-def pack_header(name: str, number: int, fields: dict[str, Any], shapes: list[Any]) -> bytes:
-    """The header of a message called `name`; ProtocolError when msgpack cannot write it."""
+def pack_header(
+    name: str, number: int, fields: dict[str, Any], shapes: list[Any], most_bytes: int
+) -> bytes:
+    """The header of a message called `name`; ProtocolError when msgpack cannot write it, and where
+    it is too large."""
     try:
         header: bytes = msgpack.packb({"t": number, "m": fields, "x": shapes})
     except ValueError as error:  # a string that is not valid Unicode, a map that is too large
         raise ProtocolError(f"{name}: cannot be written: {error}") from error
+    check_header(name, header, most_bytes)
     return header
+
+
+def check_header(name: str, header: bytes, most_bytes: int) -> None:
+    """Raise ProtocolError where the header of a message called `name` is too large."""
+    if len(header) > most_bytes:
+        raise ProtocolError(f"{name}: a header of {len(header)} bytes is larger than {most_bytes}")
 
 
 def unpack_header(header: bytes) -> dict[str, Any]:
@@ -199,7 +192,20 @@ def dtype_named(name: str) -> DType:
 
 
 def pack_shapes(tensors: Sequence[WireTensor]) -> list[Any]:
-    return [[_BY_NAME[tensor.dtype].code, list(tensor.shape)] for tensor in tensors]
+    """Of the tensors of a header. Raises ProtocolError for one that cannot travel."""
+    packed = []
+    for tensor in tensors:
+        if (dtype := _BY_NAME.get(tensor.dtype)) is None:
+            known = ", ".join(_BY_NAME)
+            raise ProtocolError(f"dtype {tensor.dtype!r} cannot travel (known: {known})")
+        expected, view, shape = _tensor_bytes(dtype, tensor.shape), tensor.data, list(tensor.shape)
+        if view.nbytes != expected:
+            text = f"a {dtype.name} tensor of shape {shape} has {expected} bytes, got {view.nbytes}"
+            raise ProtocolError(text)
+        if not view.c_contiguous or (view.itemsize, view.ndim) != (1, 1):
+            raise ProtocolError(f"the bytes of a {dtype.name} tensor are not one contiguous row")
+        packed.append([dtype.code, shape])
+    return packed
 
 
 def unpack_shapes(name: str, described: Any, payload_bytes: int) -> Shapes:

@@ -14,21 +14,28 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
 
 from hetero_framework import errors
 from hetero_framework.core import failpoints, frames, timeouts
 from hetero_framework.core import messages as m
 from hetero_framework.core.bandwidth_scheduler import BandwidthScheduler
 from hetero_framework.core.buffers import BufferPool
-from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID, Hasher, digest
 from hetero_framework.core.clock import Clock, Pings
 from hetero_framework.core.frames import GOES_ON, INSIDE, PIECE_BYTES, PREFIX_BYTES
 from hetero_framework.core.incoming import Incoming
 from hetero_framework.core.link_bandwidth import LinkBandwidth
 from hetero_framework.core.messages import Heartbeat, Message
 from hetero_framework.core.relay import Relay, SegmentSize
-from hetero_framework.core.send_queue import Outgoing, SendQueue, drop_sent
+from hetero_framework.core.send_queue import (
+    CHECKSUM_BYTES,
+    VOID,
+    Hasher,
+    LinkStats,
+    Outgoing,
+    SendQueue,
+    digest,
+    drop_sent,
+)
 from hetero_framework.core.stream import MAX_CALL_BYTES, Stream
 from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, ProtocolError
@@ -43,15 +50,6 @@ _RESERVE_BYTES = 1024
 """Bytes of a relayed frame held back, to be sent one by one as signs of life."""
 _MOST_SIGNALS = 16
 """More signals do not wait to be written: a peer that does not read gets no more answers."""
-
-
-@dataclass
-class LinkStats:
-    """Bytes that a link has moved in whole frames, signals too, and the seconds it wrote."""
-
-    bytes_in: int = 0
-    bytes_out: int = 0
-    write_s: float = 0.0
 
 
 OnMoved = Callable[[str, Message, float, float], None]
@@ -136,7 +134,7 @@ class Link:
         self._bandwidth = LinkBandwidth(
             bandwidth, self._pings, self._lock, self._say, self._work.notify
         )
-        self._queue = SendQueue(self._bandwidth.place, self._bandwidth.begins)
+        self._queue = SendQueue(self.stats, self._bandwidth.place, self._bandwidth.begins)
         self._closing = False  # no more sends; the writer drains the queue
         self._dead = False  # nothing more is read or written
         self._reason: HeteroError | None = None
@@ -246,10 +244,9 @@ class Link:
         may_go = idle and self._may_go(outgoing) and not self._pause_s(outgoing)
         if may_go and not (outgoing.boundary is not None and self._fail_half_way(outgoing)):
             self._write_now(outgoing, _AT_ONCE_BYTES)
-        complete = self._remove_if_complete(outgoing)
-        if not complete:
+        if outgoing.left:
             self._work.notify()
-        return complete
+        return not outgoing.left
 
     def _fail_half_way(self, outgoing: Outgoing) -> bool:
         """For a failpoint: half of a frame is written at once."""
@@ -263,7 +260,7 @@ class Link:
 
     def _write_now(self, outgoing: Outgoing, room: int) -> bool:
         """Write as much of a frame's bytes here as the system takes without waiting; whether that
-        was all of them."""
+        was all of them. A frame that is complete leaves the queue."""
         if self._dead:
             return True
         began = time.perf_counter()
@@ -277,6 +274,9 @@ class Link:
             if sent:
                 self._queue.begin(outgoing, began)
             goes_on = goes_on and room > 0 and self._queue.next() is outgoing
+        if not outgoing.left:
+            self._queue.remove(outgoing)
+            self._room.notify_all()
         self.stats.write_s += time.perf_counter() - began
         return goes_on
 
@@ -326,8 +326,10 @@ class Link:
                 self._write_segment(outgoing, segment)
                 with self._lock:
                     outgoing.busy = False
-                    complete = self._remove_if_complete(outgoing)
-                if complete:
+                    if not outgoing.left:
+                        self._queue.remove(outgoing)
+                        self._room.notify_all()
+                if not outgoing.left:
                     self._tell(outgoing)
             self._stream.end_writes()
         except OSError as error:
@@ -398,14 +400,6 @@ class Link:
                 )
         self.stats.write_s += time.perf_counter() - started
 
-    def _remove_if_complete(self, outgoing: Outgoing) -> bool:
-        if outgoing.left:
-            return False
-        self._queue.remove(outgoing)
-        self.stats.bytes_out += outgoing.nbytes
-        self._room.notify_all()
-        return True
-
     # ---- relaying: called by the reader of the link that a frame comes from
 
     def expect(self, outgoing: Outgoing, source: Link) -> None:
@@ -425,11 +419,10 @@ class Link:
                 return
             left = outgoing.left
             written = self._write_now(outgoing, MAX_CALL_BYTES)
-            complete = self._remove_if_complete(outgoing)
-            if not written or (complete and self._queue):
+            if not written or (not outgoing.left and self._queue):
                 self._work.notify()
         self._bandwidth.moved(outgoing, left - outgoing.left)
-        if complete:
+        if not outgoing.left:
             self._tell(outgoing)
 
     def pad(self, outgoing: Outgoing) -> None:
@@ -536,7 +529,8 @@ class Link:
         if carrier is not None:
             self._incoming.handshake_deadline = None
             rest = len(frame.raw) - PREFIX_BYTES + 4 + frame.payload_bytes
-            m.check_agreed(message.name, rest, carrier.max_frame_bytes, carrier.name)
+            if rest > carrier.max_frame_bytes:
+                raise m.not_agreed(message.name, rest, carrier.max_frame_bytes, carrier.name)
             self._relay = Relay(self, carrier, frame, message, self._pool)
             if not self._pass_on(self._relay):
                 return None
@@ -625,7 +619,7 @@ class Link:
 
     def _heard(self, signal: m.Signal) -> None:
         if isinstance(signal, m.AskTurn) and signal.frame_bytes > 2 * self.max_frame_bytes:
-            m.check_agreed("ASK_TURN", signal.frame_bytes, self.max_frame_bytes, "the peer")
+            raise m.not_agreed("ASK_TURN", signal.frame_bytes, self.max_frame_bytes, "the peer")
         if not isinstance(signal, Heartbeat):
             self._bandwidth.heard(signal)
         elif signal.ping is not None:

@@ -21,7 +21,7 @@ from typing_extensions import dataclass_transform
 
 from hetero_framework._version import __version__
 from hetero_framework.core import frames
-from hetero_framework.core.fields import AnyFloat, Fields, Raw, Shape, WorkerId
+from hetero_framework.core.fields import AnyFloat, Raw, Shape, Spec, WorkerId
 from hetero_framework.core.frames import MAX_TENSORS, PREFIX_BYTES, PROTOCOL_VERSION, WireTensor
 from hetero_framework.core.planned_order import BACKWARD, FORWARD, Lane
 from hetero_framework.errors import ProtocolError
@@ -43,53 +43,6 @@ StateKind = Literal["checkpoint", "export", "weights"]
 LoadKind = Literal[
     "checkpoint", "adapter", "tied weights", "gradients", "tied gradients", "weights"
 ]
-
-
-class Spec:
-    """The number, sender, tensors and fields of one message; see `message`."""
-
-    def __init__(
-        self, cls: type[Body], number: int, sender: str, tensors: tuple[int, int], long: bool
-    ) -> None:
-        words = "".join(f"_{c}" if c.isupper() else c for c in cls.__name__).strip("_")
-        self.name = words.upper()
-        self.number = number
-        self.sender = sender
-        self.tensors = tensors
-        self.max_header_bytes = frames.MAX_LONG_HEADER_BYTES if long else frames.MAX_HEADER_BYTES
-        self.fields = Fields(cls)
-        self.named = "names" in self.fields.kinds and tensors[1] > 0
-        """Whether it has one tensor for each of its `names`."""
-        self.sided = "sides" in self.fields.kinds
-        """Whether each of its `sides` has one or two tensors more."""
-
-    def check(self, fields: dict[str, Any], num_tensors: int) -> None:
-        """Raise ProtocolError unless these are exactly the fields and tensors it may have."""
-        try:
-            problem = self.fields.problem(fields)
-        except ProtocolError as error:
-            problem = error.message
-        if problem is not None:
-            raise ProtocolError(f"{self.name}: {problem}")
-        low, high = [len(fields.get("names") or ())] * 2 if self.named else self.tensors
-        sides = len(fields.get("sides") or ())
-        if not low + sides <= num_tensors <= high + 2 * sides:
-            self._refuse_count(low + sides, high + 2 * sides, num_tensors)
-
-    def check_count(self, tensors: Any) -> None:
-        """Raise ProtocolError for a list of more tensors than it may ever have."""
-        low, high = self.tensors[0], MAX_TENSORS if self.sided else self.tensors[1]
-        if isinstance(tensors, list) and len(tensors) > high:
-            self._refuse_count(low, high, len(tensors))
-
-    def _refuse_count(self, low: int, high: int, got: int) -> None:
-        wanted = str(low) if low == high else f"{low} to {high}"
-        raise ProtocolError(f"{self.name}: {wanted} tensors expected, got {got}")
-
-    def check_header(self, header: bytes) -> None:
-        if len(header) > self.max_header_bytes:
-            size, most = len(header), self.max_header_bytes
-            raise ProtocolError(f"{self.name}: a header of {size} bytes is larger than {most}")
 
 
 class Body:
@@ -743,6 +696,10 @@ class OtherVersion(Body):
 # -------------------------------------------------------------------------------------- messages
 
 
+def _nothing() -> None:
+    """For messages of which nobody wants to hear."""
+
+
 class Message:
     """The fields of one message (`body`), its tensors, and the buffer that holds received ones.
     Making one checks it and raises ProtocolError."""
@@ -753,7 +710,7 @@ class Message:
             "_fields",
             "body",
             "field_bytes",
-            "on_seen",
+            "seen",
             "tensor_bytes",
             "tensors",
         ),
@@ -763,8 +720,8 @@ class Message:
         self.body = body
         self.field_bytes = self.tensor_bytes = 0
         """Of a received one: about the bytes it takes in memory, and took for its tensors."""
-        self.on_seen: Callable[[Message], None] | None = None
-        """Told by `seen`: a received one waits no more."""
+        self.seen: Callable[[], object] = _nothing
+        """To be called when a received one is handled: it waits no more (`Waiting`)."""
         self.tensors = tuple(tensors)
         self._fields = body.spec.fields.pack(body)
         self._buffer_release: Callable[[], None] | None = None
@@ -780,18 +737,13 @@ class Message:
 
     @property
     def payload_bytes(self) -> int:
-        return sum([tensor.nbytes for tensor in self.tensors]) if self.tensors else 0
+        return sum(len(tensor.data) for tensor in self.tensors)
 
     def expect(self, kind: type[B]) -> B:
         """The body, if it is a `kind`; ProtocolError otherwise."""
         if not isinstance(self.body, kind):
             raise ProtocolError(f"{kind.spec.name} was expected, {self.name} came")
         return self.body
-
-    def seen(self) -> None:
-        """Note that it is being handled."""
-        if self.on_seen is not None:
-            self.on_seen(self)
 
     def release(self) -> None:
         """Give the receive buffer back; calling it again does nothing. Tensors made from this
@@ -806,11 +758,10 @@ class Message:
         return f"Message({self.body!r}, tensors={shapes})"
 
 
-def check_agreed(name: str, rest: int, max_frame_bytes: int, peer: str) -> None:
-    """Raise ProtocolError when `peer` has not agreed to a frame of `rest` bytes."""
-    if rest > max_frame_bytes:
-        agreed = f"the {max_frame_bytes} bytes agreed with {peer}"
-        raise ProtocolError(f"{name}: a frame of {rest} bytes is larger than {agreed}")
+def not_agreed(name: str, rest: int, max_frame_bytes: int, peer: str) -> ProtocolError:
+    """The error for a frame of `rest` bytes, to which `peer` has not agreed."""
+    agreed = f"the {max_frame_bytes} bytes agreed with {peer}"
+    return ProtocolError(f"{name}: a frame of {rest} bytes is larger than {agreed}")
 
 
 def encode(
@@ -819,12 +770,15 @@ def encode(
     """The frame as buffers to write one after the other; tensor bytes are not copied. Raises
     ProtocolError when the header or the frame is larger than may be sent."""
     spec, tensors = message.body.spec, message.tensors
+    payload = [tensor.data for tensor in tensors if tensor.data.nbytes]
+    payload_bytes = sum(map(len, payload))
     shapes = frames.pack_shapes(tensors)
-    header = frames.pack_header(spec.name, spec.number, message._fields, shapes)
-    spec.check_header(header)
-    rest = 4 + len(header) + message.payload_bytes
-    check_agreed(spec.name, rest, max_frame_bytes, "the peer")
-    payload = [tensor.data for tensor in tensors if tensor.nbytes]
+    header = frames.pack_header(
+        spec.name, spec.number, message._fields, shapes, spec.max_header_bytes
+    )
+    rest = 4 + len(header) + payload_bytes
+    if rest > max_frame_bytes:
+        raise not_agreed(spec.name, rest, max_frame_bytes, "the peer")
     return [frames.PREFIX.pack(rest, len(header)) + header, *payload]
 
 
@@ -860,7 +814,7 @@ class FrameHeader:
         message.body = self.body
         message.tensors = ()
         message.field_bytes, message.tensor_bytes = self.field_bytes, 0
-        message._buffer_release = message.on_seen = None
+        message._buffer_release, message.seen = None, _nothing
         return message
 
 
@@ -884,7 +838,7 @@ def read_header(
     spec = BODIES[number].spec
     if opening is not None and number not in opening:
         raise ProtocolError(f"{spec.name} came before a greeting")
-    spec.check_header(header)
+    frames.check_header(spec.name, header, spec.max_header_bytes)
     spec.check_count(values["x"])
     shapes = frames.unpack_shapes(spec.name, values["x"], payload_bytes)
     if not isinstance(fields, dict):

@@ -41,14 +41,14 @@ def to_wire(tensor: torch.Tensor) -> WireTensor:
     if not shape or whole.stride(-1) != 1 or not whole.is_contiguous():
         # A dimension of size 1 may have any stride and is contiguous, but has no view as uint8.
         whole = whole.contiguous().as_strided((whole.numel(),), (1,))
-    return WireTensor(name, shape, whole.view(torch.uint8).numpy().data)
+    return WireTensor(name, shape, whole.view(torch.uint8).numpy().data.cast("B"))
 
 
 def from_wire(wire: WireTensor) -> torch.Tensor:
     """The tensor over the bytes of `wire`, not copied when they are writable and aligned. It is
     void after the message's `release`."""
     dtype = TORCH_DTYPES[wire.dtype]
-    if wire.nbytes == 0:
+    if not wire.data.nbytes:
         return torch.empty(wire.shape, dtype=dtype)
     data = bytearray(wire.data) if wire.data.readonly else wire.data
     flat = torch.frombuffer(data, dtype=dtype)

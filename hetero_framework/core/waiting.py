@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 from hetero_framework.core.messages import Message
 from hetero_framework.errors import ProtocolError
@@ -25,23 +26,23 @@ class Waiting:
         """None: no separate bound. Tensors of a boundary are awaited ones (`Expectation`)."""
 
     def came(self, message: Message) -> None:
-        """Count a message until `Message.seen`. Raises ProtocolError where too much waits."""
+        """Count a message until its `seen` is called. Raises ProtocolError where too much waits."""
         with self._lock:
             self.messages += 1
             self.field_bytes += message.field_bytes
             self.tensor_bytes += message.tensor_bytes
             problem = self._problem()
-        message.on_seen = self._seen
+        message.seen = partial(self._seen, message.field_bytes, message.tensor_bytes)
         if problem is not None:
             message.seen()
             message.release()
             raise ProtocolError(f"it sends faster than it is heard: {problem}")
 
-    def _seen(self, message: Message) -> None:
+    def _seen(self, field_bytes: int, tensor_bytes: int) -> None:
         with self._lock:
             self.messages -= 1
-            self.field_bytes -= message.field_bytes
-            self.tensor_bytes -= message.tensor_bytes
+            self.field_bytes -= field_bytes
+            self.tensor_bytes -= tensor_bytes
 
     def _problem(self) -> str | None:
         if self.messages > MOST_MESSAGES:

@@ -163,13 +163,15 @@ class Executor:
             return False
         # While the device is busy no task has to be chosen.
         busy = self._device.is_async and self._tasks and not self._tasks[-1][2].done()
-        if wait_s := self._order_timeout.left_s(self._order, task.lane, idle=not busy):
+        lane, k = task.lane, task.micro_batch
+        if wait_s := self._order_timeout.left_s(self._order, lane, idle=not busy):
             self.waits_s = wait_s
             return False
         if self._device.is_async and len(self._tasks) >= _AHEAD:
             # The device falls behind this far at most: it has work, and urgent tasks come first.
             self._tasks[-_AHEAD][2].wait()
-        queue, k = self._queues[task.stage], task.micro_batch
+        queue = self._queues[task.stage]
+        self._order.went(lane, k)
         self._readiness.start(task, stores=task.kind == FORWARD and queue.has_backwards)
         began = self._device.record_event()
         try:

@@ -6,7 +6,7 @@ asks again when something has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -211,6 +211,9 @@ class Host(Protocol):
 
 class Links(Protocol):
     """The links to the workers. Raises LinkLost for one that is gone."""
+
+    is_quiet: Callable[[], bool]
+    """Whether `receive` would have to wait."""
 
     def expect(self, step: int, attempt: int) -> None:
         """Pass on boundary tensors of this attempt alone from now on."""

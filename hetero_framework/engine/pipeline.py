@@ -194,7 +194,7 @@ class Pipeline:
 
         self._last_progress = time.monotonic()
         while len(through) < count or len(outcomes) < count:
-            while self._receive(0):
+            while not self._links.is_quiet() and self._receive(0):
                 self._last_progress = time.monotonic()
             entering = admission.next(len(through))
             # One at a time, so that the first forward need not wait for the inputs of the others.
@@ -218,7 +218,7 @@ class Pipeline:
         self._last_progress = time.monotonic()
         while not texts.is_done:
             self.check()
-            while self._receive(0):
+            while not self._links.is_quiet() and self._receive(0):
                 self._last_progress = time.monotonic()
             while (outcome := self._results.outcomes.get(taken)) is not None:
                 with self.judging_outcomes():
@@ -501,8 +501,7 @@ class Pipeline:
         """Wait for the next event. Raises Stalled when none has come for longer than any step
         takes."""
         self.check()
-        waits_s = (host.waits_s for host in self._hosts)
-        if self._receive(min((s for s in waits_s if s), default=_POLL_S)):
+        if self._receive(self._hosts[0].waits_s or _POLL_S):
             self._last_progress = time.monotonic()
         elif time.monotonic() - self._last_progress > self._stall_s:
             raise Stalled(

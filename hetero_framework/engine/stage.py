@@ -145,7 +145,7 @@ class Stage:
             left = self._shard.forward(inputs, received, self._cache(inputs))
         if self.differentiates:
             self._saved[micro_batch] = (received, left)
-        failpoints.spoil("output", left[0])
+        failpoints.hit("output", left[0])
         self._note_finite(micro_batch, left[0])
         return crossing(left)
 
@@ -159,7 +159,7 @@ class Stage:
         with self._last_backward(micro_batch, is_one=chunks == 1):
             outcome = self._outcome(micro_batch, inputs, received, float(self._info.num_items))
         assert isinstance(outcome.loss, Tensor)
-        failpoints.spoil("output", outcome.loss)
+        failpoints.hit("output", outcome.loss)
         self._note_finite(micro_batch, outcome.loss)
         return outcome, gradients_of(received)
 

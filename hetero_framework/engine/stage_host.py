@@ -6,7 +6,7 @@ One thread uses a `StageHost`. Tensors that leave the stages go to its `StepSink
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +28,10 @@ from hetero_framework.engine.boundary_io import (
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.hosts import BatchInputs, Host
-from hetero_framework.engine.out_of_memory import explaining
+from hetero_framework.engine.out_of_memory import explained
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.state_snapshot import digest
-from hetero_framework.errors import ProtocolError
+from hetero_framework.errors import ProtocolError, is_out_of_memory
 
 
 class StageHost(Host):
@@ -94,7 +94,7 @@ class StageHost(Host):
     def begin(
         self, info: api.StepInfo, schedule: StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
-        with explaining("begin of a step", self._device, (info.step, info.attempt)):
+        with self._explaining("begin of a step", info):
             failpoints.hit("step")
             self._device.reset_peak_memory()
             self.expectation.begin(info.attempt, info.micro_batches)
@@ -109,7 +109,7 @@ class StageHost(Host):
             self.data(message, arrival)
 
     def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
-        with self._explaining(f"stage {stage}, inputs of micro-batch {micro_batch}"):
+        with self._explaining(f"stage {stage}, inputs of micro-batch {micro_batch}", self.info):
             inputs = inputs_in(self._device, {name: batch.tensors[name] for name in names})
         info, shapes = self._executor.info, {name: t.shape for name, t in inputs.items()}
         if info is not None:
@@ -134,7 +134,7 @@ class StageHost(Host):
         here: Any = arrival
         if self._device.one_thread:
             where = f"stage {body.stage}, {message.name} of micro-batch {body.micro_batch}"
-            with self._explaining(where):
+            with self._explaining(where, self.info):
                 here = move_in(self._device, arrival)
         if isinstance(body, m.Inputs):
             executor.put_inputs(body.stage, body.micro_batch, here)
@@ -158,7 +158,7 @@ class StageHost(Host):
         for stage in self.stages if info.summed else [s for s in self.stages if s.ties]:
             if stage.index not in self._given and self._executor.is_through(stage.index):
                 self._given.add(stage.index)
-                with self._explaining(f"gradients of stage {stage.index}"):
+                with self._explaining(f"gradients of stage {stage.index}", self.info):
                     parts = enumerate(stage.gradients())
                     gradients += [api.GradientPart(stage.index, k, part) for k, part in parts]
         return gradients
@@ -174,7 +174,7 @@ class StageHost(Host):
         self._reported = True
         self._io.flush()
         gradients: dict[int, api.GradientReport] = {}
-        with self._explaining("norms of the gradients"):
+        with self._explaining("norms of the gradients", self.info):
             failpoints.hit("norms")
             for stage in self.stages:
                 gradients[stage.index] = stage.report_gradients()
@@ -191,7 +191,7 @@ class StageHost(Host):
         for snapshot in self._snapshots.values():
             snapshot.keep()
         for stage in self.stages:
-            with explaining(f"stage {stage.index}, step of the optimizer", self._device):
+            with self._explaining(f"stage {stage.index}, step of the optimizer", None):
                 self._executor.commit(stage, order.learning_rate, order.grad_scale)
         self.last_step = order.step
         weights = self.tied_weights()
@@ -278,7 +278,7 @@ class StageHost(Host):
         had = self._tied_sums if is_tied else self._summed
         if not waits or stage in had or self._executor.info is None:
             raise ProtocolError(f"sums of gradients came for stage {stage}, which waits for none")
-        with self._explaining(f"sums of stage {stage}"):
+        with self._explaining(f"sums of stage {stage}", self.info):
             live.load_state(kind, part)
         if part.last:
             had.add(stage)
@@ -309,11 +309,16 @@ class StageHost(Host):
             for index, figures in self._executor.statistics().items()
         }
 
-    def _explaining(self, where: str) -> AbstractContextManager[None]:
-        """`explaining` in the running attempt, if there is one."""
-        info = self._executor.info
-        attempt = None if info is None else (info.step, info.attempt)
-        return explaining(where, self._device, attempt)
+    @contextmanager
+    def _explaining(self, where: str, info: api.StepInfo | None) -> Iterator[None]:
+        """A lack of memory within is raised as the error of `explained`."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            attempt = None if info is None else (info.step, info.attempt)
+            raise explained(where, error, self._device, attempt) from error
 
     def is_running(self, step: int, attempt: int) -> bool:
         """Whether this attempt has begun here and is not forgotten."""

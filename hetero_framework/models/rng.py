@@ -28,7 +28,7 @@ class ForwardSeeds:
     """Seeds every place of a run's forwards by `seed_device`, while it is `on`. `step` and
     `micro_batch` are those of the forward, also of one that is computed again."""
 
-    def __init__(self, seed: int, seed_device: Callable[[int], None]) -> None:
+    def __init__(self, seed: int, seed_device: Callable[[int], object]) -> None:
         self._seed, self._seed_device = seed, seed_device
         self.on = True
         self.step = self.micro_batch = self.first_micro_batch = 0

@@ -27,7 +27,6 @@ import msgpack
 
 from hetero_framework.core import messages as m
 from hetero_framework.core.buffers import BufferPool
-from hetero_framework.core.checksum import CHECKSUM_BYTES, Hasher, digest
 from hetero_framework.core.connection import Connection, opening
 from hetero_framework.core.frames import (
     DEFAULT_MAX_FRAME_BYTES,
@@ -36,6 +35,7 @@ from hetero_framework.core.frames import (
     check_start,
     parse_prefix,
 )
+from hetero_framework.core.send_queue import CHECKSUM_BYTES, Hasher, digest
 from hetero_framework.core.session import ORDER, ROLES, Session
 from hetero_framework.errors import PeerLostError, ProtocolError
 from tests.unit.core.test_frames import examples, frame

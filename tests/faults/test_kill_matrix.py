@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.core import failpoints
+from hetero_framework.extras.faults.failpoints import POINTS
 from tests.faults.kill_matrix import CASES, NEVER, PROCESSES, REPLICATE_STEPS
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_each_process_is_killed_at_each_place_that_it_passes() -> None:
         for process, point in group
     }
     # Those of islands are struck in test_islands.py and test_island_rounds.py.
-    points = [name for name in failpoints.POINTS if not name.startswith("island-")]
+    points = [name for name in POINTS if not name.startswith("island-")]
     wanted = {(process, name) for process in PROCESSES for name in points}
     absent = NEVER | {(process, "output") for process in PROCESSES}  # numbers, not places
     assert wanted - struck == absent | {(worker, "checkpoint") for worker in PROCESSES[1:]}

@@ -25,10 +25,10 @@ import torch
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import messages as m
-from hetero_framework.core.checksum import CHECKSUM_BYTES
 from hetero_framework.core.devices import Device
 from hetero_framework.core.frames import PREFIX, PROTOCOL_VERSION
 from hetero_framework.core.messages import Message, decode
+from hetero_framework.core.send_queue import CHECKSUM_BYTES
 from hetero_framework.core.timeouts import STRANGER_S
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage

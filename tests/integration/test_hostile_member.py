@@ -26,9 +26,9 @@ from hetero_framework.cluster.worker import Worker, serve
 from hetero_framework.config import Config
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
-from hetero_framework.core.checksum import CHECKSUM_BYTES
 from hetero_framework.core.frames import PREFIX, PREFIX_BYTES, marks_in
 from hetero_framework.core.messages import Message
+from hetero_framework.core.send_queue import CHECKSUM_BYTES
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 from hetero_framework.trainer.coordinator import train

@@ -130,8 +130,6 @@ class Readiness:
         lane = self._lane(task)
         lane.arrived.remove(task.micro_batch)
         lane.started += 1
-        if self._order is not None:
-            self._order.went(task.lane, task.micro_batch)
         if stores:
             count = self._in_flight[task.stage] = self._in_flight[task.stage] + 1
             self._peak[task.stage] = max(self._peak[task.stage], count)

@@ -261,7 +261,7 @@ def _fill_up(native: Any, file: str) -> None:
 
     hit = failpoints.hit
 
-    def reach(name: str) -> None:
+    def reach(name: str, tensor: Any = None) -> None:
         if name == "join":
             for device in range(native.count()):
                 native.limit(device, native.memory(device)["total"])
@@ -270,7 +270,7 @@ def _fill_up(native: Any, file: str) -> None:
         here = f"{native.current_device()} {name}"
         if place in (f"{here} *", f"{here} {current_step()}"):
             native.limit(native.current_device(), 0)
-        hit(name)
+        hit(name, tensor)
 
     failpoints.hit = reach
 

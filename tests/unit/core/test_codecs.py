@@ -130,7 +130,7 @@ def test_every_shape_comes_back(codec: Codec, dtype: torch.dtype, shape: tuple[i
     parts = codec.encode(sent)
     assert all(part.is_contiguous() for part in parts)
     assert codec.layout(shape, dtype) == tuple((p.dtype, tuple(p.shape)) for p in parts)
-    assert codec.nbytes(shape, dtype) == sum(to_wire(part).nbytes for part in parts)
+    assert codec.nbytes(shape, dtype) == sum(to_wire(part).data.nbytes for part in parts)
     received = codec.decode(parts, shape, dtype)
     assert (received.dtype, received.shape) == (dtype, sent.shape)
     assert torch.allclose(received, sent, rtol=0.01, atol=0.02)

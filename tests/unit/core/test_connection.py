@@ -13,8 +13,8 @@ from hetero_framework.core import messages as m
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.frames import PROTOCOL_VERSION, WireTensor
-from hetero_framework.core.link import LinkStats
 from hetero_framework.core.messages import COORDINATOR, WORKER, Body, Message
+from hetero_framework.core.send_queue import LinkStats
 from hetero_framework.core.session import Phase
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 from tests.framed import framed

@@ -20,12 +20,12 @@ from hetero_framework.core import messages as m
 from hetero_framework.core import stream as stream_module
 from hetero_framework.core.bandwidth_scheduler import BandwidthScheduler
 from hetero_framework.core.buffers import BufferPool
-from hetero_framework.core.checksum import CHECKSUM_BYTES, VOID
 from hetero_framework.core.clock import Clock
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.frames import INSIDE, PIECE_BYTES, WireTensor
 from hetero_framework.core.link import Link
 from hetero_framework.core.messages import Control, Forward, Heartbeat, Message, decode
+from hetero_framework.core.send_queue import CHECKSUM_BYTES, VOID
 from hetero_framework.core.stream import PlainStream
 from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError, ResourceError

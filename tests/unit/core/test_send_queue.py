@@ -5,10 +5,18 @@ from collections.abc import Iterable
 
 import pytest
 
-from hetero_framework.core.checksum import VOID
 from hetero_framework.core.frames import INSIDE, PIECE_BYTES, WireTensor
 from hetero_framework.core.messages import Backward, Forward, Inputs, Message, encode
-from hetero_framework.core.send_queue import EARLY_BYTES, Outgoing, SendQueue
+from hetero_framework.core.send_queue import (
+    CHECKSUM_BYTES,
+    EARLY_BYTES,
+    VOID,
+    Hasher,
+    LinkStats,
+    Outgoing,
+    SendQueue,
+    digest,
+)
 from tests.framed import checksum, marked
 
 
@@ -21,7 +29,7 @@ def relayed(tensor_bytes: int) -> Outgoing:
 
 
 def queue_of(*frames: Outgoing) -> SendQueue:
-    queue = SendQueue()
+    queue = SendQueue(LinkStats())
     for frame in frames:
         queue.add(frame)
     return queue
@@ -243,3 +251,28 @@ def test_cleared_frames_take_nothing_more() -> None:
     frame.feed(memoryview(b"1234checksum"))
     assert not frame.take()
     assert (len(queue), queue.nbytes) == (0, 0)
+
+
+class Fixed:
+    """A hasher of which the digest is known."""
+
+    def __init__(self, found: bytes) -> None:
+        self._found = found
+
+    def digest(self) -> bytes:
+        return self._found
+
+
+def test_the_checksum_is_xxh3_of_all_bytes_big_endian() -> None:
+    """The value of the empty input is in the specification of XXH3."""
+    assert digest(Hasher(b"")) == (0x2D06800538D394C2).to_bytes(CHECKSUM_BYTES, "big")
+    parts = Hasher(b"one ")
+    parts.update(b"frame")
+    assert digest(parts) == digest(Hasher(b"one frame"))
+    assert digest(Hasher(b"one frame")) != digest(Hasher(b"one framf"))
+
+
+def test_no_frame_has_the_checksum_of_one_that_was_given_up() -> None:
+    void, other = Fixed(VOID), Fixed(b"\xff" * 7 + b"\xfe")
+    assert digest(void) == bytes(CHECKSUM_BYTES)  # type: ignore[arg-type]
+    assert digest(other) == b"\xff" * 7 + b"\xfe"  # type: ignore[arg-type]

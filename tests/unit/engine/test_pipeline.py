@@ -91,6 +91,7 @@ class Worker:
         self.results = StepResults()
         self.breaks: Exception | None = None
         self._inbox: queue.SimpleQueue[HostEvent | Exception] = queue.SimpleQueue()
+        self.is_quiet = self._inbox.empty
 
     def expect(self, step: int, attempt: int) -> None:
         self.expected = step, attempt

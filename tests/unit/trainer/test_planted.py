@@ -17,7 +17,6 @@ from hetero_framework import log
 from hetero_framework.cluster.child import Spawner
 from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
 from hetero_framework.config import PLAN_FILE, Config, with_saved_plan
-from hetero_framework.core import failpoints
 from hetero_framework.errors import CheckpointError, ConfigError, StoppedEarly
 from hetero_framework.file_trust import other_writers
 from hetero_framework.trainer import signals
@@ -327,24 +326,3 @@ def test_checkpoints_go_through_a_link_of_ones_own_only(alone: Alone, tmp_path: 
     refused = pytest.raises(ConfigError, match=f"checkpoints is a symbolic link of user {STRANGER}")
     with refused, RunDirectories(config, CheckpointStore(config.checkpoints)):
         pass
-
-
-def test_failpoints_come_from_the_environment_and_follow_no_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The directory of those that have fired holds names; a planted one keeps a point from firing,
-    and nothing is read from it or written through it."""
-    monkeypatch.chdir(tmp_path)
-    for name in (failpoints.VARIABLE, ".env", "failpoints"):
-        Path(name).write_text(f"{failpoints.VARIABLE}=step:raise\n")
-    monkeypatch.delenv(failpoints.VARIABLE, raising=False)
-    with failpoints.armed("coordinator"):
-        assert failpoints._armed is None
-    once = tmp_path / "once"
-    once.mkdir()
-    (once / "step=raise").symlink_to(tmp_path / "made")
-    monkeypatch.setenv(failpoints.VARIABLE, "step:raise")
-    monkeypatch.setenv(failpoints.ONCE_VARIABLE, str(once))
-    with failpoints.armed("coordinator"):
-        failpoints.hit("step")
-    assert not (tmp_path / "made").exists()

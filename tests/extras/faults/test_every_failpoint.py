@@ -8,6 +8,7 @@ import pytest
 
 from hetero_framework.config import Config
 from hetero_framework.core import failpoints
+from hetero_framework.extras.faults.failpoints import ONCE_VARIABLE, POINTS
 from hetero_framework.trainer.coordinator import train
 from tests.integration.test_faults import with_own_worker
 from tests.integration.test_parity import LORA
@@ -22,7 +23,7 @@ NEVER.add(("worker-1", "checkpoint"))
 NEVER |= {
     (process, point)
     for process in PROCESSES
-    for point in failpoints.POINTS
+    for point in POINTS
     if point.startswith("island-")  # of a run that is an island: tests/faults/test_islands.py
 }
 
@@ -33,12 +34,10 @@ def test_a_run_passes_every_failpoint(
 ) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
-    points = [
-        f"{name}:inf" if name == "output" else f"{name}:sleep:0" for name in failpoints.POINTS
-    ]
+    points = [f"{name}:inf" if name == "output" else f"{name}:sleep:0" for name in POINTS]
     wanted = [f"{process}/{point}" for process in PROCESSES for point in points]
     monkeypatch.setenv(failpoints.VARIABLE, ",".join(wanted))
-    monkeypatch.setenv(failpoints.ONCE_VARIABLE, str(marks))
+    monkeypatch.setenv(ONCE_VARIABLE, str(marks))
     raw = pool.config(
         tmp_path / "run",
         [3],

@@ -17,6 +17,7 @@ import torch
 from hetero_framework import log
 from hetero_framework.core import failpoints
 from hetero_framework.errors import ConfigError, as_hetero_error
+from hetero_framework.extras.faults.failpoints import ONCE_VARIABLE, POINTS
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,7 +27,7 @@ def arm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     def make(text: str, process: str = "worker-1", once: Path | None = None) -> object:
         monkeypatch.setenv(failpoints.VARIABLE, text)
         if once is not None:
-            monkeypatch.setenv(failpoints.ONCE_VARIABLE, str(once))
+            monkeypatch.setenv(ONCE_VARIABLE, str(once))
         return failpoints.armed(process)
 
     return make
@@ -47,17 +48,28 @@ def at_step() -> Callable[[int | None], None]:
     log.set_step(None)
 
 
-def test_without_the_variable_no_failpoint_is_on() -> None:
+UNARMED = failpoints.hit
+
+
+def test_without_the_variable_no_failpoint_is_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one that a file names."""
+    monkeypatch.chdir(tmp_path)
+    for name in (failpoints.VARIABLE, ".env", "failpoints"):
+        Path(name).write_text(f"{failpoints.VARIABLE}=step:raise\n")
+    monkeypatch.delenv(failpoints.VARIABLE, raising=False)
     with failpoints.armed("coordinator"):
-        assert failpoints._armed is None
-        failpoints.hit("forward")
+        assert failpoints.hit is UNARMED
+        assert failpoints.hit("forward") is None
+        assert not failpoints.is_due("forward")
 
 
 def test_a_point_without_a_step_fires_once(arm) -> None:
     with arm("forward:raise"):
         assert [fires("forward") for _ in range(3)] == [True, False, False]
         assert not fires("backward")
-    assert failpoints._armed is None
+    assert failpoints.hit is UNARMED
 
 
 def test_a_point_of_a_step_fires_once_in_it(arm, at_step) -> None:
@@ -99,6 +111,15 @@ def test_with_a_directory_a_failpoint_fires_in_one_process_only(arm, tmp_path) -
     assert marks["backward=raise"] == f"worker-1 {os.getpid()}\n"
 
 
+def test_a_planted_link_keeps_a_point_from_firing_and_is_not_followed(arm, tmp_path) -> None:
+    once = tmp_path / "once"
+    once.mkdir()
+    (once / "step=raise").symlink_to(tmp_path / "made")
+    with arm("step:raise", once=once):
+        assert not fires("step")
+    assert not (tmp_path / "made").exists()
+
+
 def test_the_start_of_a_process_says_that_faults_are_injected(arm, logged) -> None:
     with arm("forward@9:raise"):
         pass
@@ -108,7 +129,7 @@ def test_the_start_of_a_process_says_that_faults_are_injected(arm, logged) -> No
 def test_a_tensor_becomes_infinite(arm) -> None:
     tensor = torch.zeros(3, requires_grad=True) + 1
     with arm("output"):
-        failpoints.spoil("output", tensor)
+        failpoints.hit("output", tensor)
     assert tensor.isinf().all()
 
 
@@ -169,12 +190,12 @@ def test_kill_and_exit_end_the_process() -> None:
 def test_the_page_lists_every_failpoint_with_its_place() -> None:
     page = (ROOT / "docs" / "maintainers" / "fault_injection.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \|$", page, re.MULTILINE))
-    assert rows == failpoints.POINTS
+    assert rows == POINTS
 
 
 def test_every_point_is_placed_in_the_product() -> None:
     package = ROOT / "hetero_framework"
     text = "\n".join(file.read_text(encoding="utf-8") for file in package.rglob("*.py"))
-    calls = set(re.findall(r"failpoints\.(?:hit|spoil)\(\"([a-z-]+)\"", text))
+    calls = set(re.findall(r"failpoints\.hit\(\"([a-z-]+)\"", text))
     calls |= {"evaluation", "forward-half", "backward-half"}  # named by what they are about
-    assert calls == set(failpoints.POINTS)
+    assert calls == set(POINTS)

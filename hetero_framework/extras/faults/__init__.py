@@ -1,0 +1,1 @@
+"""Planted faults: a process fails at a named place, for tests and drills."""
