@@ -8,7 +8,6 @@ seconds of stages and boundaries are of one micro-batch.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -18,10 +17,10 @@ from typing import Any
 from hetero_framework.config import process_name
 from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
 from hetero_framework.engine.schedule.tuning import default_max_in_flight
-from hetero_framework.errors import UserError, in_words
 from hetero_framework.extras.islands.island_stats import data_step
 from hetero_framework.extras.observe.bottleneck import UNEXPLAINED_BY, steps_text
 from hetero_framework.tables import table
+from hetero_framework.trainer.read_metrics import read_steps
 from hetero_framework.units import seconds, share, size
 
 Facts = Mapping[str, Any]
@@ -39,18 +38,13 @@ def read_account(folder: Path, steps: Collection[int]) -> dict[str, Any] | None:
     types; None where it tells of none. Its `causes`, each the effect of one difference by
     simulation, with `unexplained_s` are all of the difference between prediction and measurement.
     Raises UserError for a file that is damaged."""
-    file = folder / "metrics.jsonl"
-    if not file.exists():
+    return read_steps(folder, lambda lines: _account(lines, steps))
+
+
+def _account(lines: Sequence[Facts], steps: Collection[int]) -> dict[str, Any] | None:
+    lines = [one for one in lines if data_step(one) in steps and one.get("predicted_s")]
+    if not lines:
         return None
-    try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        known = [one for one in lines if data_step(one) in steps and one.get("predicted_s")]
-        return _account(known) if known else None
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(f"cannot read {file}: {in_words(error)}") from None
-
-
-def _account(lines: Sequence[Facts]) -> dict[str, Any]:
     last = lines[-1]
     m = last["micro_batches"]
     lines = [line for line in lines if line["micro_batches"] == m]

@@ -229,9 +229,13 @@ def _devices(
 
 
 def _named(option: str, name: str) -> KnownDevice:
-    device = attempt(lambda: known_device(name))
+    return _known(name, f"--device {option}")
+
+
+def _known(name: str, place: str, advice: str = "", memory: float | None = None) -> KnownDevice:
+    device = attempt(lambda: known_device(name, memory_bytes=memory))
     if isinstance(device, UserError):
-        raise UserError(f"--device {option}: {device.message}", hint=device.hint)
+        raise UserError(f"{place}: {device.message}", hint=f"{advice}{device.hint}")
     return device
 
 
@@ -240,13 +244,8 @@ def _own_device(name: str) -> KnownDevice:
     label, memory = device.label, device.memory().total
     if device.kind == "cpu":
         label += f", {psutil.cpu_count(logical=False) or psutil.cpu_count() or 1} cores"
-    known = attempt(lambda: known_device(label, memory_bytes=memory))
-    if isinstance(known, UserError):
-        raise UserError(
-            f"this machine's {device.name}: {known.message}",
-            hint=f"name one that is like it, as in --device local=...; {known.hint}",
-        )
-    return known
+    advice = "name one that is like it, as in --device local=...; "
+    return _known(label, f"this machine's {device.name}", advice, memory)
 
 
 def _rates(ids: Sequence[WorkerId], options: Sequence[str]) -> dict[WorkerId, float]:

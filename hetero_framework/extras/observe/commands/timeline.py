@@ -24,6 +24,7 @@ OPTIONS = (
 
 def run(arguments: argparse.Namespace) -> None:
     from hetero_framework.extras.islands.island_stats import read_between
+    from hetero_framework.extras.islands.island_stats import text as between_text
     from hetero_framework.extras.observe import prediction_error
     from hetero_framework.extras.observe.bottleneck import diagnose, text
     from hetero_framework.extras.observe.pictures import can_draw
@@ -44,10 +45,10 @@ def run(arguments: argparse.Namespace) -> None:
     held = prediction_error.read_account(folder, diagnosis.steps)
     between = read_between(folder)
     figures = {**diagnosis.to_dict(), "account": held}
-    if between is not None:
-        figures["islands"] = between.to_dict()
     shown = [text(diagnosis), *(["", *prediction_error.text(held)] if held is not None else [])]
-    shown += ["", *between.text()] if between is not None else []
+    if between is not None:
+        figures["islands"] = between
+        shown += ["", *between_text(between)]
     report(arguments, figures, lambda _: "\n".join(shown))
     if arguments.output is None and arguments.json:
         return
