@@ -30,6 +30,7 @@ from hetero_framework.models.cut.side import (
     returning,
 )
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly
+from hetero_framework.models.rng import seed_cpu
 
 _ROWS = 2
 
@@ -40,11 +41,11 @@ def chain_problem(config: ChainConfig, ranges: Sequence[ShardRange]) -> str | No
     batch = examples(config, _ROWS)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.manual_seed(0)
+        seed_cpu(0)
         for tensor in batch.values():
             if tensor.is_floating_point():
                 tensor.normal_()
-        torch.manual_seed(0)
+        seed_cpu(0)
         expected = _of_whole(config, batch)
         cpu = torch.device("cpu")
         shards = [build_chain(config, r, dtype=torch.float32, device=cpu, seed=0) for r in ranges]
@@ -79,7 +80,7 @@ def _renamed(config: ChainConfig, tensors: dict[str, Tensor]) -> dict[str, Tenso
 
 def _enter(place: int | str) -> None:
     if isinstance(place, int):
-        torch.manual_seed(place)
+        seed_cpu(place)
 
 
 def _of_shards(

@@ -33,6 +33,7 @@ from hetero_framework.models.cut.language import on_meta
 from hetero_framework.models.cut.partition import ShardRange, Skeleton
 from hetero_framework.models.cut.shard import Inputs, Shard, put_back
 from hetero_framework.models.cut.side import Bundle, as_inner, shown_form
+from hetero_framework.models.rng import seed_cpu
 
 
 def build_chain(
@@ -46,7 +47,7 @@ def build_chain(
         model.to(dtype)
     else:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            seed_cpu(seed)
             children = list(config.make())
         _refuse_shared(children, here)
         for index in here:

@@ -24,6 +24,7 @@ from hetero_framework.data.batches import MicroBatch, SampleOrder
 from hetero_framework.data.examples import ExampleSet
 from hetero_framework.data.train_data import TrainData
 from hetero_framework.errors import DataError
+from hetero_framework.models.rng import seed_cpu
 
 _ROLES = ("input", "target")
 _COMPARED = 256
@@ -61,8 +62,7 @@ class OwnExamples:
         with torch.random.fork_rng(devices=[]):
             states = random.getstate(), np.random.get_state()
             number = int(np.random.SeedSequence((self._seed, epoch, index)).generate_state(1)[0])
-            # Not `torch.manual_seed`, which would seed this machine's GPUs, too.
-            torch.default_generator.manual_seed(number)
+            seed_cpu(number)
             random.seed(number)
             np.random.seed(number)
             try:

@@ -47,7 +47,7 @@ from hetero_framework.models.cut.language import meta_model, towers
 from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.quantization import stored_quantization
 from hetero_framework.models.library import ONE_AT_A_TIME, compiled_at_first_call
-from hetero_framework.models.rng import derive_seed
+from hetero_framework.models.rng import derive_seed, seed_cpu
 
 with compiled_at_first_call():
     from peft import LoraConfig, get_peft_model_state_dict
@@ -504,7 +504,7 @@ class _SeededLora(LoraModel):
     def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         self.asked_for.append(kwargs["current_key"])
         with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed("adapter", self._training_seed, kwargs["current_key"]))
+            seed_cpu(derive_seed("adapter", self._training_seed, kwargs["current_key"]))
             super()._create_and_replace(*args, **kwargs)
 
 

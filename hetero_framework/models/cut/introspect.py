@@ -43,6 +43,7 @@ from hetero_framework.models.cut.tiny import (
     task_of,
 )
 from hetero_framework.models.library import LIBRARY_ERRORS, quiet_library
+from hetero_framework.models.rng import seed_cpu
 
 _PER_LAYER = re.compile(r".*(layer|block)_?types?$")
 _learned: dict[str, ModelStructure] = {}  # by the tiny configurations that this process has met
@@ -168,7 +169,7 @@ def introspect(config: PretrainedConfig) -> ModelStructure:
                     _learned[key] = family.structure(config)
                     return _learned[key]
                 with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(0)
+                    seed_cpu(0)
                     _learned[key] = _learn(model_class(tiny), tiny)
             return _learned[key]
     except LIBRARY_ERRORS as error:

@@ -68,7 +68,7 @@ from hetero_framework.models.files.weights import (
     renaming,
 )
 from hetero_framework.models.library import LIBRARY_ERRORS, ONE_AT_A_TIME, quiet_library
-from hetero_framework.models.rng import derive_seed
+from hetero_framework.models.rng import derive_seed, seed_cpu
 from hetero_framework.repository import resolve_model_path
 
 if TYPE_CHECKING:
@@ -364,7 +364,7 @@ def _new_weights(model: PreTrainedModel, names: list[str], seed: int) -> dict[st
             for outer, inner in model.named_modules():
                 if isinstance(inner, PreTrainedModel) and path.startswith(f"{outer}."):
                     owner = inner
-            torch.manual_seed(derive_seed(seed, path))
+            seed_cpu(derive_seed(seed, path))
             owner._initialize_weights(module)
             parameters = {f"{path}.{name}": p.detach() for name, p in module.named_parameters()}
             made |= {name: parameters[name] for name in names if name in parameters}
@@ -376,7 +376,7 @@ def _initialize(name: str, module: nn.Module, owner: PreTrainedModel, seed: int)
     inner = module if isinstance(module, PreTrainedModel) else owner
     for child_name, child in module.named_children():
         _initialize(f"{name}.{child_name}" if name else child_name, child, inner, seed)
-    torch.manual_seed(derive_seed(seed, name))
+    seed_cpu(derive_seed(seed, name))
     inner._initialize_weights(module)
 
 

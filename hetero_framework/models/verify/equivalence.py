@@ -68,6 +68,7 @@ from hetero_framework.models.files.quantization import stored_quantization
 from hetero_framework.models.files.stated import as_held
 from hetero_framework.models.files.weights import Checkpoint
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
+from hetero_framework.models.rng import seed_cpu
 from hetero_framework.models.verify.boundary_contents import tiny_crossing
 from hetero_framework.repository import resolve_model_path
 
@@ -347,7 +348,7 @@ def build_both(
     with quiet_library(), tempfile.TemporaryDirectory() as directory:
         if checkpoint is None:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+                seed_cpu(0)
                 model = stock._from_config(config, dtype=torch.float32)
                 _perturb(model)
             model.save_pretrained(directory)
