@@ -55,7 +55,8 @@ def run(library: Path, *arguments: str, seed: int = 0, **settings: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", ["cuda", pytest.param("npu", marks=pytest.mark.emulated)])
+@pytest.mark.emulated
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
 def test_every_planted_mistake_of_stream_order_is_found(kind: str, library: Path) -> None:
     program = ("-m", "tests.emulated_device.mutations", f"{kind}:0")
     printed = run(library, *program, HETERO_EMULATED=kind)
@@ -71,7 +72,7 @@ def test_every_planted_mistake_of_stream_order_is_found(kind: str, library: Path
     ("kind", "seed"),
     [
         ("cuda", 0),
-        ("invented", 0),
+        pytest.param("invented", 0, marks=pytest.mark.emulated),
         *(pytest.param("cuda", seed, marks=pytest.mark.emulated) for seed in SEEDS[1:]),
         *(pytest.param("npu", seed, marks=pytest.mark.emulated) for seed in SEEDS),
     ],

@@ -270,7 +270,8 @@ def parent(
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
         )
-        wait_until(lambda: all((tmp_path / f"starts-{i}").exists() for i in (1, 2)))
+        started = [tmp_path / f"starts-{i}" for i in (1, 2)]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in started))
         return made[-1]
 
     yield start
