@@ -139,9 +139,10 @@ def extra_for(setting: str, value: str) -> str | None:
     return None
 
 
-def lacking() -> list[str]:
-    """The extras that some settings need and this installation lacks."""
-    needed = {entry.text for entry in entries("extras").values()}
+def lacking(setting: str = "") -> list[str]:
+    """The extras that this setting needs, or else any, and this installation lacks."""
+    found = ((name.partition("=")[0].rstrip("!"), e.text) for name, e in entries("extras").items())
+    needed = {extra for name, extra in found if setting in ("", name)}
     return [extra for extra in sorted(needed) if not is_installed(extra)]
 
 

@@ -1,7 +1,8 @@
 """Models that a coordinator may have a worker load: those that the worker's own configuration
 names.
 
-A model or adapter is a folder, a name on the hub or an inline configuration. It is the only value
+A model or adapter is a folder, a name on the hub or in an imported file, or an inline
+configuration. It is the only value
 of a run's configuration that a worker turns into a path.
 """
 
@@ -39,8 +40,8 @@ def check_permitted(asked: Config, local: Config, entry: WorkerConfig) -> Config
         opened = _opened(local, name)
         if not _is_permitted(opened, local, entry):
             raise _refusal(f"the {what} {name!r}", local, entry)
-        is_chain = what == "model" and asked.model is not None and asked.model.chain is not None
-        if os.path.isdir(opened) and not is_chain:
+        of_file = what == "model" and asked.model is not None and asked.model.name_or_path is None
+        if os.path.isdir(opened) and not of_file:
             folders[what] = {"name_or_path" if what == "model" else "init_from": opened}
     return asked.with_changes(**folders) if folders else asked
 
@@ -67,7 +68,7 @@ def _refusal(what: str, local: Config, entry: WorkerConfig) -> ConfigError:
 
 
 def _model(config: Config) -> str | None:
-    return config.model.name_or_path or config.model.chain if config.model is not None else None
+    return config.model.source if config.model is not None else None
 
 
 def _adapter(config: Config) -> str | None:

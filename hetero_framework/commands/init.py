@@ -36,7 +36,7 @@ from hetero_framework.config import (
     process_name,
     split_address,
 )
-from hetero_framework.config.objectives import needs_of
+from hetero_framework.config.objectives import needs_of, reads_text
 from hetero_framework.core import addresses
 from hetero_framework.core.files import refuse_output, write_json
 from hetero_framework.errors import DataError, HeteroError, UserError, attempt
@@ -299,7 +299,7 @@ def told_objectives(data: str | None) -> tuple[list[str], str]:
 
 def _check_objective(name: str, told: Sequence[str], listed: str) -> str:
     """The same. Raises UserError for one that there is not, or that other data are for."""
-    if needs_of(name).data == "own":
+    if not reads_text(needs_of(name).data):
         raise UserError(
             f"the objective {name} is for a data set of your own, in a file for --import",
             hint="begin with the example of it in docs/objectives.md",
@@ -427,7 +427,8 @@ class _Questions:
         told, listed = told_objectives(self.answers.data)
         if listed:
             self.say(f"The data have the fields {listed}.")
-        known = told or [n for n in registry.names("objectives") if needs_of(n).data != "own"]
+        known = [n for n in registry.names("objectives") if reads_text(needs_of(n).data)]
+        known = told or known
         suits = partial(_check_objective, told=told, listed=listed)
         self.fill("objective", f"Objective ({', '.join(known)})", [*told, "sft"][0], suits)
         while self.answers.model is None or self.answers.layers is None:

@@ -137,7 +137,7 @@ def load(arguments: argparse.Namespace, *, saved_plan: bool = True) -> Any:
         arguments.config or DEFAULT_CONFIG, overrides, getattr(arguments, "base_dir", None)
     )
     set_level(config.training.log_level)
-    if config.training.data_kind == "own":
+    if not config.training.reads_text:
         from hetero_framework.models.cut.family import decided
 
         config = decided(config)

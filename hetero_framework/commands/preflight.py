@@ -54,7 +54,7 @@ def _heart(config: Config) -> Iterator[UserError]:
 
 
 def _model(config: Config) -> Iterator[UserError]:
-    if config.model is not None and config.training.data_kind != "own":  # it is cut in other parts
+    if config.model is not None and config.training.reads_text:  # it is cut in other parts
         yield from _raised(partial(_check_layers, config, config.model))
 
 

@@ -4,25 +4,26 @@ of its model."""
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from hetero_framework import registry
 from hetero_framework.config.aliases import meant
 from hetero_framework.errors import ConfigError
 
-Task = Literal[
-    "causal-lm", "sequence-classification", "token-classification", "image-classification"
-]
-"""The task of a model's head, which decides the class: transformers' AutoModelFor..."""
+Task = str
+"""The task of a model's head, which decides the class: "causal-lm", or one that the registry's
+table "heads" or "families" has."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The data and the task of the model that an objective is trained with."""
+    """The data and the task of the model that an objective is trained with. `reads` are those of
+    the settings that are not for all objectives which it reads."""
 
     data: str = "text"
     task: Task = "causal-lm"
+    reads: Sequence[str] = ()
 
 
 def needs_of(objective: str) -> Needs:
@@ -52,3 +53,21 @@ def needs_if_known(objective: str) -> Needs:
 def rows_of(kind: str) -> int:
     """Rows of a micro-batch that an example of this kind of data makes."""
     return int(registry.facts("data", kind).get("rows", 1))
+
+
+def reads_text(kind: str) -> bool:
+    """Whether data of this kind are records with texts, and not a data set of an imported file."""
+    return not registry.has("data", kind) or registry.facts("data", kind).get("text", True)
+
+
+def objectives_reading(setting: str) -> str:
+    """The condition that an objective which reads this setting is chosen."""
+    known = registry.entries("objectives")
+    return f"training.objective={'|'.join(o for o in known if setting in needs_of(o).reads)}"
+
+
+def objectives_of_texts() -> str:
+    """The condition that the objective is trained on texts."""
+    known = registry.entries("objectives")
+    others = [name for name in known if not reads_text(needs_of(name).data)]
+    return f"training.objective!={'|'.join(others)}"

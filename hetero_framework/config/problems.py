@@ -158,6 +158,8 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
     if here := own_name(root, section, key):
         return f"unknown key; it is called {here}"
     sections = sections_of(root)
+    if lacking := registry.lacking(join_path(section, key)):
+        return registry.lacks("it", lacking[0])
     if refusal := refusal_of(root, section, key):
         return refusal
     for place, model in {"the top level": root, **sections}.items():

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -37,8 +38,12 @@ from hetero_framework.config.expressions import EXPRESSIONS, expression, express
 from hetero_framework.config.host_names import checked_host, host_and_port, normal_host
 from hetero_framework.config.idle import GivenNames, idle_lines
 from hetero_framework.config.objectives import (
+    Needs,
     Task,
     needs_if_known,
+    objectives_of_texts,
+    objectives_reading,
+    reads_text,
     rows_of,
 )
 from hetero_framework.config.plan import Plan, PlanEntry, StageSpec, owner_problems, plan_problems
@@ -51,6 +56,7 @@ from hetero_framework.config.section import (
     PER_ISLAND,
     RESULT,
     ROUNDING,
+    SOURCE,
     STEPS_OR_SHARE,
     TIMELESS,
     MicroBatches,
@@ -84,7 +90,6 @@ WORKER_PORT = 9999
 LIGHTHOUSE_PORT = 29510
 """Where `hetero lighthouse` listens unless it is told otherwise."""
 _T = TypeVar("_T")
-ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 Kind = Literal["nf4", "int8"]
 """How bitsandbytes holds weights."""
 _DEVICE = re.compile(r"auto|cpu|([a-z][a-z0-9_]*)(:\d+)?")
@@ -96,11 +101,8 @@ _Attention = Literal[
 
 
 _ALWAYS = ReadIf("training")
-_CLASSIFIES = ReadIf("training.objective=classification|image-classification")
 _EVALUATES = ReadIf("training.eval_strategy!=no or training.eval_on_start")
-_ENDS = ReadIf("training.objective=sft|dpo|orpo|cpo|kto|reward")
 _DATA_OF_SFT = ReadIf("training.objective=sft")
-_PREDICTS = ReadIf("objective=sft|dpo|orpo|cpo|kto")
 _SHUFFLES = ReadIf("train_sampling_strategy!=sequential")
 _BY_EPOCHS = ReadIf("max_steps=-1")
 _WARMS = ReadIf("lr_scheduler_type!=constant")
@@ -112,7 +114,6 @@ _HAS_ARGS = ReadIf(
     "optim!=adamw_torch|adamw_torch_fused|adamw_8bit|adamw_bnb_8bit|paged_adamw*|*lion*|adafactor"
 )
 _LOGS = ReadIf("logging_strategy=steps or eval_strategy=steps")
-_MEASURES = ReadIf("objective=sft|dpo|kto")
 _HAS_BEST = ReadIf(
     "metric_for_best_model or load_best_model_at_end or early_stopping_patience"
     " or save_strategy=best"
@@ -122,6 +123,11 @@ _DRAWN = ReadIf("visualize")
 _Reporter = Annotated[str, NameOf("reporters", "training.report_to", ("all", "none"))]
 _HAS_ADAPTER = ReadIf("adapter")
 Host = Annotated[str, AfterValidator(checked_host)]
+
+
+def _for(setting: str) -> ReadIf:
+    """Read by the objectives whose entry in the registry names the setting."""
+    return ReadIf(partial(objectives_reading, setting))
 
 
 def _by_name(before: dict[str, Any]) -> str:
@@ -221,17 +227,13 @@ class WorkerConfig(Machine):
         return value
 
 
-MAX_LABELS = 4096
-"""Classes, or other numbers, that a classifier has at most."""
-
-
 class ModelConfig(Section):
     """The model: a directory, a hub name, or a configuration for random weights. Paths in this file
     start at its folder; ~ is the home folder of each machine, environment variables are refused."""
 
     effect = IDENTITY
 
-    name_or_path: Annotated[Name | None, PER_ISLAND] = None
+    name_or_path: Annotated[Name | None, PER_ISLAND, SOURCE] = None
     """Directory of a Hugging Face checkpoint (relative to this file), or a name on the hub.
     Elsewhere: base_model, model, model_name, model_id, model_name_or_path, model_path,
     pretrained_model_name_or_path, base_model_name_or_path, model.name, model.path."""
@@ -258,31 +260,12 @@ class ModelConfig(Section):
     tie_word_embeddings: bool | None = None
     """Whether the head is the embedding. null: as in transformers, what config.json says, unless
     the checkpoint holds a head with other numbers."""
-    from_config: dict[str, Any] | None = None
+    from_config: Annotated[dict[str, Any] | None, SOURCE] = None
     """Instead of name_or_path: the model's configuration (with model_type), to start from random
     weights drawn from training.seed."""
-    chain: Name | None = None
-    """Instead of name_or_path: the name of an nn.Sequential, or of a function that returns one, in
-    a file of --import. For training.objective "sequential"."""
-    chain_forms: Annotated[dict[str, tuple[tuple[int, ...], str]] | None, FREE] = None
-    """Shapes and types of the first example's tensors; a run decides them."""
-    chain_modules: Annotated[str | None, FREE] = None
-    """A digest of the chain's modules; a run decides it, and its workers compare theirs."""
     tokenizer: Annotated[Name | None, RESULT, PER_ISLAND] = None
     """Directory or hub name of the tokenizer when it is not with the model. Elsewhere:
     tokenizer_config, tokenizer_name, tokenizer_path, tokenizer_name_or_path."""
-    num_labels: int | None = Field(default=None, ge=1, le=MAX_LABELS)
-    """Classification: labels, or numbers that are learned. null: as many as the checkpoint's
-    classifier has, else as the data have."""
-    problem_type: Annotated[ProblemType | None, _CLASSIFIES] = None
-    """Classification of texts: the kind of loss. null: as the checkpoint's classifier says, else as
-    the data's labels look."""
-    label_names: tuple[Name, ...] | None = None
-    """Classification: the labels' names in the order of their numbers. null: the checkpoint's
-    classifier's, else those of the data."""
-    pad_token_id: int | None = Field(default=None, ge=0)
-    """Classification: the token that pads, behind which a class looks for the end of a text. null:
-    that of the tokenizer."""
     _objective: str = PrivateAttr("sft")  # that of the configuration which it is a section of
 
     def quantized(self, kind: Kind | None) -> ModelConfig:
@@ -302,28 +285,37 @@ class ModelConfig(Section):
         return changed
 
     @property
+    def needs(self) -> Needs:
+        """What the objective of the run is trained with."""
+        return needs_if_known(self._objective)
+
+    @property
     def task(self) -> Task:
         """The task of its head, which the objective of the run decides."""
-        return needs_if_known(self._objective).task
+        return self.needs.task
+
+    @property
+    def source(self) -> str | None:
+        """The name of what the model is made of; None for from_config."""
+        given = (value for value in self._sources().values() if isinstance(value, str))
+        return next(given, None)
+
+    def _sources(self) -> dict[str, Any]:
+        fields = type(self).model_fields.items()
+        return {name: getattr(self, name) for name, field in fields if SOURCE in field.metadata}
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
-        if sum(one is not None for one in (self.name_or_path, self.from_config, self.chain)) != 1:
-            raise ValueError("give name_or_path, from_config or chain, exactly one of them")
-        if self.chain is not None and self.quantization is not None:
+        names = [*(sources := self._sources())]
+        if sum(value is not None for value in sources.values()) != 1:
+            known = f"{', '.join(names[:-1])} or {names[-1]}"
+            raise ValueError(f"give {known}, exactly one of them")
+        if self.from_config is not None and not isinstance(self.from_config.get("model_type"), str):
+            raise ValueError('from_config needs a "model_type", for example "llama"')
+        if self.name_or_path is None and self.quantization is not None:
             raise ValueError(f"quantization {_NEEDS_STORED}")
-        if self.from_config is not None:
-            if not isinstance(self.from_config.get("model_type"), str):
-                raise ValueError('from_config needs a "model_type", for example "llama"')
-            if self.quantization is not None:
-                raise ValueError(f"quantization {_NEEDS_STORED}")
-            if self.revision is not None:
-                raise ValueError("revision belongs to name_or_path, not to from_config")
-        names = self.label_names
-        if names is not None and self.num_labels not in (None, len(names)):
-            raise ValueError(f"label_names has {len(names)} names for {self.num_labels} labels")
-        if names is not None and len(set(names)) < len(names):
-            raise ValueError("label_names has a name twice")
+        if self.from_config is not None and self.revision is not None:
+            raise ValueError("revision belongs to name_or_path, not to from_config")
         return self
 
 
@@ -425,7 +417,7 @@ class DataConfig(Section):
     """Training and evaluation data; names follow TRL's SFTConfig where it has them."""
 
     scope = PER_ISLAND
-    read_if = ReadIf("training.objective!=sequential|image-classification")
+    read_if = ReadIf(objectives_of_texts)
 
     train: Annotated[str | tuple[str, ...], _ALWAYS]
     """Training data: file(s) (.json, .jsonl, .parquet, .txt), a folder of them, one saved by
@@ -452,7 +444,7 @@ class DataConfig(Section):
     eval_split: Annotated[Name, ReadIf("eval")] = "test"
     """Split for evaluation, or a slice of one. A file has the splits test and train: all of it.
     Elsewhere: dataset_test_split."""
-    dataset_text_field: Annotated[Name, ReadIf("training.objective=sft|classification")] = "text"
+    dataset_text_field: Annotated[Name, _for("dataset_text_field")] = "text"
     """Column that holds the text in the text format. Elsewhere: text_field, text_column,
     datasets.field, datasets.text_column."""
     max_length: Annotated[Tokens | None, ON_CARD] = 1024
@@ -460,7 +452,7 @@ class DataConfig(Section):
     max_seq_len, seq_length, seq_len, sequence_len, cutoff_len, model_max_length, block_size."""
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     """Which end of a long sample is kept."""
-    add_eos: Annotated[bool, _ENDS] = True
+    add_eos: Annotated[bool, _for("add_eos")] = True
     """Append the end-of-sequence token to text, completion and Alpaca samples that lack it, as TRL
     does."""
     completion_only_loss: Annotated[bool | None, _DATA_OF_SFT, ON_CARD] = None
@@ -637,7 +629,7 @@ class TrainingConfig(Section):
         StrictBool | Literal["all", "non_padding", "no"], FREE
     ] = "no"
     """Tell callbacks how many tokens were trained on: "all" (or true) with padding."""
-    token_metrics: Annotated[bool, FREE, _MEASURES] = False
+    token_metrics: Annotated[bool, FREE, _for("token_metrics")] = False
     """Measure also, as TRL's SFTTrainer does, mean_token_accuracy (the share of label tokens that
     the model finds likeliest), entropy (of its predictions, in nats), both as means over
     micro-batches, and num_tokens (trained on so far): in training, and in evaluations as
@@ -684,7 +676,9 @@ class TrainingConfig(Section):
     it takes for every process to fit its device's free memory. Elsewhere: activation_checkpointing,
     grad_checkpointing."""
     loss_chunk_tokens: Annotated[
-        Annotated[int, with_unit("tokens", ge=2)] | Literal["auto"] | None, ROUNDING, _PREDICTS
+        Annotated[int, with_unit("tokens", ge=2)] | Literal["auto"] | None,
+        ROUNDING,
+        _for("loss_chunk_tokens"),
     ] = "auto"
     """Tokens whose logits exist at once: the loss of a longer micro-batch is computed and
     differentiated in chunks. "auto": chunks of 2**26 logits, so that small micro-batches stay
@@ -820,6 +814,11 @@ class TrainingConfig(Section):
     def data_kind(self) -> str:
         """The data that the objective is trained on."""
         return needs_if_known(self.objective).data
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the data are texts, and not a data set of an imported file."""
+        return reads_text(self.data_kind)
 
     @property
     def train_rows(self) -> int:
@@ -1128,9 +1127,8 @@ class Config(WholeFile):
         }
 
     def contents(self, stage: StageSpec) -> str:
-        """All that a stage holds, in words; a chain has neither an embedding nor a head."""
-        is_chain = self.training is not None and self.training.data_kind == "own"
-        return stage.layers if is_chain else stage.contents
+        """All that a stage holds, in words; only a model of texts has an embedding and a head."""
+        return stage.contents if self.training.reads_text else stage.layers
 
     @property
     def quantizes(self) -> bool:
@@ -1252,22 +1250,8 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
                 "training.fp16",
                 'needs float32 weights when all are trained; set model.dtype to "float32"',
             )
-    of_own = training is not None and training.data_kind == "own"
-    is_chain = training is not None and training.objective == "sequential"
-    if model is not None and training is not None and is_chain != (model.chain is not None):
-        yield Problem(
-            "training.objective",
-            f"{shown(training.objective)} and model.chain do not go together: a chain is trained"
-            ' with "sequential", and nothing else is',
-        )
-    generates = training is not None and needs_if_known(training.objective).task == "causal-lm"
-    for setting in ("num_labels", "problem_type", "label_names"):
-        if generates and model is not None and getattr(model, setting) is not None:
-            yield Problem(
-                f"model.{setting}",
-                "is for classifiers; take it out, or set training.objective to one of theirs",
-            )
-    if of_own and parts.get("adapter") is not None:
+    of_texts = training is None or training.reads_text
+    if not of_texts and parts.get("adapter") is not None:
         yield Problem("adapter", "is for models of texts; take it out")
     adapter = parts.get("adapter")
     rewrites = adapter is not None and adapter.init_lora_weights in REWRITING_INITS
@@ -1282,8 +1266,8 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("adapter.init_lora_weights", REWRITES_QUANTISED)
     if model is not None and model.from_config is not None:
         yield from (Problem(path, _NEEDS_STORED) for path in quantised)
-    of_text = data is not None and not of_own
-    if of_text and model is not None and model.from_config and not model.tokenizer:
+    reads = of_texts and data is not None
+    if reads and model is not None and model.from_config and not model.tokenizer:
         yield Problem("model.tokenizer", "is needed: from_config brings no tokenizer")
     if training is not None and "data" in parts and data is not None and data.eval is None:
         for name, given in (

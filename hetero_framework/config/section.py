@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Self
@@ -54,15 +55,20 @@ class Mark(Enum):
 
     ON_CARD = "the card of a result has it: it shapes the result and holds neither path nor name"
     TIMELESS = "it changes often, and a part of a model takes no other time with another value"
+    SOURCE = "one setting of the section with this mark is given, and no other"
 
 
 @dataclass(frozen=True)
 class ReadIf:
     """The settings with which a setting has an effect; without a mark, that of its section counts.
     "beta" is one that is set, "loss_type=ipo|hinge" one with such a value, "optim!=sgd" one with
-    another; " and " binds closer than " or "."""
+    another; " and " binds closer than " or ". What the registry says of it is asked when needed."""
 
-    condition: str
+    given: str | Callable[[], str]
+
+    @property
+    def condition(self) -> str:
+        return self.given if isinstance(self.given, str) else self.given()
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def whole_steps(value: float) -> float:
 
 IDENTITY, RESULT, ROUNDING, FREE = Effect
 ALL_ISLANDS, PER_ISLAND = Scope
-ON_CARD, TIMELESS = Mark
+ON_CARD, TIMELESS, SOURCE = Mark
 
 WorkerId = StrictInt | StrictStr
 Name = Annotated[str, Field(min_length=1)]

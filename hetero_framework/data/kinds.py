@@ -15,7 +15,6 @@ import numpy as np
 from hetero_framework import registry
 from hetero_framework.config import Config, DataConfig, TrainingConfig
 from hetero_framework.config.objectives import needs_of
-from hetero_framework.config.schema import ProblemType
 from hetero_framework.data.batches import MicroBatch, collate
 from hetero_framework.data.examples import Rows
 from hetero_framework.data.formats import Formatter, detect_format
@@ -35,7 +34,7 @@ class Labels(Protocol):
     def names(self) -> tuple[str, ...]: ...
 
     @property
-    def problem(self) -> ProblemType: ...
+    def problem(self) -> str: ...
 
 
 class LabelReader(Protocol):

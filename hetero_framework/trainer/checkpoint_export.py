@@ -98,7 +98,7 @@ def export_checkpoint(
     model_config = load_model_config(config.model, config.base_dir)
     plan = adapter_plan_of(config, model_config)
     generation = base_generation(config.model, config.base_dir, model_config)
-    tokenizer = None if config.training.data_kind == "own" else load_tokenizer(config)
+    tokenizer = load_tokenizer(config) if config.training.reads_text else None
     about = (model_config, generation, tokenizer)
     write_result(output, config, plan, *about, _tensors(reader, config, plan), reader.step)
     return reader

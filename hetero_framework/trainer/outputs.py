@@ -34,7 +34,7 @@ from hetero_framework.errors import ConfigError, HeteroError, in_words
 from hetero_framework.file_trust import other_writers, refuse_link
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
-from hetero_framework.models.cut.family import as_saved, family_named
+from hetero_framework.models.cut.family import as_saved, family_named, family_of
 from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.export import (
     MODEL_WEIGHTS,
@@ -360,8 +360,9 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
     result, output = typed(config.result_dir), typed(config.output_dir)
     load = f"{stock_class(as_saved(prepared.model_config)).__name__}.from_pretrained"
     steps = {}
-    if config.model.chain is not None:
-        steps["to load it"] = f"chain.load_state_dict(load_file({str(result / MODEL_WEIGHTS)!r}))"
+    family = family_of(prepared.model_config)
+    if family is not None and (line := family.loading(Path(result, MODEL_WEIGHTS))) is not None:
+        steps["to load it"] = line
     elif prepared.adapter_plan is None:
         steps["to load it"] = f"{load}({str(result)!r})"
     elif (base := config.model.name_or_path) is not None:
@@ -379,8 +380,7 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def load_result(files: Mapping[str, Path], **settings: Any) -> Any:
-    """The model of a finished run, as `from_pretrained` of its class gives it; a chain as the
-    imported file makes it, with the trained weights."""
+    """The model of a finished run, as `from_pretrained` of its class gives it, or its family."""
     if (adapter := files.get("adapter")) is not None:
         from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 

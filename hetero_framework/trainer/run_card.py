@@ -34,12 +34,12 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
         for name, names in tested.items()
         if names and (key := loss_of(name)) in last
     ]
-    own = config.training.data_kind == "own"
+    of_texts = config.training.reads_text
     told = effects.marked(ON_CARD, type(config))
     settings = [
         f"{name}: {code(json.dumps(value))}"
         for name, value in effects.flat(config.to_dict()).items()
-        if name in told and value is not None and not (own and name.startswith("data."))
+        if name in told and value is not None and (of_texts or not name.startswith("data."))
     ]
     return model_card(
         base_facts(model.name_or_path, model.revision, config.base_dir),
@@ -75,7 +75,7 @@ def _last_figures(config: Config, step: int | None) -> dict[str, tuple[int, floa
 def _hub_names(config: Config, spec: str | tuple[str, ...]) -> list[str]:
     """The data sets among these sources that are the hub's, not an imported file's. Where the
     configuration's folder is on another machine, nothing tells a file from a name on the hub."""
-    if config.training.data_kind == "own" or not config.base_dir.is_dir():
+    if not config.training.reads_text or not config.base_dir.is_dir():
         return []
     try:
         sources = find_sources(spec, config.base_dir)

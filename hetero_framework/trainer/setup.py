@@ -30,7 +30,7 @@ from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanErr
 from hetero_framework.models.adapters.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.chunked_loss import chunk_tokens
-from hetero_framework.models.cut.family import decided, family_of
+from hetero_framework.models.cut.family import decided, family_of, head_for
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, tower_lines
 from hetero_framework.models.cut.objective import ChunkedObjective
@@ -162,8 +162,8 @@ def prepare(
         resolved = resolved.decide("model.tie_word_embeddings", tied, reason)
         config = resolved.config
     assert config.model is not None
-    of_own = config.training.data_kind == "own"
-    own = registry.find("data", "own")(config) if of_own else None
+    training = config.training
+    own = None if training.reads_text else registry.find("data", training.data_kind)(config)
     model_config = load_model_config(config.model, config.base_dir)
     for line in codec_lines(config, model_config):
         say(line)
@@ -212,8 +212,6 @@ def prepare(
         say(line)
     boundary, sampler = largest_boundary(config, model_config, data.row_tokens), None
     for sampler_of in asked("samplers", config):
-        if tokenizer is None:
-            raise ConfigError("training.sample_prompts: a chain answers no prompts")
         sampler = sampler_of(config, model_config, tokenizer, generation)
         say(sampler.line)
         boundary = max(boundary, largest_boundary(config, model_config, sampler.longest, rows=1))
@@ -243,23 +241,11 @@ def with_labels(
     resolved: Resolved, model_config: PretrainedConfig, data: TrainData
 ) -> tuple[Resolved, PretrainedConfig]:
     """The settings and the model with the head that the data ask for. Raises ConfigError for one
-    that a reward cannot have."""
+    that cannot be."""
     model = resolved.config.model
-    own = resolved.config.training.data_kind == "own"
-    if model is None or own or model.task == "causal-lm":
+    if model is None or (head := head_for(model.task)) is None:
         return resolved, model_config
-    settings: dict[str, Any] = {"pad_token_id": data.pad_token_id}
-    reason = "rewards: one number for each answer"
-    if data.labels is not None:
-        names = data.labels.names
-        settings |= {"num_labels": len(names), "label_names": list(names)}
-        settings["problem_type"] = data.labels.problem
-        reason = f"labels: {data.labels}"
-    elif model.num_labels not in (None, 1):
-        raise ConfigError(f"model.num_labels is {model.num_labels}, but a reward is one number")
-    else:
-        settings["num_labels"] = 1
-    resolved = resolved.decide("model", settings, reason)
+    resolved = resolved.decide("model", *head.decided(model, data))
     assert resolved.config.model is not None
     return resolved, load_model_config(resolved.config.model, resolved.config.base_dir)
 
@@ -367,28 +353,19 @@ def check_objective(
     objective = objective_of(training)
     if objective.counts_tokens:
         return
-    if task_of(model_config) != "causal-lm":
-        for setting in ("sample_prompts", "label_smoothing_factor"):
-            if config.setting(f"training.{setting}"):
-                raise ConfigError(
-                    f"training.{setting} is for models that generate text, and"
-                    f" training.objective is {training.objective!r}",
-                    hint="leave it out",
-                )
+    if task_of(model_config) != "causal-lm" and training.label_smoothing_factor:
+        raise ConfigError(
+            "training.label_smoothing_factor is for models that generate text, and"
+            f" training.objective is {training.objective!r}",
+            hint="leave it out",
+        )
     if introspect(model_config).reports and not objective.adds_routing:
         raise ConfigError(
             f"training.objective {training.objective!r} leaves out the load-balancing loss of the"
             f" routers, which the {model_config.model_type} model's configuration switches on",
             hint='set "router_aux_loss_coef": 0 in "model" to train without it',
         )
-    precomputes = config.setting("training.precompute_ref_log_probs")
-    asks = objective.has_reference and precomputes is False
-    if asks and not can_switch(plan):
-        raise ConfigError(
-            "training.precompute_ref_log_probs is false, but without a new adapter no step can ask"
-            " the model that training began with",
-            hint="leave it out: the reference is asked once, before the first step",
-        )
+    objective.check(plan)
 
 
 def _check_head(new: Sequence[str], plan: AdapterPlan) -> None:
@@ -402,13 +379,6 @@ def _check_head(new: Sequence[str], plan: AdapterPlan) -> None:
             hint=f'name their module in "adapter.modules_to_save" ({lost[0].rpartition(".")[0]}),'
             " or train all weights",
         )
-
-
-def can_switch(plan: AdapterPlan | None) -> bool:
-    """Whether the model is as it was before the training while its adapter is switched off."""
-    if plan is None or plan.weights is not None or plan.rewrites_base:
-        return False
-    return bool(plan.lora_config.bias == "none")
 
 
 def check_positions(model_config: PretrainedConfig, tokens: int) -> None:

@@ -122,25 +122,32 @@ WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
     ("pairing", ("invite",), "invite"),
     ("planner", ("plan",), "plan"),
     ("planner", {"training": {"replan": "auto"}}, "training.replan needs the extra 'planner'"),
-    ("reporting", {"training": {"push_to_hub": True}}, "training.push_to_hub: unknown key, unless"),
+    ("reporting", {"training": {"push_to_hub": True}}, "push_to_hub: it needs the extra 'repo"),
+    ("reporting", {"training": {"run_name": "a"}}, "training.run_name: unknown key, unless"),
     ("reporting", {"training": {"report_to": "wandb"}}, "needs the extra 'reporting'"),
     ("reporting", {"training": {"early_stopping_patience": 1}}, "early_stopping_patience needs"),
     ("talking", ("chat", "run"), "chat"),
     (
         "talking",
         {"training": {"sample_prompts": ["Hi"]}},
-        "training.sample_prompts: unknown key",
+        "training.sample_prompts: it needs the extra 'talking'",
     ),
     ("verify", ("verify", "model"), "verify"),
     ("islands", {"island": {"name": "a", "lighthouse": "127.0.0.1:1"}}, "island"),
     ("preferences", {"training": {"objective": "dpo"}}, "dpo"),
     ("classification", {"training": {"objective": "classification"}}, "classification"),
     (
+        "classification",
+        {"model": {"name_or_path": "model", "label_names": ["a"]}},
+        "model.label_names: it needs the extra 'classification', which this installation lacks",
+    ),
+    (
         "pictures",
         {"training": {"objective": "image-classification"}, "adapter": None},
         "image-classification",
     ),
     ("chains", {"training": {"objective": "sequential"}, "adapter": None}, "sequential"),
+    ("chains", {"model": {"chain": "net"}, "adapter": None}, "model.chain: it needs the extra 'c"),
 ]
 
 

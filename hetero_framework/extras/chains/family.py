@@ -24,6 +24,7 @@ from hetero_framework.extras.chains.chain import (
 from hetero_framework.extras.chains.chain_equivalence import chain_problem
 from hetero_framework.extras.chains.chain_shard import ChainShard, build_chain
 from hetero_framework.extras.chains.own import OwnExamples
+from hetero_framework.extras.chains.settings import ChainSettings
 from hetero_framework.models.cut.family import Family
 from hetero_framework.models.cut.introspect import BlockForm, ModelStructure
 from hetero_framework.models.cut.language import on_meta
@@ -45,10 +46,11 @@ class Chains(Family):
 
     def decided(self, config: Config) -> Config:
         """An example counts as a row of one token."""
-        model, data = config.model, config.data
-        if model is None or data is None or model.chain_forms is not None:
+        data = config.data
+        if config.model is None or data is None:
             return config
-        if control.named(str(data.train)) is None:
+        model = ChainSettings.of(config.model)
+        if model.chain_forms is not None or control.named(str(data.train)) is None:
             return config
         forms = OwnExamples("train", data.train, config.training.seed).forms
         modules = modules_of(model.chain) if model.chain is not None else None
@@ -56,8 +58,9 @@ class Chains(Family):
         return config.with_changes(model=settings, data={"max_length": 1})
 
     def read(self, model: ModelConfig, base_dir: Path) -> ChainConfig:
-        name = str(model.chain)
-        if model.chain_modules not in (None, found := modules_of(name)):
+        settings = ChainSettings.of(model)
+        name = str(settings.chain)
+        if settings.chain_modules not in (None, found := modules_of(name)):
             raise ModelError(
                 f"the file of --import on {platform.node()} makes another chain {name!r}"
                 " than that of the run",
@@ -118,6 +121,9 @@ class Chains(Family):
     def card(self, config: Any) -> tuple[str, str, str]:
         return f"{config.chain}, a chain of modules", _LOAD.format(config.chain), "pytorch"
 
+    def loading(self, weights: Path) -> str | None:
+        return f"chain.load_state_dict(load_file({str(weights)!r}))"
+
     def load(self, fields: dict[str, Any], folder: Path) -> Any:
         """As the imported file makes it, with the trained weights."""
         chain = made(fields["chain"])
@@ -128,13 +134,14 @@ class Chains(Family):
 
 def forms_of(model: ModelConfig) -> dict[str, Any]:
     """The forms of a micro-batch's tensors. Raises ModelError where they are not decided."""
-    if model.chain_forms is None:
+    forms = ChainSettings.of(model).chain_forms
+    if forms is None:
         raise ModelError(
             "the forms of what the model takes are not known: no imported file has the data set"
             " that data.train names",
             hint="add --import FILE.py, with the data set, to the command",
         )
-    return dict(model.chain_forms)
+    return dict(forms)
 
 
 CHAINS = Chains()

@@ -11,12 +11,12 @@ from transformers import PretrainedConfig
 
 from hetero_framework.config import Config
 from hetero_framework.config.problems import shown
-from hetero_framework.config.schema import MAX_LABELS, ProblemType
 from hetero_framework.data.examples import IGNORE_INDEX, LARGEST
 from hetero_framework.data.files.parquet import ClassNumber
 from hetero_framework.data.sources import Record, listed
 from hetero_framework.errors import DataError
-from hetero_framework.models.cut.shard import own_labels
+from hetero_framework.extras.classification.heads import own_labels
+from hetero_framework.extras.classification.settings import MAX_LABELS, LabelSettings, ProblemType
 
 OF_TEXTS, OF_TOKENS = ("label", "labels"), ("labels", "tags", "ner_tags", "label")
 """Fields that may hold them, of which the first that is there does."""
@@ -106,10 +106,10 @@ class LabelFields:
 
     def stated(self, config: Config, model_config: PretrainedConfig) -> Stated:
         """The labels of a classifier, as its checkpoint or the settings have them."""
-        model = config.model
-        assert model is not None
+        assert config.model is not None
+        model = LabelSettings.of(config.model)
         names = model.label_names
-        if model.num_labels is None and names is None and own_labels(model, config.base_dir):
+        if model.num_labels is None and names is None and own_labels(config.model, config.base_dir):
             given = (model_config.id2label or {}).items()
             names = stated_names(name for _, name in sorted(given))
             return Stated(model_config.num_labels, model_config.problem_type, names)

@@ -129,7 +129,7 @@ def disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
     island, plan, training = (parts.get(name) for name in ("island", "shard_plan", "training"))
     if island is None:
         return
-    if training is not None and training.data_kind == "own":
+    if training is not None and not training.reads_text:
         yield Problem(
             "island",
             "is for models of texts: islands share weights, and neither running means nor the data"

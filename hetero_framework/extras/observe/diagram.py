@@ -160,7 +160,7 @@ def _title(config: Config, details: DiagramDetails) -> tuple[str, ...]:
     model = config.model
     kind = str((model.from_config or {}).get("model_type", "")) if model else ""
     island = (f"island {island_of(config).name}",) if config.setting("island") is not None else ()
-    name = details.model or (model and (model.name_or_path or model.chain)) or kind or "plan"
+    name = details.model or (model and model.source) or kind or "plan"
     return (*_wrap(name, 60), *island)
 
 

@@ -94,7 +94,7 @@ def draw_diagram(placed: Placement) -> None:
     config, model = prepared.config, prepared.config.model
     assert model is not None
     details = DiagramDetails(
-        model=model.name_or_path or model.chain or prepared.model_config.model_type,
+        model=model.source or prepared.model_config.model_type,
         num_layers=introspect(prepared.model_config).num_layers,
         parameters={m.index: m.parameters for m in prepared.memory},
         memory_bytes={m.index: m.total for m in prepared.memory},

@@ -15,8 +15,9 @@ from hetero_framework.errors import ArchitectureError, DataError
 from hetero_framework.extras.chains.chain import INPUT, TARGET
 from hetero_framework.extras.chains.chain_objective import ChainLoss
 from hetero_framework.extras.chains.family import Chains, forms_of
+from hetero_framework.extras.classification.heads import set_labels
 from hetero_framework.extras.pictures.image_chain import ImageConfig
-from hetero_framework.models.cut.shard import set_labels, stated
+from hetero_framework.models.cut.shard import stated
 
 
 class Pictures(Chains):
@@ -55,6 +56,9 @@ class Pictures(Chains):
         """The classifier's own."""
         classifier: PretrainedConfig = config.of_classifier
         return classifier
+
+    def loading(self, weights: Path) -> str | None:
+        return None
 
     def processor(self, config: Any) -> tuple[str, str | None] | None:
         return (config.source, config.revision) if config.source is not None else None

@@ -271,7 +271,7 @@ def _random_weights(
     """The configuration with a model of random weights. Those that are to be quantised are read
     from files as the library wants it; the files go when the block ends."""
     assert config.model is not None
-    if config.model.chain is not None:  # of which no files are read
+    if config.model.name_or_path is None and config.model.source:  # no files are read
         yield config
         return
     fields = json.loads(model.to_json_string())

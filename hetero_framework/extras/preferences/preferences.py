@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from hetero_framework.config import TOKEN_METRICS, StageSpec, TrainingConfig
 from hetero_framework.data.examples import IGNORE_INDEX
+from hetero_framework.errors import ConfigError
 from hetero_framework.extras.preferences.pair_losses import PAIR_LOSSES
 from hetero_framework.extras.preferences.pair_objective import (
     LOGITS,
@@ -27,11 +28,19 @@ from hetero_framework.extras.preferences.pair_objective import (
 )
 from hetero_framework.extras.preferences.pairs import REFERENCE
 from hetero_framework.extras.preferences.settings import PreferenceSettings
+from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.objective import COUNT
 from hetero_framework.models.cut.shard import Inputs
 
 LOGPS = "logps"
 SIDES = ("chosen", "rejected")
+
+
+def can_switch(plan: AdapterPlan | None) -> bool:
+    """Whether the model is as it was before the training while its adapter is switched off."""
+    if plan is None or plan.weights is not None or plan.rewrites_base:
+        return False
+    return bool(plan.lora_config.bias == "none")
 
 
 class Referenced(PairObjective):
@@ -45,6 +54,7 @@ class Referenced(PairObjective):
     ) -> None:
         super().__init__(training, id_layers, *further)
         self._measures = training.token_metrics
+        self._precomputes = PreferenceSettings.of(training).precompute_ref_log_probs
         self._reference = REFERENCE[training.data_kind]
         self.beside = self._reference
         """Names of the inputs of the last stage that have one number for each example."""
@@ -52,6 +62,14 @@ class Referenced(PairObjective):
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
         needed = super().stage_inputs(spec, names)
         return [name for name in needed if spec.is_last or name not in self.beside]
+
+    def check(self, plan: AdapterPlan | None) -> None:
+        if not self._precomputes and not can_switch(plan):
+            raise ConfigError(
+                "training.precompute_ref_log_probs is false, but without a new adapter no step can"
+                " ask the model that training began with",
+                hint="leave it out: the reference is asked once, before the first step",
+            )
 
     def probe_inputs(self, config: PretrainedConfig, inputs: Inputs) -> Inputs:
         labels = inputs["labels"]

@@ -26,10 +26,10 @@ from hetero_framework.data import LazyBatches, MicroBatch, TrainData
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import CheckpointError, NumericError, ProtocolError
 from hetero_framework.extras.preferences.pairs import REFERENCE, AnswerRows
-from hetero_framework.extras.preferences.preferences import LOGPS
+from hetero_framework.extras.preferences.preferences import LOGPS, can_switch
 from hetero_framework.extras.preferences.settings import PreferenceSettings
 from hetero_framework.trainer.continuation import versions
-from hetero_framework.trainer.setup import Prepared, can_switch
+from hetero_framework.trainer.setup import Prepared
 from hetero_framework.units import plural
 
 _log = logging.getLogger(__name__)

@@ -31,21 +31,17 @@ def _takes_one(objective: str) -> bool:
     return objective in _OTHER_LOSSES or objective == "cpo"
 
 
-class _ReadByLosses(ReadIf):
+def _read_by_losses(setting: str) -> ReadIf:
     """With the losses of pairs that have it as a parameter, those of a user's file too."""
 
-    setting: str
-
-    def __init__(self, setting: str) -> None:
-        object.__setattr__(self, "setting", setting)
-
-    @property
-    def condition(self) -> str:
+    def condition() -> str:
         ways = []
         for objective, losses in PAIR_LOSSES.items():
-            if names := [name for name, loss in losses.items() if self.setting in loss.reads]:
+            if names := [name for name, loss in losses.items() if setting in loss.reads]:
                 ways.append(f"objective={objective} and loss_type={'|'.join(names)}")
         return " or ".join(ways)
+
+    return ReadIf(condition)
 
 
 class PreferenceSettings(TrainingConfig):
@@ -62,14 +58,14 @@ class PreferenceSettings(TrainingConfig):
     """DPO, KTO: how closely the model keeps to the reference. ORPO: weight of the odds. CPO: by
     what log-probabilities are multiplied. Elsewhere: rl_beta, dpo_beta, pref_beta, orpo_alpha,
     trl.beta."""
-    label_smoothing: Annotated[float, _ReadByLosses("label_smoothing")] = Field(
+    label_smoothing: Annotated[float, _read_by_losses("label_smoothing")] = Field(
         default=0.0, ge=0, lt=0.5
     )
     """The share of pairs whose answers may have been confused (DPO: robust, exo_pair; CPO: sigmoid,
     simpo). Elsewhere: dpo_label_smoothing."""
     cpo_alpha: Annotated[float, _OF_CPO] = Field(default=1.0, ge=0)
     """CPO: weight of the chosen answers' own loss."""
-    simpo_gamma: Annotated[float, _ReadByLosses("simpo_gamma")] = 0.5
+    simpo_gamma: Annotated[float, _read_by_losses("simpo_gamma")] = 0.5
     """CPO: how much better the chosen answer should be (simpo)."""
     rpo_alpha: Annotated[float | None, _OF_DPO] = Field(default=None, ge=0)
     """DPO: weight of the chosen answers' own loss, added to the others. null: none."""
@@ -79,7 +75,7 @@ class PreferenceSettings(TrainingConfig):
     ld_alpha: Annotated[float | None, _OF_DPO] = Field(default=None, ge=0, le=1)
     """DPO: weight of the tokens beyond the length of the shorter answer. null: all count.
     Elsewhere: dpo_ld_alpha."""
-    discopop_tau: Annotated[float, _ReadByLosses("discopop_tau")] = Field(default=0.05, gt=0)
+    discopop_tau: Annotated[float, _read_by_losses("discopop_tau")] = Field(default=0.05, gt=0)
     """DPO: the temperature of discopop."""
     desirable_weight: Annotated[float, _OF_KTO] = Field(default=1.0, ge=0)
     """KTO: weight of the answers whose label is true. Elsewhere: kto_desirable_weight,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
 from hetero_framework.config import TrainingConfig
+from hetero_framework.config.objectives import needs_if_known
+from hetero_framework.config.problems import Problem, shown
 from hetero_framework.config.section import FREE, ReadIf, Steps, Tokens
 
 _SAMPLES = ReadIf("sample_prompts")
@@ -39,3 +42,14 @@ class SampleSettings(TrainingConfig):
         if not isinstance(value, (list, tuple)):
             return value
         return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+
+
+def disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
+    """Contradictions to other sections."""
+    training = parts.get("training")
+    if training is None or needs_if_known(training.objective).task == "causal-lm":
+        return
+    if SampleSettings.of(training).sample_prompts:
+        objective = shown(training.objective)
+        text = f"is for models that generate text, and training.objective is {objective}"
+        yield Problem("training.sample_prompts", f"{text}; leave it out")

@@ -120,7 +120,7 @@ def with_result(config: Config, result: Path | None, *, base: bool, local: bool)
     where there is none."""
     raw = config.to_dict()
     assert config.model is not None
-    if config.model.chain is not None or config.model.task != "causal-lm":
+    if config.model.task != "causal-lm":
         raise UserError(
             f'a model trained with the objective "{config.training.objective}" answers no prompts',
             hint="load the result with its class; its README.md shows how",

@@ -20,6 +20,7 @@ from hetero_framework.errors import DataError, ModelError
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.lora import plan_saved_adapter
 from hetero_framework.models.adapters.trainable import attach_adapter
+from hetero_framework.models.cut.family import head_for
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.cut.partition import ranges_between
@@ -65,7 +66,9 @@ def merge_adapter(
     output.check(source, adapter_dir)
     settings = ModelConfig(name_or_path=model, revision=revision, dtype=dtype)
     if (Path(adapter_dir).expanduser() / repository.CONFIG).exists():
-        settings = _of_classifier(settings, Path(adapter_dir).expanduser())
+        beside = read_config(str(Path(adapter_dir).expanduser()), None)
+        if (head := head_for(task_of(beside))) is not None:
+            settings = head.found(settings, beside)
     settings, warned = as_held(settings, base_dir)
     for line in warned:
         _log.warning("%s", line)
@@ -91,20 +94,6 @@ def merge_adapter(
     facts = base_facts(model, revision, base_dir)
     card = model_card(facts, out_config, adapter=False, lists={"## Made from": _MERGED})
     write_checkpoint(output, parts, out_config, generation, tokenizer, towers=towers, card=card)
-
-
-def _of_classifier(settings: ModelConfig, adapter_dir: Path) -> ModelConfig:
-    """The `model` section with the labels that stand beside an adapter."""
-    config = read_config(str(adapter_dir), None)
-    names = config.id2label or {}
-    settings = settings.changed(
-        label_names=tuple(name for _, name in sorted(names.items())),
-        problem_type=config.problem_type,
-        pad_token_id=config.get_text_config().pad_token_id,
-    )
-    is_of_tokens = task_of(config) == "token-classification"
-    settings._objective = "token-classification" if is_of_tokens else "classification"
-    return settings
 
 
 def _adapts_a_tied_end(config: PretrainedConfig, plan: AdapterPlan) -> bool:

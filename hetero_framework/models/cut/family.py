@@ -1,8 +1,9 @@
-"""Families of models: what the heart asks of a kind of model that its own rules do not cut.
+"""Families of models, and heads: what the heart asks of kinds of models that it does not know.
 
 transformers' classes for text are cut by the rules of this folder. Another kind is a `Family` in
-the registry's table "families", by the `model_type` of its configurations: "chain", or the task of
-the model section.
+the registry's table "families", by the task of the model section, which is the `model_type` of its
+configurations too. A class for text with another head than that of a language model has a `Head` in
+the table "heads", by its task.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hetero_framework import registry
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Generator, Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hetero_framework.config import Config, ModelConfig
+    from hetero_framework.data import TrainData
     from hetero_framework.models.cut.side import Form
 
 
@@ -71,8 +73,34 @@ class Family(Protocol):
     def card(self, config: PretrainedConfig) -> tuple[str, str, str]:
         """The title, the lines that load it, and their library, of a result of this family."""
 
+    def loading(self, weights: Path) -> str | None:
+        """A line of Python that loads a result's weights; None: as transformers does."""
+        return None
+
     def load(self, fields: dict[str, Any], folder: Path) -> Any:
         """The model of such a result; `fields` are those of its config.json."""
+
+
+class Head(Protocol):
+    """A kind of head; `config` is a configuration of a class that has it."""
+
+    misfit: str
+    """Advice for a head of another size than the configuration's, behind a first one."""
+
+    def enter(self, model: ModelConfig, config: PretrainedConfig) -> None:
+        """Enter what the model section says of the head."""
+
+    def decided(self, model: ModelConfig, data: TrainData) -> tuple[dict[str, Any], str]:
+        """The settings of the model section that the data decide, and the reason. Raises
+        ConfigError for one that cannot be."""
+
+    def found(self, model: ModelConfig, config: PretrainedConfig) -> ModelConfig:
+        """The model section with the head of `config`, which stands beside an adapter."""
+
+    def probe(
+        self, config: PretrainedConfig, ids: Tensor, mask: Tensor, generator: Generator
+    ) -> dict[str, Tensor]:
+        """A batch for a tiny model, of these tokens."""
 
 
 def family_named(name: str) -> Family | None:
@@ -87,7 +115,16 @@ def family_of(config: PretrainedConfig) -> Family | None:
 
 def family_asked(model: ModelConfig | None) -> Family | None:
     """The family that the model section asks for."""
-    return family_named("chain" if model.chain else model.task) if model is not None else None
+    return family_named(model.task) if model is not None else None
+
+
+def head_for(task: str) -> Head | None:
+    """The head of models with this task; None for that of a language model, and for families.
+    Raises ConfigError where no extra here has it."""
+    if task == "causal-lm" or registry.has("families", task):
+        return None
+    head: Head = registry.needed("heads", task, f"a model for {task}")
+    return head
 
 
 def decided(config: Config) -> Config:

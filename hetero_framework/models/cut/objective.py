@@ -10,7 +10,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from transformers import PretrainedConfig
@@ -20,6 +20,9 @@ from hetero_framework.data.batches import MicroBatch
 from hetero_framework.models.cut.chunked_loss import chunk_tokens, spans
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
+
+if TYPE_CHECKING:
+    from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 
 COUNT = "batches/"
 """Before the name of a metric: how many micro-batches have it, where not all do."""
@@ -130,6 +133,10 @@ class Objective(ABC):
         return 1
 
     # -- before the run -------------------------------------------------------------------------
+
+    def check(self, plan: AdapterPlan | None) -> None:
+        """Raise ConfigError for a run that this objective cannot have, with this adapter."""
+        return
 
     def probe_inputs(self, config: PretrainedConfig, inputs: Inputs) -> Inputs:
         """A micro-batch of the largest size without data: `inputs` has input_ids, attention_mask

@@ -38,7 +38,7 @@ from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.attention import check_installed
 from hetero_framework.models.cut.codebooks import for_model
-from hetero_framework.models.cut.family import family_asked, family_of
+from hetero_framework.models.cut.family import family_asked, family_of, head_for
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.known_masks import knowing, register_known_masks
 from hetero_framework.models.cut.language import lies_in
@@ -97,12 +97,8 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
         register_per_sample()  # quantising looks at a model before one is built
         config._attn_implementation = model.attn_implementation
     config = config_for(config, model.task)
-    set_labels(config, model)
-    text: Any = config.get_text_config()
-    if model.task != "causal-lm" and model.pad_token_id is not None:
-        text.pad_token_id = model.pad_token_id
-    elif model.task != "causal-lm" and getattr(text, "pad_token_id", None) is None:
-        text.pad_token_id = 0  # until the data say it: without any some classes take one row only
+    if (head := head_for(model.task)) is not None:
+        head.enter(model, config)
     _check_built(config, place)
     if model.tie_word_embeddings is not None:
         for part in (config, config.get_text_config()):
@@ -125,25 +121,6 @@ def stated(model: ModelConfig, base_dir: Path) -> tuple[PretrainedConfig, str]:
         raise ModelError(
             f"model.from_config is not a configuration of an installed architecture: {error}"
         ) from error
-
-
-def set_labels(config: PretrainedConfig, model: ModelConfig) -> None:
-    """Enter what the `model` section says of a classifier."""
-    if model.task == "causal-lm":
-        return
-    if model.num_labels is not None:
-        config.num_labels = model.num_labels
-    if model.label_names is not None:
-        config.id2label = dict(enumerate(model.label_names))
-        config.label2id = {name: number for number, name in config.id2label.items()}
-    if model.problem_type is not None:
-        config.problem_type = model.problem_type
-
-
-def own_labels(model: ModelConfig, base_dir: Path) -> bool:
-    """Whether the configuration that the `model` section names is that of a classifier for its
-    task, so that its labels count. Raises as `load_model_config`."""
-    return model.task != "causal-lm" and task_of(stated(model, base_dir)[0]) == model.task
 
 
 def _check_built(config: PretrainedConfig, place: str) -> None:
@@ -271,12 +248,12 @@ def build_shard(
                     output_loading_info=True,
                 )
             for name, actual, expected in sorted(report["mismatched_keys"]):
-                classifies = task_of(config) != "causal-lm"
+                head = head_for(task_of(config))
                 raise ModelError(
                     f"{name} of the checkpoint {checkpoint.source!r} has the shape {list(actual)};"
                     f" its config.json says {list(expected)}",
                     hint="put the config.json there that belongs to these weights"
-                    + ", or leave model.num_labels and label_names out" * classifies,
+                    + (head.misfit if head is not None else ""),
                 )
             if missing := sorted(report["missing_keys"]):
                 refuse_wrapped(checkpoint, whole.names)

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 
 from hetero_framework.config.objectives import Task
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.cut.family import family_of
+from hetero_framework.models.cut.family import family_of, head_for
 from hetero_framework.models.library import OWN_CLASS_HINT
 
 TINY_LAYERS = 6
@@ -371,18 +371,9 @@ def probe_inputs(
     ids = torch.randint(3, vocabulary, shape, generator=generator)
     mask = torch.ones_like(ids)
     mask[1, 3 * tokens // 4 * ids_per_token :] = 0
-    task, count = task_of(config), config.num_labels or 1
-    if task == "causal-lm":
-        labels = ids.masked_fill(mask == 0, -100)
-    elif task == "token-classification":
-        labels = (ids % count).masked_fill(mask == 0, -100)
-    elif config.problem_type in (None, "single_label_classification") and count > 1:
-        labels = ids[:, 0] % count
-    else:
-        labels = torch.rand(PROBE_ROWS, count, generator=generator).round()
-    if task != "causal-lm":  # some find the end of a row by the token that pads
-        padding = getattr(config.get_text_config(), "pad_token_id", None) or 0
-        ids = ids.masked_fill(mask == 0, max(0, padding))
+    if (head := head_for(task_of(config))) is not None:
+        return head.probe(config, ids, mask, generator)
+    labels = ids.masked_fill(mask == 0, -100)
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 

@@ -27,7 +27,6 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from hetero_framework import registry
 from hetero_framework.config.objectives import Task
 from hetero_framework.core.cache import recall, remember
 from hetero_framework.core.devices import open_device
@@ -163,8 +162,6 @@ def verify_model(
     checkpoint = None
     if config is not None and config.model is not None:
         held, _ = as_held(config.model, config.base_dir)
-        if labels := registry.facts("data", config.training.data_kind).get("labels"):
-            held = held.changed(num_labels=labels)
         model_config = load_model_config(held, config.base_dir)
         if config.model.name_or_path is not None and _fits(model_config):
             source = resolve_model_path(str(config.model.name_or_path), config.base_dir)

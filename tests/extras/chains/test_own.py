@@ -114,3 +114,9 @@ def test_steps_take_the_epochs_order(monkeypatch: pytest.MonkeyPatch) -> None:
         Config.from_dict({**raw, "training": training, "island": ISLAND})
     with pytest.raises(ConfigError, match="is for models of texts; take it out"):
         Config.from_dict({**raw, "training": training, "adapter": {}})
+    for model, message in (
+        ({"chain": "it", "name_or_path": "m"}, "name_or_path, from_config or chain, exactly one"),
+        ({"chain": "it", "quantization": "nf4"}, "quantization needs stored weights"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Config.from_dict({**raw, "training": training, "model": model})

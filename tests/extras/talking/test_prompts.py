@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from hetero_framework.config import Config
 from hetero_framework.data.formats import ALPACA_WITHOUT_INPUT
 from hetero_framework.data.sources import Record
-from hetero_framework.errors import DataError
+from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat
 from tests.unit.data_helpers import CHATML, make_config, tiny_tokenizer, write_jsonl
 
@@ -124,3 +125,15 @@ def test_the_training_data_say_whether_a_model_is_talked_to(
     assert not is_chat(config, tiny_tokenizer())
     (tmp_path / "train.jsonl").unlink()
     assert is_chat(config, TOKENIZER)
+
+
+@pytest.mark.parametrize("objective", ["classification", "sequential"])
+def test_only_models_that_generate_text_continue_prompts(objective: str) -> None:
+    raw = {
+        "coordinator": {"ip": "127.0.0.1"},
+        "shard_plan": [{"id": "local", "start": 0, "end": 2}],
+        "training": {"objective": objective, "sample_prompts": ["a"]},
+    }
+    with pytest.raises(ConfigError, match=r"sample_prompts: is for models that generate text"):
+        Config.from_dict(raw)
+    Config.from_dict({**raw, "training": {"objective": "dpo", "sample_prompts": ["a"]}})

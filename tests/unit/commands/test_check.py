@@ -95,17 +95,6 @@ def test_an_objective_that_does_not_fit_is_refused_on_any_machine(
     with pytest.raises(ConfigError, match="without a new adapter no step can ask"):
         check(Config.from_dict(raw, tmp_path))
     check(Config.from_dict({**raw, "adapter": {}}, tmp_path))
-    raw["training"] = {"objective": "classification", "sample_prompts": ["a"]}
-    with pytest.raises(ConfigError, match=r"training\.sample_prompts is for models that generate"):
-        check(Config.from_dict(raw, tmp_path))
-
-
-def test_labels_of_a_model_that_has_none_are_refused(raw: dict[str, Any], tmp_path: Path) -> None:
-    raw["model"]["num_labels"] = 3
-    with pytest.raises(ConfigError, match=r"model\.num_labels: is for classifiers"):
-        Config.from_dict(raw, tmp_path)
-    raw["training"]["objective"] = "token-classification"
-    Config.from_dict(raw, tmp_path)
 
 
 def test_plan_that_does_not_fit_the_model_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:

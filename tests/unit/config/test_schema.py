@@ -189,7 +189,7 @@ def test_a_plan_without_workers_is_accepted() -> None:
         # transformers takes "owner/name" for a kernel of the hub: native code of somebody
         ("model.attn_implementation", "somebody/kernel", 'must be "eager", "sdpa", "flash_att'),
         ("model.quantization", "nf5", 'must be "nf4" or "int8", not the text "nf5"'),
-        ("model.name_or_path", None, "model: give name_or_path, from_config or chain"),
+        ("model.name_or_path", None, "model: give name_or_path or from_config, exactly"),
         ("model", {"from_config": {}}, 'from_config needs a "model_type"'),
         ("model", {"from_config": {"model_type": "llama"}}, "model.tokenizer: is needed"),
         ("adapter.r", 0, "adapter.r: must be at least 1, not 0"),

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.objective and not arguments.model_type:
         raise UserError("--objective goes with --model-type; a configuration has its own")
     needs = needs_of(arguments.objective or "sft")
-    if needs.data == "own" and needs.task == "causal-lm":
+    if needs.task == "chain":
         raise UserError(
             f"a model for {arguments.objective} is verified with the --config that names it"
         )

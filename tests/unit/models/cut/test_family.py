@@ -14,7 +14,7 @@ from hetero_framework.models.cut.tiny import shrink, stock_class
 
 
 class MadeUpConfig(PretrainedConfig):
-    model_type = "chain"
+    model_type = "made-up"
 
 
 class MadeUpModel(PreTrainedModel):
@@ -26,8 +26,10 @@ def test_a_family_stands_for_its_models(tmp_path: Any, monkeypatch: pytest.Monke
     config, saved = MadeUpConfig(), LlamaConfig()
     family = SimpleNamespace(stock_class=MadeUpModel, saved=lambda c: saved)
     family.read = lambda model, base_dir: config
-    registry.register("families", "chain", family)
-    assert load_model_config(ModelConfig(chain="mine"), tmp_path) is config
+    registry.register("families", "made-up", family)
+    registry.register("objectives", "mine", None, task="made-up")
+    model = ModelConfig(name_or_path="a").for_objective("mine")
+    assert load_model_config(model, tmp_path) is config
     assert family_of(config) is family
     assert stock_class(config) is MadeUpModel
     assert shrink(config) is config

@@ -18,16 +18,19 @@ from transformers import (
 )
 
 from hetero_framework import registry
-from hetero_framework.config import ModelConfig
+from hetero_framework.config import Config, ModelConfig
+from hetero_framework.config.objectives import needs_of
 from hetero_framework.core.devices import open_device
-from hetero_framework.errors import ArchitectureError, ModelError
+from hetero_framework.errors import ArchitectureError, ConfigError, ModelError
+from hetero_framework.extras.classification.settings import LabelSettings
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import model_class
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import load_model_config, load_shard
-from hetero_framework.models.cut.tiny import config_for, tiny_config
+from hetero_framework.models.cut.tiny import config_for, stock_class, tiny_config
 from hetero_framework.models.files.stated import as_held, new_weights
-from hetero_framework.models.verify.equivalence import compare, ranges_from_cuts
+from hetero_framework.models.verify import equivalence
+from hetero_framework.models.verify.equivalence import compare, ranges_from_cuts, verify_model
 
 TEXTS, TOKENS = "sequence-classification", "token-classification"
 CUTS = ([0, 6], [0, 2, 6], [0, 0, 3, 4, 6, 6])
@@ -41,7 +44,7 @@ def objectives(monkeypatch) -> None:
 
 def section(place: Path, **settings: Any) -> ModelConfig:
     """The `model` section of a run that classifies texts."""
-    model = ModelConfig(name_or_path=str(place), **settings)
+    model = LabelSettings(name_or_path=str(place), **settings)
     model._objective = "texts"
     return model
 
@@ -177,11 +180,72 @@ def test_labels_are_settings(tmp_path) -> None:
     assert fields["id2label"] == {"0": "no", "1": "yes", "2": "maybe"}
     for wrong in ({"num_labels": 2}, {"label_names": ("a", "a")}):
         with pytest.raises(ValueError, match="label_names"):
-            ModelConfig(name_or_path="m", **{"label_names": ("a", "b", "c"), **wrong})
+            LabelSettings(name_or_path="m", **{"label_names": ("a", "b", "c"), **wrong})
 
 
 def test_a_model_without_the_setting_is_a_causal_one(tmp_path) -> None:
     place = saved(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(place)
-    config = load_model_config(ModelConfig(name_or_path=str(place), num_labels=7), Path())
+    config = load_model_config(LabelSettings(name_or_path=str(place), num_labels=7), Path())
     assert config.num_labels == model.config.num_labels
+
+
+@pytest.mark.parametrize("objective", ["classification", "reward", "token-classification"])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_verify_takes_the_class_that_the_objective_trains(
+    objective: str, has_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that the weights lack is the same in the whole and in a shard."""
+    task = needs_of(objective).task if has_head else "causal-lm"
+    stored = tiny_config("llama", task)
+    if has_head:
+        stored.num_labels = 1 if objective == "reward" else 3
+    stock_class(stored)._from_config(stored).save_pretrained(tmp_path / "model")
+    machine = {"hostname": "a", "ip": "127.0.0.1"}
+    raw = {
+        "coordinator": machine,
+        "workers": [{"id": 1, **machine, "port": 9871}],
+        "shard_plan": [{"id": "local", "start": 0, "end": 2}, {"id": 1, "start": 2, "end": 6}],
+        "model": {"name_or_path": "model"},
+        "training": {"objective": objective},
+    }
+    steps: list[str] = []
+    real = equivalence._whole_step
+
+    def step(whole: Any, inputs: Any, items: Any, config: Any, *half: Any) -> float:
+        steps.append(type(whole).__name__)
+        loss = real(whole, inputs, items, config, *half)
+        if not half:
+            target = inputs["labels"]
+            logits = whole(**{**inputs, "labels": None}).logits
+            if objective == "reward":
+                expected = torch.nn.functional.mse_loss(logits, target)
+            else:
+                flat = logits.view(-1, logits.shape[-1])
+                expected = torch.nn.functional.cross_entropy(flat, target.view(-1))
+            assert loss == float(expected.detach())
+        return loss
+
+    monkeypatch.setattr(equivalence, "_whole_step", step)
+    result = verify_model(Config.from_dict(raw, tmp_path))
+    assert (result.verdict, result.reason, result.half) == ("bit-equal", "", "")
+    assert (result.subject, result.task) == ("the model itself", needs_of(objective).task)
+    name = needs_of(objective).task.title().replace("-", "")
+    assert steps == [f"LlamaFor{name}"] * 4
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_labels", 3), ("label_names", ["a"])])
+def test_labels_of_a_model_that_has_none_are_refused(name: str, value: Any) -> None:
+    raw: dict[str, Any] = {
+        "coordinator": {"ip": "127.0.0.1"},
+        "shard_plan": [{"id": "local", "start": 0, "end": 2}],
+        "model": {"name_or_path": "model", name: value},
+    }
+    for objective in ("sft", "dpo"):
+        with pytest.raises(ConfigError, match=rf"model\.{name}: is for classifiers"):
+            Config.from_dict({**raw, "training": {"objective": objective}})
+    raw["training"] = {"objective": "token-classification"}
+    config = Config.from_dict(raw)
+    assert Config.from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="label_names has 2 names for 3 labels"):
+        config.with_changes(model={"num_labels": 3, "label_names": ["a", "b"]})
