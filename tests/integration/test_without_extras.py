@@ -115,6 +115,11 @@ def test_a_run_without_any_extra_leaves_out_what_defaults_ask_for(place: Path) -
 
 
 WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
+    (
+        "codecs",
+        {"wire": {"gradients": "bf16"}},
+        "wire.gradients: \"bf16\" needs the extra 'codecs'",
+    ),
     ("convert", ("convert", "x"), "convert"),
     ("launch", ("launch",), "launch"),
     ("observe", ("timeline", "run"), "timeline"),

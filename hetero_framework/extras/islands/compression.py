@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hetero_framework.core.codecs import CODECS, Codec, Int8
+from hetero_framework.core.codecs import CODECS, Codec
 from hetero_framework.errors import ProtocolError
+from hetero_framework.extras.codecs.codecs import Int8
 
 Kind = Literal["none", "bf16", "int8"]
 Packed = dict[str, list[Tensor]]

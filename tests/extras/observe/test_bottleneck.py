@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_framework import registry
 from hetero_framework.core import codecs
+from hetero_framework.extras.codecs.codecs import BFloat16
 from hetero_framework.extras.observe import bottleneck
 from hetero_framework.extras.observe.bottleneck import diagnose, text
 from hetero_framework.extras.observe.measured import Boundary, Diagnosis, StageTimes
@@ -295,10 +297,10 @@ def test_a_codec_scales_transfers_by_its_bytes() -> None:
 
 
 def test_an_added_codec_becomes_a_simulated_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Half(codecs.BFloat16):
+    class Half(BFloat16):
         name = "half"
 
-    monkeypatch.setitem(codecs.CODECS, "half", Half())
+    monkeypatch.setitem(registry._registered, ("codecs", "half"), (Half(), {}))
     assert [idea.kind for idea in bottleneck._codecs(pair())] == ["bf16", "int8", "half"]
 
 

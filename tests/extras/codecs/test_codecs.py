@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from benchmarks.codecs import measure
 from hetero_framework.config import WireConfig
-from hetero_framework.core.codecs import BLOCK, CODECS, Codec
+from hetero_framework.core.codecs import CODECS, Codec
 from hetero_framework.core.tensors import to_wire
 from hetero_framework.errors import ConfigError, ProtocolError
+from hetero_framework.extras.codecs.codecs import BLOCK
 
 INT8, BF16, NONE = CODECS["int8"], CODECS["bf16"], CODECS["none"]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -183,7 +184,7 @@ def test_pieces_and_threads_do_not_change_a_bit(
     sent = values(3, 200_003).to(dtype)
     parts = INT8.encode(sent)
     received = bits(INT8.decode(parts, sent.shape, dtype))
-    monkeypatch.setattr("hetero_framework.core.codecs._CPU_RUN", 1024)
+    monkeypatch.setattr("hetero_framework.extras.codecs.codecs._CPU_RUN", 1024)
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if threads > 1 else 2)
     try:
