@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
@@ -33,10 +33,11 @@ from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, DeviceEvent, open_device
 from hetero_framework.core.spans import COMPUTE, RECEIVE, SEND
 from hetero_framework.errors import HeteroError
-from hetero_framework.extras.observe.timeline import Trace
-from hetero_framework.extras.observe.trace_file import read_timeline
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.progress import Progress
+
+if TYPE_CHECKING:
+    from hetero_framework.extras.observe.timeline import Trace
 
 WORKERS = 3
 _HOST = "127.0.0.1"
@@ -408,8 +409,10 @@ def read_run(output: Path) -> Run:
     folder = output / "adapter" if (output / "adapter").is_dir() else output / "model"
     files = sorted(folder.glob("*.safetensors"))
     try:
+        from hetero_framework.extras.observe.trace_file import read_timeline
+
         trace = read_timeline(output)
-    except HeteroError:
+    except (HeteroError, ModuleNotFoundError):  # the emulated device needs no timeline
         trace = None
     return Run(
         steps=[(line["loss"], line["grad_norm"]) for line in lines],

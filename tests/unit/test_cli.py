@@ -27,6 +27,7 @@ from hetero_framework.errors import (
     UserError,
 )
 from hetero_framework.security.access import LOOPBACK_ONLY
+from tests.installed import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = tuple(registry.names("commands"))
@@ -155,7 +156,7 @@ def test_no_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) ->
     assert "COMMAND" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["check", "train", "worker", "diagram", "bench", "verify"])
+@pytest.mark.parametrize("command", ["check", "train", "worker"])
 def test_user_error_is_one_message_and_exit_code_2(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -403,6 +404,7 @@ def test_wrong_option_values_are_refused(arguments: list[str]) -> None:
     assert ended.value.code == 2
 
 
+@needs("verify")
 @pytest.mark.parametrize(
     "options",
     [
@@ -421,6 +423,7 @@ def test_verify_takes_one_model_or_all(
     assert re.search(r"give only one of|goes with", capsys.readouterr().err)
 
 
+@needs("observe")
 def test_diagram_prints_mermaid(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["diagram", "--config", str(config_file), "--output", "-"]) == 0
     assert capsys.readouterr().out.startswith("flowchart")
@@ -428,6 +431,7 @@ def test_diagram_prints_mermaid(config_file: Path, capsys: pytest.CaptureFixture
     assert cli.main(wrong) == 2
 
 
+@needs("planner")
 def test_bench_is_for_the_coordinators_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -452,6 +456,7 @@ def test_doctor_reports_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert "graphviz: " in text
 
 
+@needs("observe")
 def test_demo_scripts_start(tmp_path: Path) -> None:
     picture = tmp_path / "a.mmd"
     environment = {"PYTHONPATH": str(ROOT)}
@@ -514,6 +519,7 @@ def test_text_of_a_file_does_not_steer_the_terminal(
     assert len(shown) < 1200
 
 
+@needs("observe")
 def test_a_tilde_that_the_shell_leaves_is_expanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_file: Path
 ) -> None:
@@ -524,6 +530,7 @@ def test_a_tilde_that_the_shell_leaves_is_expanded(
     assert (tmp_path / "a.mmd").is_file()
 
 
+@needs("foreign_formats")
 def test_what_no_extra_here_has_is_told_in_one_sentence() -> None:
     with pytest.raises(ConfigError, match="--gguf needs an extra that this installation lacks"):
         registry.needed("conversions", "nothing", "--gguf")

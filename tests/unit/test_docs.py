@@ -18,7 +18,10 @@ import pytest
 from hetero_framework.cli import build_parser, main
 from hetero_framework.commands.check_report import forecast
 from hetero_framework.config import Config, load_config
+from tests.installed import whole
 from tests.samples import save_texts, save_tokenizer
+
+pytestmark = whole  # the pages tell of all
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -20,9 +20,10 @@ import pytest
 from hetero_framework import registry
 from hetero_framework.cli import build_parser
 from hetero_framework.config import effects
+from tests.installed import whole
 from tests.unit.test_troubleshooting import templates
 
-pytestmark = pytest.mark.xdist_group("layering")  # one process reads all files
+pytestmark = [whole, pytest.mark.xdist_group("layering")]  # one process reads all files
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hetero_framework"
 # Names of transformers' architectures, written by `hetero verify --all`.

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.installed import needs
+
 pytestmark = pytest.mark.xdist_group("layering")  # one process reads all files
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hetero_framework"
@@ -284,6 +286,7 @@ def broad(tree: ast.AST) -> int:
     return sum(name in ("", "Exception", "BaseException") for name in names)
 
 
+@needs("reporting")
 def test_all_exceptions_are_caught_only_in_outermost_loops() -> None:
     found = {str(f.relative_to(PACKAGE).as_posix()): broad(parsed(f)) for f in MODULES}
     assert {file: count for file, count in found.items() if count} == BROAD

@@ -10,6 +10,7 @@ import pytest
 
 from hetero_framework import registry
 from hetero_framework.errors import ConfigError
+from tests.installed import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = sorted(registry._tables())
@@ -43,6 +44,7 @@ def test_a_registered_name_comes_with_its_facts(monkeypatch: pytest.MonkeyPatch)
     assert registry.names("objectives")[-1] == "own"
 
 
+@needs("talking")
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(module: str) -> None:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.installed import whole
+
+pytestmark = whole  # the pages tell of all
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 QUOTED = re.findall(r"^### `(.+)`$", PAGE, re.MULTILINE)

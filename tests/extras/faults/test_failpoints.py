@@ -18,6 +18,7 @@ from hetero_framework import log
 from hetero_framework.core import failpoints
 from hetero_framework.errors import ConfigError, as_hetero_error
 from hetero_framework.extras.faults.failpoints import ONCE_VARIABLE, POINTS
+from tests.installed import whole
 
 ROOT = Path(__file__).parents[3]
 
@@ -193,6 +194,7 @@ def test_the_page_lists_every_failpoint_with_its_place() -> None:
     assert rows == POINTS
 
 
+@whole
 def test_every_point_is_placed_in_the_product() -> None:
     package = ROOT / "hetero_framework"
     text = "\n".join(file.read_text(encoding="utf-8") for file in package.rglob("*.py"))

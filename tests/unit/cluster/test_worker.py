@@ -73,6 +73,7 @@ from hetero_framework.errors import (
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.security import acceptor
 from tests.framed import framed
+from tests.installed import needs
 from tests.samples import free_ports, plan_of
 from tests.waiting import wait_until
 
@@ -252,6 +253,7 @@ def test_a_worker_refuses_a_model_not_in_its_file_and_stays_up(
     assert len(served.weights) == 1
 
 
+@needs("planner")
 def test_a_worker_measures_only_models_that_its_own_file_permits(serve: Any) -> None:
     """`hetero plan --measure` asks for it: "hetero.measure" is one more way to name a model."""
     served = serve()
@@ -573,6 +575,7 @@ def test_worker_that_was_measured_waits_for_the_run_that_is_planned(
     assert served.error is None
 
 
+@needs("planner")
 def test_worker_that_the_plan_leaves_out_says_so_and_ends(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

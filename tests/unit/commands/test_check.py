@@ -14,6 +14,7 @@ from hetero_framework.config import Config, load_config
 from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.errors import ConfigError, DataError, PlanError
 from hetero_framework.trainer.setup import prepare
+from tests.installed import needs
 from tests.samples import plan_of
 from tests.unit.data_helpers import CHATML, tiny_tokenizer
 
@@ -70,6 +71,7 @@ def test_report_is_a_table_with_layers(raw: dict[str, Any], tmp_path: Path) -> N
     assert "This machine: coordinator and worker 1." in shown
 
 
+@needs("classification")
 def test_report_names_an_objective_that_is_not_the_usual_one(
     raw: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -82,6 +84,7 @@ def test_report_names_an_objective_that_is_not_the_usual_one(
     assert "labels: 2 (bad, good), single_label_classification" in shown
 
 
+@needs("preferences")
 @pytest.mark.parametrize("plan", ["given", "auto"])
 def test_an_objective_that_does_not_fit_is_refused_on_any_machine(
     plan: str, raw: dict[str, Any], tmp_path: Path
@@ -201,6 +204,7 @@ def test_show_has_the_tokens_and_the_labels_of_a_run(
     assert second["left_out"] == [f"{whole - 64} of {whole} tokens (data.max_length)"]
 
 
+@needs("observe")
 def test_show_marks_the_text_in_the_loss(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--config", str(chat), "--show", "1"]) == 0
     shown = capsys.readouterr().out.partition("The loss covers what is between ⟦ and ⟧;")[2]
@@ -324,7 +328,12 @@ def test_plan_that_is_left_to_the_run_is_explained(raw: dict[str, Any], tmp_path
     assert 'shard_plan is "auto": `hetero train` measures the machines' in said
 
 
-@pytest.mark.parametrize("words", [["train"], ["plan", "--measure"], ["plan", "--dry-run"]])
+PLAN = [["plan", "--measure"], ["plan", "--dry-run"]]
+
+
+@pytest.mark.parametrize(
+    "words", [["train"], *(pytest.param(words, marks=needs("planner")) for words in PLAN)]
+)
 def test_an_automatic_plan_without_a_model_is_refused(
     words: list[str], raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

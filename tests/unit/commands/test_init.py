@@ -24,6 +24,7 @@ from hetero_framework.commands.init import (
 from hetero_framework.config import Config, load_config
 from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.models.cut.tiny import tiny_config
+from tests.installed import needs
 
 
 @pytest.mark.parametrize(
@@ -112,6 +113,7 @@ def test_proposal_with_another_coordinator() -> None:
     assert raw["coordinator"] == {"ip": "10.0.0.9", "port": 9000, "device": "cpu"}
 
 
+@needs("islands")
 def test_proposal_for_an_island_names_it_and_its_lighthouse() -> None:
     config = Config.from_dict(proposed(island="garage", lighthouse="10.0.0.9:7"))
     assert config.island is not None
@@ -216,6 +218,7 @@ def replies(*lines: str) -> Callable[[str], str]:
     return ask
 
 
+@needs("chains", "classification")
 def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
     output = tmp_path / "c.json"
     said: list[str] = []
@@ -314,6 +317,7 @@ def saved_record(folder: Path, fields: dict[str, Any]) -> str:
     return "rows.jsonl"
 
 
+@needs("preferences", "classification")
 @pytest.mark.parametrize("objective", RECORDS)
 def test_the_fields_of_the_data_tell_the_objective(
     objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -329,6 +333,7 @@ def test_the_fields_of_the_data_tell_the_objective(
     assert f"The data have the fields {', '.join(RECORDS[objective])}." in said
 
 
+@needs("preferences", "classification")
 def test_an_objective_that_the_data_do_not_fit_is_refused_with_their_fields(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,6 +356,7 @@ def test_an_objective_that_the_data_do_not_fit_is_refused_with_their_fields(
     assert config.training.objective == "sft"
 
 
+@needs("preferences", "classification")
 @pytest.mark.parametrize(
     ("objective", "adapter", "rate"),
     [
@@ -368,6 +374,7 @@ def test_the_learning_rate_follows_the_objective(objective: str, adapter: str, r
     assert config.training.objective == objective
 
 
+@needs("classification")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of DeBERTa, in 5.17
 def test_layers_are_those_of_the_class_that_is_trained(tmp_path: Path) -> None:
     """Of DeBERTa there is none that generates text."""

@@ -14,6 +14,7 @@ import pytest
 from hetero_framework import registry
 from hetero_framework.cli import build_parser, main
 from hetero_framework.commands.options import OutputFile, OutputFolder
+from tests.installed import needs
 
 FILES = {
     ("init", "--output"): ["--non-interactive", "--layers", "4"],
@@ -131,7 +132,7 @@ def test_a_command_never_overwrites_what_it_reads(
 
 
 @pytest.mark.parametrize("taken", ["a file", "a hard link", "a link", "a dangling link"])
-@pytest.mark.parametrize("command", ["init", "diagram"])
+@pytest.mark.parametrize("command", ["init", pytest.param("diagram", marks=needs("observe"))])
 def test_overwrite_replaces_a_name_and_nothing_behind_it(
     command: str, taken: str, folder: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_overwrite_replaces_a_name_and_nothing_behind_it(
     assert not (folder / "nowhere").exists()
 
 
+@needs("observe")
 def test_default_names_are_no_exception(folder: Path) -> None:
     config = ["--config", "in/hetero_config.json"]
     for words in (["diagram", "--format", "mmd", *config], ["init", *FILES["init", "--output"]]):
@@ -152,6 +154,7 @@ def test_default_names_are_no_exception(folder: Path) -> None:
         assert main([*words, "--overwrite"]) == 0
 
 
+@needs("convert")
 def test_rows_that_a_conversion_writes_are_outputs_too(folder: Path) -> None:
     data = folder / "data"
     data.mkdir()
@@ -172,6 +175,7 @@ def test_rows_that_a_conversion_writes_are_outputs_too(folder: Path) -> None:
     assert (data / "rows.json").read_bytes() == source
 
 
+@needs("talking")
 def test_a_machine_without_a_role_generates_alone(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from hetero_framework.errors import ArchitectureError, ConfigError, UserError
 from hetero_framework.models.cut import tiny
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.library import LIBRARY_ERRORS
+from tests.installed import needs
 
 Make = Callable[..., Config]
 
@@ -107,6 +108,7 @@ def _written(config: PretrainedConfig) -> dict[str, Any]:
     return json.loads(config.to_json_string())
 
 
+@needs("planner", "verify")
 @pytest.mark.parametrize(
     "command", ["train", "check", "bench", "verify", "plan --measure", "plan --dry-run"]
 )

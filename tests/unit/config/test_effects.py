@@ -5,6 +5,7 @@ from __future__ import annotations
 from hetero_framework.config import Config, effects
 from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.section import Effect, Scope
+from tests.installed import needs
 
 
 def test_every_setting_has_one_effect_and_one_scope() -> None:
@@ -17,6 +18,7 @@ def test_every_setting_has_one_effect_and_one_scope() -> None:
         assert isinstance(section.effect, Effect)
 
 
+@needs("islands")
 def test_what_changes_the_result_is_compared_between_islands_or_has_a_reason() -> None:
     """These are compared by what follows from them: weights, tokens, samples, steps, devices."""
     apart = {

@@ -15,6 +15,7 @@ from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.effects import settings
 from hetero_framework.config.section import ReadIf
 from hetero_framework.engine.optimizer import LearningRate
+from tests.installed import needs, whole
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 ISLAND = {"name": "a", "lighthouse": "127.0.0.1:29510"}
@@ -38,6 +39,7 @@ def idle(config: Config) -> dict[str, str]:
     return {name: why for name, separator, why in lines if separator}
 
 
+@needs("preferences", "talking", "reporting", "classification", "islands")
 @pytest.mark.parametrize(
     ("sections", "name", "why"),
     [
@@ -93,6 +95,7 @@ def test_a_setting_that_nothing_reads_is_said_with_what_it_counts_with(
     assert idle(config.with_changes(training={"seed": 7})) == idle(config)
 
 
+@needs("preferences")
 def test_what_a_run_has_written_and_what_is_off_are_no_complaint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -105,6 +108,7 @@ def test_what_a_run_has_written_and_what_is_off_are_no_complaint(
     assert idle(config_of(training={"objective": "half", "beta": 0.3})) == {}, "it may read it"
 
 
+@whole
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.json")), ids=lambda file: file.stem)
 def test_no_example_has_a_setting_without_effect(file: Path) -> None:
     if "shard_plan" in json.loads(file.read_text()):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetero_framework.config import effects
+from tests.installed import whole
 
 PACKAGE = Path(__file__).resolve().parents[3] / "hetero_framework"
 INNER = [name for name in effects.effects() if "." in name and not name.startswith("shard_plan")]
@@ -56,6 +57,7 @@ def lists(tree: ast.Module) -> list[ast.AST]:
     return [node for node in found if node not in inner]
 
 
+@whole
 def test_no_module_lists_names_of_settings() -> None:
     counts = {}
     for file in sorted(PACKAGE.rglob("*.py")):

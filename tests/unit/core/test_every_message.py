@@ -22,6 +22,7 @@ from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, PREFIX, pack
 from hetero_framework.core.messages import BODIES, Message, read_header
 from hetero_framework.core.session import ORDER, ROLES, Session, legal
 from hetero_framework.errors import ProtocolError
+from tests.installed import whole
 from tests.unit.core.test_frames import EVALUATION, examples
 
 EXAMPLES = examples()
@@ -86,6 +87,7 @@ def bad_values() -> Iterator[tuple[str, tuple[Any, ...], Any]]:
                 yield name, path, value
 
 
+@whole
 def test_every_number_of_every_message_is_checked() -> None:
     tried = set()
     for name, path, value in bad_values():

@@ -17,6 +17,7 @@ from hetero_framework.data.batches import pack
 from hetero_framework.data.examples import ExamplesBuilder
 from hetero_framework.data.tokenizer import choose_pad_token, read_tokenizer
 from hetero_framework.errors import DataError
+from tests.installed import needs
 from tests.unit.data_helpers import CHATML, CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
 
 ROWS = [{"text": "The fox " * (index % 4 + 1)} for index in range(11)]
@@ -173,6 +174,7 @@ def test_load_data_template_without_an_end_of_turn_warns(tmp_path, template, war
 SAID = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "The fox.</s>"}]
 
 
+@needs("preferences", "classification")
 @pytest.mark.parametrize(
     ("row", "objective", "twice"),
     [

@@ -20,6 +20,7 @@ from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.continuation import check_identity, contents, identity, versions
 from hetero_framework.trainer.resolved import Resolved
 from tests.alone import Alone
+from tests.installed import needs, whole
 from tests.samples import save_texts
 
 STEP = 1
@@ -56,11 +57,13 @@ def take_up(reader: Any, config: Config) -> None:
     check_identity(reader, Resolved.start(config), data, contents(tokenizer, data))
 
 
+@needs("islands")
 def test_an_unchanged_run_resumes_without_remarks(alone: Alone, logged: list[str]) -> None:
     take_up(checkpoint(alone(**ALL)), alone(**ALL))
     assert logged == []
 
 
+@whole
 def test_each_setting_of_the_schema_is_refused_reported_or_free(
     alone: Alone, logged: list[str]
 ) -> None:

@@ -38,6 +38,7 @@ from hetero_framework.trainer.progress import Progress
 from hetero_framework.trainer.replica_group import StepPart
 from hetero_framework.trainer.train_state import TrainState
 from tests.alone import Alone
+from tests.installed import needs
 from tests.samples import save_texts
 
 
@@ -338,6 +339,7 @@ def test_a_stop_without_a_checkpoint_names_the_step_to_continue_after(
     assert [line["step"] for line in lines_of(config)] == [1, 2, 3, 4]
 
 
+@needs("observe")
 @pytest.mark.parametrize("adapter", [None, {"r": 4, "target_modules": "all-linear"}])
 def test_a_run_lists_working_commands_for_its_result(
     alone: Alone, adapter: dict[str, Any] | None, capfd: pytest.CaptureFixture[str]

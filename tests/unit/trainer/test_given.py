@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from hetero_framework.errors import DataError
 from hetero_framework.trainer.coordinator import train
 from tests.alone import Alone
+from tests.installed import needs
 
 RECORDS = [{"text": f"a model of {number} words and " * (1 + number % 4)} for number in range(9)]
 
@@ -58,6 +59,7 @@ def test_what_holds_no_records_is_refused(rows: Any, alone: Alone) -> None:
         train(alone(), train_dataset=rows)
 
 
+@needs("reporting")
 def test_the_summary_says_what_was_made_and_loads_it(alone: Alone, tmp_path: Path) -> None:
     best = {"eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
     config = alone(training={**best, "save_strategy": "steps"}, data=None)
@@ -79,6 +81,7 @@ def test_the_summary_loads_an_adapter(alone: Alone) -> None:
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
+@needs("reporting")
 def test_the_script_and_the_notebook_run(
     alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import OutOfMemory
 from hetero_framework.trainer.coordinator import train
 from tests.alone import Alone
+from tests.installed import needs
 from tests.samples import WORDS, save_llama
 
 SHAPES = {
@@ -179,6 +180,7 @@ def test_f30_a_second_lack_of_memory_in_a_step_ends_the_run_with_numbers(
     assert "try per_device_train_batch_size 1" in str(raised.value.hint)
 
 
+@needs("preferences")
 def test_it_does_without_the_reference_of_preferences(alone: Alone, tmp_path: Path) -> None:
     words = ["fox"] * 7 + ["fox " * 20, "fox"]
     rows = [{"prompt": "The", "completion": f" {word}", "label": True} for word in words]

@@ -26,6 +26,7 @@ from hetero_framework.trainer.metrics import StepLines
 from hetero_framework.trainer.outputs import OWNER_FILE, RunDirectories
 from hetero_framework.trainer.progress import Progress
 from tests.alone import Alone
+from tests.installed import needs
 from tests.planting import STRANGER, plant
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no modes, links need a right")
@@ -185,6 +186,9 @@ def link(config: Config, name: str, target: Path) -> None:
     place.symlink_to(target)
 
 
+PICTURES = ("timeline.json", "architecture.svg", "architecture.mmd")
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize(
     "name",
@@ -196,9 +200,7 @@ def link(config: Config, name: str, target: Path) -> None:
         "logs/worker-1.log",
         "metrics.jsonl",
         "events.jsonl",
-        "timeline.json",
-        "architecture.svg",
-        "architecture.mmd",
+        *(pytest.param(name, marks=needs("observe")) for name in PICTURES),
     ],
 )
 def test_a_link_in_place_of_a_runs_file_is_refused(

@@ -16,6 +16,7 @@ from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import ShardRange, build_shard
 from hetero_framework.models.cut.tiny import causal_lm_types, probe_inputs, stock_class, tiny_config
 from hetero_framework.models.sizing.footprint import Setting, head_footprint
+from tests.installed import needs
 
 ITEMS = torch.tensor(7.0)
 
@@ -131,6 +132,7 @@ def test_a_class_trains_the_next_token_and_nothing_else(model_type: str) -> None
     assert torch.isclose(loss, expected, rtol=1e-5) == (model_type not in SHIFTED)
 
 
+@needs("preferences")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_preferences_need_the_memory_of_next_token_training(dtype: torch.dtype) -> None:
     """Of the last stage, for the same rows in loss chunks."""

@@ -11,6 +11,7 @@ from hetero_framework.config import Config
 from hetero_framework.config.objectives import needs_of, rows_of
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.cut.objectives import objective_of
+from tests.installed import needs, whole
 
 RAW: dict[str, Any] = {
     "coordinator": {"ip": "127.0.0.1"},
@@ -20,6 +21,7 @@ RAW: dict[str, Any] = {
 }
 
 
+@needs("preferences", "classification", "pictures", "reporting")
 @pytest.mark.parametrize(
     ("objective", "given", "not_given"),
     [
@@ -48,6 +50,7 @@ def test_a_best_model_is_chosen_by_what_the_objective_gives(
         check(not_given)
 
 
+@needs("preferences")
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
@@ -72,6 +75,7 @@ def test_an_unknown_objective_is_said_with_its_key_and_what_is_meant(name: str, 
     assert hint in (error.value.hint or "")
 
 
+@whole
 def test_the_page_has_each_kind_of_data_with_its_rows() -> None:
     page = (Path(__file__).resolve().parents[4] / "docs" / "objectives.md").read_text()
     found = re.findall(r'^\| `"(\w+)"` \| [^|]+\| (\d)', page, re.MULTILINE)
