@@ -24,7 +24,8 @@ _ERRORS = (
 )
 """Exceptions of the library for files with unexpected values."""
 _LOADED = ("tokenizer.json", repository.TOKENIZER)
-"""Files of which transformers needs one; else those of the table "tokenizers" are looked for."""
+"""Files of which transformers needs one; else those of the table "bare_tokenizers" are
+looked for."""
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "spiece*", "*.vocab")
 
 
@@ -113,9 +114,10 @@ def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
 
 def _read(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     if not any(Path(name, file).exists() for file in _LOADED):
-        for file in registry.names("tokenizers"):
-            if Path(name, file).is_file():
-                found: PreTrainedTokenizerBase = registry.find("tokenizers", file)(Path(name, file))
+        for path in (Path(name, file) for file in registry.names("bare_tokenizers")):
+            if path.is_file():
+                read = registry.needed("tokenizers", path.name, str(path))
+                found: PreTrainedTokenizerBase = read(path)
                 return found
     from transformers import AutoTokenizer  # slow, and not needed to find data
 

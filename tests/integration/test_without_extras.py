@@ -1,5 +1,5 @@
-"""Runs and commands where extras are taken away: their folders deleted, or their imports refused;
-and the modules that a plain run loads."""
+"""Runs, commands and the heart's tests where the folders of extras are deleted, all or one; and the
+modules that a plain run loads."""
 
 from __future__ import annotations
 
@@ -19,21 +19,17 @@ from tests.samples import save_llama, save_texts
 PACKAGE = Path(hetero_framework.__file__).parent
 EXTRAS = sorted(file.parent.name for file in PACKAGE.glob("extras/*/__init__.py"))
 PLAIN = {"report_to": "none", "visualize": False, "timeline_steps": 0, "replan": "never"}
-# Refuses the imports of REFUSED, and notes those of the package, in every process.
+# Notes the imports of the package, in every process.
 HOOK = """
 import os, sys
 
 PLACE = os.path.dirname(__file__)
-with open(os.path.join(PLACE, "refused")) as file:
-    REFUSED = ["hetero_framework", "extras", file.read()]
 
 class Hook:
     def find_spec(self, name, path=None, target=None):
         if name.startswith("hetero_framework"):
             with open(os.path.join(PLACE, f"{os.getpid()}.notes"), "a") as notes:
                 notes.write(name + "\\n")
-        if name.split(".")[:3] == REFUSED:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Hook())
 """
@@ -41,24 +37,32 @@ sys.meta_path.insert(0, Hook())
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, texts, and the package without extras."""
+    """A model, texts, and files of foreign formats."""
     place = tmp_path_factory.mktemp("place")
     save_llama(place / "model", layers=2)
     save_texts(place / "texts.jsonl", 8)
     (place / "hook").mkdir()
     (place / "hook" / "sitecustomize.py").write_text(HOOK)
-    without = shutil.copytree(PACKAGE, place / "bare" / PACKAGE.name)
-    for extra in EXTRAS:
-        shutil.rmtree(without / "extras" / extra)
+    (place / "pieces").mkdir()
+    for name in ("pieces/tokenizer.model", "corpus.idx", "corpus.bin"):
+        (place / name).touch()
     return place
 
 
+def without(place: Path, extra: str) -> Path:
+    """The folder of a copy of the package without this extra; without all if it is ""."""
+    folder = place / f"without-{extra}"
+    if not folder.exists():
+        package = shutil.copytree(PACKAGE, folder / PACKAGE.name)
+        for name in [extra] if extra else EXTRAS:
+            shutil.rmtree(package / "extras" / name)
+    return folder
+
+
 def hetero(
-    place: Path, *words: object, refused: str = "", bare: bool = False, code: str = ""
+    place: Path, *words: object, package: Path = PACKAGE.parent, code: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    package = place / "bare" if bare else PACKAGE.parent
     paths = os.pathsep.join(map(str, (place / "hook", package)))
-    (place / "hook" / "refused").write_text(refused)
     run = ("-c", code) if code else ("-m", "hetero_framework")
     program = [sys.executable, *run, *map(str, words)]
     return subprocess.run(
@@ -104,9 +108,9 @@ def test_a_plain_run_loads_modules_of_the_heart_alone(place: Path) -> None:
 
 def test_a_run_without_any_extra_leaves_out_what_defaults_ask_for(place: Path) -> None:
     file = configuration(place, {"report_to": "none", "output_dir": "bare_run"})
-    checked = hetero(place, "check", "--config", file, bare=True)
+    checked = hetero(place, "check", "--config", file, package=without(place, ""))
     assert "The configuration is valid" in checked.stdout, checked.stderr
-    done = hetero(place, "train", "--config", file, bare=True)
+    done = hetero(place, "train", "--config", file, package=without(place, ""))
     assert done.returncode == 0, done.stderr
     log = (place / "bare_run" / "logs" / "coordinator.log").read_text()
     for setting in ("visualize", "timeline_steps", "replan"):
@@ -138,6 +142,17 @@ WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
         "training.sample_prompts: it needs the extra 'talking'",
     ),
     ("verify", ("verify", "model"), "verify"),
+    (
+        "foreign_formats",
+        ("export", "--gguf", "model", "--llama-cpp", "x", "--output", "o"),
+        "--gguf needs an extra",
+    ),
+    ("foreign_formats", {"data": {"train": "corpus"}}, "need the extra foreign_formats"),
+    (
+        "foreign_formats",
+        {"model": {"name_or_path": "model", "tokenizer": "pieces"}},
+        "tokenizer.model needs an extra",
+    ),
     ("islands", {"island": {"name": "a", "lighthouse": "127.0.0.1:1"}}, "island"),
     ("preferences", {"training": {"objective": "dpo"}}, "dpo"),
     ("classification", {"training": {"objective": "classification"}}, "classification"),
@@ -176,7 +191,7 @@ print(json.dumps(told))
 
 @pytest.mark.parametrize("extra", ["", *EXTRAS])
 def test_who_wants_an_absent_extra_is_told_in_one_sentence(place: Path, extra: str) -> None:
-    """And nobody else; without a name all folders are deleted."""
+    """And nobody else; the folder is deleted, without a name all are."""
     wanted = [(words, named) for of, words, named in WANTS if extra in ("", of)]
     commands = [["--help"], ["schema"]]
     for number, (words, _) in enumerate(wanted):
@@ -184,9 +199,39 @@ def test_who_wants_an_absent_extra_is_told_in_one_sentence(place: Path, extra: s
             file = configuration(place, **words).rename(place / f"{number}.json")
             words = ("train", "--config", str(file))
         commands.append(list(words))
-    done = hetero(place, json.dumps(commands), code=COMMANDS, refused=extra, bare=not extra)
+    done = hetero(place, json.dumps(commands), code=COMMANDS, package=without(place, extra))
     assert done.returncode == 0, done.stderr
     help_, schema, *told = json.loads(done.stdout)
     assert help_ == schema == [0, ""]
     for (code, said), (words, named) in zip(told, wanted, strict=True):
         assert (code, named in said, "Traceback" in said) == (2, True, False), (words, said)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("extra", ["", *EXTRAS])
+def test_check_and_the_hearts_tests_pass_without(extra: str, place: Path, tmp_path: Path) -> None:
+    """All tests without any extra; without a single one all are collected, and those of the
+    configuration and the registry run."""
+    shutil.copytree(without(place, extra), tmp_path, dirs_exist_ok=True)
+    checked = hetero(place, "check", "--config", configuration(place, PLAIN), package=tmp_path)
+    assert "The configuration is valid" in checked.stdout, checked.stderr
+    for name in ("benchmarks", "docs", "examples", "tests"):
+        shutil.copytree(PACKAGE.parent / name, tmp_path / name)
+    for file in PACKAGE.parent.iterdir():
+        if file.is_file():
+            shutil.copy2(file, tmp_path)
+    for name in [extra] if extra else EXTRAS:
+        shutil.rmtree(tmp_path / "tests" / "extras" / name)
+    program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    some = ["tests/unit/test_registry.py", "tests/unit/config"]
+    runs = [["tests/unit", "--collect-only"], some] if extra else [["tests/unit"]]
+    for words in runs:
+        done = subprocess.run(
+            [*program, *words],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

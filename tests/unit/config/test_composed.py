@@ -13,6 +13,7 @@ from hetero_framework.config import Config, TrainingConfig
 from hetero_framework.config.composed import whole_schema, with_extras
 from hetero_framework.config.objectives import needs_of
 from hetero_framework.errors import ConfigError
+from tests.installed import whole
 
 PreferenceSettings = pytest.importorskip(
     "hetero_framework.extras.preferences.settings"
@@ -92,6 +93,7 @@ def test_a_section_of_an_extra_that_is_not_there_is_said_with_its_name(
         Config.from_dict({**PLAIN, "island": ISLAND})
 
 
+@whole
 def test_an_objective_of_an_extra_that_is_not_there_is_said_with_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
