@@ -102,14 +102,12 @@ _Attention = Literal[
 
 _ALWAYS = ReadIf("training")
 _EVALUATES = ReadIf("training.eval_strategy!=no or training.eval_on_start")
-_DATA_OF_SFT = ReadIf("training.objective=sft")
 _SHUFFLES = ReadIf("train_sampling_strategy!=sequential")
 _BY_EPOCHS = ReadIf("max_steps=-1")
 _WARMS = ReadIf("lr_scheduler_type!=constant")
 _BENDS = ReadIf("lr_scheduler_type!=constant|constant_with_warmup")
 _HAS_BETAS = ReadIf("optim!=adafactor|sgd|adagrad|rmsprop*")
 _HAS_EPSILON = ReadIf("optim!=adafactor|sgd|adagrad|rmsprop*|*lion*")
-_OF_SFT = ReadIf("objective=sft")
 _HAS_ARGS = ReadIf(
     "optim!=adamw_torch|adamw_torch_fused|adamw_8bit|adamw_bnb_8bit|paged_adamw*|*lion*|adafactor"
 )
@@ -455,10 +453,10 @@ class DataConfig(Section):
     add_eos: Annotated[bool, _for("add_eos")] = True
     """Append the end-of-sequence token to text, completion and Alpaca samples that lack it, as TRL
     does."""
-    completion_only_loss: Annotated[bool | None, _DATA_OF_SFT, ON_CARD] = None
+    completion_only_loss: Annotated[bool | None, _for("completion_only_loss"), ON_CARD] = None
     """Loss on the completion only. null: yes for prompt/completion and Alpaca data. Elsewhere:
     train_on_completions, response_only."""
-    assistant_only_loss: Annotated[bool | None, _DATA_OF_SFT, ON_CARD] = None
+    assistant_only_loss: Annotated[bool | None, _for("assistant_only_loss"), ON_CARD] = None
     """Conversations: loss on the assistant's turns only. null: yes for messages (TRL's default is
     false), no for prompt/completion, where the completion decides."""
     chat_template_path: str | None = None
@@ -601,7 +599,9 @@ class TrainingConfig(Section):
     max_grad_norm: Annotated[float, ON_CARD] = Field(default=1.0, ge=0)
     """Gradients are clipped to this global norm over all stages; 0: never. Elsewhere: grad_clip,
     gradient_clipping, clip_grad_norm, max_norm."""
-    label_smoothing_factor: Annotated[float, with_unit("share", ge=0, le=1), _OF_SFT, ON_CARD] = 0.0
+    label_smoothing_factor: Annotated[
+        float, with_unit("share", ge=0, le=1), _for("label_smoothing_factor"), ON_CARD
+    ] = 0.0
     """Share of each label that goes to all tokens alike. The loss, also of an evaluation, is that
     of transformers' Trainer: divided by the number of labels in all micro-batches of a step, and
     without what routers add (router_aux_loss_coef). eval_perplexity follows from it. Multimodal

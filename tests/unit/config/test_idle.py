@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hetero_framework import registry
 from hetero_framework.config import Config, load_config
 from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.effects import settings
+from hetero_framework.config.objectives import needs_of, objectives_reading
 from hetero_framework.config.section import ReadIf
 from hetero_framework.engine.optimizer import LearningRate
 from tests.installed import needs, whole
@@ -115,18 +117,27 @@ def test_no_example_has_a_setting_without_effect(file: Path) -> None:
         assert idle(load_config(file)) == {}
 
 
-def test_all_marks_name_settings_and_their_values() -> None:
-    known = {name: field for name, _, field in settings(whole_schema(Config))}
-    for name, section, field in settings(whole_schema(Config)):
-        for mark in (*field.metadata, section.read_if):
-            if not isinstance(mark, ReadIf):
-                continue
-            parts = mark.condition.replace(" or ", " and ").split(" and ")
-            for path, _, _ in (part.partition("=") for part in parts):
+def test_every_run_reads_a_setting_or_those_that_meet_its_condition() -> None:
+    """Of each setting of the schema with all extras the condition names settings and, where the
+    registry says of the objectives what they read, some of those."""
+    schema, known = whole_schema(Config), registry.entries("objectives")
+    names = {name for name, _, _ in settings(schema)}
+    asked = set()
+    for name, section, field in settings(schema):
+        place, _, key = name.rpartition(".")
+        own = [mark for mark in field.metadata if isinstance(mark, ReadIf)]
+        assert len(own) <= 1, name
+        for mark in own or filter(None, [section.read_if]):
+            for part in re.split(" or | and ", mark.condition):
+                path, has_values, values = part.partition("=")
                 path = path.rstrip("!")
-                assert (path if "." in path else f"{name.partition('.')[0]}.{path}") in known or (
-                    path in known
-                ), name
+                assert {path, f"{place}.{path}"} & names, (name, part)
+                assert not has_values or values, (name, part)
+            if getattr(mark.given, "func", None) is objectives_reading:
+                asked.add(key)
+                readers = {one for one in known if key in needs_of(one).reads}
+                assert readers == {*mark.condition.partition("=")[2].split("|")}, name
+    assert asked == {key for one in known for key in needs_of(one).reads}
 
 
 # -- the marks beside the losses -------------------------------------------------------------------
