@@ -41,7 +41,6 @@ from hetero_framework.models.cut.predictions import PREPROCESS
 from hetero_framework.security.access import Access, access_of, island_access
 from hetero_framework.trainer import outputs, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
-from hetero_framework.trainer.checkpoint_export import export_last_checkpoint
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
 from hetero_framework.trainer.given import COMPUTE, ComputedMetrics, Given, with_objects
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
@@ -918,8 +917,11 @@ class Coordinator:
             self._stop_early()
         except errors.PeerLostError as error:
             self._checkpoints.keep_newest()
-            about = (self._prepared, self._checkpoints, self._state)
-            return export_last_checkpoint(*about, error, best)
+            for name in registry.installed("rescues"):
+                rescue = registry.find("rescues", name)
+                made: Path = rescue(self._prepared, self._checkpoints, self._state, error, best)
+                return made
+            raise
         with suppress(errors.PeerLostError):  # nothing of it is missing
             self._cluster.retrying(self._cluster.pipeline.drain_commits)
         return result

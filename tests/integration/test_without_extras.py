@@ -125,6 +125,8 @@ WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
         "wire.gradients: \"bf16\" needs the extra 'codecs'",
     ),
     ("convert", ("convert", "x"), "convert"),
+    ("exporting", ("merge",), "merge"),
+    ("exporting", ("export",), "export"),
     ("launch", ("launch",), "launch"),
     ("observe", ("timeline", "run"), "timeline"),
     ("observe", {"training": {"visualize": True}}, "training.visualize needs the extra 'observe'"),

@@ -11,8 +11,8 @@ import torch
 from hetero_framework import control
 from hetero_framework.config import Config
 from hetero_framework.errors import CallbackError
+from hetero_framework.extras.exporting.checkpoint_export import export_checkpoint
 from hetero_framework.models.files.export import OutputDirectory
-from hetero_framework.trainer.checkpoint_export import export_checkpoint
 from hetero_framework.trainer.coordinator import train
 from tests.integration.test_best_model import Ending
 from tests.integration.test_parity import assert_same, weights

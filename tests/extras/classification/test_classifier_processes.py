@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hetero_framework.config import Config
 from hetero_framework.errors import CallbackError
-from hetero_framework.models.adapters.merge import merge_adapter
+from hetero_framework.extras.exporting.merge import merge_adapter
 from hetero_framework.models.files.export import OutputDirectory
 from hetero_framework.trainer.coordinator import train
 from tests.extras.classification.test_classification_runs import (

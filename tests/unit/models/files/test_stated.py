@@ -13,13 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from hetero_framework.config import ModelConfig
 from hetero_framework.errors import ModelError
-from hetero_framework.models.adapters.merge import merge_adapter
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.files.export import OutputDirectory, write_checkpoint
 from hetero_framework.models.files.stated import as_held
-from hetero_framework.models.verify.equivalence import verify_model
 from tests.unit.adapter_helpers import chain_logits, save_model, shards, stock, stock_logits
-from tests.unit.models.files.test_export import load_cleanly, saved_adapter
+from tests.unit.models.files.test_export import load_cleanly
 
 Tensors = dict[str, torch.Tensor]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -72,31 +70,6 @@ def test_a_head_is_tied_where_the_library_ties_it(change, tied, tmp_path) -> Non
     again = load_cleanly(tmp_path / "out")
     assert torch.equal(stock_logits(again), stock_logits(whole))
     assert again.config.tie_word_embeddings == (tied is not False)
-
-
-def test_a_stored_head_is_merged_and_verified(tmp_path) -> None:
-    from peft import PeftModel
-
-    from hetero_framework.config import AdapterConfig, Config
-
-    base = save_model(tmp_path / "base", tie_word_embeddings=True)
-    adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig(target_modules=("q_proj",)))
-    rewritten(base, own_head)
-    merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
-    with pytest.warns(UserWarning, match="no longer tied"):
-        reference = PeftModel.from_pretrained(stock(base), str(adapter)).merge_and_unload()
-    merged = load_cleanly(tmp_path / "merged")
-    assert torch.equal(stock_logits(merged), stock_logits(reference))
-    machine = {"hostname": "a", "ip": "127.0.0.1"}
-    config = Config.from_dict(
-        {
-            "coordinator": machine,
-            "shard_plan": [{"id": "local", "start": 0, "end": 4}],
-            "model": {"name_or_path": "base"},
-        },
-        tmp_path,
-    )
-    assert verify_model(config, cuts=[1, 3]).verdict == "bit-equal"
 
 
 def without_the_last_layer(base: Path) -> Path:

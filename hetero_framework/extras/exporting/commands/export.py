@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> None:
             f"there is no directory {arguments.checkpoint}",
             hint="give a step_N directory, or the output_dir of a run",
         )
+    from hetero_framework.extras.exporting.checkpoint_export import export_checkpoint
     from hetero_framework.models.files.export import OutputDirectory
-    from hetero_framework.trainer.checkpoint_export import export_checkpoint
 
     output = OutputDirectory(Path(arguments.output), overwrite=arguments.overwrite)
     config = Path(arguments.config) if arguments.config is not None else None

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not Path(arguments.adapter).is_dir():
         raise UserError(f"there is no adapter directory {arguments.adapter}")
     repository.resolve_model_path(arguments.model, Path.cwd())
-    from hetero_framework.models.adapters.merge import merge_adapter
+    from hetero_framework.extras.exporting.merge import merge_adapter
     from hetero_framework.models.files.export import OutputDirectory
 
     merge_adapter(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from hetero_framework.config import AdapterConfig, ModelConfig
 from hetero_framework.errors import ModelError
-from hetero_framework.models.adapters.merge import merge_adapter
+from hetero_framework.extras.exporting.merge import merge_adapter
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.export import OutputDirectory, write_adapter, write_checkpoint

@@ -1,0 +1,154 @@
+"""Merged adapters against PEFT's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from peft import PeftModel
+
+from hetero_framework.config import AdapterConfig, Config
+from hetero_framework.errors import CheckpointError, DataError, ModelError
+from hetero_framework.extras.exporting.merge import merge_adapter
+from hetero_framework.models.files.export import OutputDirectory, write_adapter
+from hetero_framework.models.verify.equivalence import verify_model
+from tests.unit.adapter_helpers import randomise, save_model, shards, stock, stock_logits
+from tests.unit.models.files.test_export import load_cleanly, parts_of
+from tests.unit.models.files.test_stated import own_head, rewritten
+
+
+def saved_adapter(base: Path, folder: Path, adapter: AdapterConfig) -> Path:
+    pieces = shards(base, 0, 2, 4, adapter=adapter)
+    randomise(pieces)
+    assert pieces[0].adapter is not None
+    write_adapter(OutputDirectory(folder), parts_of(pieces), pieces[0].adapter.plan, str(base))
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("llama", {"target_modules": "all-linear", "use_dora": True}),
+        ("llama", {"modules_to_save": ("lm_head",), "target_modules": ("q_proj", "embed_tokens")}),
+        ("gpt2", {"bias": "all"}),
+        ("mixtral", {"target_modules": ("q_proj", "w1", "w2", "w3")}),
+    ],
+)
+def test_merged_checkpoint_equals_pefts_merge(
+    model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", model_type)
+    adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig(**settings))
+    merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
+    card = ModelCard.load(tmp_path / "merged" / "README.md")
+    assert (card.data.library_name, card.data.base_model) == ("transformers", None)
+    assert "an adapter, folded into its weights" in card.text
+    assert str(tmp_path) not in str(card)
+    reference = PeftModel.from_pretrained(stock(base), str(adapter)).merge_and_unload()
+    merged = load_cleanly(tmp_path / "merged")
+    assert torch.equal(stock_logits(merged), stock_logits(reference))
+    assert (tmp_path / "merged" / "generation_config.json").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
+@pytest.mark.parametrize("layers", [4, 1])
+def test_merge_into_one_end_of_tied_embeddings_unties_them(layers: int, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "gemma", num_hidden_layers=layers)
+    pieces = shards(base, 0, layers, adapter=AdapterConfig(target_modules=("embed_tokens",)))
+    randomise(pieces)
+    assert pieces[0].adapter is not None
+    write_adapter(
+        OutputDirectory(tmp_path / "adapter"), parts_of(pieces), pieces[0].adapter.plan, str(base)
+    )
+    merge_adapter(tmp_path / "adapter", str(base), OutputDirectory(tmp_path / "merged"))
+    merged = load_cleanly(tmp_path / "merged")
+    assert not merged.config.tie_word_embeddings
+    unmerged = PeftModel.from_pretrained(stock(base), str(tmp_path / "adapter"))
+    torch.testing.assert_close(stock_logits(merged), stock_logits(unmerged))
+
+
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
+def test_merge_into_weights_that_blocks_share_unties_them(tmp_path: Path) -> None:
+    """An adapter is each block's own, as PEFT's is over the whole model."""
+    base = save_model(tmp_path / "base", "zamba2")
+    settings = AdapterConfig(target_modules=("q_proj",))
+    adapter = saved_adapter(base, tmp_path / "adapter", settings)
+    merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
+    merged = load_cleanly(tmp_path / "merged")
+    adapted = PeftModel.from_pretrained(stock(base), str(adapter))
+    torch.testing.assert_close(stock_logits(merged), stock_logits(adapted))
+
+
+def test_merge_writes_the_wanted_type(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig())
+    merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"), dtype="bfloat16")
+    model = load_cleanly(tmp_path / "merged")
+    reference = PeftModel.from_pretrained(
+        stock(base, dtype=torch.bfloat16), str(adapter)
+    ).merge_and_unload()
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(stock_logits(model), stock_logits(reference))
+
+
+def test_merge_into_a_quantised_model_says_to_give_the_full_one(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="full-precision model"):
+        merge_adapter(tmp_path / "adapter", str(base), OutputDirectory(tmp_path / "merged"))
+
+
+def test_tokenizer_that_names_code_is_refused_and_nothing_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_model(tmp_path / "base")
+    adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig())
+    canary = tmp_path / "canary"
+    settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    for folder in (adapter, base):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
+        with pytest.raises(DataError, match=r"names code of its own(.|\n)*take tokenizer_config"):
+            merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
+        (folder / "tokenizer_config.json").unlink()
+    assert not canary.exists()
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_result_never_replaces_its_source(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig())
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for source in (base, adapter):
+        with pytest.raises(CheckpointError, match="is needed to make the result"):
+            merge_adapter(adapter, str(base), OutputDirectory(source, overwrite=True))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_stored_head_is_merged_and_verified(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", tie_word_embeddings=True)
+    adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig(target_modules=("q_proj",)))
+    rewritten(base, own_head)
+    merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
+    with pytest.warns(UserWarning, match="no longer tied"):
+        reference = PeftModel.from_pretrained(stock(base), str(adapter)).merge_and_unload()
+    merged = load_cleanly(tmp_path / "merged")
+    assert torch.equal(stock_logits(merged), stock_logits(reference))
+    machine = {"hostname": "a", "ip": "127.0.0.1"}
+    config = Config.from_dict(
+        {
+            "coordinator": machine,
+            "shard_plan": [{"id": "local", "start": 0, "end": 4}],
+            "model": {"name_or_path": "base"},
+        },
+        tmp_path,
+    )
+    assert verify_model(config, cuts=[1, 3]).verdict == "bit-equal"
