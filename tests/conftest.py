@@ -43,14 +43,14 @@ _NEED_NEWER = (
     "test_codebooks.py::test_a_model_has_as_many_ids_a_token_as_embeddings_to_add_up[musicgen-4]",
     "test_side.py::test_a_tensor_crosses_every_boundary",
     "test_side.py::test_hidden_states_that_the_model_keeps_using",
-    "test_language.py::test_a_class_that_the_library_cannot_build_says_so[gemma4_assistant]",
-    "test_equivalence.py::test_the_loss_of_all_routers_passes_to_the_bit[dbrx]",
+    "test_towers.py::test_a_class_that_the_library_cannot_build_says_so[gemma4_assistant]",
+    "test_composites.py::test_the_loss_of_all_routers_passes_to_the_bit",
     "test_equivalence.py::test_the_loss_of_all_routers_passes_to_the_bit[jetmoe]",
-    "test_equivalence.py::test_an_architecture_that_does_not_run_in_autocast",
+    "test_composites.py::test_an_architecture_that_does_not_run_in_autocast",
     "test_equivalence.py::test_tensors_made_between_blocks_stay",
     "test_missing_parts.py::",
     "test_side_tensor_checks.py::test_a_few_runs_determine_the_shapes",
-    "test_shard.py::test_noise_needs_one_embedding",
+    "test_composites.py::test_noise_needs_one_embedding",
     "test_boundary_contents.py::test_bytes_of_side_tensors_are_reported",
 )
 

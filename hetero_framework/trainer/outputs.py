@@ -40,10 +40,10 @@ from hetero_framework.models.files.export import (
     MODEL_WEIGHTS,
     OutputDirectory,
     align_tokens,
+    weights_beside,
     write_adapter,
     write_checkpoint,
 )
-from hetero_framework.models.files.non_text_modules import non_text_weights
 from hetero_framework.repository import CONFIG, resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.metrics import METRICS_FILE
@@ -335,9 +335,9 @@ def write_result(
     if tokenizer is not None:
         align_tokens(model_config, generation, tokenizer, ends_as_told=told)
     if plan is None:
-        towers = non_text_weights(config.model, config.base_dir, model_config)
+        beside = weights_beside(config.model, config.base_dir, model_config)
         write_checkpoint(
-            output, tensors, model_config, generation, tokenizer, towers=towers, card=card
+            output, tensors, model_config, generation, tokenizer, beside=beside, card=card
         )
         return
     name = config.model.name_or_path

@@ -39,8 +39,7 @@ from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.cut.varlen_attention import VARLEN
-from hetero_framework.models.files.export import base_generation
-from hetero_framework.models.files.non_text_modules import non_text_weights
+from hetero_framework.models.files.export import base_generation, weights_beside
 from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
 from hetero_framework.models.files.stated import as_held, few, new_weights
 from hetero_framework.models.library import quiet_libraries
@@ -176,7 +175,7 @@ def prepare(
     for line in (*mixed_lines(config), *tower_lines(model_config)):
         say(line)
     if config.adapter is None:
-        non_text_weights(config.model, config.base_dir, model_config)  # or raises
+        weights_beside(config.model, config.base_dir, model_config)  # or raises
     generation = base_generation(config.model, config.base_dir, model_config)
     check_compiled(config, model_config)
     tokenizer, data = (None, own) if own else read_data(config, model_config, most=most)

@@ -33,9 +33,9 @@ from hetero_framework.models.files.export import (
     align_tokens,
     base_generation,
     export_layers,
+    weights_beside,
     write_checkpoint,
 )
-from hetero_framework.models.files.non_text_modules import non_text_weights
 from hetero_framework.models.files.quantization import stored_quantization
 from hetero_framework.models.files.stated import as_held
 from hetero_framework.models.files.weights import read_config
@@ -90,10 +90,10 @@ def merge_adapter(
         align_tokens(out_config, generation, tokenizer)
     else:
         tokenizer = _tokenizer(source, revision)
-    towers = non_text_weights(settings, base_dir, config)
+    beside = weights_beside(settings, base_dir, config)
     facts = base_facts(model, revision, base_dir)
     card = model_card(facts, out_config, adapter=False, lists={"## Made from": _MERGED})
-    write_checkpoint(output, parts, out_config, generation, tokenizer, towers=towers, card=card)
+    write_checkpoint(output, parts, out_config, generation, tokenizer, beside=beside, card=card)
 
 
 def _adapts_a_tied_end(config: PretrainedConfig, plan: AdapterPlan) -> bool:

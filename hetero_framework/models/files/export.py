@@ -16,14 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from hetero_framework import repository
+from hetero_framework import registry, repository
 from hetero_framework._version import __version__
 from hetero_framework.core.files import (
     discard,
@@ -36,8 +36,7 @@ from hetero_framework.data.tokenizer import settle_pad_token
 from hetero_framework.errors import CheckpointError, ModelError, ResourceError, in_words
 from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS, PEFT_TASKS, AdapterPlan
 from hetero_framework.models.cut.family import as_saved, family_of
-from hetero_framework.models.cut.language import meta_model, model_class
-from hetero_framework.models.files.non_text_modules import NonTextWeights, copy_processor
+from hetero_framework.models.cut.language import meta_model, model_class, towers
 from hetero_framework.models.files.weights import checkpoint_form
 from hetero_framework.models.library import briefly, quiet_library
 
@@ -57,6 +56,16 @@ MAX_FILE_BYTES = 1 << 30  # of one weight file, which the writer holds in memory
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 _log = logging.getLogger(__name__)
+
+
+class WeightsBeside(Protocol):
+    """What a model holds beside the weights of its language model."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Their names in a checkpoint, and the tensors, one at a time."""
+
+    def copy_processor(self, folder: Path) -> None:
+        """Copy the files that say how its other inputs are prepared."""
 
 
 def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
@@ -185,18 +194,18 @@ def write_checkpoint(
     generation_config: GenerationConfig | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    towers: NonTextWeights | None = None,
+    beside: WeightsBeside | None = None,
     card: str | None = None,
 ) -> None:
-    """Write a Hugging Face checkpoint directory from the shards' parts, and the `towers` that no
-    shard has, atomically, with at most one file's tensors and one part in memory. Raises
+    """Write a Hugging Face checkpoint directory from the shards' parts, and the weights `beside`
+    them, atomically, with at most one file's tensors and one part in memory. Raises
     CheckpointError like `write_adapter`."""
     with output.writing() as folder:
         files = _WeightFiles(folder, max_file_bytes)
         for part in _checked(parts, expected_checkpoint_tensors(config), "checkpoint"):
             for key, tensor in part.items():
                 files.add(key, _own_copy(tensor))
-        for key, tensor in towers.tensors() if towers is not None else ():
+        for key, tensor in beside.tensors() if beside is not None else ():
             files.add(key, tensor)
         files.finish()
         family = family_of(config)
@@ -213,9 +222,32 @@ def write_checkpoint(
             generation_config.to_json_file(place, keys_to_pop=["compile_config"])
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
-        if towers is not None:
-            towers.copy_processor(folder)
+        if beside is not None:
+            beside.copy_processor(folder)
         output.put_card(card)
+
+
+def weights_beside(
+    model: ModelConfig, base_dir: Path, config: PretrainedConfig
+) -> WeightsBeside | None:
+    """What the finished model holds beside the language model's weights; None for nothing. Raises
+    ModelError where those of a model of several parts are not all there."""
+    if not towers(config):
+        return None
+    found: WeightsBeside = registry.find("multimodal", "weights")(model, base_dir, config)
+    return found
+
+
+def copy_processor(source: str, revision: str | None, folder: Path) -> None:
+    """Copy a multimodal model's files that say how pictures and sound are prepared; without a chat
+    template, which would take the place of the tokenizer's."""
+    for path in set(repository.settings_files(source, revision, repository.PROCESSORS)):
+        fields = repository.read_json(path, ModelError)
+        if fields.pop("chat_template", None) is None:
+            shutil.copyfile(path, folder / path.name)
+        else:
+            text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+            (folder / path.name).write_text(text, encoding="utf-8")
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -286,9 +286,13 @@ def _fresh(plan: AdapterPlan) -> AdapterPlan:
 
 
 def question(what: str, config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str:
-    """Everything on which an answer about a tiny copy depends, the code of models/ included."""
+    """Everything on which an answer about a tiny copy depends, the code of models/ included, and of
+    the extra for models of several parts."""
     settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
-    versions = [torch.__version__, transformers.__version__, own_code(Path(__file__).parents[1])]
+    package = Path(__file__).parents[2]
+    extras = {entry.extra for entry in registry.entries("multimodal").values()}
+    code = [own_code(package / "models"), *(own_code(package / "extras" / name) for name in extras)]
+    versions = [torch.__version__, transformers.__version__, *code]
     machine = [platform.system(), platform.machine(), torch.get_num_threads()]
     cut = [astuple(rng) for rng in ranges]
     asked = [what, settings, config._attn_implementation, cut, versions, machine]

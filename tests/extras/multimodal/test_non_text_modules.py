@@ -18,8 +18,12 @@ from hetero_framework.errors import ModelError
 from hetero_framework.extras.exporting.merge import merge_adapter
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut.shard import load_model_config
-from hetero_framework.models.files.export import OutputDirectory, write_adapter, write_checkpoint
-from hetero_framework.models.files.non_text_modules import non_text_weights
+from hetero_framework.models.files.export import (
+    OutputDirectory,
+    weights_beside,
+    write_adapter,
+    write_checkpoint,
+)
 from tests.samples import save_multimodal
 from tests.unit.adapter_helpers import chain_logits, randomise, shards, stock_logits
 from tests.unit.models.files.test_export import files_of
@@ -43,9 +47,9 @@ def settings(base: Path) -> ModelConfig:
 
 def write(base: Path, target: Path, pieces: list) -> Path:
     config = pieces[0].config
-    besides = non_text_weights(settings(base), base, config)
+    besides = weights_beside(settings(base), base, config)
     parts = [dict(export_parts(piece)) for piece in pieces]
-    write_checkpoint(OutputDirectory(target), parts, config, towers=besides)
+    write_checkpoint(OutputDirectory(target), parts, config, beside=besides)
     return target
 
 
@@ -104,7 +108,7 @@ def test_a_checkpoint_without_its_towers_is_refused_before_it_is_trained(tmp_pat
     save_file(language, file, metadata={"format": "pt"})
     config = load_model_config(settings(base), base)
     with pytest.raises(ModelError, match=r"lacks \d+ weights that text does not use"):
-        non_text_weights(settings(base), base, config)
+        weights_beside(settings(base), base, config)
 
 
 def test_a_processor_that_brings_code_is_refused_before_the_first_step(tmp_path) -> None:
@@ -113,7 +117,7 @@ def test_a_processor_that_brings_code_is_refused_before_the_first_step(tmp_path)
     config = load_model_config(settings(base), base)
     (base / "processor_config.json").write_text(text)
     with pytest.raises(ModelError, match="code of its own"):
-        non_text_weights(settings(base), base, config)
+        weights_beside(settings(base), base, config)
 
 
 def test_random_weights_have_no_towers_to_copy(tmp_path) -> None:
@@ -122,7 +126,7 @@ def test_random_weights_have_no_towers_to_copy(tmp_path) -> None:
     model = ModelConfig(from_config=fields)
     config = load_model_config(model, base)
     with pytest.raises(ModelError, match="from_config"):
-        non_text_weights(model, base, config)
+        weights_beside(model, base, config)
 
 
 def test_a_tower_of_another_shape_is_named(tmp_path) -> None:
@@ -132,7 +136,7 @@ def test_a_tower_of_another_shape_is_named(tmp_path) -> None:
     stored["image_newline"] = torch.ones(3)
     save_file(stored, file, metadata={"format": "pt"})
     config = load_model_config(settings(base), base)
-    found = non_text_weights(settings(base), base, config)
+    found = weights_beside(settings(base), base, config)
     assert found is not None
     with pytest.raises(ModelError, match=r"image_newline .* \[3\]"):
         list(found.tensors())

@@ -70,36 +70,6 @@ def test_item_counter_counts_first_labels_where_the_trainer_does(
     assert count([batch, batch]) == 6 + 2 * first_labels
 
 
-@pytest.mark.parametrize("limit", [None, 5], ids=["whole", "in chunks"])
-def test_classes_without_an_item_count_average_means_as_the_trainer(limit: int | None) -> None:
-    config = tiny_config("Qwen2_5_VLForConditionalGeneration")
-    layers = introspect(config).num_layers
-    shard = build_shard(config, None, ShardRange(0, layers, True, True), dtype=torch.float32)
-    shard.train(False)
-    batch = probe_inputs(config)
-    objective = CausalLM(limit)
-    micro_batches = objective.item_counter(config)([batch, batch, batch])
-    assert micro_batches == 3
-    expected = shard.model(**batch).loss / micro_batches  # of a class without a number: the mean
-    (gradient,) = torch.autograd.grad(expected, [next(shard.model.parameters())])
-    loss, _ = objective.loss(
-        shard,
-        batch,
-        (),
-        torch.tensor(float(micro_batches)),
-        running=nullcontext,
-        backward=torch.Tensor.backward,
-    )
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(next(shard.model.parameters()).grad, gradient)
-    # An evaluation adds up the tokens' losses, whatever the class.
-    total, _ = objective.loss(
-        shard, batch, (), torch.tensor(1.0), running=torch.no_grad, backward=None
-    )
-    tokens = objective.prediction_counter(config)([batch])
-    torch.testing.assert_close(total / tokens, 3 * expected.detach())
-
-
 # Their own loss takes labels that are shifted already; ProphetNet's is of several tokens each.
 SHIFTED = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart"),

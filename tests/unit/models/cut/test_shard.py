@@ -332,14 +332,6 @@ def test_attention_per_sample_is_known_before_a_shard_is_built(
     assert modules_left_alone(load_model_config(model, tmp_path)) == ["lm_head"]
 
 
-def test_noise_needs_one_embedding(checkpoints: Any) -> None:
-    config = tiny_config("musicgen")
-    whole = ShardRange(0, introspect(config).num_layers, is_first=True, is_last=True)
-    shard = build_shard(config, None, whole, dtype=torch.float32)
-    with pytest.raises(ArchitectureError, match="no one embedding"):
-        shard.add_noise(5.0)
-
-
 def test_recompute_gives_the_gradients_of_the_stored_forward(checkpoints: Any) -> None:
     inputs = probe_inputs(config_of("gpt2"))
     both = []

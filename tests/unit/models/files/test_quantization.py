@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from peft import PeftModel
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 
@@ -28,12 +27,10 @@ from hetero_framework.models.files.quantization import (
     quantization_config,
     stored_quantization,
 )
-from tests.samples import save_multimodal
 from tests.unit.adapter_helpers import (
     batch,
     chain_backward,
     chain_logits,
-    keep_unpacked,
     randomise,
     save_model,
     shards,
@@ -122,30 +119,6 @@ def test_qlora_loss_and_gradients_equal_the_whole_models(
     for name, parameter in found.items():
         assert parameter.dtype == dtype
         assert torch.equal(parameter.grad, expected[name].grad), name
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Qwen2_5_VLForConditionalGeneration",
-        pytest.param("Gemma3ForConditionalGeneration", marks=pytest.mark.long),
-    ],
-)
-def test_the_language_part_of_a_multimodal_class_is_quantised_as_in_the_whole(
-    name: str, tmp_path: Path
-) -> None:
-    base = save_multimodal(tmp_path / "base", name)
-    cls = getattr(transformers, name)
-    settings = {"quantization_config": SETTINGS["nf4"], "device_map": {"": "cpu"}}
-    whole = cls.from_pretrained(base, **settings).train(False)
-    keep_unpacked(whole)
-    expected = stock_logits(whole)
-    assert torch.equal(
-        chain_logits(shards(base, 0, 2, 6, quantization="nf4", attach=False)), expected
-    )
-    whole.save_pretrained(tmp_path / "stored")
-    stored = shards(tmp_path / "stored", 0, 1, 3, 6, attach=False)
-    assert torch.equal(chain_logits(stored), expected)
 
 
 def test_every_shard_leaves_the_same_modules_unquantised(llama: Path) -> None:

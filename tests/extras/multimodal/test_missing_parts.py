@@ -14,15 +14,19 @@ from transformers.utils import is_timm_available
 
 from hetero_framework.config import AdapterConfig, ModelConfig
 from hetero_framework.errors import ArchitectureError, ModelError
+from hetero_framework.extras.multimodal.missing_parts import AbsentPart, stand_in
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut import language
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import towers
-from hetero_framework.models.cut.missing_parts import AbsentPart, stand_in
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import tiny_config
-from hetero_framework.models.files.export import OutputDirectory, write_adapter, write_checkpoint
-from hetero_framework.models.files.non_text_modules import non_text_weights
+from hetero_framework.models.files.export import (
+    OutputDirectory,
+    weights_beside,
+    write_adapter,
+    write_checkpoint,
+)
 from hetero_framework.models.verify.equivalence import compare, ranges_from_cuts
 from tests.samples import save_multimodal
 from tests.unit.adapter_helpers import shards
@@ -79,12 +83,12 @@ def test_tensors_of_missing_parts_are_copied_into_the_result(tmp_path: Path) -> 
     model = ModelConfig(name_or_path=str(base))
     config = load_model_config(model, base)
     with pytest.raises(ModelError, match=r"lacks 1 .* has to hold: model\.vision_tower"):
-        non_text_weights(model, base, config)
+        weights_beside(model, base, config)
     added = seen(base)
     pieces = shards(base, 0, 3, 6)
     parts = [dict(export_parts(piece)) for piece in pieces]
-    besides = non_text_weights(model, base, config)
-    write_checkpoint(OutputDirectory(tmp_path / "out"), parts, config, towers=besides)
+    besides = weights_beside(model, base, config)
+    write_checkpoint(OutputDirectory(tmp_path / "out"), parts, config, beside=besides)
     ours, theirs = files_of(tmp_path / "out"), files_of(base)
     assert ours.keys() == theirs.keys()
     assert added.keys() <= ours.keys()

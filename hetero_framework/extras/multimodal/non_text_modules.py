@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +11,10 @@ from transformers import PretrainedConfig
 
 from hetero_framework import repository
 from hetero_framework.errors import ModelError
+from hetero_framework.extras.multimodal.missing_parts import AbsentPart
 from hetero_framework.models.cut.language import lies_in, on_meta, towers
-from hetero_framework.models.cut.missing_parts import AbsentPart
 from hetero_framework.models.cut.tiny import stock_class
+from hetero_framework.models.files.export import copy_processor
 from hetero_framework.models.files.weights import Checkpoint, checkpoint_form, renaming
 from hetero_framework.repository import resolve_model_path
 
@@ -61,15 +60,13 @@ class NonTextWeights:
 
 def non_text_weights(
     model: ModelConfig, base_dir: Path, config: PretrainedConfig
-) -> NonTextWeights | None:
-    """Those of the model in the `model` section; None where it has no towers. Raises ModelError as
-    `NonTextWeights`, and for random weights, beside which there are none."""
-    if not (gone := towers(config)):
-        return None
+) -> NonTextWeights:
+    """Those of the model in the `model` section. Raises ModelError as `NonTextWeights`, and for
+    random weights, beside which there are none."""
     if model.name_or_path is None:
         raise ModelError(
-            f"text alone does not train {', '.join(gone)}, and model.from_config gives no weights"
-            " to copy there",
+            f"text alone does not train {', '.join(towers(config))}, and model.from_config gives"
+            " no weights to copy there",
             hint="name a checkpoint of the whole model, or train an adapter",
         )
     source = resolve_model_path(model.name_or_path, base_dir)
@@ -104,15 +101,3 @@ def _placed(
                 keys, empty = {source}, empty - parts
         sources.update(dict.fromkeys(keys, source))
     return shapes, sources, sorted({*shapes.keys() - sources.keys(), *empty})
-
-
-def copy_processor(source: str, revision: str | None, folder: Path) -> None:
-    """Copy a multimodal model's files that say how pictures and sound are prepared; without a chat
-    template, which would take the place of the tokenizer's."""
-    for path in set(repository.settings_files(source, revision, repository.PROCESSORS)):
-        fields = repository.read_json(path, ModelError)
-        if fields.pop("chat_template", None) is None:
-            shutil.copyfile(path, folder / path.name)
-        else:
-            text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
-            (folder / path.name).write_text(text, encoding="utf-8")
