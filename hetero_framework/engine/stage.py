@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_framework import control, registry
+from hetero_framework import registry
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device, HostCopy
@@ -39,7 +39,6 @@ from hetero_framework.models.adapters.trainable import (
 )
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
-from hetero_framework.models.cut.predictions import PREPROCESS, Predictions
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.shard import Shard, put_back
 from hetero_framework.models.cut.side import (
@@ -183,7 +182,8 @@ class Stage:
         """The loss, detached; in a training step it has been differentiated."""
         predicting: dict[str, Any] = {}
         if self._info.predicts and self._objective.predicts:
-            predicting["predictions"] = Predictions(control.function(PREPROCESS))
+            made = registry.needed("logits", "predictions", "compute_metrics")
+            predicting["predictions"] = made()
         loss, named = self._objective.loss(
             self._shard,
             inputs,

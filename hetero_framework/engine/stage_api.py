@@ -52,7 +52,7 @@ class StepInfo:
     micro-batches draw their random numbers as if `first_micro_batch` of the others' came before
     them. With `decoding` there is no loss: a micro-batch continues a text, see `TextGeneration`. In
     a pass of the `reference` adapters are switched off. With `predicts` outcomes of an evaluation
-    have predictions (models/cut/predictions.py).
+    have predictions (extras/reporting/predictions.py).
     """
 
     step: int

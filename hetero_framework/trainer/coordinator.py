@@ -37,12 +37,11 @@ from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objectives import objective_of
-from hetero_framework.models.cut.predictions import PREPROCESS
 from hetero_framework.security.access import Access, access_of, island_access
 from hetero_framework.trainer import outputs, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
-from hetero_framework.trainer.given import COMPUTE, ComputedMetrics, Given, with_objects
+from hetero_framework.trainer.given import COMPUTE, PREPROCESS, ComputedMetrics, Given, with_objects
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import (
     SPEED,
@@ -466,7 +465,8 @@ class Coordinator:
         if self._reference is not None:
             self._reference.prepare(self._cluster, self._data, self._state.step)
         if not self._has_begun:  # else the run went back to its beginning
-            self._try_predictions()
+            if self._computed is not None:
+                self._computed.try_out(self._cluster, self._state.step, self._evaluated)
             model = self._prepared.model_config
             probe_longest_batch(self._cluster, self._data, training, model, self._state)
             if self._data.eval_sets and training.eval_on_start and self._state.step == 0:
@@ -792,45 +792,6 @@ class Coordinator:
             with pipeline.judging_outcomes():
                 metrics |= computed.of_set(pipeline.outcomes, *about)
         return metrics
-
-    def _try_predictions(self) -> None:
-        """Have the user's functions work on one micro-batch, so that a process without them, or one
-        that fails, ends the run before its first step. What fails on so few labels is tried on all
-        of them."""
-        sets = self._data.eval_sets
-        if self._computed is None or not sets:
-            return
-        name = next(iter(sets))
-        batch = self._data.eval_batches(name)[0]
-
-        def run() -> None:
-            self._cluster.loaded.begin(StepInfo(self._state.step, 0, False, 1, 1, predicts=True))
-            self._cluster.pipeline.run([batch])
-
-        self._cluster.retrying(run)
-        outcomes = self._cluster.pipeline.outcomes
-        about = [batch[self._objective.label_name]], metric_name(name, ""), SPEED
-        try:
-            with self._cluster.pipeline.judging_outcomes():
-                self._computed.predictions(outcomes)
-            try:
-                made = self._computed.of_set(outcomes, *about)
-                self._check_best({metric_name(of, m): v for of in sets for m, v in made.items()})
-            except errors.CallbackError:
-                every = {of: self._evaluated(of).items() for of in sets}
-                self._check_best({metric_name(of, m): v for of in sets for m, v in every[of]})
-        except errors.CallbackError as error:
-            raise errors.ConfigError(error.message, hint=error.hint) from error
-
-    def _check_best(self, line: Mapping[str, Any]) -> None:
-        """Raise CallbackError for a metric of the best model that neither every evaluation gives
-        nor `line` has as a number."""
-        try:
-            self._config.check_metric(self._objective.evaluated)
-        except errors.ConfigError:
-            metric = str(self._config.training.metric).removeprefix("eval_")
-            assert self._computed is not None
-            self._computed.check_best(f"eval_{metric}", line)
 
     def sample(self) -> None:
         """Have the model continue the sample_prompts, through the same pipeline. A request to stop

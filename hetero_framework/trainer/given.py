@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypedDict
 
 from torch import Tensor
 
+from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
 from hetero_framework.core.files import replace_directory
 from hetero_framework.engine.stage_api import Outcome
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
 class ComputedMetrics(Protocol):
     """The metrics that the user computes of an evaluation's predictions."""
 
-    def predictions(self, outcomes: Sequence[Outcome]) -> list[Any]:
-        """Those of each micro-batch. Raises CallbackError where the user's function fails."""
+    def try_out(
+        self, cluster: Cluster, step: int, evaluate: Callable[[str], Mapping[str, Any]]
+    ) -> None:
+        """Have the user's functions work before the first step, `evaluate` where they need a whole
+        set. Raises ConfigError where one fails, or gives no number for the best model's metric."""
 
     def of_set(
         self,
@@ -34,12 +38,9 @@ class ComputedMetrics(Protocol):
         """The metrics of an evaluation set, given the outcomes and labels of its micro-batches, the
         beginning of their names, and names that they must not have. Raises CallbackError."""
 
-    def check_best(self, metric: str, line: Mapping[str, Any]) -> None:
-        """Raise CallbackError where an evaluation's `line` has no number for the metric that
-        decides on the best model."""
-
 
 COMPUTE: Final = "compute_metrics"
+PREPROCESS: Final = "preprocess_logits_for_metrics"
 GIVEN = "given"
 """Their directory in the run's output."""
 

@@ -272,9 +272,9 @@ BROAD = {
     "core/devices.py": 3,
     "core/link.py": 3,
     "engine/boundary_io.py": 1,
-    "models/cut/predictions.py": 1,
     "trainer/coordinator.py": 1,
     "extras/reporting/hub_upload.py": 1,
+    "extras/reporting/predictions.py": 1,
 }
 
 

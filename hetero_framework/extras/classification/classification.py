@@ -21,8 +21,7 @@ from hetero_framework.errors import ProtocolError
 from hetero_framework.extras.classification.settings import RewardSettings
 from hetero_framework.extras.preferences.pair_objective import MEANS, means_table
 from hetero_framework.extras.preferences.pairs import MARGIN
-from hetero_framework.models.cut.objective import Objective
-from hetero_framework.models.cut.predictions import Predictions
+from hetero_framework.models.cut.objective import Objective, Predictions
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
 

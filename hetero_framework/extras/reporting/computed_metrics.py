@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from hetero_framework import control
-from hetero_framework.engine.stage_api import Outcome
+from hetero_framework.cluster.cluster import Cluster
+from hetero_framework.engine.stage_api import Outcome, StepInfo
 from hetero_framework.errors import CallbackError, ConfigError, ProtocolError
+from hetero_framework.extras.reporting.predictions import PLAIN, predictions
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objectives import objective_of
-from hetero_framework.models.cut.predictions import PLAIN, PREPROCESS, predictions
-from hetero_framework.trainer.given import COMPUTE, ComputedMetrics, Given
+from hetero_framework.trainer.given import COMPUTE, PREPROCESS, ComputedMetrics, Given
+from hetero_framework.trainer.metrics import SPEED, metric_name
 from hetero_framework.trainer.setup import Prepared
 
 _PADDING = -100
@@ -26,11 +28,52 @@ _PADDING = -100
 class UserMetrics(ComputedMetrics):
     """The user's `compute`, which gets an EvalPrediction and gives metrics by name."""
 
-    def __init__(self, compute: Any) -> None:
-        self._compute = compute
+    def __init__(self, compute: Any, prepared: Prepared) -> None:
+        self._compute, self._prepared = compute, prepared
         self._preprocesses = control.function(PREPROCESS) is not None
 
-    def predictions(self, outcomes: Sequence[Outcome]) -> list[Any]:
+    def try_out(
+        self, cluster: Cluster, step: int, evaluate: Callable[[str], Mapping[str, Any]]
+    ) -> None:
+        """On one micro-batch, so that a process without the functions, or one that fails, ends the
+        run before its first step. What fails on so few labels is tried on all of them."""
+        data, objective = self._prepared.data, objective_of(self._prepared.config.training)
+        if not (sets := data.eval_sets):
+            return
+        name = next(iter(sets))
+        batch = data.eval_batches(name)[0]
+
+        def run() -> None:
+            cluster.loaded.begin(StepInfo(step, 0, False, 1, 1, predicts=True))
+            cluster.pipeline.run([batch])
+
+        cluster.retrying(run)
+        outcomes = cluster.pipeline.outcomes
+        about = [batch[objective.label_name]], metric_name(name, ""), SPEED
+        try:
+            with cluster.pipeline.judging_outcomes():
+                self._predictions(outcomes)
+            try:
+                made = self.of_set(outcomes, *about)
+                self._check_best({metric_name(of, m): v for of in sets for m, v in made.items()})
+            except CallbackError:
+                every = {of: evaluate(of).items() for of in sets}
+                self._check_best({metric_name(of, m): v for of in sets for m, v in every[of]})
+        except CallbackError as error:
+            raise ConfigError(error.message, hint=error.hint) from error
+
+    def _check_best(self, line: Mapping[str, Any]) -> None:
+        """Raise CallbackError for a metric of the best model that neither every evaluation gives
+        nor `line` has as a number."""
+        config = self._prepared.config
+        try:
+            config.check_metric(objective_of(config.training).evaluated)
+        except ConfigError:
+            metric = str(config.training.metric).removeprefix("eval_")
+            check_best(f"eval_{metric}", line)
+
+    def _predictions(self, outcomes: Sequence[Outcome]) -> list[Any]:
+        """Those of each micro-batch. Raises CallbackError where the user's function fails."""
         read = partial(predictions, preprocesses=self._preprocesses)
         return [read(outcome.named) for outcome in outcomes]
 
@@ -44,7 +87,7 @@ class UserMetrics(ComputedMetrics):
         from transformers import EvalPrediction  # brings PEFT
         from transformers.trainer_utils import denumpify_detensorize
 
-        parts = self.predictions(outcomes)
+        parts = self._predictions(outcomes)
         for one, told in zip(outcomes, labels, strict=True):
             shapes = [one.named[name].shape for name in PLAIN & one.named.keys()]
             if any(shape[:1] != told.shape[:1] for shape in shapes):
@@ -63,9 +106,6 @@ class UserMetrics(ComputedMetrics):
             text = f"{COMPUTE} gives {clash[0]!r}, as every evaluation does"
             raise CallbackError(text, hint="give it another name")
         return found
-
-    def check_best(self, metric: str, line: Mapping[str, Any]) -> None:
-        check_best(metric, line)
 
 
 def check_best(metric: str, line: Mapping[str, Any]) -> None:
@@ -106,7 +146,7 @@ def of_run(given: Given, prepared: Prepared) -> ComputedMetrics | None:
             f"there is no {COMPUTE} for a {kind} model, each of whose tokens has several labels",
             hint="leave it out",
         )
-    return UserMetrics(compute)
+    return UserMetrics(compute, prepared)
 
 
 def _joined(parts: Sequence[Tensor]) -> np.ndarray:

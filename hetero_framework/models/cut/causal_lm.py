@@ -21,8 +21,7 @@ from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.models.cut.chunked_loss import chunk_tokens, chunked_loss, spans
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, model_class
-from hetero_framework.models.cut.objective import ChunkedObjective
-from hetero_framework.models.cut.predictions import Predictions
+from hetero_framework.models.cut.objective import ChunkedObjective, Predictions
 from hetero_framework.models.cut.shard import Inputs, Look, Shard
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.models.cut.token_metrics import SUMS, TokenSums, token_metrics

@@ -10,14 +10,14 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from transformers import PretrainedConfig
 
 from hetero_framework.config import StageSpec
 from hetero_framework.data.batches import MicroBatch
-from hetero_framework.models.cut.chunked_loss import chunk_tokens, spans
+from hetero_framework.models.cut.chunked_loss import Span, chunk_tokens, spans
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
 
@@ -26,6 +26,25 @@ if TYPE_CHECKING:
 
 COUNT = "batches/"
 """Before the name of a metric: how many micro-batches have it, where not all do."""
+
+
+class Predictions(Protocol):
+    """Takes what users' compute_metrics is given from the logits of one micro-batch."""
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether the logits have to exist at once, and not in the loss's chunks."""
+
+    def look(self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> None:
+        """Take logits, in the order of the chunks."""
+
+    def named(
+        self, labels_BS: torch.Tensor, chunks: Sequence[Span] = ()
+    ) -> dict[str, torch.Tensor]:
+        """The tensors to send beside the loss; `chunks` are the places of the logits."""
+
+    def of_labels(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The same for a classifier."""
 
 
 class Objective(ABC):
@@ -87,8 +106,8 @@ class Objective(ABC):
             backward: differentiates a loss that is divided, and leaves the gradients in parameters
                 and `received`. None outside training.
 
-        One that also takes `predictions` (`models/cut/predictions.py`) makes what users'
-        compute_metrics is given.
+        One that also takes `predictions: Predictions | None` makes what users' compute_metrics is
+        given.
         """
 
     def metrics(self, named: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:

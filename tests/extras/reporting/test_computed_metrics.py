@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -259,7 +259,7 @@ def test_what_train_does_not_take_is_refused(alone: Alone) -> None:
 def test_predictions_of_other_rows_are_no_fault_of_the_users_function(
     shape: tuple[int, ...], name: str
 ) -> None:
-    metrics, labels = UserMetrics(lambda prediction: {}), [torch.zeros(2, 4)]
+    metrics, labels = UserMetrics(lambda prediction: {}, cast(Any, None)), [torch.zeros(2, 4)]
     assert metrics.of_set([Outcome(0.0, {name: torch.zeros(2, 4)})], labels, "", ()) == {}
     with pytest.raises(ProtocolError, match="predictions of other rows"):
         metrics.of_set([Outcome(0.0, {name: torch.zeros(shape)})], labels, "", ())

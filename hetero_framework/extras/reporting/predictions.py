@@ -5,8 +5,8 @@ Shapes: B rows, S tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,8 @@ from torch import Tensor
 from hetero_framework import control
 from hetero_framework.errors import CallbackError, ProtocolError
 from hetero_framework.log import one_line
+from hetero_framework.trainer.given import PREPROCESS
 
-Preprocess = Callable[[Tensor, Tensor], Any]
-PREPROCESS: Final = "preprocess_logits_for_metrics"
 _ARGMAX, _LOGITS, _MADE, _FAILED = (
     "argmax",
     "logits",
@@ -32,8 +31,8 @@ class Predictions:
     """What becomes of the logits of one micro-batch: the likeliest token after each one, or what
     the user's `preprocess` makes of logits [B, S, V], in float32, and labels [B, S]."""
 
-    def __init__(self, preprocess: Preprocess | None) -> None:
-        self._preprocess = preprocess
+    def __init__(self) -> None:
+        self._preprocess = control.function(PREPROCESS)
         self._seen: list[Tensor] = []
 
     @property
