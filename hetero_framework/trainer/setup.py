@@ -38,7 +38,6 @@ from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import task_of
-from hetero_framework.models.cut.varlen_attention import VARLEN
 from hetero_framework.models.files.export import base_generation, weights_beside
 from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
 from hetero_framework.models.files.stated import as_held, few, new_weights
@@ -55,12 +54,7 @@ from hetero_framework.models.verify.boundary_contents import (
     crossing_lines,
     largest_sides,
 )
-from hetero_framework.models.verify.equivalence import (
-    admit,
-    admit_adapter,
-    admit_packing,
-    why_not_chunked,
-)
+from hetero_framework.models.verify.equivalence import admit, admit_adapter, why_not_chunked
 from hetero_framework.trainer.continuation import contents
 from hetero_framework.trainer.resolved import Resolved
 
@@ -199,7 +193,8 @@ def prepare(
     check_objective(config, model_config, adapter_plan)
     _admit_cut(config, model_config, say)
     if data.settings.padding_free:
-        resolved = without_padding(resolved, model_config)
+        settle = registry.needed("packing", "settle", "data.padding_free")
+        resolved = settle(resolved, model_config)
     if own is None:
         resolved = resolve_loss_chunk(resolved, model_config, data.row_tokens)
     for decision in resolved.decisions:
@@ -263,7 +258,7 @@ def replanned(prepared: Prepared, plan: Entries, facts: Facts, reason: str) -> P
         )
     _admit_cut(config, prepared.model_config)
     if prepared.data.settings.padding_free:
-        admit_packing(prepared.model_config, shard_ranges(config))
+        registry.find("packing", "admit")(prepared.model_config, shard_ranges(config))
     memory = _stage_memory(config, prepared.model_config, prepared.data, prepared.adapter_plan)
     return fit_devices(replace(prepared, resolved=resolved, memory=memory), facts)
 
@@ -283,15 +278,6 @@ def _stage_memory(
     most = config.training.max_in_flight or default_max_in_flight(len(config.shard_plan))
     tokens = data.row_tokens
     return estimate_memory(config, model_config, max_in_flight=most, tokens=tokens, plan=plan)
-
-
-def without_padding(resolved: Resolved, model_config: PretrainedConfig) -> Resolved:
-    """The settings with the attention that keeps samples of one row apart. Raises ArchitectureError
-    where the model has none."""
-    attention = admit_packing(model_config, shard_ranges(resolved.config))
-    cost = "takes each sample by itself" if attention == VARLEN else "is the model's own"
-    reason = f"a tiny {model_config.model_type} trains alike without padding; its attention {cost}"
-    return resolved.decide("model.attn_implementation", attention, reason)
 
 
 def resolve_loss_chunk(resolved: Resolved, model_config: PretrainedConfig, tokens: int) -> Resolved:

@@ -131,6 +131,11 @@ WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
     ("observe", ("timeline", "run"), "timeline"),
     ("observe", {"training": {"visualize": True}}, "training.visualize needs the extra 'observe'"),
     ("pairing", ("invite",), "invite"),
+    (
+        "padding_free",
+        {"data": {"train": "texts.jsonl", "padding_free": True}},
+        "data.padding_free needs the extra 'padding_free'",
+    ),
     ("planner", ("plan",), "plan"),
     ("planner", {"training": {"replan": "auto"}}, "training.replan needs the extra 'planner'"),
     ("reporting", {"training": {"push_to_hub": True}}, "push_to_hub: it needs the extra 'repo"),

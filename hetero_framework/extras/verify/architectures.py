@@ -16,17 +16,17 @@ from hetero_framework import registry
 from hetero_framework.config.objectives import Task, needs_of
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import ArchitectureError
+from hetero_framework.extras.verify.verifying import Verified, verify_model
 from hetero_framework.models.cut.tiny import architecture_names
-from hetero_framework.models.cut.varlen_attention import VARLEN
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly
-from hetero_framework.models.verify.equivalence import STEPS, Comparison, Verdict, verify_model
+from hetero_framework.models.verify.equivalence import STEPS, Verdict
 
 _OF_TEXT: tuple[Task, ...] = ("causal-lm", "sequence-classification", "token-classification")
 
 
 def verify_all(
-    progress: Callable[[Comparison], None] | None = None, model_types: Iterable[str] | None = None
-) -> list[Comparison]:
+    progress: Callable[[Verified], None] | None = None, model_types: Iterable[str] | None = None
+) -> list[Verified]:
     """Compare every causal-LM architecture of the installed transformers, its multimodal classes
     by name, and its classifiers; one without a working tiny configuration counts as refused.
     `model_types` limits the architectures. `progress` is called after each."""
@@ -39,29 +39,29 @@ def verify_all(
             # A composite type is tried as the text model in it; the row keeps the name asked for.
             result = replace(verify_model(model_type=name, task=task), model_type=name)
         except ArchitectureError as error:
-            result = Comparison(name, "refused", error.message, task=task)
+            result = Verified(name, "refused", error.message, task=task)
         except LIBRARY_ERRORS as error:
             reason = (
                 f"no tiny copy of its default configuration runs: {briefly(error)}; `hetero verify"
                 " --config` tries one of the model that a configuration names"
             )
-            result = Comparison(name, "refused", reason, task=task)
+            result = Verified(name, "refused", reason, task=task)
         results.append(result)
         if progress is not None:
             progress(result)
     return results
 
 
-def write_architectures(results: Sequence[Comparison], path: Path) -> None:
+def write_architectures(results: Sequence[Verified], path: Path) -> None:
     """Write the table of all architectures as Markdown."""
     results = sorted(results, key=lambda r: r.model_type)
     texts = [r for r in results if r.task == "causal-lm"]
-    groups: dict[str, list[Comparison]] = {"bit-equal": [], "within tolerance": [], "refused": []}
+    groups: dict[str, list[Verified]] = {"bit-equal": [], "within tolerance": [], "refused": []}
     for result in texts:
         groups[result.verdict].append(result)
     packed = [(r.model_type, r.packing) for r in texts]
     packing = {name: p.attention for name, p in packed if p and not p.reason}
-    alone = sorted(name for name, attention in packing.items() if attention == VARLEN)
+    alone = sorted(name for name, attention in packing.items() if attention == "per_sample")
     masked = sorted(packing.keys() - set(alone))
     passed = len(texts) - len(groups["refused"])
     images = [r for r in results if r.task == "image-classification"]
@@ -113,12 +113,12 @@ def _objectives(task: Task) -> str:
     return _names(name for name in known if needs_of(name).task == task)
 
 
-def _subject(result: Comparison) -> str:
+def _subject(result: Verified) -> str:
     generates = result.task == "causal-lm"
     return f"`{result.model_type}`" + ("" if generates else f" ({_objectives(result.task)})")
 
 
-def _by_objective(results: Sequence[Comparison]) -> list[str]:
+def _by_objective(results: Sequence[Verified]) -> list[str]:
     """A table of the architectures that have a classifier, those with the same outcomes in one row;
     before it how many pass as each."""
     tasks, lines = _OF_TEXT, list[str]()

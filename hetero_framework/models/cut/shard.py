@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.trainer_pt_utils import LabelSmoother
 
+from hetero_framework import registry
 from hetero_framework.core import frames
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut import partition
@@ -56,7 +57,6 @@ from hetero_framework.models.cut.side import (
     tensor_at,
 )
 from hetero_framework.models.cut.tiny import config_for, task_of
-from hetero_framework.models.cut.varlen_attention import register_per_sample
 from hetero_framework.models.files.fingerprint import Fingerprint, fingerprint
 from hetero_framework.models.files.quantization import quantization_config
 from hetero_framework.models.files.weights import (
@@ -94,7 +94,7 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
         return family.read(model, base_dir)
     config, place = stated(model, base_dir)
     if model.attn_implementation is not None:
-        register_per_sample()  # quantising looks at a model before one is built
+        _make_known(model.attn_implementation)  # quantising looks at a model before one is built
         config._attn_implementation = model.attn_implementation
     config = config_for(config, model.task)
     if (head := head_for(model.task)) is not None:
@@ -106,6 +106,12 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     if model.router_aux_loss_coef is not None:
         _set_router_loss(config, model.router_aux_loss_coef)
     return config
+
+
+def _make_known(attention: str | None) -> None:
+    """Make an attention of an extra's known to transformers."""
+    if attention is not None and registry.has("attention", attention):
+        registry.find("attention", attention)()
 
 
 def stated(model: ModelConfig, base_dir: Path) -> tuple[PretrainedConfig, str]:
@@ -203,7 +209,7 @@ def build_shard(
     head that a checkpoint lacks. Modules `kept` of an earlier shard are taken as they are. `dtype`
     None takes the configuration's. Raises ModelError (files), ArchitectureError (a model that
     cannot be cut)."""
-    register_per_sample()
+    _make_known(config._attn_implementation)
     register_known_masks()
     device, dtype = torch.device(device), dtype or config_dtype(config)
     if (family := family_of(config)) is not None:

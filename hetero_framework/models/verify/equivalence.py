@@ -3,9 +3,6 @@
 A tiny random copy of an architecture is trained for three steps twice: as the stock transformers
 model, and as a chain of shards. Loss, every gradient and every weight must agree, so that a model
 that cannot be cut is refused with the reason and never trained wrong.
-
-For `data.padding_free` another tiny copy gets samples in one row, whole and cut, and must give the
-same loss and gradients as in padded rows.
 """
 
 from __future__ import annotations
@@ -27,24 +24,22 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from hetero_framework import registry
 from hetero_framework.config.objectives import Task
 from hetero_framework.core.cache import recall, remember
-from hetero_framework.core.devices import open_device
-from hetero_framework.data.batches import collate, num_items, pack
-from hetero_framework.data.examples import ExamplesBuilder
+from hetero_framework.data.batches import num_items
 from hetero_framework.errors import ArchitectureError, ConfigError
 from hetero_framework.models.adapters.trainable import attach_adapter
 from hetero_framework.models.cut.chunked_loss import chunked_loss, spans
 from hetero_framework.models.cut.codebooks import for_model
-from hetero_framework.models.cut.family import family_named, family_of
+from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.language import meta_model, towers
+from hetero_framework.models.cut.language import towers
 from hetero_framework.models.cut.partition import ShardRange, Skeleton, ranges_between
 from hetero_framework.models.cut.shard import (
     Inputs,
     Shard,
     build_shard,
-    load_model_config,
     new_names,
     token_loss,
 )
@@ -60,56 +55,31 @@ from hetero_framework.models.cut.tiny import (
     shrink,
     stock_class,
     task_of,
-    tiny_config,
 )
-from hetero_framework.models.cut.varlen_attention import VARLEN, register_per_sample
-from hetero_framework.models.files.quantization import stored_quantization
-from hetero_framework.models.files.stated import as_held
 from hetero_framework.models.files.weights import Checkpoint
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.models.rng import seed_cpu
-from hetero_framework.models.verify.boundary_contents import tiny_crossing
-from hetero_framework.repository import resolve_model_path
 
 if TYPE_CHECKING:
-    from hetero_framework.config import Config
     from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 
 STEPS = 3
 LEARNING_RATE = 1e-3
 # Relative to the largest entry of a gradient; float32 sums in another order stay far below.
 TOLERANCE = 1e-4
-# One row instead of many rounds otherwise: of all architectures the ones that keep samples apart
-# differ by 2e-5 or less, the others by 0.09 or more.
-PACKING_TOLERANCE = 1e-3
 # A gradient that is zero but for rounding (a key's bias) is measured by the largest of all.
-_FLOOR = 1e-3
+FLOOR = 1e-3
 # Lengths of loss chunks that are tried.
 _CHUNKS = (2, 5, 13)
-# Longer than the sliding windows of tiny models (8), together longer than their positions (128).
-_PACKED_LENGTHS = (23, 2, 31, 12, 19, 27, 9, 14)
-# float32 weight, gradient and AdamW's two states.
-_TRAINING_BYTES = 16
-
 Verdict = Literal["bit-equal", "within tolerance", "refused"]
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Whether samples may share a row (`data.padding_free`): the reason against it, if any, and the
-    attention implementation to train with (None: the model's own choice)."""
-
-    attention: str | None
-    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The outcome of one comparison, with the largest differences: of losses (absolute), of
     gradients and of trained weights (relative to each tensor's largest entry), of all steps. `half`
-    says how a step in bfloat16 autocast differs, empty where no bit does. `crossing` is what
-    crosses beside the hidden state, if anything does, and `towers` are what text does not use.
-    `task` is what the compared class does."""
+    says how a step in bfloat16 autocast differs, empty where no bit does. `task` is what the
+    compared class does."""
 
     model_type: str
     verdict: Verdict
@@ -120,87 +90,11 @@ class Comparison:
     gradient_difference: float = 0.0
     weight_difference: float = 0.0
     half: str = ""
-    packing: Packing | None = None
-    crossing: str = ""
-    towers: tuple[str, ...] = ()
     task: Task = "causal-lm"
 
     @property
     def passed(self) -> bool:
         return self.verdict != "refused"
-
-
-def ranges_from_cuts(cuts: Sequence[int], layers: int) -> tuple[ShardRange, ...]:
-    """Stages between the given layer numbers: (2, 5) of 6 gives 0-2, 2-5, 5-6.
-
-    Raises ArchitectureError for cuts that are out of order or outside the model.
-    """
-    bounds = [0, *cuts, layers]
-    # Only the ends may be without layers: they have embedding and head.
-    if bounds != sorted(bounds) or len(set(cuts)) < len(cuts):
-        raise ArchitectureError(
-            f"cuts {', '.join(map(str, cuts))} do not fit a model of {layers} layers",
-            hint=f"give ascending layer numbers between 0 and {layers}",
-        )
-    return ranges_between(bounds)
-
-
-def verify_model(
-    config: Config | None = None,
-    *,
-    model_type: str | None = None,
-    task: Task = "causal-lm",
-    cuts: Sequence[int] | None = None,
-) -> Comparison:
-    """Compare the configured model (a tiny copy of it where its weights do not fit this machine
-    several times), of the class that its objective trains, or a tiny one of an architecture and of
-    its class for a task, with its cut self.
-
-    It is refused also where `data.padding_free` is asked for and not possible. The cut is `cuts`,
-    else the configuration's plan, else two cuts over the layers.
-    """
-    checkpoint = None
-    if config is not None and config.model is not None:
-        held, _ = as_held(config.model, config.base_dir)
-        model_config = load_model_config(held, config.base_dir)
-        if config.model.name_or_path is not None and _fits(model_config):
-            source = resolve_model_path(str(config.model.name_or_path), config.base_dir)
-            checkpoint = Checkpoint(source, config.model.revision)
-        else:
-            model_config = shrink(model_config)
-    elif model_type is not None:
-        with quiet_library():
-            model_config = tiny_config(model_type, task)
-            if (family := family_named(task)) is not None:
-                model_config = family.tiny(model_config)
-    else:
-        raise ArchitectureError("there is no model to verify: name a configuration or a type")
-    if cuts is not None or config is None:
-        layers = introspect(model_config).num_layers
-        thirds = sorted({max(1, layers // 3), max(1, layers - 1)} - {layers})
-        ranges = ranges_from_cuts(thirds if cuts is None else cuts, layers)
-    else:
-        ranges = tuple(map(ShardRange.of, config.plan.stages))
-    result = compare(model_config, ranges, checkpoint)
-    starts = [rng.start for rng in ranges[1:]]
-    result = replace(result, crossing=tiny_crossing(introspect(model_config), starts))
-    result = replace(result, towers=towers(model_config))
-    wanted = config is not None and config.data is not None and config.data.padding_free
-    if not result.passed or not (wanted or (config is None and task == "causal-lm")):
-        return result
-    packing = try_packing(model_config, ranges)
-    if wanted and packing.reason:
-        result = replace(result, verdict="refused", reason=f"data.padding_free: {packing.reason}")
-    return replace(result, packing=packing)
-
-
-def _fits(config: PretrainedConfig) -> bool:
-    """Whether two float32 copies in training, and as much again, fit this machine's free memory.
-    Never for a quantised checkpoint: its whole counterpart is not in float32."""
-    if stored_quantization(config) is not None:
-        return False
-    numbers = sum(p.numel() for p in meta_model(config).parameters())
-    return 2 * 2 * _TRAINING_BYTES * numbers < open_device("cpu").memory().free
 
 
 def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Comparison:
@@ -223,25 +117,6 @@ def _admitted(result: Comparison) -> Comparison:
             " (docs/architectures.md lists those that pass)",
         )
     return result
-
-
-def admit_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str | None:
-    """`Packing.attention` for training with `data.padding_free`, remembered. Raises
-    ArchitectureError where samples of one row would see each other."""
-    asked = question("packing", config, ranges)
-    if answer := recall("verdicts", asked):
-        attention: str | None = answer["attention"]
-        return attention
-    packing = try_packing(config, ranges)
-    if packing.reason:
-        raise ArchitectureError(
-            f"a {config.model_type} model cannot be trained with data.padding_free:"
-            f" {packing.reason}",
-            hint="set data.padding_free to false (docs/architectures.md lists the architectures"
-            " that can do without padding)",
-        )
-    remember("verdicts", asked, {"attention": packing.attention})
-    return packing.attention
 
 
 def admit_adapter(config: PretrainedConfig, plan: AdapterPlan) -> None:
@@ -325,7 +200,7 @@ def compare(
     except ArchitectureError as error:
         return replace(result, reason=error.message)
     with quiet_library():
-        return _train_both(whole, _Chain(shards), config, result)
+        return _train_both(whole, Chain(shards), config, result)
 
 
 def deterministic(config: PretrainedConfig) -> PretrainedConfig:
@@ -382,7 +257,7 @@ def _perturb(model: torch.nn.Module) -> None:
 
 
 def _train_both(
-    whole: Any, chain: _Chain, config: PretrainedConfig, result: Comparison
+    whole: Any, chain: Chain, config: PretrainedConfig, result: Comparison
 ) -> Comparison:
     """`result` with the verdict."""
 
@@ -396,14 +271,14 @@ def _train_both(
         inputs = _probe_inputs(config, seed=step)
         items = torch.tensor(num_items([inputs]))
         optimizer.zero_grad()
-        loss = _whole_step(whole, inputs, items, config)
+        loss = whole_step(whole, inputs, items, config)
         try:
             cut_loss = chain.forward_backward(inputs, items)
         except LIBRARY_ERRORS as error:
             return refused(f"a shard does not run alone ({briefly(error)})")
         difference = max(result.loss_difference, abs(loss - cut_loss.item()))
         result = replace(result, loss_difference=difference)
-        expected, actual = _gradients(whole), chain.gradients()
+        expected, actual = gradients(whole), chain.gradients()
         if lost := [name for name in expected if name not in actual]:
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
             return refused(f"no gradient reaches {', '.join(lost[:3])}{more}")
@@ -453,7 +328,7 @@ def why_not_chunked(config: PretrainedConfig) -> str | None:
                 if lost := sorted(expected.keys() ^ actual.keys()):
                     return f"no gradient reaches {lost[0]}"
                 for looked_at in ({"the loss": expected["the loss"]}, expected):
-                    difference, worst = largest_difference(actual, looked_at, _FLOOR)
+                    difference, worst = largest_difference(actual, looked_at, FLOOR)
                     if difference > TOLERANCE:
                         return f"{worst} would differ by {difference:.2g} (relative)"
         except LIBRARY_ERRORS as error:
@@ -464,88 +339,12 @@ def why_not_chunked(config: PretrainedConfig) -> str | None:
 
 def _outcome(shard: Shard, loss: torch.Tensor) -> Inputs:
     """The loss and all gradients, which are taken out of the model."""
-    gradients = {f"the gradient of {n}": t for n, t in _gradients(shard.model).items()}
+    found = {f"the gradient of {n}": t for n, t in gradients(shard.model).items()}
     shard.model.zero_grad()
-    return {"the loss": loss.detach(), **gradients}
+    return {"the loss": loss.detach(), **found}
 
 
-def try_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Packing:
-    """Whether samples of one row train as in padded rows, on a tiny copy, and by which attention.
-
-    `VARLEN` is preferred to the library's mask over the row, which costs more. It also stands for
-    kernels of variable lengths, which do not run on a CPU: the positions are the same.
-    """
-    asked = config._attn_implementation
-    tried: dict[str | None, str | None] = {VARLEN: VARLEN, asked: asked}
-    if asked is not None and "flash" in asked:
-        tried = {VARLEN: asked}
-    elif asked == "flex_attention":
-        tried = {None: asked}  # the same mask functions
-    elif asked not in (None, "sdpa"):
-        tried = {asked: asked}
-    reason = ""
-    register_per_sample()
-    try:
-        config = deterministic(shrink(config))
-        samples = _Samples(config)
-        for attention, chosen in tried.items():
-            config._attn_implementation = attention
-            reason = _packing_problem(config, samples, ranges)
-            if not reason:
-                return Packing(chosen)
-    except LIBRARY_ERRORS as error:
-        reason = f"its tiny copy does not run ({briefly(error)})"
-    return Packing(None, reason)
-
-
-class _Samples:
-    """Some samples in one row, and a whole model's results on them in padded rows."""
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        text = config.get_text_config()
-        generator = torch.Generator().manual_seed(0)
-        builder = ExamplesBuilder()
-        for length in _PACKED_LENGTHS:
-            ids = torch.randint(3, int(text.vocab_size), (length,), generator=generator).tolist()
-            builder.add(ids, [True] * length)
-        examples, rows = builder.build(), range(len(_PACKED_LENGTHS))
-        self.packed = pack(examples, rows)
-        self.items = torch.tensor(float(num_items([self.packed])))
-        padded = collate(examples, rows, max(0, getattr(text, "pad_token_id", None) or 0))
-        whole, _ = build_both(config, [], None)
-        self.loss = _whole_step(whole, padded, self.items, config)
-        self.gradients = _gradients(whole)
-
-
-def _packing_problem(
-    config: PretrainedConfig, samples: _Samples, ranges: Sequence[ShardRange]
-) -> str:
-    """Why samples cannot share a row under the configured attention; empty where they can: first
-    the whole model, in one row and padded; then the chain of shards and the whole, in one row."""
-    try:
-        whole, shards = build_both(config, ranges, None)
-        loss = _whole_step(whole, samples.packed, samples.items, config)
-        gradients = _gradients(whole)
-        difference, worst = largest_difference(gradients, samples.gradients, _FLOOR)
-        if not max(difference, abs(loss - samples.loss)) <= PACKING_TOLERANCE:
-            return (
-                "samples that share a row do not stay apart: gradients differ from those of"
-                f" padded rows by {difference:.2g} (relative), most in {worst}"
-            )
-        chain = _Chain(shards)
-        with quiet_library():
-            cut_loss = float(chain.forward_backward(samples.packed, samples.items))
-    except ArchitectureError as error:
-        return error.message
-    except LIBRARY_ERRORS as error:
-        return f"it cannot take many samples in one row ({briefly(error)})"
-    difference, worst = largest_difference(chain.gradients(), gradients)
-    if max(difference, abs(cut_loss - loss)) <= TOLERANCE:
-        return ""
-    return f"a cut changes gradients of one row by {difference:.2g} (relative), most in {worst}"
-
-
-def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -566,7 +365,7 @@ def largest_difference(
     return worst, where
 
 
-def _half_problem(whole: Any, chain: _Chain, config: PretrainedConfig) -> str:
+def _half_problem(whole: Any, chain: Chain, config: PretrainedConfig) -> str:
     """How a cut changes the loss or the gradients in bfloat16 autocast; empty where it changes no
     bit. Trains nothing."""
     inputs = _probe_inputs(config)
@@ -576,8 +375,8 @@ def _half_problem(whole: Any, chain: _Chain, config: PretrainedConfig) -> str:
     for part in (whole, chain):
         part.train(False)
     try:
-        loss = _whole_step(whole, inputs, items, config, half)
-        expected = {"the loss": torch.tensor(loss), **_gradients(whole)}
+        loss = whole_step(whole, inputs, items, config, half)
+        expected = {"the loss": torch.tensor(loss), **gradients(whole)}
         who = "a shard does not run alone"
         actual = {"the loss": chain.forward_backward(inputs, items, half), **chain.gradients()}
     except LIBRARY_ERRORS as error:
@@ -594,7 +393,7 @@ def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype, enabled=dtype is not None)
 
 
-def _whole_step(
+def whole_step(
     whole: Any,
     inputs: Inputs,
     items: torch.Tensor,
@@ -618,7 +417,7 @@ def _whole_step(
     return float(loss.detach())
 
 
-class _Chain:
+class Chain:
     """Shards in a row in one process, each with its own optimizer."""
 
     def __init__(self, shards: list[Shard]) -> None:

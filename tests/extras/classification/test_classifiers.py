@@ -23,6 +23,7 @@ from hetero_framework.config.objectives import needs_of
 from hetero_framework.core.devices import open_device
 from hetero_framework.errors import ArchitectureError, ConfigError, ModelError
 from hetero_framework.extras.classification.settings import LabelSettings
+from hetero_framework.extras.verify.verifying import verify_model
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import model_class
 from hetero_framework.models.cut.partition import ranges_between
@@ -30,7 +31,7 @@ from hetero_framework.models.cut.shard import load_model_config, load_shard
 from hetero_framework.models.cut.tiny import config_for, stock_class, tiny_config
 from hetero_framework.models.files.stated import as_held, new_weights
 from hetero_framework.models.verify import equivalence
-from hetero_framework.models.verify.equivalence import compare, ranges_from_cuts, verify_model
+from hetero_framework.models.verify.equivalence import compare
 
 TEXTS, TOKENS = "sequence-classification", "token-classification"
 CUTS = ([0, 6], [0, 2, 6], [0, 0, 3, 4, 6, 6])
@@ -98,7 +99,7 @@ LONG = ("distilbert", "roberta", "qwen3", "mistral", "gpt_neox", "modernbert")
 def test_a_cut_classifier_trains_as_the_whole(model_type, task) -> None:
     config = tiny_config(model_type, task)
     layers = introspect(config).num_layers
-    result = compare(config, ranges_from_cuts((0, 2, layers - 1), layers))
+    result = compare(config, ranges_between([0, 2, layers - 1, layers]))
     assert result.verdict == "bit-equal", result.reason
 
 
@@ -210,7 +211,7 @@ def test_verify_takes_the_class_that_the_objective_trains(
         "training": {"objective": objective},
     }
     steps: list[str] = []
-    real = equivalence._whole_step
+    real = equivalence.whole_step
 
     def step(whole: Any, inputs: Any, items: Any, config: Any, *half: Any) -> float:
         steps.append(type(whole).__name__)
@@ -226,7 +227,7 @@ def test_verify_takes_the_class_that_the_objective_trains(
             assert loss == float(expected.detach())
         return loss
 
-    monkeypatch.setattr(equivalence, "_whole_step", step)
+    monkeypatch.setattr(equivalence, "whole_step", step)
     result = verify_model(Config.from_dict(raw, tmp_path))
     assert (result.verdict, result.reason, result.half) == ("bit-equal", "", "")
     assert (result.subject, result.task) == ("the model itself", needs_of(objective).task)

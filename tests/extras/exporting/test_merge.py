@@ -14,8 +14,8 @@ from peft import PeftModel
 from hetero_framework.config import AdapterConfig, Config
 from hetero_framework.errors import CheckpointError, DataError, ModelError
 from hetero_framework.extras.exporting.merge import merge_adapter
+from hetero_framework.extras.verify.verifying import verify_model
 from hetero_framework.models.files.export import OutputDirectory, write_adapter
-from hetero_framework.models.verify.equivalence import verify_model
 from tests.unit.adapter_helpers import randomise, save_model, shards, stock, stock_logits
 from tests.unit.models.files.test_export import load_cleanly, parts_of
 from tests.unit.models.files.test_stated import own_head, rewritten

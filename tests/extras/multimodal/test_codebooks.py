@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from hetero_framework.data.batches import num_items
+from hetero_framework.extras.verify.verifying import verify_model
 from hetero_framework.models.cut.codebooks import for_model, ids_per_token
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import build_shard
 from hetero_framework.models.cut.tiny import probe_inputs, stock_class, tiny_config
-from hetero_framework.models.verify.equivalence import verify_model
 
 
 def test_ids_of_a_token_become_rows_of_the_model() -> None:

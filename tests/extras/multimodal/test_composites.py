@@ -11,15 +11,16 @@ import torch
 import transformers
 
 from hetero_framework.errors import ArchitectureError
+from hetero_framework.extras.verify.verifying import verify_model
 from hetero_framework.models.cut.causal_lm import CausalLM
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.partition import ShardRange, ranges_between
 from hetero_framework.models.cut.shard import build_shard
 from hetero_framework.models.cut.tiny import probe_inputs, tiny_config
-from hetero_framework.models.verify.equivalence import compare, ranges_from_cuts, verify_model
+from hetero_framework.models.verify.equivalence import compare
 from tests.samples import save_multimodal
-from tests.unit.adapter_helpers import chain_logits, shards, stock_logits
-from tests.unit.models.files.test_quantization import SETTINGS, keep_unpacked
+from tests.unit.adapter_helpers import chain_logits, keep_unpacked, shards, stock_logits
+from tests.unit.models.files.test_quantization import SETTINGS
 
 
 def test_the_loss_of_all_routers_passes_to_the_bit() -> None:
@@ -27,7 +28,7 @@ def test_the_loss_of_all_routers_passes_to_the_bit() -> None:
     config.output_router_logits = True
     config.router_aux_loss_coef = 0.5
     assert introspect(config).reports
-    result = compare(config, ranges_from_cuts([2, 5], 6))
+    result = compare(config, ranges_between([0, 2, 5, 6]))
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
@@ -44,7 +45,7 @@ def test_blocks_that_text_does_not_reach_may_stand_anywhere(cuts: list[int]) -> 
     structure = introspect(config)
     assert (structure.running, structure.num_layers) == ((0, 1, 2, 4, 5), 6)
     assert [structure.next_running(k) for k in (3, 5, 6)] == [4, 5, None]
-    result = compare(config, ranges_from_cuts(cuts, 6))
+    result = compare(config, ranges_between([0, *cuts, 6]))
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
@@ -52,7 +53,7 @@ def test_a_loss_that_needs_images_is_replaced_by_the_next_token_loss() -> None:
     """GIT's begins behind the tokens of an image."""
     config = tiny_config("git")
     assert not introspect(config).loss_counts_items
-    result = compare(config, ranges_from_cuts([3], 6))
+    result = compare(config, ranges_between([0, 3, 6]))
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
@@ -63,7 +64,7 @@ def test_positions_of_padding_that_embeddings_would_change_are_those_of_ids() ->
     config = tiny_config("Qwen3OmniMoeThinkerForConditionalGeneration")
     assert not introspect(config).takes_embeddings
     assert introspect(tiny_config("llama")).takes_embeddings
-    result = compare(config, ranges_from_cuts([2, 5], 6))
+    result = compare(config, ranges_between([0, 2, 5, 6]))
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 

@@ -19,6 +19,7 @@ from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut import language
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import towers
+from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.models.files.export import (
@@ -27,7 +28,7 @@ from hetero_framework.models.files.export import (
     write_adapter,
     write_checkpoint,
 )
-from hetero_framework.models.verify.equivalence import compare, ranges_from_cuts
+from hetero_framework.models.verify.equivalence import compare
 from tests.samples import save_multimodal
 from tests.unit.adapter_helpers import shards
 from tests.unit.models.files.test_export import files_of
@@ -52,7 +53,7 @@ def seen(base: Path) -> dict[str, torch.Tensor]:
 def test_text_trains_to_the_bit_without_the_package(name: str) -> None:
     config = tiny_config(name)
     assert "model.vision_tower" in towers(config)
-    result = compare(config, ranges_from_cuts([2, 5], 6))
+    result = compare(config, ranges_between([0, 2, 5, 6]))
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 

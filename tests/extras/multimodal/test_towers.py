@@ -21,9 +21,10 @@ from hetero_framework.models.cut.language import (
     tower_lines,
     towers,
 )
+from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.tiny import stock_class, tiny_config
 from hetero_framework.models.files.weights import Checkpoint
-from hetero_framework.models.verify.equivalence import compare, ranges_from_cuts
+from hetero_framework.models.verify.equivalence import compare
 from tests.samples import save_multimodal
 from tests.unit.adapter_helpers import chain_logits, shards, stock_logits
 
@@ -48,7 +49,7 @@ def test_the_original_class_trains_as_its_language_part(name) -> None:
     whole = getattr(transformers, name)
     assert stock_class(config) is whole
     assert issubclass(model_class(config), whole)
-    result = compare(config, ranges_from_cuts([2, 5], 6))
+    result = compare(config, ranges_between([0, 2, 5, 6]))
     assert result.verdict == "bit-equal"
 
 

@@ -17,10 +17,6 @@ from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.stage_api import Arrival, Outcome, StatePart, StepInfo
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import OutOfMemory, ProtocolError
-from hetero_framework.models.cut.partition import ranges_between
-from hetero_framework.models.cut.shard import build_shard
-from hetero_framework.models.cut.tiny import tiny_config
-from hetero_framework.models.cut.varlen_attention import VARLEN, sample_lengths
 from tests.samples import boundary_message
 from tests.unit.device_helpers import QueuedDevice, Reads
 from tests.unit.engine.test_executor import FakeStage
@@ -253,21 +249,3 @@ def test_losses_of_a_step_are_read_in_one_go() -> None:
     assert (losses[0], losses[1], losses[3]) == (float(torch.tensor(0.1)), 0.25, 0.5)
     assert math.isnan(losses[2])
     assert reads.count <= 1
-
-
-def test_lengths_of_the_samples_of_a_row_are_not_asked_of_the_device() -> None:
-    config = tiny_config("llama")
-    config._attn_implementation = VARLEN
-    config.num_hidden_layers = 2
-    [whole] = ranges_between([0, 2])
-    shard = build_shard(config, None, whole, dtype=torch.float32)
-    positions = torch.tensor([[0, 1, 2, 0, 1]])
-    ids = torch.tensor([[5, 6, 7, 8, 9]])
-    batch = {"input_ids": ids, "position_ids": positions, "labels": ids}
-    expected = shard.loss(batch, (), torch.tensor(3))
-    there = inputs_in(QueuedDevice(), batch)
-    assert torch.equal(shard.loss(there, (), torch.tensor(3)), expected)
-    assert there["position_ids"]._hetero_lengths == [3, 2]  # type: ignore[attr-defined]
-    there = inputs_in(QueuedDevice(), batch)
-    there["position_ids"].zero_()
-    assert sample_lengths(there["position_ids"]) == [3, 2]

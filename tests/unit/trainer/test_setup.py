@@ -5,11 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import BloomConfig, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.config import Config
-from hetero_framework.errors import ArchitectureError, ConfigError, DataError, PlanError
+from hetero_framework.errors import ConfigError, DataError, PlanError
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.models.sizing.memory import estimate_memory
 from hetero_framework.trainer.resolved import Resolved
@@ -23,7 +23,6 @@ from hetero_framework.trainer.setup import (
     largest_boundary,
     largest_frame,
     resolve_loss_chunk,
-    without_padding,
 )
 from tests.samples import plan_of
 
@@ -76,19 +75,6 @@ def test_largest_frame_holds_any_boundary_and_any_tensor() -> None:
     limit = largest_frame(LLAMA, boundary)
     assert limit > 4 * 100 * 16 * 4
     assert limit > 64 * 16 * 4
-
-
-def test_padding_free_sets_the_attention_of_every_process() -> None:
-    told = without_padding(Resolved.start(config()), LLAMA)
-    assert told.config.model is not None
-    assert told.config.model.attn_implementation == "per_sample"
-    assert "takes each sample by itself" in told.decisions[0].reason
-
-
-def test_padding_free_is_refused_where_samples_meet() -> None:
-    with pytest.raises(ArchitectureError, match="do not stay apart") as caught:
-        without_padding(Resolved.start(config()), BloomConfig(n_layer=4))
-    assert "data.padding_free to false" in str(caught.value)
 
 
 def test_check_memory_counts_processes_on_one_device_together() -> None:

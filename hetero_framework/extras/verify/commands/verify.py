@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         config.require("model")
         preflight(config, data=False)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums in one order
-    from hetero_framework.models.verify import equivalence
+    from hetero_framework.extras.verify.verifying import verify_model
 
     if arguments.all:
         from hetero_framework.extras.verify.architectures import verify_all, write_architectures
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_architectures(verify_all(_print_result), output)
         print(f"wrote {output}")
         return 0
-    result = equivalence.verify_model(
+    result = verify_model(
         config, model_type=arguments.model_type, task=needs.task, cuts=arguments.cuts
     )
     _print_result(result)

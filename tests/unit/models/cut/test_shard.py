@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
@@ -43,9 +43,7 @@ from hetero_framework.models.cut.side import (
     gradients_of,
 )
 from hetero_framework.models.cut.tiny import probe_inputs, tiny_config
-from hetero_framework.models.cut.varlen_attention import VARLEN
 from hetero_framework.models.files import weights
-from hetero_framework.models.files.quantization import modules_left_alone
 from tests.samples import save_llama
 
 ITEMS = torch.tensor(21)
@@ -320,16 +318,6 @@ def test_noise_is_uniform_within_its_bound_and_in_training_only(checkpoints: Any
     # Of a uniform distribution: its mean is 0 and its deviation bound / sqrt(3).
     assert abs(float(noise_BSD.mean())) < 0.1 * bound
     assert float(noise_BSD.std()) == pytest.approx(bound / 3**0.5, rel=0.05)
-
-
-def test_attention_per_sample_is_known_before_a_shard_is_built(
-    checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker's first look at a quantised model is at its modules, and came too early."""
-    known = {k: f for k, f in AttentionInterface._global_mapping.items() if k != VARLEN}
-    monkeypatch.setattr(AttentionInterface, "_global_mapping", known)
-    model = ModelConfig(name_or_path=str(checkpoints("llama")), attn_implementation=VARLEN)
-    assert modules_left_alone(load_model_config(model, tmp_path)) == ["lm_head"]
 
 
 def test_recompute_gives_the_gradients_of_the_stored_forward(checkpoints: Any) -> None:

@@ -1,35 +1,36 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaConfig, PretrainedConfig
 
-from hetero_framework.config import AdapterConfig, Config
+from hetero_framework.config import AdapterConfig
 from hetero_framework.core.cache import cache_directory
 from hetero_framework.errors import ArchitectureError, ConfigError
 from hetero_framework.models.adapters.lora import plan_adapter
 from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import Shard, ShardRange
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.models.verify import equivalence
 from hetero_framework.models.verify.equivalence import (
     Comparison,
-    Packing,
     admit,
     admit_adapter,
-    admit_packing,
     compare,
-    ranges_from_cuts,
-    try_packing,
-    verify_model,
 )
-from tests.samples import save_llama
+
+
+def verified(model_type: str, cuts: Sequence[int] = (2, 5)) -> Comparison:
+    config = tiny_config(model_type)
+    return compare(config, ranges_between([0, *cuts, introspect(config).num_layers]))
+
 
 PASSING = "llama gemma3_text mixtral gpt_oss deepseek_v3 gpt2 falcon_h1 gemma3n_text xlm"
 MORE = """qwen3_next granite opt bloom roformer mamba deepseek_v4 gemma4_text hy_v4 inkling2_text
@@ -41,7 +42,7 @@ qwen4_exp_text zaya"""
     [*PASSING.split(), *(pytest.param(name, marks=pytest.mark.long) for name in MORE.split())],
 )
 def test_architecture_passes_to_the_bit(model_type: str) -> None:
-    result = verify_model(model_type=model_type)
+    result = verified(model_type)
     assert (result.verdict, result.reason, result.half) == ("bit-equal", "", "")
     assert len(result.stages) == 3
 
@@ -65,7 +66,7 @@ def test_the_loss_of_all_routers_passes_to_the_bit(model_type: str) -> None:
     weight = {"jetmoe": "aux_loss_coef"}.get(model_type, "router_aux_loss_coef")
     setattr(config, weight, 0.5)
     assert introspect(config).reports
-    result = compare(config, ranges_from_cuts([2, 5], 6))
+    result = compare(config, ranges_between([0, 2, 5, 6]))
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
@@ -76,15 +77,15 @@ def test_the_loss_of_all_routers_passes_to_the_bit(model_type: str) -> None:
 def test_blocks_that_read_their_input_twice_are_bit_equal_in_autocast(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert verify_model(model_type=model_type).half == ""
+    assert verified(model_type).half == ""
     monkeypatch.setattr("hetero_framework.models.cut.shard.as_inner", lambda received: received)
-    assert "differs by" in verify_model(model_type=model_type).half
+    assert "differs by" in verified(model_type).half
 
 
 @pytest.mark.long
 def test_weights_of_several_layers_are_summed_in_more_bits_than_in_the_whole() -> None:
     """There all uses share one narrow copy."""
-    result = verify_model(model_type="zamba2")
+    result = verified("zamba2")
     assert (result.verdict, result.gradient_difference) == ("bit-equal", 0)
     assert re.search(r"differs by .*e-03 .* most in .*shared_transformer", result.half)
 
@@ -95,14 +96,14 @@ def test_names_of_one_weight_are_told_apart_by_the_modules_that_run() -> None:
     owner = introspect(config).owner
     assert owner["prophetnet.decoder.word_embeddings.weight"] == -1
     assert owner["lm_head.weight"] == 6
-    result = compare(config, ranges_from_cuts([3], 6))
+    result = compare(config, ranges_between([0, 3, 6]))
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
 @pytest.mark.parametrize("cuts", [[0], pytest.param([0, 1, 4], marks=pytest.mark.long)])
 def test_tensors_made_between_blocks_stay_with_their_hidden_state(cuts: list[int]) -> None:
     """Else its gradient would come back apart from that of the hidden state."""
-    assert verify_model(model_type="inkling2_text", cuts=cuts).verdict == "bit-equal"
+    assert verified("inkling2_text", cuts).verdict == "bit-equal"
 
 
 def test_changed_hidden_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +113,7 @@ def test_changed_hidden_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
         return tuple(tensor * 1.001 for tensor in forward(self, *args))
 
     monkeypatch.setattr(Shard, "forward", wrong)
-    result = verify_model(model_type="llama")
+    result = verified("llama")
     assert result.verdict == "refused"
     assert "differ" in result.reason
 
@@ -124,7 +125,7 @@ def test_last_bit_is_noticed_but_tolerated(monkeypatch: pytest.MonkeyPatch) -> N
         return tuple(tensor * (1 + 1e-7) for tensor in forward(self, *args))
 
     monkeypatch.setattr(Shard, "forward", rounded)
-    result = verify_model(model_type="llama")
+    result = verified("llama")
     assert result.verdict == "within tolerance"
     assert 0 < result.gradient_difference < 1e-4
 
@@ -138,7 +139,7 @@ def test_gradients_of_later_steps_are_compared(monkeypatch: pytest.MonkeyPatch) 
         return tuple(tensor * factor for tensor in forward(self, *args))
 
     monkeypatch.setattr(Shard, "forward", rounded)
-    result = compare(tiny_config("llama"), ranges_from_cuts([2, 5], 6))
+    result = compare(tiny_config("llama"), ranges_between([0, 2, 5, 6]))
     assert len(calls) == 8
     assert result.verdict == "within tolerance"
     assert 0 < result.gradient_difference < 1e-4
@@ -147,7 +148,7 @@ def test_gradients_of_later_steps_are_compared(monkeypatch: pytest.MonkeyPatch) 
 def test_admit_raises_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partition, "tied_names", lambda model: {})
     with pytest.raises(ArchitectureError, match="shared_transformer"):
-        admit(tiny_config("zamba2"), ranges_from_cuts([3], 6))
+        admit(tiny_config("zamba2"), ranges_between([0, 3, 6]))
 
 
 def test_blocks_that_share_weights_in_turn_are_equal_under_any_cut() -> None:
@@ -156,7 +157,7 @@ def test_blocks_that_share_weights_in_turn_are_equal_under_any_cut() -> None:
     config = tiny_config("zamba2")
     changes = {"layers_block_type": kinds, "hybrid_layer_ids": [1, 2, 3, 4, 5]}
     config = type(config).from_dict({**config.to_dict(), **changes, "num_mem_blocks": 2})
-    result = compare(config, ranges_from_cuts([2, 4], 6))
+    result = compare(config, ranges_between([0, 2, 4, 6]))
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
@@ -187,170 +188,16 @@ def test_admit_takes_any_plan_of_a_large_model() -> None:
     assert admit(config, [ShardRange(0, 10, True, True)]).verdict == "bit-equal"
 
 
-def test_verify_uses_the_plan_of_a_configuration(tmp_path: Path) -> None:
-    fields = tiny_config("llama").to_dict()
-    config = Config.from_dict(
-        {
-            "version": "1",
-            "coordinator": {"hostname": "a", "ip": "127.0.0.1"},
-            "workers": [{"id": 1, "hostname": "a", "ip": "127.0.0.1", "port": 9871}],
-            "shard_plan": [
-                {"id": "local", "start": 0, "end": 2},
-                {"id": 1, "start": 2, "end": 6, "is_last": True},
-            ],
-            "model": {"from_config": {k: v for k, v in fields.items() if k != "dtype"}},
-        },
-        tmp_path,
-    )
-    result = verify_model(config)
-    assert [(s.start, s.end) for s in result.stages] == [(0, 2), (2, 6)]
-    assert [(s.start, s.end) for s in verify_model(config, cuts=[1, 5]).stages] == [
-        (0, 1),
-        (1, 5),
-        (5, 6),
-    ]
-
-
 def test_a_stage_without_the_weights_that_a_model_asks_for_is_refused() -> None:
     """XLNet asks the part that has its layers for the type of its weights."""
-    result = verify_model(model_type="xlnet", cuts=[6])
+    result = verified("xlnet", [6])
     assert "a shard does not run alone" in result.reason
-
-
-def test_cuts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ArchitectureError, match="6 layers"):
-        ranges_from_cuts([4, 2], 6)
-    with pytest.raises(ArchitectureError, match="6 layers"):
-        ranges_from_cuts([7], 6)
-    with pytest.raises(ArchitectureError, match="6 layers"):
-        ranges_from_cuts([3, 3], 6)
-    assert [rng.end for rng in ranges_from_cuts([0, 6], 6)] == [0, 6, 6]
 
 
 def test_compare_leaves_no_files(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    compare(tiny_config("llama"), ranges_from_cuts([3], 6))
+    compare(tiny_config("llama"), ranges_between([0, 3, 6]))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("model_type", "attention"),
-    [
-        ("llama", "per_sample"),
-        ("gemma3_text", "per_sample"),  # sliding windows
-        ("gpt_oss", "per_sample"),  # sinks; it gives its masks no positions
-        ("gpt2", "per_sample"),  # learned positions
-        ("persimmon", None),  # its attention gets no positions, its masks do
-    ],
-)
-def test_samples_may_share_a_row(model_type: str, attention: str | None) -> None:
-    assert try_packing(tiny_config(model_type), ranges_from_cuts([2, 5], 6)) == Packing(attention)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "asked", "attention"),
-    [
-        ("llama", "sdpa", "per_sample"),
-        ("llama", "eager", "eager"),
-        ("llama", "flash_attention_2", "flash_attention_2"),
-        ("llama", "flex_attention", "flex_attention"),
-        ("whisper", None, None),
-    ],
-)
-def test_attention_that_was_asked_for_is_kept(
-    model_type: str, asked: str | None, attention: str | None
-) -> None:
-    config = tiny_config(model_type)
-    config._attn_implementation = asked
-    assert admit_packing(config, ranges_from_cuts([3], 6)) == attention
-
-
-@pytest.mark.parametrize(
-    ("model_type", "asked", "reason"),
-    [
-        ("mamba", None, "do not stay apart: .* most in backbone"),
-        ("roberta", None, "do not stay apart"),  # its positions begin at 2
-        ("gpt_neo", None, "cannot take many samples in one row"),  # a table of masks that ends
-        ("gpt_oss", "eager", "do not stay apart"),
-        ("whisper", "flash_attention_2", "positions of the row do not reach the attention"),
-    ],
-)
-def test_samples_that_would_meet_in_a_row_are_refused_with_the_reason(
-    model_type: str, asked: str | None, reason: str
-) -> None:
-    config = tiny_config(model_type)
-    if model_type == "mamba":
-        config.num_hidden_layers = 2  # its scan is slow
-    config._attn_implementation = asked
-    with pytest.raises(ArchitectureError, match=reason) as caught:
-        admit_packing(config, ranges_from_cuts([1], introspect(config).num_layers))
-    assert "data.padding_free to false" in str(caught.value)
-
-
-def test_positions_that_do_not_begin_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = equivalence.pack
-
-    def wrong(*args: Any) -> dict[str, torch.Tensor]:
-        batch = right(*args)
-        return {**batch, "position_ids": torch.arange(batch["labels"].numel())[None]}
-
-    monkeypatch.setattr(equivalence, "pack", wrong)
-    packing = try_packing(tiny_config("llama"), ranges_from_cuts([3], 6))
-    assert "do not stay apart" in packing.reason
-
-
-def test_positions_that_reach_the_first_stage_only_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Shard._run
-
-    def without(self: Shard, inputs: dict[str, torch.Tensor], *args: Any, **extra: Any) -> Any:
-        if not self.range.is_first:
-            inputs = {name: value for name, value in inputs.items() if name != "position_ids"}
-        return run(self, inputs, *args, **extra)
-
-    monkeypatch.setattr(Shard, "_run", without)
-    config = tiny_config("llama")
-    config._attn_implementation = "eager"
-    packing = try_packing(config, ranges_from_cuts([3], 6))
-    assert "a cut changes gradients" in packing.reason
-
-
-def test_verify_refuses_a_configured_model_that_needs_padding(tmp_path: Path) -> None:
-    machine = {"hostname": "a", "ip": "127.0.0.1"}
-    fields = tiny_config("bloom").to_dict()
-    config = Config.from_dict(
-        {
-            "coordinator": machine,
-            "workers": [{"id": 1, **machine, "port": 9871}],
-            "shard_plan": [{"id": "local", "start": 0, "end": 3}, {"id": 1, "start": 3, "end": 6}],
-            "model": {
-                "from_config": {k: v for k, v in fields.items() if k != "dtype"},
-                "tokenizer": "a",
-            },
-            "data": {"train": "a.jsonl", "padding_free": True},
-        },
-        tmp_path,
-    )
-    result = verify_model(config)
-    assert result.verdict == "refused"
-    assert result.reason.startswith("data.padding_free: samples that share a row")
-
-
-def test_verify_takes_the_configured_weights_where_they_fit(tmp_path: Path) -> None:
-    save_llama(tmp_path / "model", layers=3)
-    machine = {"hostname": "a", "ip": "127.0.0.1"}
-    config = Config.from_dict(
-        {
-            "coordinator": machine,
-            "workers": [{"id": 1, **machine, "port": 9871}],
-            "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 3}],
-            "model": {"name_or_path": "model"},
-        },
-        tmp_path,
-    )
-    result = verify_model(config)
-    assert (result.subject, result.verdict) == ("the model itself", "bit-equal")
 
 
 # -- what is remembered ---------------------------------------------------------------------------
@@ -374,10 +221,10 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shar
 def test_verdict_is_computed_once_for_an_architecture_and_a_cut(
     compared: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, cut = tiny_config("llama"), ranges_from_cuts([3], 6)
+    config, cut = tiny_config("llama"), ranges_between([0, 3, 6])
     assert admit(config, cut).verdict == admit(config, cut).verdict == "bit-equal"
     assert len(compared) == 1
-    admit(config, ranges_from_cuts([2], 6))
+    admit(config, ranges_between([0, 2, 6]))
     assert len(compared) == 2
     config.hidden_act = "gelu"
     admit(config, cut)
@@ -385,7 +232,7 @@ def test_verdict_is_computed_once_for_an_architecture_and_a_cut(
     monkeypatch.setattr(equivalence.transformers, "__version__", "9.9")
     admit(config, cut)
     assert len(compared) == 4
-    verify_model(model_type="llama", cuts=[3])
+    verified("llama", [3])
     assert len(compared) == 5
 
 
@@ -394,7 +241,7 @@ def test_refusal_is_never_remembered(compared: list[Any], monkeypatch: pytest.Mo
     monkeypatch.setattr(equivalence, "compare", lambda *_: refused)
     for _ in range(2):
         with pytest.raises(ArchitectureError, match="it leaks"):
-            admit(tiny_config("llama"), ranges_from_cuts([3], 6))
+            admit(tiny_config("llama"), ranges_between([0, 3, 6]))
     directory = cache_directory()
     assert directory is not None
     assert not directory.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,14 +10,19 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from hetero_framework.models.cut.partition import ShardRange
-from hetero_framework.models.cut.shard import build_shard
-from hetero_framework.models.cut.tiny import tiny_config
-from hetero_framework.models.cut.varlen_attention import (
+from hetero_framework.config import ModelConfig
+from hetero_framework.engine.boundary_io import inputs_in
+from hetero_framework.extras.padding_free.varlen_attention import (
     VARLEN,
     per_sample_attention,
     sample_lengths,
 )
+from hetero_framework.models.cut.partition import ShardRange, ranges_between
+from hetero_framework.models.cut.shard import build_shard, load_model_config
+from hetero_framework.models.cut.tiny import tiny_config
+from hetero_framework.models.files.quantization import modules_left_alone
+from tests.unit.adapter_helpers import save_model
+from tests.unit.device_helpers import QueuedDevice
 
 LENGTHS = (5, 1, 9, 3)
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
@@ -128,3 +134,33 @@ def test_a_worker_that_only_builds_shards_knows_the_attention(
     positions = torch.tensor([[0, 1, 0]])
     (hidden_BSD,) = shard.forward({"input_ids": ids, "position_ids": positions}, ())
     assert hidden_BSD.shape[:2] == ids.shape
+
+
+def test_lengths_of_the_samples_of_a_row_are_not_asked_of_the_device() -> None:
+    config = tiny_config("llama")
+    config._attn_implementation = VARLEN
+    config.num_hidden_layers = 2
+    [whole] = ranges_between([0, 2])
+    shard = build_shard(config, None, whole, dtype=torch.float32)
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    batch = {"input_ids": ids, "position_ids": positions, "labels": ids}
+    expected = shard.loss(batch, (), torch.tensor(3))
+    there = inputs_in(QueuedDevice(), batch)
+    assert torch.equal(shard.loss(there, (), torch.tensor(3)), expected)
+    assert there["position_ids"]._hetero_lengths == [3, 2]  # type: ignore[attr-defined]
+    there = inputs_in(QueuedDevice(), batch)
+    there["position_ids"].zero_()
+    assert sample_lengths(there["position_ids"]) == [3, 2]
+
+
+def test_attention_per_sample_is_known_before_a_shard_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's first look at a quantised model is at its modules, and came too early."""
+    known = {k: f for k, f in AttentionInterface._global_mapping.items() if k != VARLEN}
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", known)
+    model = ModelConfig(
+        name_or_path=str(save_model(tmp_path / "model")), attn_implementation=VARLEN
+    )
+    assert modules_left_alone(load_model_config(model, tmp_path)) == ["lm_head"]

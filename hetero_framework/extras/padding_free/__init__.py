@@ -1,0 +1,1 @@
+"""Training without padding: samples that share a row, and the attention that keeps them apart."""
