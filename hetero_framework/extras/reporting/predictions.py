@@ -27,7 +27,7 @@ PLAIN = {_ARGMAX, _LOGITS}
 _MOST_BYTES = 64 << 20  # of a micro-batch; fits into a message of any run
 
 
-class Predictions:
+class MadePredictions:
     """What becomes of the logits of one micro-batch: the likeliest token after each one, or what
     the user's `preprocess` makes of logits [B, S, V], in float32, and labels [B, S]."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hetero_framework.extras.padding_free.packing import Packing
 from hetero_framework.extras.verify.architectures import verify_all, write_architectures
-from hetero_framework.models.verify.equivalence import Comparison, Packing
+from hetero_framework.extras.verify.verifying import Verified
 
 
 def test_architecture_whose_blocks_run_in_turns_is_refused() -> None:
@@ -17,18 +18,18 @@ def test_architecture_whose_blocks_run_in_turns_is_refused() -> None:
 
 def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
     results = [
-        Comparison("zeta", "bit-equal", packing=Packing("per_sample")),
-        Comparison("iota", "bit-equal", packing=Packing(None)),
-        Comparison("theta", "bit-equal", packing=Packing(None, "samples meet")),
-        Comparison("eta", "bit-equal", half="differs by 1"),
-        Comparison("beta", "within tolerance", "most in x", weight_difference=2e-6),
-        Comparison("alpha", "refused", "Layer 1 receives a | b"),
-        Comparison("zeta", "bit-equal", half="differs by 2", task="sequence-classification"),
-        Comparison("iota", "bit-equal", task="sequence-classification"),
-        Comparison("kappa", "refused", "no blocks", task="sequence-classification"),
-        Comparison("kappa", "bit-equal", task="token-classification"),
-        Comparison("lambda", "bit-equal", task="image-classification"),
-        Comparison("mu", "refused", "no chain", task="image-classification"),
+        Verified("zeta", "bit-equal", packing=Packing("per_sample")),
+        Verified("iota", "bit-equal", packing=Packing(None)),
+        Verified("theta", "bit-equal", packing=Packing(None, "samples meet")),
+        Verified("eta", "bit-equal", half="differs by 1"),
+        Verified("beta", "within tolerance", "most in x", weight_difference=2e-6),
+        Verified("alpha", "refused", "Layer 1 receives a | b"),
+        Verified("zeta", "bit-equal", half="differs by 2", task="sequence-classification"),
+        Verified("iota", "bit-equal", task="sequence-classification"),
+        Verified("kappa", "refused", "no blocks", task="sequence-classification"),
+        Verified("kappa", "bit-equal", task="token-classification"),
+        Verified("lambda", "bit-equal", task="image-classification"),
+        Verified("mu", "refused", "no chain", task="image-classification"),
     ]
     path = tmp_path / "docs" / "architectures.md"
     write_architectures(results, path)
@@ -52,7 +53,7 @@ def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_progress_is_called_for_each_architecture() -> None:
-    seen: list[Comparison] = []
+    seen: list[Verified] = []
     results = verify_all(seen.append, ["biogpt", "hrm_text"])
     assert seen == results
     assert [(r.model_type, r.task, r.verdict) for r in results] == [
