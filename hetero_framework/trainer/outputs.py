@@ -371,10 +371,10 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
         labels = "" if config.model.task == "causal-lm" else f", config={str(result / CONFIG)!r}"
         model = f"{load}({base!r}{labels})"
         steps["to load it"] = f"PeftModel.from_pretrained({model}, {str(result)!r})"
-        if "merge" in registry.installed("commands"):
+        if registry.has("commands", "merge"):
             merged = ("--adapter", result, "--model", base, "--output", output / "merged")
             steps["to merge it"] = command("hetero", "merge", *merged)
-    if "export" not in registry.installed("commands"):
+    if not registry.has("commands", "export"):
         return steps
     if (saved := files.get("checkpoints")) is not None and len(list(saved.glob("step_*"))) > 1:
         step = ("--checkpoint", typed(saved) / "step_N", "--output", output / "step_N")

@@ -26,8 +26,7 @@ from hetero_framework.extras.chains.chain import (
     part_of,
 )
 from hetero_framework.extras.chains.chain_shard import ChainShard
-from hetero_framework.models.cut.objective import Objective
-from hetero_framework.models.cut.predictions import Predictions
+from hetero_framework.models.cut.objective import Objective, Predictions
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
 
