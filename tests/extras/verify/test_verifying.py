@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from hetero_framework.config import Config
-from hetero_framework.config.objectives import needs_of
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.extras.verify.verifying import ranges_from_cuts, verify_model
-from hetero_framework.models.cut.tiny import stock_class, tiny_config
-from hetero_framework.models.verify import equivalence
+from hetero_framework.models.cut.tiny import tiny_config
 from tests.samples import save_llama
 
 
