@@ -90,10 +90,10 @@ def merge_adapter(
         align_tokens(out_config, generation, tokenizer)
     else:
         tokenizer = _tokenizer(source, revision)
-    beside = weights_beside(settings, base_dir, config)
+    others = weights_beside(settings, base_dir, config)
     facts = base_facts(model, revision, base_dir)
     card = model_card(facts, out_config, adapter=False, lists={"## Made from": _MERGED})
-    write_checkpoint(output, parts, out_config, generation, tokenizer, beside=beside, card=card)
+    write_checkpoint(output, parts, out_config, generation, tokenizer, beside=others, card=card)
 
 
 def _adapts_a_tied_end(config: PretrainedConfig, plan: AdapterPlan) -> bool:
