@@ -114,6 +114,15 @@ def test_workers_start_with_their_threads_and_stop(
     assert [note.split(":")[0] for note in logged] == ["worker 1", "worker 2"]
 
 
+def test_a_worker_that_does_not_answer_is_killed(config: Config, program: Any) -> None:
+    with LocalWorkers(config, (1,), program=program("stubborn")) as workers:
+        workers.start()
+        process = pids(workers)[1]
+        assert workers.kill(1)
+        assert not is_running(process)
+        assert not workers.kill(2)  # not started here
+
+
 SECRETS = """
 AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN AZURE_CLIENT_SECRET AZURE_STORAGE_KEY
 ANTHROPIC_AUTH COMET_API_KEY DAGSHUB_USER_TOKEN DATABASE_URL DATABRICKS_HOST DATABRICKS_TOKEN

@@ -263,6 +263,26 @@ def test_slow_reader_holds_the_sender_back(stack: ExitStack) -> None:
     assert [m.body.data for m in b.take(10)] == list(range(10))
 
 
+def test_no_more_than_the_bound_waits_in_the_queue(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, _far = sockets(stack)
+    a = end(stack, near, max_queue_bytes=1_000_000)
+    a.link.send(control(30_000_000))  # nobody reads it, and it may pass alone
+    waiting, wait = threading.Event(), a.link._room.wait
+    monkeypatch.setattr(a.link._room, "wait", lambda timeout: (waiting.set(), wait(timeout)))
+
+    def send() -> None:
+        with contextlib.suppress(PeerLostError):
+            a.link.send(control(1))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert waiting.wait(WAIT_S)
+    a.link.end(drain_s=0)
+    sender.join(WAIT_S)
+
+
 def test_blocked_sender_is_freed_when_the_link_ends(stack: ExitStack) -> None:
     near, far = sockets(stack)
     a = end(stack, near, max_queue_bytes=1000)
@@ -650,6 +670,22 @@ def test_close_drains_and_ends_both_sides(stack: ExitStack) -> None:
     with pytest.raises(PeerLostError, match="the link is closed"):
         a.link.send(control())
     a.link.close()
+
+
+def test_a_link_that_ends_takes_no_more_and_hands_on_no_more(stack: ExitStack) -> None:
+    near, far = sockets(stack)
+    a = end(stack, near)
+    a.link.send(control(30_000_000))  # nobody reads it yet
+    a.link.end(drain_s=WAIT_S)
+    assert a.link.closed
+    with pytest.raises(PeerLostError, match="the link is closed"):
+        a.link.send(control())
+    frame = framed(control(100))
+    far.sendall(frame)
+    wait_until(lambda: a.link.stats.bytes_in == len(frame), "it has come")
+    assert len(receive_exactly(far, size := len(framed(control(30_000_000))))) == size
+    assert a.reason() is None
+    assert a.messages == []
 
 
 def test_errors_call_a_link_by_the_name_from_its_greeting(stack: ExitStack) -> None:
