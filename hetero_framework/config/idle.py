@@ -37,13 +37,14 @@ def idle_lines(config: Section, given: Collection[str]) -> Iterator[str]:
             [f"{section}.{part}" if re.split("!?=", part)[0] in fields else part for part in way]
             for way in (way.split(" and ") for way in mark.condition.split(" or "))
         ]
-        if not any(all(holds(config, part) for part in way) for way in ways):
+        if not any(all(holds(config, part, own=True) for part in way) for way in ways):
             told = ", or with ".join(" and ".join(map(_words, way)) for way in ways)
             yield f"{name} has no effect: it counts only with {told}"
 
 
-def holds(config: Section, part: str) -> bool:
-    """Whether one condition of a `ReadIf`, with its section, is met."""
+def holds(config: Section, part: str, *, own: bool = False) -> bool:
+    """Whether one condition of a `ReadIf`, with its section, is met; with `own` also one on the
+    objective by an objective that the user has registered, which may read anything."""
     path, has_values, values = part.partition("=")
     section, _, key = path.rstrip("!").partition(".")
     holder: Any = getattr(config, section)
@@ -51,8 +52,8 @@ def holds(config: Section, part: str) -> bool:
         holder = holder and getattr(holder, _RESOLVED.get(key, key), None)
     if not has_values:
         return bool(holder)
-    if key == "objective" and holder not in registry.entries("objectives"):
-        return True  # one that the user has registered may read anything
+    if own and key == "objective" and holder not in registry.entries("objectives"):
+        return True
     found = holder if isinstance(holder, tuple) else (holder,)
     fits = [
         any(fnmatch("null" if one is None else str(one), value) for value in values.split("|"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,6 @@ from hetero_framework.config import ModelConfig
 from hetero_framework.errors import ConfigError
 from hetero_framework.extras.classification.settings import LabelSettings
 from hetero_framework.models.cut.family import Head
-from hetero_framework.models.cut.shard import stated
 from hetero_framework.models.cut.tiny import task_of
 
 if TYPE_CHECKING:
@@ -81,12 +79,6 @@ def set_labels(config: PretrainedConfig, model: ModelConfig) -> None:
         config.label2id = {name: number for number, name in config.id2label.items()}
     if labels.problem_type is not None:
         config.problem_type = labels.problem_type
-
-
-def own_labels(model: ModelConfig, base_dir: Path) -> bool:
-    """Whether the configuration that the model section names is that of a classifier for its task,
-    so that its labels count. Raises as `load_model_config`."""
-    return task_of(stated(model, base_dir)[0]) == model.task
 
 
 HEAD = ClassifierHead()

@@ -15,8 +15,9 @@ from hetero_framework.data.examples import IGNORE_INDEX, LARGEST
 from hetero_framework.data.files.parquet import ClassNumber
 from hetero_framework.data.sources import Record, listed
 from hetero_framework.errors import DataError
-from hetero_framework.extras.classification.heads import own_labels
 from hetero_framework.extras.classification.settings import MAX_LABELS, LabelSettings, ProblemType
+from hetero_framework.models.cut import shard
+from hetero_framework.models.cut.tiny import task_of
 
 OF_TEXTS, OF_TOKENS = ("label", "labels"), ("labels", "tags", "ner_tags", "label")
 """Fields that may hold them, of which the first that is there does."""
@@ -106,10 +107,11 @@ class LabelFields:
 
     def stated(self, config: Config, model_config: PretrainedConfig) -> Stated:
         """The labels of a classifier, as its checkpoint or the settings have them."""
-        assert config.model is not None
-        model = LabelSettings.of(config.model)
-        names = model.label_names
-        if model.num_labels is None and names is None and own_labels(config.model, config.base_dir):
+        section = config.model
+        assert section is not None
+        model = LabelSettings.of(section)
+        names, written = model.label_names, shard.stated(section, config.base_dir)[0]
+        if model.num_labels is None and names is None and task_of(written) == section.task:
             given = (model_config.id2label or {}).items()
             names = stated_names(name for _, name in sorted(given))
             return Stated(model_config.num_labels, model_config.problem_type, names)

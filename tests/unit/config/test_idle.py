@@ -12,11 +12,13 @@ from transformers import Trainer, TrainingArguments
 
 from hetero_framework import registry
 from hetero_framework.config import Config, load_config
+from hetero_framework.config.asked_extras import absent_extras
 from hetero_framework.config.composed import whole_schema
 from hetero_framework.config.effects import settings
 from hetero_framework.config.objectives import needs_of, objectives_reading
 from hetero_framework.config.section import ReadIf
 from hetero_framework.engine.optimizer import LearningRate
+from hetero_framework.errors import ConfigError
 from tests.installed import needs, whole
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -108,6 +110,12 @@ def test_what_a_run_has_written_and_what_is_off_are_no_complaint(
     monkeypatch.setattr(registry, "_registered", {})
     registry.register("objectives", "half", None)
     assert idle(config_of(training={"objective": "half", "beta": 0.3})) == {}, "it may read it"
+    monkeypatch.setattr(registry, "is_installed", lambda extra: extra != "preferences")
+    assert not any(
+        "objective" in line for line in absent_extras(config_of(training={"objective": "half"}))
+    )
+    with pytest.raises(ConfigError, match=r"^training\.objective: \"dpo\" needs the extra 'pref"):
+        list(absent_extras(config_of(training={"objective": "dpo"})))
 
 
 @whole
