@@ -310,6 +310,11 @@ class Whole:
         assert gradient_BSD is not None
         return gradient_BSD.clone()
 
+    def norms(self, names: list[str]) -> torch.Tensor:
+        """Of the gradients of these parameters."""
+        parameters = self.parameters(names).values()
+        return torch.stack([torch.linalg.vector_norm(p.grad) for p in parameters])
+
     def parameters(self, names: list[str]) -> dict[str, torch.nn.Parameter]:
         return {name: self.model.get_parameter(name) for name in names}
 
@@ -395,9 +400,8 @@ def test_evaluate_is_the_sum_of_token_losses_and_leaves_no_gradient(
     tested.begin(info(1))
     for k in range(2):
         tested.forward_backward(k, last_inputs(k), (whole.entering(k, 1),))
-    parameters = whole.parameters([name for name, _ in tested.trainable()])
-    expected = [torch.linalg.vector_norm(p.grad) for p in parameters.values()]
-    assert torch.equal(tested.report_gradients().norms, torch.stack(expected))
+    expected = whole.norms([name for name, _ in tested.trainable()])
+    assert torch.equal(tested.report_gradients().norms, expected)
     tested.abort()
 
 
@@ -411,8 +415,7 @@ def test_collect_reports_the_norm_of_every_parameter_in_its_order(
     names = [name for name, _ in tested.trainable()]
     assert len(names) == 2 * 9
     assert all(name.startswith(("model.layers.1.", "model.layers.2.")) for name in names)
-    expected = [torch.linalg.vector_norm(p.grad) for p in whole.parameters(names).values()]
-    assert torch.equal(report.norms, torch.stack(expected))
+    assert torch.equal(report.norms, whole.norms(names))
     assert report.nonfinite == ()
 
 
@@ -504,9 +507,8 @@ def test_abort_leaves_weights_and_forgets_gradients(stage: Open, whole: Whole) -
     # Repeated as attempt 1: the norms are those of a single run, not of two.
     tested.begin(info(attempt=1))
     run_middle(tested, whole)
-    parameters = whole.parameters([name for name, _ in tested.trainable()])
-    expected = [torch.linalg.vector_norm(p.grad) for p in parameters.values()]
-    assert torch.equal(tested.report_gradients().norms, torch.stack(expected))
+    expected = whole.norms([name for name, _ in tested.trainable()])
+    assert torch.equal(tested.report_gradients().norms, expected)
     tested.abort()
     for name, tensor in weights(tested).items():
         assert torch.equal(tensor, before[name])
@@ -710,6 +712,22 @@ class Chain:
         return float(outcome.loss)
 
 
+def same_bits(
+    path: Path, cuts: list[list[tuple[int, int]]], way: dict[str, Any]
+) -> tuple[list[float], Tensors, list[float]]:
+    """The losses, gradients and evaluated losses under the first cut; the others have the same."""
+    results = []
+    for bounds in cuts:
+        chain = Chain(path, bounds, way)
+        results.append((chain.step(), chain.step(train=False)[0]))
+    (losses, gradients), evaluated = results[0]
+    for (other_losses, other), other_evaluated in results[1:]:
+        assert (other_losses, other_evaluated) == (losses, evaluated)
+        assert other.keys() == gradients.keys()
+        assert [n for n in other if not torch.equal(other[n], gradients[n])] == []
+    return losses, gradients, evaluated
+
+
 # torch silences this warning while it compiles, which "warnings are errors" overrules.
 quiet_compiler = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
@@ -720,18 +738,7 @@ def test_every_way_of_computing_has_the_same_bits_under_every_cut(
     way: str, request: pytest.FixtureRequest
 ) -> None:
     path = request.getfixturevalue(fixture_of(way))
-    results = []
-    for bounds in PLANS:
-        chain = Chain(path, bounds, WAYS[way])
-        results.append((chain.step(), chain.step(train=False)[0]))
-    (losses, gradients), evaluated = results[0]
-    assert gradients
-    for (other_losses, other), other_evaluated in results[1:]:
-        assert other_losses == losses
-        assert other_evaluated == evaluated
-        assert other.keys() == gradients.keys()
-        different = [name for name in other if not torch.equal(other[name], gradients[name])]
-        assert different == []
+    assert same_bits(path, PLANS, WAYS[way])[1]
 
 
 SIDE_WAYS: dict[str, dict[str, Any]] = {
@@ -763,16 +770,8 @@ SIDE_WAYS: dict[str, dict[str, Any]] = {
 )
 def test_side_tensors_change_no_bit_of_a_cut(model_type: str, way: str, tmp_path: Path) -> None:
     path = save_tiny(model_type, tmp_path / model_type)
-    results = []
-    for bounds in ([(0, 6)], [(0, 1), (1, 4), (4, 6)], [(0, 0), (0, 3), (3, 6)]):
-        chain = Chain(path, bounds, SIDE_WAYS[way])
-        results.append((chain.step(), chain.step(train=False)[0]))
-    (losses, gradients), evaluated = results[0]
-    assert gradients
-    for (other_losses, other), other_evaluated in results[1:]:
-        assert (other_losses, other_evaluated) == (losses, evaluated)
-        assert other.keys() == gradients.keys()
-        assert [n for n in other if not torch.equal(other[n], gradients[n])] == []
+    cuts = [[(0, 6)], [(0, 1), (1, 4), (4, 6)], [(0, 0), (0, 3), (3, 6)]]
+    assert same_bits(path, cuts, SIDE_WAYS[way])[1]
 
 
 @pytest.mark.parametrize(
@@ -793,16 +792,9 @@ def test_the_loss_of_all_layers_routers_has_the_same_bits_under_every_cut(
         targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}
         adapter = {**adapter, **targets, "lora_dropout": 0.0}
     with_routers = {**SIDE_WAYS[way], "model": model, "adapter": adapter}
-    results = []
-    for bounds in ([(0, 6)], [(0, 1), (1, 4), (4, 6)], [(0, 0), (0, 6), (6, 6)]):
-        chain = Chain(path, bounds, with_routers)
-        results.append((chain.step(), chain.step(train=False)[0]))
-    (losses, gradients), evaluated = results[0]
+    cuts = [[(0, 6)], [(0, 1), (1, 4), (4, 6)], [(0, 0), (0, 6), (6, 6)]]
+    losses, gradients, evaluated = same_bits(path, cuts, with_routers)
     assert any("gate" in name for name in gradients) or way == "upper layers"
-    for (other_losses, other), other_evaluated in results[1:]:
-        assert (other_losses, other_evaluated) == (losses, evaluated)
-        assert other.keys() == gradients.keys()
-        assert [n for n in other if not torch.equal(other[n], gradients[n])] == []
     # Training has the routers' share of each micro-batch, evaluation the token losses alone.
     without = Chain(path, [(0, 6)], {**with_routers, "model": {"router_aux_loss_coef": 0.0}})
     plain, _ = without.step()
