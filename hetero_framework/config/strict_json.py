@@ -1,7 +1,7 @@
 """Reads an object of JSON or YAML strictly, with errors that name line, column and what to change.
 
 The standard readers accept duplicate keys and NaN silently; both are refused here. A file is YAML
-where its name ends in .yaml or .yml.
+where its name ends in .yaml or .yml; an extra reads it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from hetero_framework.config import strict_yaml
+from hetero_framework import registry
 from hetero_framework.errors import ConfigError, in_words
 
 MAX_FILE_BYTES = 16 * 1024 * 1024
@@ -26,6 +24,14 @@ _MOST_LEVELS = 100
 _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(?=\s*:)|"(?:[^"\\]|\\.)*"|[{}\[\],]')
 YAML_ENDINGS = (".yaml", ".yml")
 _YAML = re.compile(r"(\s*#.*\n)*\s*(---\s|[A-Za-z_]\w*:(\s|$))")
+
+
+class Misread(Exception):
+    """What is wrong at a line and column (from 1) of a text that is no JSON."""
+
+    def __init__(self, line: int, column: int, cause: str) -> None:
+        super().__init__(cause)
+        self.line, self.column, self.cause = line, column, cause
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -42,15 +48,16 @@ def parse_object(content: bytes, *, name: str, foreign: bool = False) -> dict[st
         raise ConfigError(f"{name} is empty", hint="`hetero init` writes a complete file")
     try:
         if name.endswith(YAML_ENDINGS) or (foreign and not name.endswith(".json")):
-            value = strict_yaml.loads(text, object_hook=_Object, foreign=foreign)
+            loads = registry.needed("notations", "YAML", name)
+            value = loads(text, object_hook=_Object, foreign=foreign)
         else:
             value = json.loads(text, object_pairs_hook=_Object)
         faults = list(_faults(value, "", text))
     except json.JSONDecodeError as error:
         raise ConfigError(_describe(error, text, name)) from None
-    except yaml.YAMLError as error:
-        line, column, cause = strict_yaml.place_and_cause(error, text)
-        raise ConfigError(_at(name, text, line, column, f"not valid YAML: {cause}")) from None
+    except Misread as error:
+        cause = f"not valid YAML: {error.cause}"
+        raise ConfigError(_at(name, text, error.line, error.column, cause)) from None
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     except ValueError as error:  # an integer with thousands of digits

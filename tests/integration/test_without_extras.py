@@ -127,6 +127,7 @@ WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
     ("convert", ("convert", "x"), "convert"),
     ("exporting", ("merge",), "merge"),
     ("exporting", ("export",), "export"),
+    ("yaml_files", ("check", "--config", "c.yaml"), "c.yaml needs an extra that"),
     ("launch", ("launch",), "launch"),
     ("observe", ("timeline", "run"), "timeline"),
     ("observe", {"training": {"visualize": True}}, "training.visualize needs the extra 'observe'"),
@@ -203,6 +204,7 @@ def test_who_wants_an_absent_extra_is_told_in_one_sentence(place: Path, extra: s
         want for want in WANTS if extra or "--gguf" not in want[1]
     ]  # of another extra's command
     wanted = [(words, named) for of, words, named in there if extra in ("", of)]
+    (place / "c.yaml").write_text("workers: []\n")
     commands = [["--help"], ["schema"]]
     for number, (words, _) in enumerate(wanted):
         if isinstance(words, dict):

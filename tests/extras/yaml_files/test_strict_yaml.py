@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hetero_framework.config import load_config
 from hetero_framework.config.strict_json import parse_object, read_object
-from hetero_framework.config.strict_yaml import _Strict
 from hetero_framework.errors import ConfigError
+from hetero_framework.extras.yaml_files.strict_yaml import _Strict
 
 
 def parsed(content: str | bytes, name: str = "c.yaml", **how: Any) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 import yaml
 
+from hetero_framework.config.strict_json import Misread
+
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {
     "null": r"(null|Null|NULL|~|)\Z",
@@ -29,20 +31,24 @@ def loads(text: str, *, object_hook: ObjectHook, foreign: bool = False) -> Any:
 
     `foreign` reads as other programs do: YAML 1.1, with aliases and merge keys, as long as these
     write out to no more than any configuration has.
-    Raises yaml.YAMLError, ValueError for a number too long, and RecursionError.
+    Raises Misread, ValueError for a number too long, and RecursionError.
     """
-    loader = (_Loader if foreign else _Strict)(text)
-    loader.object_hook = object_hook
+    loader = None
     try:
+        loader = (_Loader if foreign else _Strict)(text)
+        loader.object_hook = object_hook
         node = loader.get_single_node()
         if foreign and node is not None:
             _count_values(node, {})
         return None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise Misread(*_place_and_cause(error, text)) from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
-def place_and_cause(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
+def _place_and_cause(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
     """Line and column, from 1, and what is wrong there."""
     if not isinstance(error, yaml.MarkedYAMLError):  # a character that no YAML has
         at = getattr(error, "position", 0)

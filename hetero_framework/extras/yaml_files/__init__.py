@@ -1,0 +1,1 @@
+"""Configurations in YAML, also those of other programs."""
