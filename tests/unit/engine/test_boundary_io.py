@@ -42,6 +42,7 @@ from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import Arrival, Outcome, StepInfo
 from hetero_framework.errors import PeerLostError, ProtocolError
 from hetero_framework.models.cut.side import Bundle
+from tests.installed import needs
 from tests.samples import boundary_message
 from tests.unit.device_helpers import WAIT_S, QueuedDevice
 
@@ -133,6 +134,7 @@ class OneThreadDevice(QueuedDevice):
     one_thread = True
 
 
+@needs("codecs")
 @pytest.mark.parametrize("codec", [None, "int8"])
 def test_only_the_computing_thread_copies_to_a_device_of_one_thread(codec: str | None) -> None:
     device, sent = OneThreadDevice(at_once=True), hidden()
@@ -190,6 +192,7 @@ def test_unpack_leaves_other_messages_alone(device: Device) -> None:
     assert len(received.message.tensors) == 1
 
 
+@needs("codecs")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -396,6 +399,7 @@ def test_boundary_io_of_the_cpu_sends_in_the_computing_thread_without_copying(op
     assert wire.sent[0][2] is None
 
 
+@needs("codecs")
 @pytest.mark.parametrize("name", ["none", "bf16", "int8"])
 def test_boundary_io_sends_a_bundle_in_one_message(opened: Any, device: Device, name: str) -> None:
     io, wire = opened(device, activations=name, gradients="none")
@@ -428,6 +432,7 @@ def test_a_bundle_that_contradicts_its_description_is_refused(
         unpack(Received(message).message, open_device("cpu"))
 
 
+@needs("codecs")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["none", "bf16", "int8"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.spec.name)
@@ -458,6 +463,7 @@ def test_boundary_io_sends_encoded_tensors(
     assert message.body.attempt == INFO.attempt
 
 
+@needs("codecs")
 def test_boundary_io_of_the_cpu_encodes_beside_the_computing_thread(opened: Any) -> None:
     io, wire = opened(open_device("cpu"), activations="int8")
     io.send(Forward(3, 1, 2, 0), (hidden(),))
@@ -484,6 +490,7 @@ def test_boundary_io_of_a_device_waits_for_it_beside_the_computing_thread(opened
     assert [torch.equal(wire.tensor(k), tensors[k]) for k in range(3)] == [True] * 3
 
 
+@needs("codecs")
 def test_boundary_io_gives_copies_back_when_they_are_written_and_only_then(opened: Any) -> None:
     device = QueuedDevice(at_once=True)
     io, wire = opened(device, activations="int8")
@@ -541,6 +548,7 @@ def test_boundary_io_reports_errors_of_sending(opened: Any) -> None:
     assert wire.left == [("FORWARD", 2, 1)]
 
 
+@needs("codecs")
 def test_out_of_memory_while_encoding_names_its_attempt(
     opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

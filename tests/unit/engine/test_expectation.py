@@ -26,6 +26,7 @@ from hetero_framework.engine import expectation
 from hetero_framework.engine.expectation import Expectation, incoming_forms, rows_and_tokens
 from hetero_framework.errors import PeerLostError, ProtocolError
 from hetero_framework.models.sizing.footprint import Form
+from tests.installed import needs
 
 HIDDEN = torch.zeros(2, 7, 4)
 MOST = HIDDEN.nbytes
@@ -110,6 +111,7 @@ def test_a_frame_larger_than_any_boundary_is_refused(attempt: int) -> None:
     made().check_passing(*frame(Forward, HIDDEN, stage=7))
 
 
+@needs("codecs")
 def test_bytes_once_decoded_count_too() -> None:
     shape = (2, 8, 4)
     parts = CODECS["int8"].encode(torch.zeros(shape))

@@ -24,6 +24,7 @@ from hetero_framework.trainer.setup import (
     largest_frame,
     resolve_loss_chunk,
 )
+from tests.installed import needs
 from tests.samples import plan_of
 
 GPT2 = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=16, vocab_size=32)
@@ -164,6 +165,7 @@ def test_the_loss_chunk_is_decided_before_any_process_starts() -> None:
     assert "the loss would differ" in reason
 
 
+@needs("codecs")
 @pytest.mark.parametrize(
     ("dtype", "wire", "said"),
     [
