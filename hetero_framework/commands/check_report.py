@@ -14,13 +14,12 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from hetero_framework import control
+from hetero_framework import control, registry
 from hetero_framework.commands.options import role_here
 from hetero_framework.config import Config, process_name
 from hetero_framework.config.asked_extras import asked
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core.devices import Device, open_device
-from hetero_framework.data.shown import shown_examples
 from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.schedule.tuner import assumed_profile
 from hetero_framework.engine.schedule.tuning import tune
@@ -135,7 +134,9 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
             )
     owners: Sequence[WorkerId] = ["local", *(worker.id for worker in config.workers)]
     owners = config.plan.owners if config.is_planned else owners
-    examples = shown_examples(config, tokenizer, show) if tokenizer is not None else []
+    examples = []
+    if show and tokenizer is not None:
+        examples = registry.needed("views", "shown", "--show")(config, tokenizer, show)
     processes = [_process(config, owner, memory, lessened) for owner in owners]
     return {
         "layers": layers,

@@ -181,10 +181,9 @@ class Watched:
 def extra_observers(run: Watched, objects: Collection[str]) -> Iterator[Observer]:
     """The observers that the run's settings and `objects` ask for, and its reporters."""
     config = run.placed.prepared.config
-    names: Iterable[str] = config.training.report_to
-    if "all" in names:
-        names = registry.installed("reporters")
-    reporters = [registry.find("reporters", name) for name in names]
+    wanted = config.training.report_to
+    known = registry.installed("reporters") if wanted else []
+    reporters = [registry.find("reporters", n) for n in known if n in wanted or "all" in wanted]
     for make in dict.fromkeys([*asked("observers", config, objects), *reporters]):
         if (made := make(run)) is not None:
             yield made

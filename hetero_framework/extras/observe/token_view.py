@@ -14,7 +14,7 @@ _ASCII_MARKS = ("[[", "]]", "|")
 
 
 def print_examples(examples: Sequence[Mapping[str, Any]], file: TextIO | None = None) -> None:
-    """Write the examples (fields of `data.shown.Shown`); in colour where `file` shows colours."""
+    """Write the examples (fields of `Shown`); in colour where `file` shows colours."""
     from rich.console import Console
 
     file = file or sys.stdout

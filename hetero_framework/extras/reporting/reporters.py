@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def _chosen(config: Config) -> dict[str, Mapping[str, Any]]:
     """Those that report_to names, and their facts."""
     known = registry.entries("reporters")
-    own = {name: entry.facts for name, entry in known.items() if entry.extra == "reporting"}
+    own = {name: entry.facts for name, entry in known.items() if "packages" in entry.facts}
     return {name: own[name] for name in config.training.report_to if name in own}
 
 

@@ -12,7 +12,6 @@ import pytest
 from hetero_framework.config import DataConfig
 from hetero_framework.data import load_data
 from hetero_framework.data.formats import Formatter
-from hetero_framework.data.shown import shown_examples
 from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError
 from tests.unit.data_helpers import CHATML, make_config, tiny_tokenizer, write_jsonl
@@ -498,11 +497,3 @@ def test_fields_that_are_not_used_are_named_with_an_example(tmp_path):
     )
     data = load_data(make_config(tmp_path, {"train": "rows.jsonl"}), tiny_tokenizer(CHATML))
     assert "train: fields that are not used: id ('abc'), score ('0.5')" in data.report
-
-
-def test_left_out_fields_are_shown_with_their_example(tmp_path):
-    rows = [{"messages": CHAT, "id": 1}, {"messages": CHAT, "tools": TOOLS}, {"messages": CHAT}]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    config = make_config(tmp_path, {"train": "rows.jsonl"})
-    shown = shown_examples(config, tiny_tokenizer(CHATML), 3)
-    assert [example.left_out for example in shown] == [["the fields id"], ["tools"], []]
