@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import get_args
 
 import torch
 import transformers
@@ -31,7 +30,8 @@ def verify_all(
     by name, and its classifiers; one without a working tiny configuration counts as refused.
     `model_types` limits the architectures. `progress` is called after each."""
     results, wanted = [], None if model_types is None else list(model_types)
-    classes = [(name, task) for task in get_args(Task) for name in architecture_names(task)]
+    tasks = (*_OF_TEXT, "image-classification")
+    classes = [(name, task) for task in tasks for name in architecture_names(task)]
     for name, task in classes:
         if wanted is not None and name not in wanted:
             continue
