@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.extras.reporting.tensorboard import TensorBoard
 from hetero_framework.trainer.observers import Due, Observers
+from hetero_framework.trainer.tensorboard import TensorBoard
 from tests.unit.trainer.test_metrics import metrics_of
 
 
