@@ -96,6 +96,8 @@ def test_what_only_the_training_depends_on_does_not_ask_again(ask: Any) -> None:
     ask("first")
     cut = [{"id": "local", "start": 0, "end": 3}, {"id": 1, "start": 3, "end": 4}]
     assert ask("plan", shard_plan=cut) == 0
+    coded = {"wire": {"activations": "int8"}}  # rounds at each cut
+    assert [ask("coded", **coded), ask("elsewhere", shard_plan=cut, **coded)] == [1, 1]
     assert ask("rate", training={"learning_rate": 1.0, "beta": 0.5, "output_dir": "x"}) == 0
 
 

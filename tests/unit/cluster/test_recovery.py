@@ -103,3 +103,12 @@ def test_a_run_that_cannot_go_on_without_a_worker_ends() -> None:
         loop.recovery.run(loop)
     assert raised.value.hint == "the others cannot go on without it"
     assert loop.done == ["step"]
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_an_action_that_loads_all_stages_finds_none_loaded_before(loads: bool) -> None:
+    loop = Loop(StagesLost(1, "killed"))
+    for event in (Event.DIAL, Event.FRESH):
+        loop.recovery.members.on(1, event)
+    loop.recovery.outlive(lambda: loop.step() if loop.troubles else None, loads=loads)
+    assert loop.done == ["step", *([] if loads else ["forget commits", "abort", "load 1"])]

@@ -385,8 +385,9 @@ def test_plan_is_compared_with_the_models_layers() -> None:
     config.plan.covers(32)
     with pytest.raises(PlanError, match=r"covers 32 layers, but the model has 36"):
         config.plan.covers(36)
-    with pytest.raises(PlanError, match=r"shard_plan\[2\].end is 32.*but the model has 28"):
-        config.plan.covers(28)
+    for layers, wrong in ((28, r"shard_plan\[2\].end is 32"), (8, r"shard_plan\[1\].end is 24")):
+        with pytest.raises(PlanError, match=f"{wrong}.*but the model has {layers}"):
+            config.plan.covers(layers)
 
 
 def test_all_problems_are_listed_at_once() -> None:

@@ -31,14 +31,16 @@ def load(tmp_path, rows, *, vocab_size=None, tokenizer=None, training=None, **da
 
 def test_load_data_report_says_format_counts_and_padding(tmp_path):
     rows = [*ROWS, {"text": ""}, {"text": "</s>"}]
-    data = load(tmp_path, rows, max_length=8)
-    cut = sum(len(tiny_tokenizer()(row["text"] + "</s>")["input_ids"]) > 8 for row in rows)
+    data = load(tmp_path, rows, max_length=7)
+    lengths = [len(tiny_tokenizer()(row["text"] + "</s>")["input_ids"]) for row in rows]
+    cut = sum(length > 7 for length in lengths)
     assert cut > 1
+    assert 7 in lengths
     assert len(data.examples) == 11
-    assert data.longest == 8
+    assert data.longest == 7
     assert data.report[0].startswith(f"train: 11 examples, {len(data.examples.ids)} tokens from")
     assert data.report[1] == "train: format text (fields text)"
-    assert f"{cut} of 13 examples were longer than max_length=8 and were cut" in data.report[2]
+    assert f"{cut} of 13 examples were longer than max_length=7 and were cut" in data.report[2]
     assert data.report[3].startswith("train: 2 of 13 examples have no token to learn from")
     assert data.report[4] == "padding token: </s> (the tokenizer: no pad token)"
 

@@ -85,8 +85,9 @@ def test_schedule_warmup_ratio_is_a_share_of_all_steps() -> None:
     assert [a.rate(step) for step in range(STEPS)] == [b.rate(step) for step in range(STEPS)]
 
 
-def test_schedule_at_any_step_is_that_of_walking_there() -> None:
-    training = TrainingConfig(lr_scheduler_type="cosine", warmup_steps=4)
+@pytest.mark.parametrize("kind", ["cosine", "polynomial"])  # of our own, and transformers'
+def test_schedule_at_any_step_is_that_of_walking_there(kind: str) -> None:
+    training = TrainingConfig(lr_scheduler_type=kind, warmup_steps=4)
     walked, jumping = LearningRate(training, STEPS), LearningRate(training, STEPS)
     rates = [walked.rate(step) for step in range(STEPS)]
     for step in (9, 3, 0, STEPS - 1, 9, 9):

@@ -334,6 +334,24 @@ def test_a_worker_that_does_not_take_over_its_sums_is_named(
         pipeline.sum_gradients()
 
 
+@pytest.mark.parametrize(
+    ("step_timeout_s", "step_s", "stall_s"),
+    [
+        (600.0, [1.0] * 2, 600.0),  # too few to know
+        (600.0, [1.0] * 3, 60.0),
+        (600.0, [20.0, 1.0, 30.0], 200.0),
+        (600.0, [90.0] * 3, 600.0),
+        (30.0, [1.0] * 3, 30.0),
+    ],
+)
+def test_steps_say_how_long_nothing_may_move_within_the_setting(
+    step_timeout_s: float, step_s: list[float], stall_s: float
+) -> None:
+    pipeline, _, _ = make(step_timeout_s)
+    pipeline._step_s.extend(step_s)
+    assert pipeline._stall_s == stall_s
+
+
 def test_commit_is_not_awaited_and_may_be_confirmed_in_the_next_step() -> None:
     pipeline, worker, stage = make()
     step(pipeline, INFO)

@@ -728,6 +728,30 @@ def same_bits(
     return losses, gradients, evaluated
 
 
+def test_micro_batches_behind_another_replicas_draw_as_in_one_step(checkpoint: Path) -> None:
+    def gradients(first: int, k: int) -> torch.Tensor:
+        (stage,) = Chain(checkpoint, PLANS[0], {"adapter": LORA}).stages
+        stage.begin(info(first_micro_batch=first))
+        stage.forward_backward(k, batch(0), ())
+        found = [parameter.grad for _, parameter in stage._parameters]
+        return torch.cat([grad.flatten() for grad in found if grad is not None])
+
+    assert torch.equal(gradients(1, 0), gradients(0, 1))
+    assert not torch.equal(gradients(1, 0), gradients(0, 0))
+
+
+def test_statistics_of_a_forgotten_step_are_put_back(checkpoint: Path) -> None:
+    (stage,) = Chain(checkpoint, PLANS[0], {}).stages
+    means = torch.zeros(2)
+    stage._statistics = {"mean": means}
+    for decide, kept in ((stage.abort, 0.0), (lambda: stage.commit(0.1, 1.0), 1.0)):
+        stage.begin(info())
+        means += 1.0
+        decide()
+        stage.abort()
+        assert means.tolist() == [kept] * 2
+
+
 # torch silences this warning while it compiles, which "warnings are errors" overrules.
 quiet_compiler = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 

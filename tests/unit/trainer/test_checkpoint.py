@@ -150,6 +150,15 @@ def test_commit_deletes_the_lowest_beyond_the_limit(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_30", "step_5"]
 
 
+@pytest.mark.parametrize(("limit", "kept"), [(1, [10, 40]), (2, [10, 40]), (3, [10, 30, 40])])
+def test_the_best_one_is_kept_and_counts(limit: int, kept: list[int], tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, save_total_limit=limit)
+    store.best_steps = [10, 25]  # the latter has none
+    for step in (10, 20, 30, 40):
+        save(store, step)
+    assert store.complete_steps() == kept
+
+
 def test_a_failed_rotation_is_reported_and_does_not_end_the_run(
     tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

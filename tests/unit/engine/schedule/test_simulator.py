@@ -35,6 +35,7 @@ def test_profile_knows_the_nics_of_tensors() -> None:
     assert profile.nics(2, FORWARD) == ((1, "out"), (0, "in"), (0, "out"), (2, "in"))
     assert profile.nics(2, BACKWARD) == ((2, "out"), (0, "in"), (0, "out"), (1, "in"))
     assert profile.nics(3, FORWARD) == ((2, "out"), (0, "in"))  # its relay is its end
+    assert edges[2].slower(2) == Edge(6, 10, 2, relay=0)
 
 
 # ---- the simulator against closed forms

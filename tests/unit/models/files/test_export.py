@@ -251,6 +251,8 @@ def test_overwrite_without_our_list_replaces_exactly_the_same_files_only(tmp_pat
     write_files(out, {"a": "2"})
     assert contents(out.path) == {"a": "2"}
     (out.path / export.EXPORT_LIST).unlink()
+    with pytest.raises(CheckpointError, match="holds a of another origin"):
+        write_files(out, {"a": "3", "b": "3"})
     (out.path / "README.md").write_text("of a downloaded model")
     with pytest.raises(CheckpointError, match="holds a of another origin"):
         write_files(out, {"a": "3"})

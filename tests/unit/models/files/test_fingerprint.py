@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,13 +60,21 @@ def test_files_of_another_size_hold_the_same_weights(tmp_path: Path) -> None:
     assert whole(tmp_path / "small") == whole(base)
 
 
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "number": lambda weight: torch.where(weight == weight[3, 5], 2.0, weight),
+    "shape": lambda weight: weight.reshape(weight.shape[::-1]),
+    "type": lambda weight: weight.view(torch.int32),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "lm_head.weight"])
-def test_one_changed_number_is_found_and_named(name: str, tmp_path: Path) -> None:
+def test_one_change_is_found_and_named(name: str, change: str, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base")
     shutil.copytree(base, tmp_path / "other")
     file = tmp_path / "other" / "model.safetensors"
     tensors = load_file(file)
-    tensors[name][3, 5] += 1e-3
+    tensors[name] = CHANGES[change](tensors[name])
     save_file(tensors, file, metadata={"format": "pt"})
     said = difference(whole(tmp_path / "other"), whole(base))
     assert said is not None
