@@ -179,6 +179,7 @@ def chat(raw: dict[str, Any], tmp_path: Path) -> Path:
     return file
 
 
+@needs("observe")
 def test_show_has_the_tokens_and_the_labels_of_a_run(
     chat: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

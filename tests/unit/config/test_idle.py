@@ -125,6 +125,7 @@ def test_no_example_has_a_setting_without_effect(file: Path) -> None:
         assert idle(load_config(file)) == {}
 
 
+@whole
 def test_every_run_reads_a_setting_or_those_that_meet_its_condition() -> None:
     """Of each setting of the schema with all extras the condition names settings and, where the
     registry says of the objectives what they read, some of those."""

@@ -586,6 +586,7 @@ def test_other_values_of_other_tools_are_refused_by_name(path: str, value: Any) 
     assert f"{path}: " in message(raw)
 
 
+@needs("reporting")
 def test_report_to_takes_a_name_or_a_list() -> None:
     both = ("tensorboard", "wandb")
     for value, meant in (([], ()), ("wandb", ("wandb",)), (["none"], ()), (list(both), both)):

@@ -21,6 +21,7 @@ from hetero_framework.models.verify.boundary_contents import (
     tiny_crossing,
 )
 from hetero_framework.units import size
+from tests.installed import needs
 from tests.samples import plan_of
 
 TOKENS = 16
@@ -82,6 +83,7 @@ def test_the_logits_of_many_experts_are_warned_of() -> None:
     ]
 
 
+@needs("codecs")
 def test_a_codec_that_takes_not_all_gradients_of_a_boundary_is_refused() -> None:
     def check(adapter: AdapterConfig | None = None, **sections: Any) -> None:
         config, model = configured("gemma3n_text")
