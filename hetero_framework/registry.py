@@ -125,9 +125,10 @@ def _imported(entry: Registered, module: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(f"{entry.package}.{module}")
     except ImportError as error:
-        if not entry.extra or (error.name or "").partition(".")[0] != _PACKAGE:
+        *folder, absent = (error.name or "").split(".")[:3]  # or another extra that it uses
+        if not entry.extra or folder != [_PACKAGE, "extras"]:
             raise
-        raise ConfigError(f"{lacks(what, entry.extra)} ({error.name})", hint=_WHOLE) from error
+        raise ConfigError(lacks(what, absent), hint=_WHOLE) from error
 
 
 def extra_for(setting: str, value: str) -> str | None:

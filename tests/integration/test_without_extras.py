@@ -234,6 +234,9 @@ def test_check_and_the_hearts_tests_pass_without(extra: str, place: Path, tmp_pa
     shutil.copytree(without(place, extra), tmp_path, dirs_exist_ok=True)
     checked = hetero(place, "check", "--config", configuration(place, PLAIN), package=tmp_path)
     assert "The configuration is valid" in checked.stdout, checked.stderr
+    defaults = configuration(place, {"output_dir": f"defaults_{extra}"})
+    done = hetero(place, "train", "--config", defaults, package=tmp_path)
+    assert done.returncode == 0, done.stderr  # whatever extras the defaults name
     for name in ("benchmarks", "docs", "examples", "tests"):
         shutil.copytree(PACKAGE.parent / name, tmp_path / name)
     for file in PACKAGE.parent.iterdir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,15 @@ ENTRIES = [(kind, name) for kind in KINDS for name in registry.entries(kind)]
 
 @pytest.mark.parametrize(("kind", "name"), ENTRIES)
 def test_every_entry_is_there(kind: str, name: str) -> None:
-    if kind == "commands":
-        assert registry.command(name).run
-    elif ":" in registry.entries(kind)[name].text:
-        assert registry.find(kind, name) is not None
+    """Or the extra that is away and that it uses is named."""
+    try:
+        if kind == "commands":
+            assert registry.command(name).run
+        elif ":" in registry.entries(kind)[name].text:
+            assert registry.find(kind, name) is not None
+    except ConfigError as error:
+        [away] = re.findall(r"the extra '(\w+)'", error.message)
+        assert not registry.is_installed(away)
 
 
 def test_names_alone_import_no_extra() -> None:

@@ -47,9 +47,3 @@ def text(between: Mapping[str, Any]) -> Iterator[str]:
             f" hidden behind computing ({share(waited_s / step_s if step_s else 0.0)});"
             f" {seconds(between['for_others_s'])} more were waited for slower islands"
         )
-
-
-def data_step(line: Mapping[str, Any]) -> int:
-    """The step of the data, counted from 1, that a line of metrics.jsonl is about."""
-    taken = line.get("island", {}).get("data_step")
-    return int(line["step"] if taken is None else taken + 1)

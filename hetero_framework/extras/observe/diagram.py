@@ -11,7 +11,6 @@ from typing import Literal
 import graphviz
 
 from hetero_framework.config import Config, StageSpec, process_name
-from hetero_framework.extras.islands.settings import island_of
 from hetero_framework.extras.observe.pictures import FAINT, INK, PAPER
 from hetero_framework.log import printable
 from hetero_framework.units import count, plural, size
@@ -101,9 +100,8 @@ def _boundary(config: Config, before: StageSpec, after: StageSpec, details: Diag
 
 
 def _others(config: Config) -> tuple[str, ...]:
-    if config.setting("island") is None:
+    if (island := config.setting("island")) is None:
         return ()
-    island = island_of(config)
     lines = ["other islands", f"found at {island.lighthouse}"]
     if island.sync_steps == 1:
         lines.append("gradients, every step")
@@ -159,7 +157,8 @@ def _stage_lines(config: Config, stage: StageSpec, details: DiagramDetails) -> t
 def _title(config: Config, details: DiagramDetails) -> tuple[str, ...]:
     model = config.model
     kind = str((model.from_config or {}).get("model_type", "")) if model else ""
-    island = (f"island {island_of(config).name}",) if config.setting("island") is not None else ()
+    name_of_island = config.setting("island.name")
+    island = (f"island {name_of_island}",) if name_of_island is not None else ()
     name = details.model or (model and model.source) or kind or "plan"
     return (*_wrap(name, 60), *island)
 

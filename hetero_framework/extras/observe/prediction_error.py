@@ -17,7 +17,6 @@ from typing import Any
 from hetero_framework.config import process_name
 from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
 from hetero_framework.engine.schedule.tuning import default_max_in_flight
-from hetero_framework.extras.islands.island_stats import data_step
 from hetero_framework.extras.observe.bottleneck import UNEXPLAINED_BY, steps_text
 from hetero_framework.tables import table
 from hetero_framework.trainer.read_metrics import read_steps
@@ -155,3 +154,9 @@ def text(account: Facts) -> Iterator[str]:
     for cause_s, why in ((cause["seconds"], cause["text"]) for cause in causes):
         if abs(cause_s) >= _WORTH_SAYING * took_s:
             yield f"  {'+' if cause_s >= 0 else '-'}{seconds(abs(cause_s))}: {why}"
+
+
+def data_step(line: Mapping[str, Any]) -> int:
+    """The step of the data, counted from 1, that a line of metrics.jsonl is about."""
+    taken = line.get("island", {}).get("data_step")
+    return int(line["step"] if taken is None else taken + 1)

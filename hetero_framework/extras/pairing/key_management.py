@@ -28,7 +28,6 @@ from hetero_framework.core.identity import Identity
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError, UserError, in_words
-from hetero_framework.extras.islands.settings import island_name, island_of
 from hetero_framework.extras.pairing.pairing import (
     GOOD_FOR_S,
     Configuration,
@@ -99,14 +98,16 @@ def invite_islands(
 
 def lighthouse_address(config: Config | None, host: str | None) -> tuple[str, int]:
     """The address at which islands reach this machine: at `host`, if it is given."""
-    if config is not None and config.setting("island") is not None:
-        configured, port = island_of(config).lighthouse_address
+    if config is not None and (island := config.setting("island")) is not None:
+        configured, port = island.lighthouse_address
         return host or configured, port
     return host or addresses.primary_address(), LIGHTHOUSE_PORT
 
 
 def checked_name(name: str) -> str:
     """The name of an island. Raises UserError."""
+    from hetero_framework.extras.islands.settings import island_name
+
     try:
         return island_name(name)
     except ValueError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hetero_framework.errors import UserError
-from hetero_framework.extras.islands.island_stats import data_step, read_between, text
+from hetero_framework.extras.islands.island_stats import read_between, text
 
 
 def write(folder: Path, *islands: dict[str, object] | None) -> None:
@@ -50,9 +50,3 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     write(tmp_path, {"members": ["a"]})
     with pytest.raises(UserError, match="cannot read"):
         read_between(tmp_path)
-
-
-def test_a_line_names_the_step_of_the_data() -> None:
-    assert data_step({"step": 4}) == 4
-    assert data_step({"step": 4, "island": {"samples": {}}}) == 4
-    assert data_step({"step": 4, "island": {"data_step": 1}}) == 2

@@ -11,7 +11,7 @@ import pytest
 from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
 from hetero_framework.engine.schedule.tuning import tune
 from hetero_framework.errors import UserError
-from hetero_framework.extras.observe.prediction_error import read_account, text
+from hetero_framework.extras.observe.prediction_error import data_step, read_account, text
 from hetero_framework.trainer.metrics import predicted_stages
 
 OWNERS: list[int | str] = ["local", 1, 2]
@@ -111,3 +111,9 @@ def test_runs_that_predict_nothing_have_no_account(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 2, "predicted_s": 1}\n', encoding="utf-8")
     with pytest.raises(UserError, match=r"metrics\.jsonl"):
         read_account(tmp_path, (2,))
+
+
+def test_a_line_names_the_step_of_the_data() -> None:
+    assert data_step({"step": 4}) == 4
+    assert data_step({"step": 4, "island": {"samples": {}}}) == 4
+    assert data_step({"step": 4, "island": {"data_step": 1}}) == 2

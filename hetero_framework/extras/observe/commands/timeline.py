@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hetero_framework import registry
 from hetero_framework.commands.options import flag, option, report, value, writes
 from hetero_framework.errors import UserError
 
@@ -23,8 +24,6 @@ OPTIONS = (
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from hetero_framework.extras.islands.island_stats import read_between
-    from hetero_framework.extras.islands.island_stats import text as between_text
     from hetero_framework.extras.observe import prediction_error
     from hetero_framework.extras.observe.bottleneck import diagnose, text
     from hetero_framework.extras.observe.pictures import can_draw
@@ -43,12 +42,14 @@ def run(arguments: argparse.Namespace) -> None:
     place = Path(arguments.place)
     folder = place if place.is_dir() else place.parent
     held = prediction_error.read_account(folder, diagnosis.steps)
-    between = read_between(folder)
     figures = {**diagnosis.to_dict(), "account": held}
     shown = [text(diagnosis), *(["", *prediction_error.text(held)] if held is not None else [])]
-    if between is not None:
-        figures["islands"] = between
-        shown += ["", *between_text(between)]
+    if registry.is_installed("islands"):
+        from hetero_framework.extras.islands import island_stats
+
+        if (between := island_stats.read_between(folder)) is not None:
+            figures["islands"] = between
+            shown += ["", *island_stats.text(between)]
     report(arguments, figures, lambda _: "\n".join(shown))
     if arguments.output is None and arguments.json:
         return
