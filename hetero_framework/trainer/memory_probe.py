@@ -32,8 +32,8 @@ def probe_longest_batch(
 ) -> None:
     """Run it forward and backward on every stage, unless the next step has one as large. Raises
     OutOfMemory with advice."""
-    largest = data.largest_batch(state.step) if training.probe_longest_batch else None
-    if largest is None or largest[0] == state.step:
+    largest = data.largest_batch(state.position) if training.probe_longest_batch else None
+    if largest is None or largest[0] == state.position:
         return
     step, batch = largest
     # The reference may not have been asked yet.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import OutOfMemory
 from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.memory_probe import probe_longest_batch
+from hetero_framework.trainer.train_state import TrainState
 from tests.alone import Alone
 from tests.installed import needs
 from tests.samples import WORDS, save_llama
@@ -108,6 +111,15 @@ def test_a_resumed_run_probes_the_remaining_micro_batches(
     seen.clear()
     train(config, resume="latest")
     assert seen == []
+
+
+def test_steps_of_the_data_that_were_left_out_are_not_looked_at() -> None:
+    asked: list[int] = []
+    data: Any = SimpleNamespace(largest_batch=lambda first: asked.append(first) or (first, {}))
+    training: Any = SimpleNamespace(probe_longest_batch=True)
+    nothing: Any = None  # the next step has it, and so nothing runs
+    probe_longest_batch(nothing, data, training, nothing, TrainState(step=1, jumped=2))
+    assert asked == [3]
 
 
 def test_a_first_step_with_the_longest_micro_batch_is_probe_enough(
