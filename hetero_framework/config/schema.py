@@ -284,7 +284,7 @@ class ModelConfig(Section):
 
     @property
     def needs(self) -> Needs:
-        """What the objective of the run is trained with."""
+        """The data and the task that the run's objective is trained with."""
         return needs_if_known(self._objective)
 
     @property

@@ -27,7 +27,7 @@ _YAML = re.compile(r"(\s*#.*\n)*\s*(---\s|[A-Za-z_]\w*:(\s|$))")
 
 
 class Misread(Exception):
-    """What is wrong at a line and column (from 1) of a text that is no JSON."""
+    """A text is no JSON: the cause, and its line and column (from 1)."""
 
     def __init__(self, line: int, column: int, cause: str) -> None:
         super().__init__(cause)

@@ -27,7 +27,7 @@ def loss_of(name: str = "") -> str:
 
 
 def read_steps(folder: Path, find: Callable[[list[Mapping[str, Any]]], _T]) -> _T | None:
-    """What is found in the lines of a run's metrics.jsonl; None where there is no such file. Raises
+    """The result of `find` on the lines of a run's metrics.jsonl; None without such a file. Raises
     UserError for one that is damaged."""
     file = folder / _FILE
     if not file.exists():

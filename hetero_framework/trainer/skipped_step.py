@@ -18,8 +18,8 @@ from hetero_framework.trainer.train_state import TrainState
 
 Rule = Callable[[TrainState, float, TrainingConfig], str | None]
 RULES: list[Rule] = []
-"""Rules that skip steps whose numbers are finite, beside those of the registry's table "rules",
-whose names are conditions on the settings. Each gets the state before the step, the norm of all
+"""Rules that skip steps whose numbers are finite. More stand in the registry's table "rules", where
+a name is a condition on the settings. A rule gets the state before the step, the norm of all
 gradients and the settings; it returns the reason to skip the step, or None."""
 _SHOWN = 16
 

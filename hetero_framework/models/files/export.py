@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 class WeightsBeside(Protocol):
-    """What a model holds beside the weights of its language model."""
+    """Weights of a model beside those of its language model."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Their names in a checkpoint, and the tensors, one at a time."""
@@ -230,7 +230,7 @@ def write_checkpoint(
 def weights_beside(
     model: ModelConfig, base_dir: Path, config: PretrainedConfig
 ) -> WeightsBeside | None:
-    """What the finished model holds beside the language model's weights; None for nothing. Raises
+    """Weights of the finished model beside the language model's; None where it has none. Raises
     ModelError where those of a model of several parts are not all there."""
     if not towers(config):
         return None
