@@ -327,7 +327,7 @@ def run_step(
     """One training step, as the training loop does it; what each stage did."""
 
     def gradients() -> dict[int, StageStatistics]:
-        cluster.begin(StepInfo(number, 0, True, len(batches), 1))
+        cluster.loaded.begin(StepInfo(number, 0, True, len(batches), 1))
         cluster.pipeline.run(batches)
         _, stages = cluster.pipeline.report_gradients()
         return stages
