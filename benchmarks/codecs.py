@@ -41,9 +41,9 @@ from typing import Any
 import torch
 
 from benchmarks import environment
-from hetero_framework.core import codecs
 from hetero_framework.core.codecs import CODECS, Codec
 from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name
+from hetero_framework.extras.codecs import codecs
 
 Result = dict[str, Any]
 
@@ -284,7 +284,9 @@ def _spoil(folder: Path, levels: int | None) -> Path | None:
         return None
     codecs._LARGEST = levels
     file = folder / "coarse.py"
-    file.write_text(f"from hetero_framework.core import codecs\n\ncodecs._LARGEST = {levels}\n")
+    file.write_text(
+        f"from hetero_framework.extras.codecs import codecs\n\ncodecs._LARGEST = {levels}\n"
+    )
     return file
 
 
