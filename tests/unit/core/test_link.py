@@ -688,6 +688,7 @@ def test_a_link_that_ends_takes_no_more_and_hands_on_no_more(stack: ExitStack) -
     far.sendall(frame)
     wait_until(lambda: a.link.stats.bytes_in == len(frame), "it has come")
     assert len(receive_exactly(far, size := len(framed(control(30_000_000))))) == size
+    far.shutdown(socket.SHUT_WR)  # until then it is read, for as long as the drain may take
     assert a.reason() is None
     assert a.messages == []
 
