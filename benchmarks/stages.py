@@ -275,6 +275,7 @@ class SleepStage:
     """A stage that takes its time and hands on tensors of the right size."""
 
     input_requires_grad = True
+    residence = None
     differentiates = True
     awaits_sums = False
     fingerprint: ClassVar[dict[str, str]] = {}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import StrictInt
 
 from hetero_framework.config.problems import Problem, shown
-from hetero_framework.config.section import FREE, Layer, Section, WorkerId
+from hetero_framework.config.section import FREE, Layer, Section, WorkerId, with_unit
 from hetero_framework.errors import PlanError
 
 
@@ -30,6 +32,12 @@ class PlanEntry(Section):
     """How tensors cross the boundary in front of this stage. null: as the run's `links` says."""
     gradient_checkpointing: bool | None = None
     """For this stage, instead of training.gradient_checkpointing. null: as that says."""
+    offload: Annotated[StrictInt, with_unit("layers", ge=0)] | Literal["auto"] = 0
+    """Frozen layers of this stage that stay in host memory and visit the device in the order of
+    their use. Two of them have a place there at any time, so 4 is the least that saves memory.
+    "auto": as few as it takes to fit the device's free memory."""
+    offload_optimizer: bool | None = None
+    """For this stage, instead of training.offload_optimizer. null: as that says."""
 
 
 def layers_text(start: int, end: int) -> str:

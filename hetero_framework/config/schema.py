@@ -675,6 +675,12 @@ class TrainingConfig(Section):
     """Store only the input of each layer and compute it again backward. "auto": on as few stages as
     it takes for every process to fit its device's free memory. Elsewhere: activation_checkpointing,
     grad_checkpointing."""
+    activation_offloading: Annotated[bool, FREE, TIMELESS] = False
+    """Keep the stored inputs of layers that are computed again (gradient_checkpointing) in host
+    memory until their backward."""
+    offload_optimizer: Annotated[bool, FREE, TIMELESS] = False
+    """Keep the optimizer's states in host memory: those of a layer visit the device while it
+    steps. A stage of the plan may say otherwise."""
     loss_chunk_tokens: Annotated[
         Annotated[int, with_unit("tokens", ge=2)] | Literal["auto"] | None,
         ROUNDING,
@@ -1088,6 +1094,16 @@ class Config(WholeFile):
         """Whether the stage of that index computes its layers again backward."""
         setting = self.shard_plan[index].gradient_checkpointing
         return self.training.gradient_checkpointing if setting is None else setting
+
+    def offloads_optimizer(self, index: int) -> bool:
+        """Whether the stage of that index keeps its optimizer's states in host memory."""
+        setting = self.shard_plan[index].offload_optimizer
+        return self.training.offload_optimizer if setting is None else setting
+
+    def uses_host_memory(self, index: int) -> bool:
+        """Whether some tensors of the stage of that index stay in host memory."""
+        stored = self.training.activation_offloading and self.checkpointing(index) is True
+        return bool(self.shard_plan[index].offload) or self.offloads_optimizer(index) or stored
 
     def quantization(self, owner: int | str) -> Kind | None:
         """How a process holds the frozen weights of its stages; None: in full precision, or as the

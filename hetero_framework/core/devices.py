@@ -98,6 +98,8 @@ class Device:
     """Whether a call returns before the device has done the work."""
     one_thread = False
     """Whether only the computing thread may copy to it: `copy_in` is for that thread then."""
+    one_memory = True
+    """Whether its memory is the machine's own: nothing is gained by keeping tensors elsewhere."""
     _native: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
     _other_dtypes = "is not a training type"
 
@@ -192,9 +194,28 @@ class Device:
         """The same of any size, for memory that is used in every step."""
         return memoryview(bytearray(nbytes))
 
+    def pinned(self, nbytes: int) -> torch.Tensor | None:
+        """Bytes of pinned host memory; None where the system gives none."""
+        return None
+
     def buffers(self) -> BufferPool:
         """A pool of memory from `allocate_host`."""
         return BufferPool()
+
+    def queue_copies(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: str, *after: DeviceEvent
+    ) -> tuple[DeviceEvent, DeviceEvent]:
+        """Copy the second tensor of each pair into the first, in the order of the copies of this
+        `stream`, once the events `after` are reached. Returns their beginning and their end. Waits
+        for nothing, unless host memory among them is not pinned. Neither tensor of a pair may be
+        freed, or changed by other work, before the end."""
+        began = DeviceEvent()
+        for target, source in pairs:
+            target.copy_(source)
+        return began, DeviceEvent()
+
+    def order_behind(self, event: DeviceEvent) -> None:
+        """Have this thread's later work for the device wait for an event; the thread does not."""
 
     def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
         """The point that this thread's work for the device has come to. Does not wait. `tensors`
@@ -378,6 +399,7 @@ class AcceleratorDevice(Device):
 
     kind = "accelerator"
     is_async = True
+    one_memory = False
     _torch_kind: str | None = None
     """The name of torch's device type; None where `kind` is that."""
     _native: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
@@ -456,11 +478,16 @@ class AcceleratorDevice(Device):
 
     def allocate_pinned(self, nbytes: int) -> memoryview:
         """Pinned memory; plain memory where the system gives no more that is pinned."""
-        try:
-            pinned = self._pinned(nbytes)
-        except RuntimeError:
+        pinned = self.pinned(nbytes)
+        if pinned is None:
             return super().allocate_pinned(nbytes)
         return memoryview(pinned.numpy().data)  # the view keeps the tensor alive
+
+    def pinned(self, nbytes: int) -> torch.Tensor | None:
+        try:
+            return self._pinned(nbytes)
+        except RuntimeError:
+            return None
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
         # Without the device set, a thread's first pinned buffer could wake device 0 as well.
@@ -526,6 +553,27 @@ class AcceleratorDevice(Device):
             tensor.record_stream(computing)
         copied.synchronize()
         return there
+
+    def queue_copies(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: str, *after: DeviceEvent
+    ) -> tuple[DeviceEvent, DeviceEvent]:
+        side, ends = self._side_stream(stream), []
+        clock = self._device_clock()
+        with self._on(side):
+            for event in after:
+                assert isinstance(event, _StreamEvent)
+                side.wait_event(event.native)
+            for copies in ((), pairs):
+                for target, source in copies:
+                    target.copy_(source, non_blocking=True)
+                native = self._event(timing=clock is not None)
+                native.record(side)
+                ends.append(_StreamEvent(native, clock))
+        return ends[0], ends[1]
+
+    def order_behind(self, event: DeviceEvent) -> None:
+        assert isinstance(event, _StreamEvent)
+        self._computing_stream().wait_event(event.native)
 
     # torch's classes for all accelerators. Those of one of its namespaces do not mix with them.
 

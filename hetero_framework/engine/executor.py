@@ -173,9 +173,13 @@ class Executor:
         queue = self._queues[task.stage]
         self._order.went(lane, k)
         self._readiness.start(task, stores=task.kind == FORWARD and queue.has_backwards)
-        began = self._device.record_event()
+        began, residence = self._device.record_event(), queue.stage.residence
         try:
+            if residence is not None:
+                residence.begin(task.kind, k, self._following(queue))
             send = self._backward(queue, k) if task.kind == BACKWARD else self._forward(queue, k)
+            if residence is not None:
+                residence.end()
             self._tasks.append((task, began, self._device.record_event()))
             send()  # may encode on the device
         except (*control.FAILURES, MemoryError) as error:
@@ -208,6 +212,12 @@ class Executor:
                 times = self._device.event_time(began), self._device.event_time(ended)
                 self._recorder.span(name, task.stage, task.micro_batch, *times)
         self._tasks.clear()
+        for index, queue in self._queues.items():
+            residence = queue.stage.residence
+            for began, ended in residence.transfers() if residence is not None else ():
+                if self._recorder.enabled:
+                    times = self._device.event_time(began), self._device.event_time(ended)
+                    self._recorder.span(spans.WEIGHTS, index, spans.NO_MICRO_BATCH, *times)
         return {
             k: StageFigures(
                 forward_s=seconds[k, FORWARD],
@@ -220,6 +230,18 @@ class Executor:
             )
             for k, queue in self._queues.items()
         }
+
+    def _following(self, queue: _StageQueue) -> str:
+        """The kind of a stage's next task: as the order has it, else as 1F1B does."""
+        index, started = queue.stage.index, self._readiness.started
+        forward, backward = (self._order.place((kind, index)) for kind in (FORWARD, BACKWARD))
+        if forward != backward:
+            return FORWARD if forward < backward else BACKWARD
+        if not queue.has_backwards or started(BACKWARD, index) == self._step.micro_batches:
+            return FORWARD
+        is_full = self._readiness.is_full(index)
+        no_forward = started(FORWARD, index) == self._step.micro_batches
+        return BACKWARD if is_full or no_forward else FORWARD
 
     def _has_tasks(self, lane: Lane) -> bool:
         """Whether the step that runs has such tasks here."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from hetero_framework.config import Config, StageSpec, TrainingConfig
+from hetero_framework import registry
+from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConfig
 from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device
 from hetero_framework.engine.out_of_memory import explaining
@@ -16,8 +17,8 @@ from hetero_framework.engine.stage_api import StageInterface
 from hetero_framework.errors import DeviceError
 from hetero_framework.models.adapters.trainable import adapter_plan_of, attach_adapter
 from hetero_framework.models.cut.partition import ShardRange
-from hetero_framework.models.cut.reuse import ReusePool
-from hetero_framework.models.cut.shard import load_model_config, load_shard
+from hetero_framework.models.cut.reuse import ReusableModules, ReusePool
+from hetero_framework.models.cut.shard import Shard, load_model_config, load_shard
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_libraries
 
 BuildStages = Callable[[Config, Sequence[StageSpec], Device, ReusePool], Sequence[StageInterface]]
@@ -59,12 +60,24 @@ def load_stages(
     for spec, span, there in zip(specs, spans, kept, strict=True):
         with explaining(f"loading {spec.layers}", device):
             model = config.model.quantized(config.quantization(spec.owner))
-            shard = load_shard(model, config.base_dir, span, device, seed=seed, kept=there)
-            shard.is_quantized |= config.quantizes
-            failpoints.hit("load")
-            plan = plan or adapter_plan_of(config, shard.config)
-            attach_adapter(shard, plan, seed)
-            stages.append(Stage(spec, shard, config, device))
+
+            def load(rng: ShardRange, kept: ReusableModules, model: ModelConfig = model) -> Shard:
+                """Layers with their adapter."""
+                nonlocal plan
+                shard = load_shard(model, config.base_dir, rng, device, seed=seed, kept=kept)
+                shard.is_quantized |= config.quantizes
+                failpoints.hit("load")
+                plan = plan or adapter_plan_of(config, shard.config)
+                attach_adapter(shard, plan, seed)
+                return shard
+
+            if config.uses_host_memory(spec.index):
+                what = f"shard_plan[{spec.index}]: host memory for tensors of the device"
+                reside = registry.needed("stages", "host_memory", what)
+                shard, residence = reside(config, spec, device, load, span, there)
+            else:
+                shard, residence = load(span, there), None
+            stages.append(Stage(spec, shard, config, device, residence))
     return stages
 
 

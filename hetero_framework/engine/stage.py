@@ -25,6 +25,7 @@ from hetero_framework.engine.optimizer import build_optimizer, load_state_tensor
 from hetero_framework.engine.stage_api import (
     GradientReport,
     Outcome,
+    Residence,
     StatePart,
     StepInfo,
     TakeEarly,
@@ -62,8 +63,16 @@ _LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # torch's own; 
 class Stage:
     """One shard with its gradients and its optimizer."""
 
-    def __init__(self, spec: StageSpec, shard: Shard, config: Config, device: Device) -> None:
+    def __init__(
+        self,
+        spec: StageSpec,
+        shard: Shard,
+        config: Config,
+        device: Device,
+        residence: Residence | None = None,
+    ) -> None:
         training = config.training
+        self.residence = residence
         self.index = spec.index
         self.is_first = spec.is_first
         self.is_last = spec.is_last
@@ -82,6 +91,8 @@ class Stage:
             shard.add_noise(training.neftune_noise_alpha)
         if config.checkpointing(spec.index) is True:
             shard.recompute_blocks()
+        if residence is not None:
+            residence.accompany(shard)
         self._parameters = trainable_parameters(shard)
         # Targets, tied to a weight of an earlier place, never step; in order of places.
         self._targets = tied_parameters(shard)
@@ -113,7 +124,10 @@ class Stage:
         self._early.close()
         self._parameters, self._names, self._optimizer = [], {}, None
         self._targets, self._sources = {}, {}
-        return self._shard.range, self._shard.dissolve()
+        modules = self._shard.dissolve()
+        if self.residence is not None:
+            modules = self.residence.dissolve(modules)
+        return self._shard.range, modules
 
     @property
     def side_gradients(self) -> tuple[bool, ...]:
@@ -294,7 +308,10 @@ class Stage:
                 group["lr"] = learning_rate
             if failpoints.is_due("optimizer-half"):
                 self._step_half(self._optimizer)
-            self._optimizer.step()
+            if self.residence is not None:
+                self.residence.step(self._optimizer)
+            else:
+                self._optimizer.step()
         self._kept = None
         self.abort()
 
@@ -326,6 +343,8 @@ class Stage:
         self._finite.clear()
         self._decoder = None
         self._early.begin(None)
+        if self.residence is not None:
+            self.residence.abort()
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -356,6 +375,8 @@ class Stage:
         yield from in_parts((name, tensor, {}) for name, tensor in export_parts(self._shard))
 
     def _checkpoint_entries(self) -> Iterator[Entry]:
+        if self.residence is not None:
+            self.residence.settle()
         states = state_tensors(self._optimizer, self._names) if self._optimizer else {}
         for name, parameter in self._parameters:
             tensors, plain = states.get(name, ({}, {}))
@@ -442,6 +463,8 @@ class Stage:
                 raise CheckpointError(
                     f"the checkpoint lacks weights of stage {self.index}: {absent[:5]}"
                 )
+            if self.residence is not None:
+                self.residence.settle()
             if self._optimizer is not None:
                 state = {name: values for name, values in self._loading.items() if values}
                 load_state_tensors(self._optimizer, self._names, state)

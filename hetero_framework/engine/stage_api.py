@@ -12,9 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from hetero_framework.core.devices import DeviceEvent
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Decoding, StageFigures
+from hetero_framework.models.cut.reuse import ReusableModules
+from hetero_framework.models.cut.shard import Shard
 from hetero_framework.models.cut.side import Bundle, Form
 
 Tensors = dict[str, Tensor]
@@ -150,6 +154,38 @@ class Snapshot(Protocol):
     def keep(self) -> None: ...
 
 
+class Residence(Protocol):
+    """Tensors of one stage that are in host memory and come to its device in time."""
+
+    misses: int
+    """How often a layer was used before its copy had been asked for."""
+
+    def accompany(self, shard: Shard) -> None:
+        """Hear of the use of this shard's layers from now on."""
+
+    def begin(self, kind: str, micro_batch: int, following: str) -> None:
+        """A task begins: FORWARD (on the last stage with its backward) or BACKWARD. `following` is
+        the kind of this stage's next task, as far as the order tells."""
+
+    def end(self) -> None:
+        """All work of the task is queued."""
+
+    def abort(self) -> None:
+        """The step is forgotten."""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Step the optimizer."""
+
+    def settle(self) -> None:
+        """Wait until the optimizer's states may be read or replaced."""
+
+    def transfers(self) -> list[tuple[DeviceEvent, DeviceEvent]]:
+        """Beginning and end of each copy of a layer since the last call; waits for none."""
+
+    def dissolve(self, modules: ReusableModules) -> ReusableModules:
+        """End it; the modules that are whole on the device."""
+
+
 class StageInterface(Protocol):
     """The stage interface; see `Stage`."""
 
@@ -158,6 +194,8 @@ class StageInterface(Protocol):
     is_last: bool
     input_requires_grad: bool
     """Whether something before this stage is trained: it then returns a gradient."""
+    residence: Residence | None
+    """None where all tensors are on the device."""
 
     @property
     def fingerprint(self) -> Mapping[str, str]:

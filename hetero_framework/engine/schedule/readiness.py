@@ -138,6 +138,10 @@ class Readiness:
         """Note that a stored forward is needed no more."""
         self._in_flight[stage] -= 1
 
+    def is_full(self, stage: int) -> bool:
+        """Whether a stage stores as many forwards as it may."""
+        return self._in_flight[stage] >= self._limits[stage]
+
     def started(self, kind: str, stage: int) -> int:
         """The number of tasks of this kind that a stage has begun."""
         return (self._forward if kind == FORWARD else self._backward)[stage].started

@@ -22,7 +22,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,7 +40,7 @@ from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.attention import check_installed
 from hetero_framework.models.cut.codebooks import for_model
 from hetero_framework.models.cut.family import family_asked, family_of, head_for
-from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.introspect import BlockForm, introspect
 from hetero_framework.models.cut.known_masks import knowing, register_known_masks
 from hetero_framework.models.cut.language import lies_in
 from hetero_framework.models.cut.partition import Captured, ShardRange, Skeleton
@@ -410,6 +410,8 @@ class Shard:
         self._hooks: list[RemovableHandle] = []
         self._former: dict[int, Callable[..., Any] | None] = {}
         self._recomputes = False
+        self.storing: Callable[[int], AbstractContextManager[None]] | None = None
+        """The context in which the inputs of a block that is computed again are stored."""
         self._install()
 
     @property
@@ -514,6 +516,14 @@ class Shard:
         """Store only the input of each block in training, and compute it again in its backward."""
         # Not by the library's switch, which is inside the hooks in some versions only.
         self._recomputes = True
+
+    def accompany_blocks(
+        self, around: Callable[[int, BlockForm, Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        """Have `around(index, form, forward)` make the forward of each block that is here. It runs
+        in the block's recomputation as well."""
+        forms = self._whole.structure.forms
+        self._forwards = {k: around(k, forms[k], forward) for k, forward in self._forwards.items()}
 
     def dissolve(self) -> ReusableModules:
         """Take the shard apart, for good; its frozen modules, as they were loaded, without adapter
@@ -799,9 +809,10 @@ class Shard:
                 # Entering seeds, in the recomputation too; not every device has a random state
                 # that torch could save.
                 kept = shard.on_enter is None
-                return checkpoint(
-                    enter, *args, use_reentrant=False, preserve_rng_state=kept, **kwargs
-                )
+                with shard.storing(index) if shard.storing is not None else nullcontext():
+                    return checkpoint(
+                        enter, *args, use_reentrant=False, preserve_rng_state=kept, **kwargs
+                    )
             return enter(*args, **kwargs)
 
         # As `functools.wraps`, without a reference to the block.

@@ -50,6 +50,7 @@ class FakeStage:
     def __init__(self, index: int, *, first: bool = False, last: bool = False) -> None:
         self.index, self.is_first, self.is_last = index, first, last
         self.input_requires_grad = not first
+        self.residence = None
         self.differentiates = True
         self.fingerprint: dict[str, str] = {}
         self.ties: dict[str, str] = {}

@@ -1,0 +1,45 @@
+"""Host memory for tensors that visit the device: pinned as far as the system allows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hetero_framework.core.devices import Device
+
+_LEAST_BYTES = 1 << 16
+
+
+class HostBytes:
+    """A number of bytes in host memory. In pieces of powers of two, as torch pins them anyway: one
+    piece would be rounded up to the next power."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.pinned_bytes = 0
+        self._pieces: list[tuple[int, Tensor]] = []  # (where it begins, piece)
+        begin, left = 0, -(-nbytes // _LEAST_BYTES) * _LEAST_BYTES
+        while left:
+            length = 1 << (left.bit_length() - 1)
+            piece = device.pinned(length)
+            if piece is None:
+                length = left
+                piece = torch.empty(length, dtype=torch.uint8)
+            else:
+                self.pinned_bytes += length
+            self._pieces.append((begin, piece))
+            begin, left = begin + length, left - length
+
+    def fill(self, source: Tensor) -> None:
+        """Take over the bytes of a tensor of uint8; complete on return."""
+        for part, piece in self.copies_to(source):
+            piece.copy_(part)
+
+    def copies_to(self, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(part of `target`, piece) for all bytes."""
+        pairs = []
+        for begin, piece in self._pieces:
+            end = min(begin + len(piece), self.nbytes)
+            if end > begin:
+                pairs.append((target[begin:end], piece[: end - begin]))
+        return pairs

@@ -1,0 +1,105 @@
+"""The residence of a stage: which of its tensors are in host memory, and when they visit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+
+from hetero_framework.config import Config, StageSpec
+from hetero_framework.core.devices import Device, DeviceEvent
+from hetero_framework.errors import DeviceError
+from hetero_framework.extras.host_memory.optimizer_states import OptimizerStates
+from hetero_framework.extras.host_memory.stored_inputs import StoredInputs
+from hetero_framework.extras.host_memory.streamed_layers import StreamedLayers, load_streamed
+from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.reuse import ReusableModules
+from hetero_framework.models.cut.shard import Shard
+
+Load = Callable[[ShardRange, ReusableModules], Shard]
+
+
+def reside(
+    config: Config,
+    spec: StageSpec,
+    device: Device,
+    load: Load,
+    rng: ShardRange,
+    kept: ReusableModules,
+) -> tuple[Shard, HostMemory]:
+    """Load a stage's shard with what the plan keeps in host memory. Raises DeviceError where the
+    device has no memory of its own, and ConfigError for layers that are trained."""
+    if device.one_memory:
+        raise DeviceError(
+            f"{device.name} shares the machine's memory, so that nothing is gained by keeping"
+            f" tensors of stage {spec.index} in host memory",
+            hint=f"take offload and offload_optimizer out of shard_plan[{spec.index}], and"
+            " training.offload_optimizer and training.activation_offloading out for machines"
+            " without a card",
+        )
+    layers: StreamedLayers | None = None
+    if offload := config.shard_plan[spec.index].offload:
+        assert isinstance(offload, int)
+        shard, layers = load_streamed(load, rng, kept, device, offload)
+    else:
+        shard = load(rng, kept)
+    states = OptimizerStates(device) if config.offloads_optimizer(spec.index) else None
+    is_stored = config.training.activation_offloading and config.checkpointing(spec.index) is True
+    inputs = StoredInputs(device, is_last=spec.is_last) if is_stored else None
+    return shard, HostMemory(spec, layers, states, inputs)
+
+
+class HostMemory:
+    """See `stage_api.Residence`."""
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        layers: StreamedLayers | None,
+        states: OptimizerStates | None,
+        inputs: StoredInputs | None,
+    ) -> None:
+        self._spec = spec
+        self._layers, self._states, self._inputs = layers, states, inputs
+
+    @property
+    def misses(self) -> int:
+        return self._layers.misses if self._layers is not None else 0
+
+    def accompany(self, shard: Shard) -> None:
+        if self._layers is not None:
+            shard.accompany_blocks(self._layers.around)
+        if self._inputs is not None:
+            shard.storing = self._inputs.storing
+
+    def begin(self, kind: str, micro_batch: int, following: str) -> None:
+        if self._layers is not None:
+            self._layers.begin(kind, following)
+        if self._inputs is not None:
+            self._inputs.begin(kind, micro_batch)
+
+    def end(self) -> None:
+        if self._layers is not None:
+            self._layers.end()
+        if self._inputs is not None:
+            self._inputs.end()
+
+    def abort(self) -> None:
+        if self._inputs is not None:
+            self._inputs.abort()
+
+    def step(self, optimizer: Optimizer) -> None:
+        if self._states is not None:
+            self._states.step(optimizer)
+        else:
+            optimizer.step()
+
+    def settle(self) -> None:
+        if self._states is not None:
+            self._states.settle()
+
+    def transfers(self) -> list[tuple[DeviceEvent, DeviceEvent]]:
+        return self._layers.transfers() if self._layers is not None else []
+
+    def dissolve(self, modules: ReusableModules) -> ReusableModules:
+        return self._layers.dissolve(modules) if self._layers is not None else modules

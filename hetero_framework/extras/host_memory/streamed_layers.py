@@ -1,0 +1,270 @@
+"""Frozen layers in host memory that visit the device in the order of their use.
+
+The layers take turns in a few slots of device memory. A layer's tensors are views of its slot for
+good, so that whatever autograd has stored of them is right again once the layer is back. The slot
+of a layer that is done takes the next one in the order at once: ascending forward, descending
+backward, and on into the stage's next task. Layers that the turn of direction finds in their slots
+are not copied again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetero_framework.core.devices import Device, DeviceEvent
+from hetero_framework.core.planned_order import BACKWARD, FORWARD
+from hetero_framework.errors import ConfigError
+from hetero_framework.extras.host_memory.pinned import HostBytes
+from hetero_framework.models.adapters.trainable import trainable_parameters
+from hetero_framework.models.cut.introspect import BlockForm
+from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.reuse import ReusableModules
+from hetero_framework.models.cut.shard import Shard
+from hetero_framework.units import plural, size
+
+SLOTS = 2
+"""One is computed with, the other filled."""
+_ALIGNED_BYTES = 512  # as by torch's allocators
+_MOST_TRANSFERS = 10_000
+_log = logging.getLogger(__name__)
+
+
+def slots_of(count: int) -> int:
+    """Slots for `count` streamed layers. Neighbours in the order, from the last one to the first
+    too, have different slots; where the count is odd, one layer thus keeps a slot to itself."""
+    return count if count <= SLOTS else SLOTS + count % SLOTS
+
+
+def spread(count: int, start: int, end: int) -> list[int]:
+    """`count` of the layers [start, end), with the others evenly between them: while those are
+    computed with, there is more time for a copy."""
+    layers = end - start
+    return [start + (2 * k + 1) * layers // (2 * count) for k in range(count)]
+
+
+def load_streamed(
+    load: Callable[[ShardRange, ReusableModules], Shard],
+    rng: ShardRange,
+    kept: ReusableModules,
+    device: Device,
+    count: int,
+) -> tuple[Shard, StreamedLayers]:
+    """Load a shard, `count` of its layers into host memory. The device never holds more than is to
+    stay there and a few layers. Raises ConfigError for layers that are trained."""
+    chosen = spread(count, rng.start, rng.end)
+    blocks, read, trained = dict(kept.blocks), dict(kept.fingerprint), dict[str, Tensor]()
+    hosts: dict[int, HostLayer] = {}
+    for start in range(rng.start, rng.end, SLOTS):
+        part = ShardRange(start, min(start + SLOTS, rng.end), False, False)
+        here = range(part.start, part.end)
+        there = {k: kept.blocks[k] for k in here if k in kept.blocks}
+        shard = load(part, ReusableModules(there, {}, kept.fingerprint))
+        # The adapter is attached while the layer is here: some begin with what they find in it.
+        trained |= {name: p.detach().clone() for name, p in trainable_parameters(shard)}
+        modules = shard.dissolve()
+        if absent := [k for k in here if k not in modules.blocks]:
+            raise ConfigError(
+                f"layer {absent[0]} cannot stay in host memory: it is trained or changed by the"
+                " run, or shares weights with another layer",
+                hint="train an adapter that leaves the layers' own weights alone, or take offload"
+                " out of shard_plan",
+            )
+        for k in here:
+            if k in chosen:
+                hosts[k] = HostLayer(device, modules.blocks[k])
+        blocks |= modules.blocks
+        read |= modules.fingerprint
+        del shard, modules
+        device.empty_cache()
+    layers = StreamedLayers(device, hosts, is_last=rng.is_last)
+    shard = load(rng, ReusableModules(blocks, kept.outside, read))
+    with torch.no_grad():
+        for name, parameter in trainable_parameters(shard):
+            if name in trained:
+                parameter.copy_(trained[name])
+    return shard, layers
+
+
+class HostLayer:
+    """The frozen tensors of a block, in host memory; `place_in` makes them views of a slot."""
+
+    def __init__(self, device: Device, block: nn.Module) -> None:
+        self._places: list[tuple[Any, str, Tensor, int]] = []
+        offsets: dict[int, int] = {}
+        end = 0
+        for holder, name, tensor in _frozen_tensors(block):
+            if tensor.data_ptr() not in offsets:
+                offsets[tensor.data_ptr()] = end
+                end += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+            self._places.append((holder, name, tensor, offsets[tensor.data_ptr()]))
+        self.nbytes = end
+        staged = torch.empty(end, dtype=torch.uint8, device=device.torch_device)
+        for _, _, tensor, offset in self._places:
+            _view(staged, offset, tensor).copy_(tensor)
+        self._host = HostBytes(device, end)
+        self._host.fill(staged)
+        self._places = [
+            (holder, name, torch.empty_like(tensor, device="meta"), offset)
+            for holder, name, tensor, offset in self._places
+        ]
+        for holder, name, form, _ in self._places:
+            setattr(holder, name, torch.empty(0, dtype=form.dtype, device=device.torch_device))
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._host.pinned_bytes
+
+    def place_in(self, slot: Tensor) -> None:
+        for holder, name, form, offset in self._places:
+            setattr(holder, name, _view(slot, offset, form))
+
+    def copies_to(self, slot: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(target, source) of all its bytes."""
+        return self._host.copies_to(slot)
+
+
+class StreamedLayers:
+    """The streamed layers of one stage. For its computing thread, and the one that runs its
+    backward meanwhile."""
+
+    def __init__(self, device: Device, hosts: dict[int, HostLayer], *, is_last: bool) -> None:
+        self._device = device
+        self._is_last = is_last
+        self._layers = [hosts[k] for k in sorted(hosts)]
+        self._position = {k: position for position, k in enumerate(sorted(hosts))}
+        count, slots = len(hosts), slots_of(len(hosts))
+        # Those in turn share slots; a last one, where the count is odd, has one to itself.
+        self._in_turn = count - count % SLOTS if count > SLOTS else 0
+        own = iter(range(SLOTS if self._in_turn else 0, slots))
+        self._slot = [k % SLOTS if k < self._in_turn else next(own) for k in range(count)]
+        sizes = [0] * slots
+        for layer, slot in zip(self._layers, self._slot, strict=True):
+            sizes[slot] = max(sizes[slot], layer.nbytes)
+        self._memory = [
+            torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device) for nbytes in sizes
+        ]
+        for layer, slot in zip(self._layers, self._slot, strict=True):
+            layer.place_in(self._memory[slot])
+        self._there: dict[int, int] = {}  # slot: the layer that is in it, or on its way
+        self._arriving: dict[int, DeviceEvent] = {}
+        self._transfers: deque[tuple[DeviceEvent, DeviceEvent]] = deque(maxlen=_MOST_TRANSFERS)
+        self._direction = self._following = FORWARD
+        self.misses = 0
+        total = sum(layer.nbytes for layer in self._layers)
+        plain = total - sum(min(layer.pinned_bytes, layer.nbytes) for layer in self._layers)
+        _log.info(
+            "%s in host memory: %s%s; %s of the device to visit",
+            plural(count, "layer"),
+            size(total),
+            f", {size(plain)} of it not pinned, which is slower" if plain else "",
+            size(sum(sizes)),
+        )
+        self.end()
+
+    def around(
+        self, index: int, form: BlockForm, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """For `Shard.accompany_blocks`."""
+        if index not in self._position:
+            return forward
+        position = self._position[index]
+
+        def visited(*args: Any, **kwargs: Any) -> Any:
+            self._use(position)
+            output = forward(*args, **kwargs)
+            if self._direction == BACKWARD:
+                return output  # computed again; its backward follows
+            # Hooks of a tensor run when whatever was made of it has been differentiated.
+            entered, left = form.hidden(args, kwargs), form.take(output)
+            if left.requires_grad:
+                left.register_hook(lambda _: self._begin_backward(position))
+            if entered.grad_fn is not None:  # a leaf may be done before all that is made of it
+                entered.register_hook(lambda _: self._done(position))
+            self._done(position)
+            return output
+
+        return visited
+
+    def begin(self, kind: str, following: str) -> None:
+        self._direction, self._following = kind, following
+
+    def end(self) -> None:
+        """Have the first layers of the next task on their way, where they are not yet."""
+        order = range(self._in_turn)
+        first = order[:SLOTS] if self._following == FORWARD else order[-SLOTS:]
+        for position in (*first, *range(self._in_turn, len(self._layers))):
+            if self._there.get(self._slot[position]) != position:
+                self._fetch(position)
+
+    def transfers(self) -> list[tuple[DeviceEvent, DeviceEvent]]:
+        taken = [*self._transfers]
+        self._transfers.clear()
+        return taken
+
+    def dissolve(self, modules: ReusableModules) -> ReusableModules:
+        """The modules without the streamed layers."""
+        blocks = {k: block for k, block in modules.blocks.items() if k not in self._position}
+        return ReusableModules(blocks, modules.outside, modules.fingerprint)
+
+    def _begin_backward(self, position: int) -> None:
+        self._direction = BACKWARD
+        self._use(position)
+
+    def _use(self, position: int) -> None:
+        """Have what this thread queues from now on wait for a layer."""
+        if self._there.get(self._slot[position]) != position:
+            self.misses += 1
+            self._fetch(position)
+        if (arrival := self._arriving.pop(position, None)) is not None:
+            self._device.order_behind(arrival)
+
+    def _done(self, position: int) -> None:
+        """All work with a layer in this direction is queued: its slot is for the next one."""
+        if position >= self._in_turn:
+            return
+        ahead = position + (SLOTS if self._direction == FORWARD else -SLOTS)
+        if not 0 <= ahead < self._in_turn:
+            turns = self._is_last and self._direction == FORWARD and torch.is_grad_enabled()
+            if turns or self._following != self._direction:
+                return  # it is used next
+            ahead %= self._in_turn
+        self._fetch(ahead)
+
+    def _fetch(self, position: int) -> None:
+        """Queue a layer's way into its slot, behind all that is queued with what is there now."""
+        slot = self._slot[position]
+        copies = self._layers[position].copies_to(self._memory[slot])
+        queued = self._device.record_event()
+        began, ended = self._device.queue_copies(copies, "weights", queued)
+        if (former := self._there.get(slot)) is not None:
+            self._arriving.pop(former, None)
+        self._there[slot], self._arriving[position] = position, ended
+        self._transfers.append((began, ended))
+
+
+def _frozen_tensors(block: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
+    """(holder, attribute, tensor) of all that a block keeps of frozen weights: with quantisation,
+    its statistics too. What is small (tables, buffers) or not in one piece stays on the device."""
+    for module in block.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad or not parameter.is_contiguous() or not parameter.numel():
+                continue
+            yield parameter, "data", parameter.data
+            state = getattr(parameter, "quant_state", None)  # bitsandbytes: 4 bits, then 8 bits
+            nested = getattr(state, "state2", None)
+            of_module = getattr(module, "state", None)
+            for holder in (state, nested, parameter, of_module):
+                for name in ("absmax", "CB", "SCB"):
+                    tensor = getattr(holder, name, None)
+                    if isinstance(tensor, Tensor) and tensor.is_contiguous():
+                        yield holder, name, tensor
+
+
+def _view(memory: Tensor, offset: int, form: Tensor) -> Tensor:
+    return memory[offset : offset + form.nbytes].view(form.dtype).view(form.shape)
