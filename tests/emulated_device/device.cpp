@@ -23,11 +23,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 #include <unistd.h>
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -55,7 +57,7 @@ std::string text(const char* name, const char* otherwise) {
 
 long number(const char* name, long otherwise) {
   const char* value = getenv(name);
-  return value ? atol(value) : otherwise;
+  return value ? long(atof(value)) : otherwise;
 }
 
 const std::string kName = text("HETERO_EMULATED", "cuda");
@@ -66,6 +68,10 @@ const int kDevices = number("HETERO_EMULATED_DEVICES", 2);
 const size_t kBytes = size_t(number("HETERO_EMULATED_MIB", 2048)) << 20;
 const long kDelayUs = number("HETERO_EMULATED_DELAY_US", 0);       // the longest delay of a piece of work
 const long kDelayEvery = number("HETERO_EMULATED_DELAY_EVERY", 4);  // one piece in this many is delayed
+const long kCopyRate = number("HETERO_EMULATED_COPY_RATE", 0);      // bytes a second, each way; 0: no set time
+const long kKernelUs = number("HETERO_EMULATED_KERNEL_US", 0);      // of a matrix product; 0: no set time
+const size_t kPinnedBytes = size_t(number("HETERO_EMULATED_PINNED_MIB", -1)) << 20;  // by default no limit
+const bool kHasTimes = kCopyRate > 0 || kKernelUs > 0;
 const long kSeed = number("HETERO_EMULATED_SEED", 0);
 const int kPoison = 0xFF;  // of freed and of new memory: NaN in each floating-point type
 
@@ -82,16 +88,48 @@ void check_device() {
   TORCH_CHECK(error_text.empty(), "CUDA error: device-side assert triggered (emulated): ", error_text);
 }
 
+using Clock = std::chrono::steady_clock;
+using Time = Clock::time_point;
+
+// One direction of a device's copies: those of different streams take turns.
+class CopyEngine {
+ public:
+  Time take(Time begin, Clock::duration length) {
+    std::lock_guard lock(lock_);
+    return free_at_ = std::max(begin, free_at_) + length;
+  }
+
+ private:
+  std::mutex lock_;
+  Time free_at_;
+};
+std::vector<std::array<CopyEngine, 2>> copy_engines(kDevices);  // to the device, to the host
+
+struct Duration {  // of a piece of work; without a length it takes the time that the CPU takes
+  Clock::duration length{0};
+  CopyEngine* engine = nullptr;
+};
+
+Duration duration_of_copy(int device, bool to_host, size_t bytes) {
+  if (kCopyRate <= 0) return {};
+  return {std::chrono::nanoseconds(long(bytes * 1e9 / kCopyRate)), &copy_engines[device][to_host]};
+}
+
+std::atomic<long> lateness_us{0};
+
+// A stream's clock says when its work is done on an ideal device. A piece of work begins on that clock
+// when it was given, or when the work before it (or an event it waits for) was done, whichever is last:
+// a thread that wakes up late sleeps less the next time.
 class Stream {
  public:
   Stream(int device, StreamId id) : random_(kSeed * 1000003 + device * 1009 + id) {
     std::thread([this] { run(); }).detach();
   }
 
-  void submit(std::function<void()> work, bool may_be_late = true) {
+  void submit(std::function<void()> work, bool may_be_late = true, Duration duration = {}) {
     {
       std::lock_guard lock(lock_);
-      queue_.emplace_back(std::move(work), may_be_late && kDelayUs > 0);
+      queue_.push_back({std::move(work), may_be_late, duration, Clock::now()});
       submitted_++;
     }
     wake_.notify_one();
@@ -109,26 +147,44 @@ class Stream {
     return done_ >= submitted_;
   }
 
+  // For the stream's own work.
+  Time clock() const { return clock_; }
+  void advance(Time until) { clock_ = std::max(clock_, until); }
+
  private:
+  struct Work {
+    std::function<void()> run;
+    bool may_be_late;
+    Duration duration;
+    Time given;
+  };
+
   void run() {
+    prctl(PR_SET_TIMERSLACK, 1);  // ns: sleep no longer than told
     at::NoGradGuard no_grad;
     at::AutoDispatchBelowADInplaceOrView below;
     for (;;) {
-      std::pair<std::function<void()>, bool> next;
+      Work next;
       {
         std::unique_lock lock(lock_);
         wake_.wait(lock, [&] { return !queue_.empty(); });
         next = std::move(queue_.front());
         queue_.pop_front();
       }
-      if (next.second && random_() % kDelayEvery == 0) usleep(random_() % kDelayUs);
+      if (next.may_be_late && kDelayUs > 0 && random_() % kDelayEvery == 0) usleep(random_() % kDelayUs);
+      advance(next.given);
+      const auto [length, engine] = next.duration;
+      const Time done = engine ? engine->take(clock_, length) : clock_ + length;
+      // So that races show, copies are made at the end of their time, products at its begin or its end.
+      if (engine || (length.count() > 0 && random_() % 2)) std::this_thread::sleep_until(done);
       try {
-        next.first();
+        next.run();
       } catch (const std::exception& error) {
         std::lock_guard lock(error_lock);
         if (error_text.empty()) error_text = error.what();
       }
-      next.first = nullptr;
+      next.run = nullptr;
+      pass(done, next);
       {
         std::lock_guard lock(lock_);
         done_++;
@@ -137,9 +193,21 @@ class Stream {
     }
   }
 
+  void pass(Time done, const Work& work) {
+    advance(done);
+    if (work.duration.length.count() > 0) {
+      std::this_thread::sleep_until(done);
+      const long late = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - done).count();
+      if (late > lateness_us) lateness_us = late;
+    } else if (work.may_be_late) {
+      advance(kKernelUs > 0 ? done + std::chrono::microseconds(1) : Clock::now());
+    }
+  }
+
   std::mutex lock_;
   std::condition_variable wake_, idle_;
-  std::deque<std::pair<std::function<void()>, bool>> queue_;
+  std::deque<Work> queue_;
+  Time clock_;
   uint64_t submitted_ = 0, done_ = 0;
   std::minstd_rand random_;
 };
@@ -436,6 +504,7 @@ class PinnedMemory final : public at::HostAllocator {
       auto& rest = free_[size];
       rest.erase(std::find(rest.begin(), rest.end(), block));
     } else {
+      if (size > kPinnedBytes - std::min(total_, kPinnedBytes)) throw_out_of_memory();
       block = static_cast<char*>(aligned_alloc(4096, size));
       blocks_[block].size = size;
       total_ += size;
@@ -470,6 +539,11 @@ class PinnedMemory final : public at::HostAllocator {
   };
   static void release(void* block);
 
+  [[noreturn]] static void throw_out_of_memory() {  // as torch, when cudaHostAlloc has no more
+    throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 2,
+                                "CUDA error: out of memory\ncudaHostAlloc locks no more memory. (emulated)");
+  }
+
   std::map<char*, Block>::iterator find(const void* pointer) {
     auto it = blocks_.upper_bound(static_cast<char*>(const_cast<void*>(pointer)));
     if (it == blocks_.begin()) return blocks_.end();
@@ -494,10 +568,10 @@ void PinnedMemory::release(void* block) {
 
 class Event {
  public:
-  void reach() {
+  void reach(Time clock) {
     {
       std::lock_guard lock(lock_);
-      at_ = std::chrono::steady_clock::now();
+      at_ = kHasTimes ? clock : Clock::now();
       reached_ = true;
     }
     changed_.notify_all();
@@ -510,7 +584,7 @@ class Event {
     std::lock_guard lock(lock_);
     return reached_;
   }
-  std::chrono::steady_clock::time_point at() {
+  Time at() {
     wait();
     return at_;
   }
@@ -518,19 +592,19 @@ class Event {
  private:
   std::mutex lock_;
   std::condition_variable changed_;
-  std::chrono::steady_clock::time_point at_;
+  Time at_;
   bool reached_ = false;
 };
 using SharedEvent = std::shared_ptr<Event>;
 
 SharedEvent record_on(Stream& stream) {
   auto event = std::make_shared<Event>();
-  stream.submit([event] { event->reach(); }, false);
+  stream.submit([event, &stream] { event->reach(stream.clock()); }, false);
   return event;
 }
 
 void wait_on(Stream& stream, SharedEvent event) {
-  stream.submit([event] { event->wait(); }, false);
+  stream.submit([event, &stream] { stream.advance(event->at()); }, false);
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -665,26 +739,31 @@ Tensor borrowed(const Tensor& tensor) {  // the same for pinned memory
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options);
 }
 
+const size_t kStagedBytes = 64 << 10;
+
 bool is_queued(const Tensor& host, const Tensor& other, bool non_blocking) {
   return non_blocking && host.scalar_type() == other.scalar_type() && pinned_memory.holds(host.data_ptr());
 }
 
-void queue_copy(Stream& stream, Tensor from, Tensor to, void* pinned) {
+void queue_copy(Stream& stream, Tensor from, Tensor to, void* pinned, Duration duration) {
   pinned_memory.add_copies(pinned, 1);
-  stream.submit([=] {
+  auto work = [=] {
     to.copy_(from);
     pinned_memory.add_copies(pinned, -1);
-  });
+  };
+  stream.submit(work, true, duration);
 }
 
 void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   Stream& stream = current_stream(from.get_device());
   Tensor source = aliased(from), target = borrowed(to);
+  const Duration duration = duration_of_copy(from.get_device(), true, to.nbytes());
   if (is_queued(to, from, non_blocking)) {
-    queue_copy(stream, source, target, to.data_ptr());
+    queue_copy(stream, source, target, to.data_ptr(), duration);
     return;
   }
   note_sync(non_blocking ? "a copy to pageable memory" : "a copy to the host");
+  if (duration.engine) stream.submit([] {}, false, duration);
   wait_for(stream);
   target.copy_(source);
 }
@@ -692,15 +771,17 @@ void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
 void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
   Stream& stream = current_stream(to.get_device());
   Tensor target = aliased(to);
+  const Duration duration = duration_of_copy(to.get_device(), false, to.nbytes());
   if (is_queued(from, to, non_blocking)) {
-    queue_copy(stream, borrowed(from), target, from.data_ptr());
+    queue_copy(stream, borrowed(from), target, from.data_ptr(), duration);
     return;
   }
   Tensor staged = from.clone();  // by the driver, before the call returns
-  stream.submit([=] { target.copy_(staged); });
-  if (non_blocking || from.dim() == 0) return;
-  note_sync("a copy to the device");
-  wait_for(stream);
+  stream.submit([=] { target.copy_(staged); }, true, duration);
+  if (from.dim() == 0) return;
+  if (!non_blocking) note_sync("a copy to the device");
+  // From pageable memory: what is larger than the driver's own buffers holds the caller until it is sent.
+  if (!non_blocking || (duration.engine && to.nbytes() > kStagedBytes)) wait_for(stream);
 }
 
 void copy_on_device(const Tensor& from, const Tensor& to) {
@@ -829,6 +910,11 @@ const std::set<std::string> kNeedsValues = {
     "aten::multinomial",   "aten::linalg_lstsq",       "aten::_linalg_check_errors",
 };
 
+const std::set<std::string> kProducts = {  // the operations that have a set time
+    "aten::mm",  "aten::addmm",  "aten::addmm_",  "aten::_addmm_activation",
+    "aten::bmm", "aten::baddbmm", "aten::baddbmm_", "aten::linear",
+};
+
 IValue mapped(const IValue& value, const std::function<Tensor(const Tensor&)>& change) {
   if (value.isTensor()) {
     return value.toTensor().defined() ? IValue(change(value.toTensor())) : value;
@@ -950,11 +1036,14 @@ class Call {
     std::vector<Tensor> targets;
     give_results(shapes, targets, [this](const Tensor& shape) { return new_like(shape, device_); });
     const int threads = at::get_num_threads();
-    current_stream(device_).submit([op = op_, queued, targets, threads]() mutable {
+    auto work = [op = op_, queued, targets, threads]() mutable {
       if (at::get_num_threads() != threads) at::set_num_threads(threads);
       call(op, queued);
       write(op, queued, targets);
-    });
+    };
+    Duration duration;
+    if (kProducts.count(op_.schema().name())) duration.length = std::chrono::microseconds(kKernelUs);
+    current_stream(device_).submit(work, true, duration);
   }
 
   void run_now() {
@@ -1202,6 +1291,7 @@ PYBIND11_MODULE(emulated_device, m) {
     return py::reinterpret_steal<py::object>(THPVariable_Wrap(bytes));
   });
   m.def("pinned_bytes", [] { return pinned_memory.total(); });
+  m.def("lateness_us", [] { return lateness_us.exchange(0); });
   m.def("syncs", [] { return sync_count.load(); });
   m.def("listen_to_syncs", [](py::object listener) {
     sync_listener = listener.is_none() ? nullptr : listener.release().ptr();

@@ -116,6 +116,64 @@ def test_runs_of_several_processes_give_the_bits_of_the_same_cut_on_the_cpu(
     assert [line for line in lines if not line["equal"]] == []
 
 
+TIMES = {"HETERO_EMULATED_COPY_RATE": "200e6", "HETERO_EMULATED_KERNEL_US": "2000"}
+"""20 MB are copied in 0.1 s, and 30 matrix products are computed in 0.06 s."""
+
+
+def test_copies_and_matrix_products_take_the_times_that_are_set(library: Path) -> None:
+    program = ("-m", "tests.emulated_device.times", "cuda:1")
+    took = json.loads(run(library, *program, HETERO_EMULATED_DELAY_US="0", **TIMES))
+    assert took.pop("written_later")
+    # What is done at once takes the maximum, what is not takes the sum. No time is ever too short.
+    ideal = {
+        "copy": (0.1, 0.11),
+        "products": (0.06, 0.069),
+        "layers": (0.06, 0.075),
+        "both": (0.1, 0.125),
+        "one_after_the_other": (0.16, 0.19),
+        "one_way_twice": (0.2, 0.23),
+        "both_ways": (0.1, 0.13),
+        "from_plain": (0.1, 0.15),
+        "to_plain": (0.1, 0.15),
+        "queue": (0.0, 0.05),
+        "between_events": (0.199, 0.23),
+    }
+    assert list(took) == list(ideal)
+    wrong = {
+        name: took[name] for name, (least, most) in ideal.items() if not least <= took[name] < most
+    }
+    assert wrong == {}
+
+
+def test_without_set_times_nothing_is_slower(library: Path) -> None:
+    program = ("-m", "tests.emulated_device.times", "cuda:1")
+    took = json.loads(run(library, *program, HETERO_EMULATED_DELAY_US="0"))
+    assert took["copy"] < 0.05
+    assert took["products"] < 0.03
+    assert took["one_after_the_other"] < 0.08
+
+
+PINNED = """
+import torch
+held = [torch.empty(2_000_000, dtype=torch.uint8, pin_memory=True) for _ in range(3)]  # 2 MiB each
+part = held[0][8:80]
+assert part.is_pinned() and part.view(torch.float32).is_pinned()
+try:
+    torch.empty(2_000_000, dtype=torch.uint8, pin_memory=True)
+except torch.AcceleratorError as error:
+    print(error)
+del held, part
+torch.empty(2_000_000, dtype=torch.uint8, pin_memory=True)  # one that was given back
+torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
+"""
+
+
+def test_pinned_memory_ends_at_its_limit(library: Path) -> None:
+    said = run(library, "-c", PINNED, HETERO_EMULATED_PINNED_MIB="7")
+    assert said.startswith("CUDA error: out of memory\n")
+    assert run(library, "-c", PINNED) == ""
+
+
 KILLED = "a_worker_that_is_killed_in_a_backward_comes_back_and_the_result_is_the_same"
 INTEGRATION = (
     f"recovery.py::test_{KILLED}",

@@ -65,11 +65,12 @@ def _fill_in() -> None:
     sys.modules["emulated_device"] = native
     import torch
 
+    if NAME != "cuda":
+        torch.utils.rename_privateuse1_backend(NAME)  # until then the accelerator has no name
     namespace = _namespace(torch, native)
     if NAME == "cuda":
         _be_cuda(torch, native, namespace)
     else:
-        torch.utils.rename_privateuse1_backend(NAME)
         module = types.ModuleType(f"torch.{NAME}")
         for name, value in namespace.items():
             setattr(module, name, value)
@@ -117,13 +118,12 @@ def _namespace(torch: Any, native: Any) -> dict[str, Any]:
     def stream_of(device: int, stream_id: int) -> Stream:
         return Stream(stream_id=stream_id, device_index=device, device_type=type_number)
 
-    class Event(torch.Event):  # type: ignore[misc]
+    class Event:
+        """Makes torch.Event itself: elapsed_time refuses a class that is derived from it."""
+
         def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: bool) -> Any:
             place = torch.device(kind, native.current_device())
-            return super().__new__(cls, device=place, enable_timing=enable_timing)
-
-        def record(self, stream: Any = None) -> None:
-            super().record(current_stream() if stream is None else stream)
+            return torch.Event(device=place, enable_timing=enable_timing)
 
     class device:
         def __init__(self, device: Any) -> None:
