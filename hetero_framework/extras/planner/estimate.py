@@ -18,7 +18,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hetero_framework.commands.init import LORA, QLORA, Answers, propose
-from hetero_framework.config import AUTO, Config, ModelConfig, apply_override
+from hetero_framework.config import AUTO, Config, ModelConfig, apply_override, process_name
 from hetero_framework.core import addresses
 from hetero_framework.core.devices import open_device, without_four_bit
 from hetero_framework.core.fields import WorkerId
@@ -30,15 +30,22 @@ from hetero_framework.extras.planner.known_devices import (
     KnownDevice,
     describe,
     factor,
+    host_memory,
     known_device,
 )
-from hetero_framework.extras.planner.measuring import ModelCost, PartCost, profile_of
+from hetero_framework.extras.planner.measuring import (
+    HostLink,
+    MachineMemory,
+    ModelCost,
+    PartCost,
+    profile_of,
+)
 from hetero_framework.extras.planner.work import ModelWork, PartWork, model_work
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, stored_quantization
 from hetero_framework.models.sizing.memory import DEFAULT_TOKENS
-from hetero_framework.units import bit_rate, share
+from hetero_framework.units import bit_rate, share, size
 
 DEFAULT_BANDWIDTH = "1Gbit/s"
 _LINK_SHARE = 0.94  # of the line, with the headers of Ethernet, IP and TCP taken off
@@ -73,8 +80,14 @@ def estimate_fleet(
         {id: _cost(works[id], known[id]) for id in ids},
         {id: known[id].usable_bytes for id in ids},
         _links(config, ids, rates),
+        {id: _host(device) for id, device in known.items() if device.host_bytes},
     )
     return profile, {**_about(known, rates, works["local"]), "job": _job(config, model, ids)}
+
+
+def _host(device: KnownDevice) -> MachineMemory:
+    link = HostLink(device.host_link, device.host_link, 1.0, host_memory()["copy_slowdown"])
+    return MachineMemory(device.usable_host_bytes, link)
 
 
 def _no_four_bit(device: KnownDevice) -> str | None:
@@ -178,6 +191,19 @@ def _about(
             f"{kind}: {share(reached.compute)} of the arithmetic, {share(reached.bandwidth)} of the"
             f" memory's speed, {share(reached.usable_memory)} of the memory for layers"
         )
+    cards = {id: device for id, device in known.items() if device.host_bytes}
+    if cards:
+        about = host_memory()
+        sizes = ", ".join(
+            f"{process_name(id)} {size(device.host_bytes)}" + " (assumed)" * device.host_is_assumed
+            for id, device in cards.items()
+        )
+        links = ", ".join(dict.fromkeys(f"{d.host_link / 1e9:g} GB/s" for d in cards.values()))
+        assumed.append(
+            f"memory of the machines beside their cards: {sizes}; {about['kept_gib']:g} GiB or"
+            f" {share(about['kept_share'])} of it stay for the system; copies at {links}, computing"
+            f" {share(about['copy_slowdown'] - 1)} slower meanwhile"
+        )
     return {
         "factor": factor(),
         "memory_margin": {
@@ -232,8 +258,14 @@ def _named(option: str, name: str) -> KnownDevice:
     return _known(name, f"--device {option}")
 
 
-def _known(name: str, place: str, advice: str = "", memory: float | None = None) -> KnownDevice:
-    device = attempt(lambda: known_device(name, memory_bytes=memory))
+def _known(
+    name: str,
+    place: str,
+    advice: str = "",
+    memory: float | None = None,
+    host: float | None = None,
+) -> KnownDevice:
+    device = attempt(lambda: known_device(name, memory_bytes=memory, host_bytes=host))
     if isinstance(device, UserError):
         raise UserError(f"{place}: {device.message}", hint=f"{advice}{device.hint}")
     return device
@@ -245,7 +277,8 @@ def _own_device(name: str) -> KnownDevice:
     if device.kind == "cpu":
         label += f", {psutil.cpu_count(logical=False) or psutil.cpu_count() or 1} cores"
     advice = "name one that is like it, as in --device local=...; "
-    return _known(label, f"this machine's {device.name}", advice, memory)
+    host = float(psutil.virtual_memory().total)
+    return _known(label, f"this machine's {device.name}", advice, memory, host)
 
 
 def _rates(ids: Sequence[WorkerId], options: Sequence[str]) -> dict[WorkerId, float]:

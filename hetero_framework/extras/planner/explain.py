@@ -12,7 +12,14 @@ from typing import Any
 
 from hetero_framework.config import layers_text, process_name
 from hetero_framework.errors import PlanError
-from hetero_framework.extras.planner.layout import Evaluated, Fleet, Layout, Part, Rules
+from hetero_framework.extras.planner.layout import (
+    Evaluated,
+    Fleet,
+    Layout,
+    Part,
+    Rules,
+    resident,
+)
 from hetero_framework.extras.planner.layout_search import Search
 from hetero_framework.extras.planner.profile import FleetProfile, LinkProfile
 from hetero_framework.extras.planner.result import Alone, DeviceUse
@@ -44,15 +51,39 @@ def device_uses(plan: Evaluated) -> tuple[DeviceUse, ...]:
     for d in devices:
         needed = fleet.memory_bytes(layout, d, step.peak_in_flight)
         free = fleet.costs[d].memory_bytes + fleet.costs[d].device.reserved_bytes - needed
-        limit = "compute"
+        own = [part for part in layout if part.device == d]
+        further_s, fetches = _streaming(fleet, own)
+        limit = "streaming" if fetches else "compute"
         if busy[d] < _NOT_BUSY * max(busy.values()):
             if _is_full(fleet, layout, d):
                 limit = "memory"
             elif _wire_s(plan, d) > busy[d] * plan.seconds:
                 limit = "link"
-        layers = sum(part.end - part.start for part in layout if part.device == d)
-        uses.append(DeviceUse(fleet.ids[d], busy[d], int(needed), limit, layers, int(free)))
+        layers, streamed = sum(p.end - p.start for p in own), sum(p.offload for p in own)
+        costs = fleet.costs[d]
+        host = sum(costs.streamed_bytes(p.start, p.end, p.offload)[0] for p in own if p.offload)
+        use = DeviceUse(fleet.ids[d], busy[d], int(needed), limit, layers, int(free))
+        uses.append(
+            replace(use, streamed=streamed, host_bytes=int(host), streaming_s=further_s)
+            if streamed
+            else use
+        )
     return tuple(uses)
+
+
+def _streaming(fleet: Fleet, parts: Sequence[Part]) -> tuple[float, bool]:
+    """Further seconds of a step that streaming takes on a device, and whether most of its work
+    waits for copies."""
+    now_s = sum(sum(fleet.seconds(part)) for part in parts)
+    before_s = sum(sum(fleet.seconds(part)) for part in resident(tuple(parts)))
+    fetching_s = sum(
+        pass_s
+        for part in parts
+        if part.offload
+        for pass_s in fleet.seconds(part)
+        if pass_s <= fleet.fetch_s(part)
+    )
+    return fleet.micro_batches * (now_s - before_s), fetching_s > now_s / 2
 
 
 def _wire_s(plan: Evaluated, device: int) -> float:
@@ -76,8 +107,9 @@ def _is_full(fleet: Fleet, layout: Layout, device: int) -> bool:
             return False
         at_end = part.end < fleet.layers
         longer = part._replace(start=part.start - (not at_end), end=part.end + at_end)
-        fitting = fleet.memory_limits((*layout[:k], longer, *layout[k + 1 :]))
-        if fitting is None or fitting[k] < min(limits[k], len(layout) - k):
+        others = fleet.streamed(resident((*layout[:k], longer, *layout[k + 1 :])))
+        fitting = (fleet.memory_limits(other) for other in others)
+        if not any(one and one[k] >= min(limits[k], len(layout) - k) for one in fitting):
             return True
     return False
 
@@ -86,8 +118,9 @@ def alone(fleet: Fleet, devices: Collection[int]) -> Alone | None:
     """The fastest device that could hold and train everything by itself."""
     steps = []
     for whole in (Part(d, 0, fleet.layers, again) for d in devices for again in (False, True)):
-        if fleet.memory_limits((whole,)) is not None:
-            profile = fleet.pipeline((whole,))
+        one = fleet.streamed((whole,))[0]
+        if fleet.memory_limits(one) is not None:
+            profile = fleet.pipeline(one)
             one_s = profile.forward_s[0] + profile.backward_s[0]
             steps.append((fleet.micro_batches * one_s, whole.device))
     step_s, d = min(steps, default=(0.0, None))
@@ -179,6 +212,8 @@ def settings(profile: FleetProfile) -> Iterator[Variant]:
         wire = {"wire": {"activations": "int8", "gradients": "int8"}}
         coded = profile.model_copy(update={n: _INT8 * value for n, value in tensors.items()})
         yield Variant('wire.activations and wire.gradients "int8"', coded, CODEC, wire)
+    if profile.rows % 2:
+        return  # such a micro-batch cannot be halved
     m = 2 * profile.micro_batches
     halved: dict[str, Any] = {name: value / 2 for name, value in tensors.items()}
     halved["devices"] = tuple(

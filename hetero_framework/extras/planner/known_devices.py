@@ -21,6 +21,8 @@ _FIGURES = re.compile(
     r"(\d+(?:\.\d+)?) *gi?b *, *(\d+(?:\.\d+)?) *tflops *, *(\d+(?:\.\d+)?) *gb/s", re.IGNORECASE
 )
 _MEMORY = re.compile(r"\b(\d+) *gi?b\b", re.IGNORECASE)
+_HOST = re.compile(r"\+ *(\d+(?:\.\d+)?) *gi?b\b", re.IGNORECASE)
+_USUAL_LINK = 25.0  # 10^9 bytes a second: PCIe 4 with 16 lanes
 _CORES = re.compile(r"\b(\d+)[ -]?cores?\b", re.IGNORECASE)
 _CPU = re.compile(
     r"\b(cpu|processor|xeon|epyc|ryzen|threadripper|core (i[3579]|ultra)|pentium|celeron|graviton"
@@ -49,7 +51,8 @@ class Efficiency:
 @dataclass(frozen=True)
 class KnownDevice:
     """A device by its figures: bytes, operations per second of half and of single precision, bytes
-    per second of its memory. `source` is a page, or says where the figures are from."""
+    per second of its memory. `source` is a page, or says where the figures are from. `host_bytes`
+    is the machine's memory beside a card's own, and `host_is_assumed` where it was not said."""
 
     name: str
     kind: str
@@ -58,6 +61,22 @@ class KnownDevice:
     float_flops: float
     bandwidth: float
     source: str
+    host_bytes: float = 0.0
+    host_is_assumed: bool = False
+
+    @property
+    def usable_host_bytes(self) -> float:
+        """Memory of the machine that layers can fill: the system and others keep the rest."""
+        about = host_memory()
+        kept = max(about["kept_gib"] * _GIB, about["kept_share"] * self.host_bytes)
+        return max(0.0, self.host_bytes - kept)
+
+    @property
+    def host_link(self) -> float:
+        """Bytes per second of copies from the machine's memory; 0 where memory is one."""
+        links = _table()["host_links"].items()
+        rates = (float(gbs) for gbs, names in links if re.fullmatch(names, self.name))
+        return next(rates, _USUAL_LINK) * 1e9 if self.kind == "gpu" else 0.0
 
     @property
     def efficiency(self) -> Efficiency:
@@ -80,12 +99,36 @@ def factor() -> float:
     return float(_table()["factor"])
 
 
-def known_device(text: str, *, memory_bytes: float | None = None) -> KnownDevice:
+def host_memory() -> dict[str, float]:
+    """What is assumed of the memory of machines beside their cards'."""
+    return dict(_table()["host_memory"])
+
+
+def known_device(
+    text: str, *, memory_bytes: float | None = None, host_bytes: float | None = None
+) -> KnownDevice:
     """The device that a person or a driver calls so: "RTX 3090", "NVIDIA GeForce RTX 3090", "Apple
     M2 Max 64GB", "8-core CPU 32GB", "cpu", or by figures of its own: "24GB, 71 TFLOPS, 936 GB/s".
-    Of several that fit, the one with the longest name. `memory_bytes` is its memory, where known; a
-    CPU that is only named has 16 GB. Raises UserError for one that is not in the table, and
-    where its memory is not known."""
+    Behind a card the memory of its machine may be named: "RTX 3090 +64GB". Of several that fit, the
+    one with the longest name. `memory_bytes` is its memory, `host_bytes` that of a card's machine,
+    where known; a CPU that is only named has 16 GB, a card's machine 32. Raises UserError for one
+    that is not in the table, and where its memory is not known."""
+    said = _HOST.search(text)
+    device = _device(_HOST.sub("", text).strip(), memory_bytes)
+    if device.kind != "gpu":
+        if said is not None:
+            raise UserError(
+                f"{text!r}: a CPU and a Mac have no memory beside that of their machine",
+                hint="say the memory of all, as in Apple M2 Max 64GB",
+            )
+        return device
+    given = float(said[1]) * _GIB if said is not None else host_bytes
+    assumed = given is None
+    there = host_memory()["assumed_gib"] * _GIB if given is None else given
+    return replace(device, host_bytes=there, host_is_assumed=assumed)
+
+
+def _device(text: str, memory_bytes: float | None) -> KnownDevice:
     if figures := _FIGURES.fullmatch(text.strip()):
         gib, tflops, gbs = map(float, figures.groups())
         return KnownDevice(

@@ -3,6 +3,7 @@ the schedule that a run of it would use."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,20 +16,44 @@ from hetero_framework.extras.planner.profile import DeviceProfile, FleetProfile
 
 WorkerId = int | str
 _EXACTLY = 1e-9  # of bytes: tolerance for sums in another order
+_LEAST_STREAMED = 4  # layers: with fewer, their slots take as much as they do
+_NAMES = {"id", "machine"}
+_DEPTHS = (0.0, 1.0, 2.0)  # of a full pipeline's micro-batches in flight, that are to have memory
+
+
+def slots_of(count: int) -> int:
+    return count if count <= 2 else 2 + count % 2
+
+
+def spread(count: int, start: int, end: int) -> list[int]:
+    layers = end - start
+    return [start + (2 * k + 1) * layers // (2 * count) for k in range(count)]
 
 
 class Part(NamedTuple):
-    """A stage: layers [start, end) on a device (by its place in `Fleet.ids`), and whether the
-    boundary in front of it is crossed directly or through the coordinator."""
+    """A stage: layers [start, end) on a device (by its place in `Fleet.ids`), whether the boundary
+    in front of it is crossed directly or through the coordinator, and how many of its layers are
+    streamed from host memory. A search leaves that to `Fleet.streamed`."""
 
     device: int
     start: int
     end: int
     recompute: bool = False
     direct: bool = False
+    offload: int = 0
+
+    def __hash__(self) -> int:
+        # Without `offload`: the order of sets of layouts, and so the choice among equally good
+        # ones, is the same as it would be if no layers were ever streamed.
+        return hash(self[:5])
 
 
 Layout = tuple[Part, ...]
+
+
+def resident(layout: Layout) -> Layout:
+    """The layout without streamed layers."""
+    return tuple(part._replace(offload=0) for part in layout)
 
 
 def has_chunks(layout: Layout) -> bool:
@@ -57,6 +82,41 @@ class _Costs:
         self.kept_bytes = sums(kept)
         self.recomputed_bytes = sums(device.activation_bytes_recomputed)
         self.largest_bytes = max(kept)
+        self._frozen = of_layers(device.layer_frozen_bytes)
+        self._frozen_sums = sums(self._frozen)
+        self._is_even = min(self._frozen) == max(self._frozen)
+        rate, self.host_bytes = device.host_to_device_bytes_per_s, device.host_bytes
+        self.streams = rate > 0 and self.host_bytes > 0 and max(self._frozen) > 0
+
+    def streamed_bytes(self, start: int, end: int, count: int) -> tuple[float, float]:
+        """(bytes in host memory, bytes of the device that they save) with `count` streamed layers
+        of a stage; (infinite, 0) where one of them may not be streamed."""
+        if self._is_even:
+            total, largest = count * self._frozen[0], self._frozen[0]
+        else:
+            sizes = [self._frozen[k] for k in spread(count, start, end)]
+            if not min(sizes):
+                return math.inf, 0.0
+            total, largest = sum(sizes), max(sizes)
+        return total, total - slots_of(count) * largest
+
+    def fewest_streamed(self, start: int, end: int, needed: float) -> int | None:
+        """The least number of streamed layers of a stage that saves as many bytes; None where none
+        does, or the host has no room for them. Odd numbers save no more than those before them."""
+        most = (end - start) // 2 * 2
+        if not self.streams or most < _LEAST_STREAMED:
+            return None
+        each = (self._frozen_sums[end] - self._frozen_sums[start]) / (end - start)
+        least = _LEAST_STREAMED
+        if each > 0 and self._is_even:
+            least = max(least, 2 * math.ceil((2 + needed / each) / 2 - _EXACTLY))
+        for count in range(least, most + 1, 2):
+            host_bytes, saved = self.streamed_bytes(start, end, count)
+            if host_bytes > self.host_bytes:
+                return None
+            if saved >= needed * (1 - _EXACTLY):
+                return count
+        return None
 
 
 class Fleet:
@@ -76,6 +136,8 @@ class Fleet:
             _Costs(d, self.layers, d.memory_bytes - d.reserved_bytes - margins.get(d.id, 0.0))
             for d in devices
         ]
+        self._streams = any(costs.streams for costs in self.costs)
+        self.machines = [device.machine or f"process {device.id}" for device in devices]
         self._links = {(link.sender, link.receiver): link for link in profile.links}
         self._edges: dict[tuple[int, int, bool, bool], Edge] = {}
         trained = [
@@ -92,13 +154,25 @@ class Fleet:
     # -- time -----------------------------------------------------------------------------------
 
     def seconds(self, part: Part) -> tuple[float, float]:
-        """Seconds of forward and backward of a stage's layers, without embedding and head."""
+        """Seconds of forward and backward of a stage's layers, without embedding and head:
+        computing or fetching, whichever takes longer."""
         costs = self.costs[part.device]
         backward_s = costs.recompute_s if part.recompute else costs.backward_s
-        return (
-            costs.forward_s[part.end] - costs.forward_s[part.start],
-            backward_s[part.end] - backward_s[part.start],
-        )
+        forward_s = costs.forward_s[part.end] - costs.forward_s[part.start]
+        back_s = backward_s[part.end] - backward_s[part.start]
+        if not part.offload:
+            return forward_s, back_s
+        slower, fetch_s = costs.device.copy_slowdown, self.fetch_s(part)
+        return max(slower * forward_s, fetch_s), max(slower * back_s, fetch_s) if back_s else 0.0
+
+    def fetch_s(self, part: Part) -> float:
+        """Seconds in which a pass fetches streamed layers: all but those that the turn of direction
+        finds on the device."""
+        costs, count = self.costs[part.device], part.offload
+        total, _ = costs.streamed_bytes(part.start, part.end, count) if count else (0.0, 0.0)
+        stays = slots_of(count) if self.stores(part) else count % 2
+        moved = total * (count - stays) / max(1, count)
+        return moved / costs.device.host_to_device_bytes_per_s if moved else 0.0
 
     def layer_s(self, device: int) -> float:
         """Forward and backward of a layer together, the mean of all."""
@@ -187,6 +261,8 @@ class Fleet:
         parts = [part for part in layout if part.device == device]
         for part in parts:
             total += costs.layer_bytes[part.end] - costs.layer_bytes[part.start]
+            if part.offload:
+                total -= costs.streamed_bytes(part.start, part.end, part.offload)[1]
         if layout[0].device == device:
             total += costs.device.embedding_bytes
         if layout[-1].device == device:
@@ -200,7 +276,8 @@ class Fleet:
         costs = self.costs[part.device]
         needed = costs.layer_bytes[part.end] - costs.layer_bytes[part.start]
         needed += self.activation_bytes(part) + (costs.largest_bytes if part.recompute else 0.0)
-        return needed <= costs.memory_bytes * (1 + _EXACTLY)
+        short = needed - costs.memory_bytes * (1 + _EXACTLY)
+        return short <= 0 or costs.fewest_streamed(part.start, part.end, short) is not None
 
     def is_short_of_memory(self, part: Part) -> bool:
         """Whether a stage may be unable to hold all micro-batches of a step."""
@@ -213,6 +290,8 @@ class Fleet:
     def memory_limits(self, layout: Layout) -> tuple[int, ...] | None:
         """How many forwards each stage has memory for, the same for all of a device but the last
         stage, which holds one; None when not even one fits."""
+        if self.short_host(layout) is not None:
+            return None
         most: dict[int, int] = {}
         for device in dict.fromkeys(part.device for part in layout):
             spare = self.costs[device].memory_bytes - self.kept_bytes(layout, device)
@@ -225,6 +304,53 @@ class Fleet:
             most[device] = max(1, min(fits, self.micro_batches))
         limits = [most[part.device] if self.stores(part) else self.micro_batches for part in layout]
         return (*limits[:-1], 1)
+
+    def short_host(self, layout: Layout) -> tuple[int, float] | None:
+        """The first device of which the machine has no room for the layers that visit it, and the
+        bytes that it is short of: infinite where its layers may not be streamed."""
+        used: dict[str, float] = {}
+        for part in layout:
+            if part.offload:
+                costs, name = self.costs[part.device], self.machines[part.device]
+                if not costs.streams:
+                    return part.device, math.inf
+                needed = costs.streamed_bytes(part.start, part.end, part.offload)[0]
+                used[name] = used.get(name, 0.0) + needed
+                if used[name] > costs.host_bytes:
+                    return part.device, used[name] - costs.host_bytes
+        return None
+
+    def streamed(self, layout: Layout) -> list[Layout]:
+        """The layout with the fewest streamed layers that make room for one micro-batch in flight,
+        for those of a full pipeline, for twice as many; alone, where all of them have room."""
+        if not self._streams:
+            return [layout]
+        found = dict.fromkeys(self._streamed(layout, depth) for depth in _DEPTHS)
+        return [one for one in found if one is not None] or [layout]
+
+    def _streamed(self, layout: Layout, depth: float) -> Layout | None:
+        parts, last = list(layout), len(layout) - 1
+        for device in dict.fromkeys(part.device for part in layout):
+            costs = self.costs[device]
+            own = [k for k, part in enumerate(layout) if part.device == device]
+            needed = self.kept_bytes(layout, device) - costs.memory_bytes
+            for k in own:
+                wanted = max(1, math.ceil(depth * (last - k + 1))) if k < last else 1
+                held = min(wanted, self.micro_batches)
+                needed += held * self.activation_bytes(layout[k])
+            left = sum(layout[k].end - layout[k].start for k in own)
+            for k in sorted(own, key=lambda k: layout[k].end - layout[k].start):
+                if needed <= 0:
+                    break
+                _, start, end, *_ = layout[k]
+                count = costs.fewest_streamed(start, end, needed * (end - start) / left)
+                left -= end - start
+                if count is None and not left:
+                    return None
+                if count is not None:
+                    needed -= costs.streamed_bytes(start, end, count)[1]
+                    parts[k] = layout[k]._replace(offload=count)
+        return tuple(parts)
 
     def memory_bytes(self, layout: Layout, device: int, in_flight: Sequence[int]) -> float:
         """Memory that a process needs in all, with these numbers of micro-batches in flight."""
@@ -280,10 +406,12 @@ class Rules:
             return False
         fleet = self.fleet
         one, other = (
-            (fleet.costs[d].memory_bytes, fleet.costs[d].device.model_dump(exclude={"id"}))
+            (fleet.costs[d].memory_bytes, fleet.costs[d].device.model_dump(exclude=_NAMES))
             for d in (a, b)
         )
-        if one != other:
+        shared = fleet.machines.count(fleet.machines[a]) + fleet.machines.count(fleet.machines[b])
+        apart = fleet.machines[a] != fleet.machines[b] and shared > 2
+        if one != other or (apart and fleet.costs[a].streams):
             return False
         others = [d for d in self.devices if d not in (a, b)]
         pairs = [((a, d), (b, d)) for d in others] + [((d, a), (d, b)) for d in others]

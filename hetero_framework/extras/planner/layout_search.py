@@ -17,7 +17,14 @@ import math
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from hetero_framework.extras.planner.layout import Evaluated, Layout, Rules, evaluated, has_chunks
+from hetero_framework.extras.planner.layout import (
+    Evaluated,
+    Layout,
+    Rules,
+    evaluated,
+    has_chunks,
+    resident,
+)
 from hetero_framework.extras.planner.search import initial_layouts, moves
 from hetero_framework.extras.planner.search.fast_evaluation import MANY, FastEvaluation, Scores
 from hetero_framework.extras.planner.search.local_search import LocalSearch
@@ -51,7 +58,7 @@ class Search:
     def evened_s(self, layout: Layout) -> float:
         """The approximate step after moving layers between these stages, infinite where that does
         not fit; for comparing profiles, not for plans."""
-        return self._steps.look(self._local.evened(layout))
+        return self._steps.look(self._local.evened(resident(layout)))
 
     def _simple(self, layouts: list[Layout]) -> Evaluated | None:
         """The best layout with one stage for each device."""
@@ -113,7 +120,7 @@ class Search:
         """The best of these as the product would run them."""
         candidates = list(known)
         for layout in dict.fromkeys(layouts):
-            one = evaluated(self._rules.fleet, layout)
+            one = evaluated(self._rules.fleet, self._scores.chosen(layout))
             assert one is not None  # only what fits is simulated
             candidates.append(one)
         return min(candidates, key=lambda one: one.preference)

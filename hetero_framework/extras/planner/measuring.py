@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.devices import Device
@@ -60,6 +61,36 @@ class PartCost:
     recompute_s: Seconds = 0.0
     kept_bytes: int = 0
     recomputed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """Bytes per second between a device and pinned memory of its machine, each way by itself; how
+    many times as long both at once take, and computing while they go on."""
+
+    to_device: Seconds
+    to_host: Seconds
+    both_ways: Seconds
+    copy_slowdown: Seconds
+
+
+@dataclass(frozen=True)
+class MachineMemory:
+    """Bytes of a machine's memory that layers may fill, and the link to them."""
+
+    nbytes: float
+    link: HostLink
+
+    def to_profile(self) -> dict[str, Any]:
+        """Fields of a `DeviceProfile`."""
+        link = self.link
+        return {
+            "host_bytes": self.nbytes,
+            "host_to_device_bytes_per_s": link.to_device,
+            "device_to_host_bytes_per_s": link.to_host,
+            "both_ways": link.both_ways,
+            "copy_slowdown": link.copy_slowdown,
+        }
 
 
 @dataclass(frozen=True)
@@ -304,9 +335,10 @@ def profile_of(
     costs: Mapping[WorkerId, ModelCost],
     memory_bytes: Mapping[WorkerId, float],
     links: Sequence[Mapping[str, Any]],
+    host: Mapping[WorkerId, MachineMemory] | None = None,
 ) -> FleetProfile:
     """`memory` is that of embedding, layers and head as each process holds them, `memory_bytes`
-    its limit."""
+    its limit, `host` its machine's memory where the device has its own."""
     devices = [
         {
             "id": id,
@@ -322,6 +354,8 @@ def profile_of(
             "activation_bytes_per_layer": cost.of_layers("kept_bytes"),
             "activation_bytes_recomputed": cost.of_layers("recomputed_bytes"),
             "reserved_bytes": max(part.working for part in memory[id][:-1]),
+            "machine": machine_of(config, config.machine(id)),
+            **(host[id].to_profile() if host and id in host else {}),
         }
         for id, cost in costs.items()
     ]
@@ -334,6 +368,7 @@ def profile_of(
             "activation_bytes": _wire_bytes(local, config.wire.activations),
             "gradient_bytes": _wire_bytes(local, config.wire.gradients),
             "embedding_is_trained": memory["local"][0].gradients > 0,
+            "rows": config.training.per_device_train_batch_size,
             "devices": devices,
             "links": [dict(link) for link in links],
         },

@@ -174,9 +174,22 @@ def text(facts: dict[str, Any]) -> str:
         "",
         f"A step is predicted to take {_spread(seconds, facts['predicted_step_s'], about)}.",
         _step_lines(facts),
+        *(("", "Layers in host memory:") if any(d["streamed"] for d in facts["devices"]) else ()),
+        [_streamed_text(d) for d in facts["devices"] if d["streamed"]],
         *(("", f"Not used: {facts['why']}.") if facts["unused"] else ()),
         *(("", "What would help, the most first:") if facts["advice"] else ()),
         facts["advice"],
+    )
+
+
+def _streamed_text(device: Mapping[str, Any]) -> str:
+    """What streaming costs a device beside holding all of its layers."""
+    bound = "copying" if device["limit"] == "streaming" else "computing"
+    held = f"{device['streamed']} of {plural(device['layers'], 'layer')}"
+    return (
+        f"{process_name(device['id'])}: {held}, {size(device['host_bytes'])}; its work of a step is"
+        f" {seconds(device['streaming_s'])} longer than with all of them on the device, and"
+        f" {bound} bounds it"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -142,6 +143,8 @@ def _entries(fleet: Fleet, layout: Layout) -> tuple[dict[str, Any], ...]:
         entry: dict[str, Any] = {"id": fleet.ids[part.device], "start": part.start, "end": part.end}
         if k and 0 not in (part.device, layout[k - 1].device):
             entry["links"] = "direct" if part.direct else "relay"
+        if part.offload:
+            entry["offload"] = part.offload
         entries.append(entry)
     return tuple(entries)
 
@@ -165,8 +168,17 @@ def _layout(
             ends = f"{process_name(entries[k - 1].id)} and {process_name(entry.id)}"
             text = f"is direct, but the profile has no links between {ends}, both ways"
             raise PlanError(str(Problem(f"shard_plan[{k}].links", text)))
-        parts.append(Part(d, entry.start, entry.end, recompute, direct and entry.links != "relay"))
-    return tuple(parts)
+        streamed = entry.offload if isinstance(entry.offload, int) else 0
+        if streamed > entry.end - entry.start:
+            text = f"is {streamed}, but the stage has {entry.end - entry.start} layers"
+            raise PlanError(str(Problem(f"shard_plan[{k}].offload", text)))
+        direct = direct and entry.links != "relay"
+        parts.append(Part(d, entry.start, entry.end, recompute, direct, streamed))
+    fewest = fleet.streamed(tuple(parts))[0]
+    return tuple(
+        part._replace(offload=other.offload) if entry.offload == "auto" else part
+        for part, other, entry in zip(parts, fewest, entries, strict=True)
+    )
 
 
 def _plan_entries(fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]]) -> list[PlanEntry]:
@@ -203,6 +215,13 @@ def _checkpointing_problems(again: Mapping[str, Any], stages: int) -> Iterator[P
 
 def _does_not_fit(fleet: Fleet, layout: Layout) -> PlanError:
     lines = []
+    if (short := fleet.short_host(layout)) is not None:
+        name, bytes_short = process_name(fleet.ids[short[0]]), short[1]
+        if bytes_short < math.inf:
+            lines.append(f"{name}: {size(bytes_short)} of host memory are missing for offload")
+        else:
+            why = "trained, or its device has no memory beside its machine's"
+            lines.append(f"{name} cannot stream layers: they are {why}; take its offload out")
     for d in dict.fromkeys(part.device for part in layout):
         needs = fleet.memory_bytes(layout, d, [1] * len(layout))
         has = fleet.costs[d].memory_bytes + fleet.costs[d].device.reserved_bytes
@@ -211,7 +230,9 @@ def _does_not_fit(fleet: Fleet, layout: Layout) -> PlanError:
                 f"{process_name(fleet.ids[d])} needs {size(needs)} with one micro-batch in flight"
                 f" and has {size(max(0.0, has))}: {size(needs - has)} are missing"
             )
-    hint = "give it fewer layers, or gradient_checkpointing; or let `hetero plan` cut anew"
+    hint = (
+        "give it fewer layers, or gradient_checkpointing, or offload; or let `hetero plan` cut anew"
+    )
     return PlanError("\n".join(lines), hint=hint)
 
 

@@ -48,12 +48,13 @@ def _as_list(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
+Rate = Annotated[float, with_unit("bytes per second", ge=0, le=1e24), _zero_or_from(1e-3)]
 TimeOfLayers = Annotated[tuple[Time, ...], BeforeValidator(_as_list)]
 BytesOfLayers = Annotated[tuple[Bytes, ...], BeforeValidator(_as_list)]
 _NONE = (0.0,)
 _OF_LAYERS = (
     *("layer_forward_s", "layer_backward_s", "layer_recompute_s", "layer_bytes"),
-    *("activation_bytes_per_layer", "activation_bytes_recomputed"),
+    *("activation_bytes_per_layer", "activation_bytes_recomputed", "layer_frozen_bytes"),
 )
 
 
@@ -84,6 +85,21 @@ class DeviceProfile(Section):
     """The same where activations are computed again."""
     reserved_bytes: Bytes = 0.0
     """Further bytes of the process."""
+    machine: str | None = None
+    """The machine, for processes that share its memory; null: one of its own."""
+    host_bytes: Bytes = 0.0
+    """Free memory of the machine for layers that visit the device; 0: none, or the device has no
+    memory of its own."""
+    layer_frozen_bytes: BytesOfLayers = _NONE
+    """The share of `layer_bytes` that may visit; 0 for a layer that may not."""
+    host_to_device_bytes_per_s: Rate = 0.0
+    """Rate of copies from pinned memory of the machine."""
+    device_to_host_bytes_per_s: Rate = 0.0
+    """Rate of copies back."""
+    both_ways: Annotated[float, with_unit("times as long", ge=1, le=1e3)] = 1.0
+    """Time of copies both ways at once, against one way."""
+    copy_slowdown: Annotated[float, with_unit("times as long", ge=1, le=1e3)] = 1.0
+    """Time of computing while layers are copied."""
 
 
 class LinkProfile(Section):
@@ -118,6 +134,8 @@ class FleetProfile(WholeFile):
     embedding_is_trained: bool | None = None
     """Whether gradients go back as far as the embedding. By default they do where the first layer
     is trained."""
+    rows: Annotated[int, with_unit("samples", ge=0, le=MAX_MICRO_BATCHES)] = 0
+    """Samples of a micro-batch; 0: unknown."""
     devices: tuple[DeviceProfile, ...]
     """The processes."""
     links: tuple[LinkProfile, ...] = ()
@@ -152,10 +170,16 @@ def bytes_of_parts(memory: Sequence[StageMemory]) -> dict[str, Any]:
     embedding, *layers, head = memory
     return {
         "layer_bytes": [part.kept for part in layers],
+        "layer_frozen_bytes": [_frozen_bytes(part) for part in layers],
         "embedding_bytes": embedding.kept,
         "head_bytes": head.kept + head.logits,
         "activation_bytes_per_layer": [part.per_micro_batch for part in layers],
     }
+
+
+def _frozen_bytes(layer: StageMemory) -> int:
+    """Bytes of a layer that may visit the device; a layer of which weights are trained stays."""
+    return 0 if layer.trained >= layer.parameters else max(0, layer.weights - layer.gradients)
 
 
 def load_profile(path: str | Path) -> FleetProfile:

@@ -21,7 +21,8 @@ WorkerId = int | str
 class DeviceUse:
     """One process of a plan: `busy` is the share of the step in which it computes, `memory_bytes`
     its need in all, `free_bytes` the rest, and `limit` the reason why it does not do more:
-    "compute", "memory" or "link"."""
+    "compute", "streaming", "memory" or "link". `streamed` of its layers are in `host_bytes` of its
+    machine's memory, which makes its work of a step `streaming_s` longer."""
 
     id: WorkerId
     busy: float
@@ -29,6 +30,9 @@ class DeviceUse:
     limit: str
     layers: int
     free_bytes: int
+    streamed: int = 0
+    host_bytes: int = 0
+    streaming_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -236,3 +236,38 @@ def test_a_plan_for_another_job_is_not_written(
     configured(model)
     assert main(["plan", "--dry-run", "--batch-size", "2", "--write"]) == 2
     assert "a plan for another job" in capsys.readouterr().err
+
+
+def test_memory_of_the_machines_counts_and_is_said(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(model), "--device", "local=RTX 4090 +64GB", "--device", "2=RTX 3060"]
+    found = estimated(capsys, *words, "--adapter", "lora", "--save-profile", "fleet.json")
+    (said,) = [line for line in found["estimate"]["assumed"] if "beside their cards" in line]
+    assert "coordinator 64.0 GiB, worker 2 32.0 GiB (assumed)" in said
+    assert "copies at 25 GB/s, computing 5% slower meanwhile" in said
+    local, other = load_profile("fleet.json").devices
+    assert (local.host_bytes, other.host_bytes) == (0.8 * 64 * 2**30, 24 * 2**30)
+    assert local.host_to_device_bytes_per_s == 25e9
+    # Adapter, its gradients and its optimizer states stay on the card.
+    weights = 2 * (4 * 512 * 512 + 3 * 512 * 1536 + 2 * 512)
+    assert local.layer_frozen_bytes[0] == pytest.approx(weights, abs=1000)  # and buffers
+    assert local.layer_bytes[0] > local.layer_frozen_bytes[0] + 10000
+    macs = ["--model", str(model), "--device", "local=Apple M2 Max 64GB", "--overwrite"]
+    found = estimated(capsys, *macs, "--save-profile", "fleet.json")
+    assert not any("beside their cards" in line for line in found["estimate"]["assumed"])
+    (one,) = load_profile("fleet.json").devices
+    assert (one.host_bytes, one.host_to_device_bytes_per_s) == (0, 0)
+
+
+def test_a_model_larger_than_the_card_is_streamed(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
+    (model / "config.json").write_text(json.dumps({**FIELDS, **wide, **heads}))
+    words = ["plan", "--dry-run", "--model", str(model), "--device", "local=RTX 4090 +64GB"]
+    assert main([*words, "--device", "1=RTX 3090 +64GB", "--adapter", "qlora"]) == 0
+    said = capsys.readouterr().out
+    assert "Layers in host memory:\n  coordinator: " in said
+    assert "and computing bounds it" in said

@@ -105,3 +105,35 @@ def test_time_is_bounded_by_arithmetic_or_by_memory() -> None:
     moving = device.seconds(1.0, 936e9, half=True) - reached.start_s
     assert moving == pytest.approx(1 / reached.bandwidth)
     assert device.seconds(1e12, 1.0, half=False) > computing
+
+
+def test_the_memory_of_a_cards_machine_may_be_said() -> None:
+    said = known_device("RTX 4090 +64GB")
+    assert (said.memory_bytes, said.host_bytes) == (24 * GIB, 64 * GIB)
+    assert said.usable_host_bytes == pytest.approx(51.2 * GIB)  # a fifth stays for the system
+    assumed = known_device("RTX 4090")
+    assert (assumed.host_bytes, assumed.host_is_assumed) == (32 * GIB, True)
+    assert assumed.usable_host_bytes == 24 * GIB
+    here = known_device("RTX 4060 Ti 16GB", host_bytes=16 * GIB)
+    assert (here.memory_bytes, here.usable_host_bytes, here.host_is_assumed) == (
+        *(16 * GIB, 8 * GIB),
+        False,
+    )
+    assert known_device("24GB, 71 TFLOPS, 936 GB/s + 128 GiB").host_bytes == 128 * GIB
+    mac = known_device("Apple M2 Max 64GB")
+    assert (mac.host_bytes, mac.usable_host_bytes, mac.host_link) == (0, 0, 0)
+    with pytest.raises(UserError, match="have no memory beside that of their machine"):
+        known_device("Apple M2 Max 64GB +64GB")
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        *(("GTX 1080 Ti", 12), ("V100 32GB", 12), ("RTX 4060 Ti 16GB", 12)),
+        *(("RTX 4070 Laptop", 12), ("RTX 3090", 25), ("RTX 4090", 25), ("RTX A6000", 25)),
+        *(("RTX 5060 Ti 16GB", 25), ("RTX 5090", 50), ("H100", 50), ("H100 NVL", 50)),
+        *(("RTX 6000 Ada", 25), ("MI100", 25), ("MI300X", 50), ("A100 80GB", 25)),
+    ],
+)
+def test_the_way_from_the_machines_memory_is_of_the_cards_generation(name: str, rate: int) -> None:
+    assert known_device(name).host_link == rate * 1e9

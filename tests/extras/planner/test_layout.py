@@ -4,7 +4,7 @@ import pytest
 
 from hetero_framework.engine.schedule.simulator import Edge
 from hetero_framework.extras.planner.layout import Fleet, Part, Rules, evaluated
-from tests.extras.planner.fleets import GB, device, fleet_of, rules_of
+from tests.extras.planner.fleets import GB, card, device, fleet_of, rules_of
 
 ENDS = {"embedding_forward_s": 0.1, "head_forward_s": 0.2, "head_backward_s": 0.4}
 
@@ -147,3 +147,84 @@ def test_interleaved_plans_with_a_relay_must_gain_more() -> None:
     found = evaluated(fleet, ends)
     assert found is not None
     assert found.preference > 1.029 * found.seconds
+
+
+# ---- layers in host memory
+
+
+def test_a_pass_takes_as_long_as_computing_or_fetching() -> None:
+    fleet = Fleet(fleet_of(card("local", copy_slowdown=1.1), layers=12))
+    assert fleet.seconds(Part(0, 0, 12, offload=8)) == pytest.approx((0.0132, 0.0264))
+    slow = Fleet(fleet_of(card("local", host_to_device_bytes_per_s=400 * GB), layers=12))
+    # Two slots' layers are there when the direction turns; an odd layer has one to itself.
+    for offload in (8, 9):
+        assert slow.fetch_s(Part(0, 0, 12, offload=offload)) == pytest.approx(0.015)
+        assert slow.seconds(Part(0, 0, 12, offload=offload)) == pytest.approx((0.015, 0.024))
+    assert slow.seconds(Part(0, 0, 12)) == pytest.approx((0.012, 0.024))
+
+
+def test_what_nothing_is_trained_in_or_below_is_fetched_whole_forward() -> None:
+    frozen = {"layer_backward_s": [0] * 12 + [0.001], "host_to_device_bytes_per_s": 400 * GB}
+    fleet = Fleet(fleet_of(card("local", **frozen), layers=13))
+    assert fleet.seconds(Part(0, 0, 12, offload=8)) == pytest.approx((0.020, 0.0))
+
+
+def test_streamed_layers_have_two_slots() -> None:
+    fleet = Fleet(fleet_of(card("local", memory_bytes=9 * GB), layers=12))
+    assert fleet.memory_limits((Part(0, 0, 12),)) is None
+    assert fleet.memory_limits((Part(0, 0, 12, offload=4),)) is None
+    assert fleet.memory_limits((Part(0, 0, 12, offload=8),)) == (1,)
+    assert fleet.memory_bytes((Part(0, 0, 12, offload=8),), 0, (1,)) == pytest.approx(7.2 * GB)
+    assert fleet.memory_bytes((Part(0, 0, 12, offload=9),), 0, (1,)) == pytest.approx(7.2 * GB)
+
+
+def test_as_few_layers_are_streamed_as_make_room() -> None:
+    cards = card("local", memory_bytes=6.15 * GB), card(1, memory_bytes=6.15 * GB)
+    fleet = Fleet(fleet_of(*cards, layers=14))
+    counts = [
+        [part.offload for part in one] for one in fleet.streamed((Part(0, 0, 7), Part(1, 7, 14)))
+    ]
+    # For one micro-batch in flight (7 + 0.7 GB), two, and four in front.
+    assert counts == [[4, 4], [6, 4]]
+    easy = Part(0, 0, 3), Part(1, 3, 6)
+    assert fleet.streamed(easy) == [easy]
+    too_much = Part(0, 0, 14), Part(1, 14, 14)
+    assert Fleet(fleet_of(*cards, layers=80)).streamed((Part(0, 0, 80),)) == [(Part(0, 0, 80),)]
+    assert fleet.memory_limits(fleet.streamed(too_much)[0]) == (1, 1)
+
+
+def test_stages_of_a_device_share_what_is_saved() -> None:
+    fleet = Fleet(fleet_of(card("local", memory_bytes=13 * GB), card(1), layers=24))
+    layout = (Part(0, 0, 12), Part(1, 12, 16), Part(0, 16, 24))
+    (found, *_) = fleet.streamed(layout)
+    assert [part.offload for part in found] == [8, 0, 6]
+    assert fleet.memory_limits(found) is not None
+
+
+def test_a_machine_holds_the_layers_of_all_its_cards() -> None:
+    layout = (Part(0, 0, 8, offload=8), Part(1, 8, 16, offload=8))
+    for machine, fits in (("pc-1", True), ("pc-local", False)):
+        own = {"host_bytes": 10 * GB, "machine": machine}
+        fleet = Fleet(fleet_of(card("local", host_bytes=10 * GB), card(1, **own), layers=16))
+        assert (fleet.memory_limits(layout) is not None) == fits
+        assert fleet.short_host(layout) == (None if fits else (1, 6 * GB))
+
+
+def test_layers_of_which_weights_are_trained_stay() -> None:
+    frozen = [GB] * 8 + [0] * 4
+    fleet = Fleet(fleet_of(card("local", layer_frozen_bytes=frozen), layers=12))
+    assert fleet.memory_limits((Part(0, 0, 8, offload=8),)) is not None
+    assert fleet.memory_limits((Part(0, 0, 12, offload=8),)) is None
+    assert fleet.costs[0].fewest_streamed(0, 12, 8 * GB) is None
+
+
+def test_slots_are_as_large_as_the_largest_layer() -> None:
+    fleet = Fleet(fleet_of(card("local", layer_frozen_bytes=[GB, 0.5 * GB] * 6), layers=12))
+    assert fleet.costs[0].streamed_bytes(0, 12, 12) == (9 * GB, 7 * GB)
+    assert fleet.costs[0].fewest_streamed(0, 12, 6 * GB) == 12
+
+
+def test_cards_that_share_a_machine_are_another_kind() -> None:
+    cards = card("local"), card(1), card(2), card(3, machine="two"), card(4, machine="two")
+    kinds = rules_of(fleet_of(*cards)).kinds
+    assert kinds == {0: 0, 1: 1, 2: 1, 3: 3, 4: 3}

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hetero_framework.errors import PlanError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
 from hetero_framework.extras.planner.planning import ALLOWED
-from tests.extras.planner.fleets import GB, device, fleet_of, profiles_of_fleets
+from tests.extras.planner.fleets import GB, card, device, fleet_of, profiles_of_fleets
 
 NO_CHUNKS = ALLOWED - {"chunks"}
 PLANS = settings(max_examples=12, deadline=None)
@@ -201,7 +201,72 @@ def test_evaluate_of_a_worse_plan_is_worse() -> None:
     assert other.predicted_step_s > 1.5 * half.predicted_step_s
 
 
+# ---- layers in host memory
+
+SMALL = {"memory_bytes": 6 * GB, "activation_bytes_recomputed": 0.001 * GB}
+
+
+def test_a_card_alone_streams_what_it_cannot_hold() -> None:
+    profile = fleet_of(card("local", **SMALL), layers=24)
+    found = plan(profile)
+    assert found.shard_plan == ({"id": "local", "start": 0, "end": 24, "offload": 24},)
+    (use,) = found.devices
+    assert (use.streamed, use.host_bytes, use.limit) == (24, 24 * GB, "compute")
+    assert use.streaming_s == 0
+    assert found.alone is not None
+    assert found.alone.step_s == pytest.approx(found.predicted_step_s)
+    with pytest.raises(PlanError):
+        plan(fleet_of(card("local", **SMALL, host_bytes=19 * GB), layers=24))
+
+
+def test_a_slow_way_from_host_memory_bounds_the_step() -> None:
+    profile = fleet_of(card("local", **SMALL, host_to_device_bytes_per_s=100 * GB), layers=24)
+    found = plan(profile)
+    (use,) = found.devices
+    assert use.limit == "streaming"
+    assert found.predicted_step_s == pytest.approx(8 * 2 * 0.2)
+    assert use.streaming_s == pytest.approx(8 * (2 * 0.2 - 24 * 0.004))
+
+
+def test_streamed_layers_of_a_given_plan_are_predicted_and_refused() -> None:
+    profile = fleet_of(card("local", memory_bytes=12 * GB), device(1), layers=24)
+    entries = [{"id": "local", "start": 0, "end": 12}, {"id": 1, "start": 12, "end": 24}]
+
+    def judged(local: Any, other: Any = 0) -> Any:
+        offloads = zip(entries, (local, other), strict=True)
+        found = evaluate(profile, [{**entry, "offload": n} for entry, n in offloads])
+        return [entry.get("offload", 0) for entry in found.shard_plan]
+
+    assert judged(8) == [8, 0]
+    assert judged("auto", "auto") == [4, 0]
+    for local, other, said in (
+        (0, 0, "1.12 GiB are missing"),
+        (13, 0, "is 13, but the stage has 12 layers"),
+        (8, 8, "worker 1 cannot stream layers"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            judged(local, other)
+    short = fleet_of(card("local", host_bytes=6 * GB), device(1), layers=24)
+    with pytest.raises(PlanError, match=r"1\.86 GiB of host memory are missing"):
+        evaluate(short, [{**entries[0], "offload": 8}, entries[1]])
+
+
 # ---- properties
+
+
+@PLANS
+@given(profiles_of_fleets(tight=True))
+def test_without_host_memory_plans_are_as_they_were(profile: FleetProfile) -> None:
+    none = {"machine": "pc", "layer_frozen_bytes": (GB / 2,), "host_to_device_bytes_per_s": 1e9}
+    devices = tuple(one.model_copy(update=none) for one in profile.devices)
+
+    def planned(fleet: FleetProfile) -> Any:
+        try:
+            return {**plan(fleet).to_dict(), "seconds": 0}
+        except PlanError as error:
+            return str(error)
+
+    assert planned(profile.model_copy(update={"devices": devices})) == planned(profile)
 
 
 @PLANS

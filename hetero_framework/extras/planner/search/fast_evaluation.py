@@ -28,6 +28,7 @@ class Scores:
         self._rules = rules
         self._scores: dict[Layout, float] = {}
         self._bounds: dict[Layout, float] = {}
+        self._chosen: dict[Layout, Layout] = {}
         self._stages_left = stages
 
     def allow(self, stages: int) -> None:
@@ -46,9 +47,18 @@ class Scores:
         if layout not in self._scores:
             if self.is_over:
                 return math.inf
-            self._stages_left -= len(layout)
-            self._scores[layout], self._bounds[layout] = self._computed(layout)
+            found = []
+            for one in self._rules.fleet.streamed(layout):
+                self._stages_left -= len(layout)
+                found.append((*self._computed(one), one))
+            best = min(found, key=lambda entry: entry[0])
+            self._scores[layout], self._bounds[layout], self._chosen[layout] = best
         return self._scores[layout]
+
+    def chosen(self, layout: Layout) -> Layout:
+        """The layout with the streamed layers of its score."""
+        self.of(layout)
+        return self._chosen.get(layout, layout)
 
     def bound(self, layout: Layout) -> float:
         """A lower bound for every schedule of the layout."""
@@ -130,11 +140,12 @@ class FastEvaluation:
         with `alone`, only the first one is tried."""
         if layout in self._seconds:
             return self._seconds[layout]
-        limits = self._fleet.memory_limits(layout)
+        chosen = self._scores.chosen(layout)
+        limits = self._fleet.memory_limits(chosen)
         least = math.inf if alone else self.least_s
         if limits is None or self._scores.bound(layout) >= least or self.tasks > MOST_TASKS:
             return math.inf
-        profile, m = self._fleet.pipeline(layout), self._judged(layout)
+        profile, m = self._fleet.pipeline(chosen), self._judged(layout)
         rest_s = 0.0
         if m < self._m:
             rest_s = step_bound(profile, self._m, limits) - step_bound(profile, m, limits)

@@ -168,18 +168,23 @@ class LayerProgramme:
         part = self._take(d, front.end, spare_s, place)
         if part is None:
             return None
-        sums = self._sums[d][part.recompute]
-        wait_s += sums[part.end] - sums[part.start] + (self._embedding_s if d == 0 else 0.0)
+        wait_s += self._busy_s(part) + (self._embedding_s if d == 0 else 0.0)
         return _Front(
             part.end,
             wait_s,
             front.used | {d},
-            (*front.parts, part._replace(direct=direct)),
+            (*front.parts, part._replace(direct=direct, offload=0)),
             in_s,
             out_s,
             relayed_s,
             front.rate - self._rate[d],
         )
+
+    def _busy_s(self, part: Part) -> float:
+        if part.offload:
+            return sum(self._fleet.seconds(part))
+        sums = self._sums[part.device][part.recompute]
+        return sums[part.end] - sums[part.start]
 
     @property
     def _embedding_s(self) -> float:
@@ -196,9 +201,9 @@ class LayerProgramme:
         held = min(held, self._fleet.micro_batches)
         least, best = wanted[0], None
         for recompute in (False, True) if self._rules.checkpointing else (False,):
-            end = self._reach(d, start, wanted[1], held, recompute, spare_s, place.last)
-            if end is not None and end >= least and (best is None or end > best.end):
-                best = Part(d, start, end, recompute and end > start)
+            part = self._reach(d, start, wanted[1], held, recompute, spare_s, place.last)
+            if part is not None and part.end >= least and (best is None or part.end > best.end):
+                best = part
             if not self._short[d]:
                 break
         return best
@@ -219,9 +224,9 @@ class LayerProgramme:
 
     def _reach(
         self, d: int, start: int, limit: int, held: int, recompute: bool, spare_s: float, last: bool
-    ) -> int | None:
-        """The end of the layers from `start` on that fit, at most `limit`; None where not even none
-        do."""
+    ) -> Part | None:
+        """The stage of the layers from `start` on that fit, at most to `limit`; None where not even
+        none do."""
         costs, sums = self._fleet.costs[d], self._sums[d][recompute]
         device = costs.device
         free = costs.memory_bytes
@@ -243,10 +248,22 @@ class LayerProgramme:
             weights = costs.layer_bytes[end] - costs.layer_bytes[start]
             return weights + stored * (kept[end] - kept[start])
 
+        in_time = end
         while end > start and self._short[d] and (needed := needs(end)) > free:
             # Layers differ little: half as many fewer as the mean says, at least one.
             end -= max(1, int((end - start) * (1 - free / needed) / 2))
-        return end
+        resident = Part(d, start, end, recompute and end > start)
+        best, more = resident, in_time
+        while costs.streams and end < more:
+            middle = (end + more + 1) // 2
+            short = needs(middle) - free
+            count = costs.fewest_streamed(start, middle, short) if short > 0 else 0
+            part = resident._replace(end=middle, recompute=recompute, offload=count or 0)
+            if count is not None and self._busy_s(part) <= spare_s + slack:
+                best, end = part, middle
+            else:
+                more = middle - 1
+        return best
 
 
 def step_range(fleet: Fleet, devices: Sequence[int]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from hetero_framework.engine.schedule.bounds import step_bound
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.layout import Rules
 from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
-from tests.extras.planner.fleets import device, fleet_of, profiles_of_fleets, rules_of
+from tests.extras.planner.fleets import GB, card, device, fleet_of, profiles_of_fleets, rules_of
 
 
 def test_layouts_of_equal_devices_are_even() -> None:
@@ -56,3 +56,13 @@ def test_layouts_are_whole_and_end_in_time(profile: FleetProfile) -> None:
             assert wait_s + fleet.micro_batches * work_s <= step_s + 1e-6
             wait_s += work_s
         assert step_bound(pipeline, 1) >= wait_s - 1e-9
+
+
+def test_a_card_takes_more_layers_than_it_holds() -> None:
+    small = {"memory_bytes": 6 * GB, "host_to_device_bytes_per_s": 200 * GB}
+    rules = rules_of(fleet_of(card("local", **small), layers=24, micro_batches=1))
+    programme = LayerProgramme(rules)
+    assert {layout[0].end for layout in programme.layouts(1.0)} == {24}
+    # 22 of them are streamed, of which 20 are fetched in each pass, in 5 ms each.
+    assert list(programme.layouts(2 * 0.100 - 1e-4)) == []
+    assert list(programme.layouts(2 * 0.100 + 1e-4)) != []
