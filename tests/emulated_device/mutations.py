@@ -10,6 +10,7 @@ streams are delayed otherwise.
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import sys
@@ -17,9 +18,10 @@ import tempfile
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,14 @@ from hetero_framework.core import devices
 from hetero_framework.core import link as links
 from hetero_framework.core.devices import Device, HostTensor
 from hetero_framework.core.messages import Backward, Forward, Message
+from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.core.stream import PlainStream
 from hetero_framework.core.tensors import from_wire
 from hetero_framework.engine import boundary_io, messages
 from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.stage_api import Outcome, StepInfo
+from hetero_framework.extras.host_memory import streamed_layers
+from hetero_framework.models.cut.introspect import BlockForm
 
 SEEDS = (0, 1, 2)
 _ROUNDS = 12
@@ -54,6 +59,36 @@ class Mutation:
 
 
 MUTATIONS = (
+    Mutation(
+        "a slot is filled while a kernel still reads it",
+        streamed_layers,
+        'queue_copies(copies, "weights", queued)',
+        'queue_copies(copies, "weights")',
+    ),
+    Mutation(
+        "a slot is filled before the work with its layer is queued",
+        streamed_layers,
+        "            output = forward",
+        "            self._done(position)\n            output = forward",
+    ),
+    Mutation(
+        "a layer is used before it is there",
+        streamed_layers,
+        "            self._device.order_behind(arrival)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "a slot is filled before its layer's backward",
+        streamed_layers,
+        "entered.register_hook(lambda _: self._done(position))",
+        "left.register_hook(lambda _: self._done(position))",
+    ),
+    Mutation(
+        "work goes on before an event",
+        devices,
+        "        self._computing_stream().wait_event(event.native)\n",
+        "        assert event.native\n",
+    ),
     Mutation(
         "a copy out does not wait for the computing",
         devices,
@@ -333,7 +368,60 @@ def between_processes(device: Device) -> int:
     return wrong
 
 
-PROGRAMS = (arrivals_and_results, kept_copies, host_copies, encoded_tensors, between_processes)
+class _Block(torch.nn.Module):
+    """A frozen matrix that a layer of half as many numbers follows; `long` takes its time."""
+
+    def __init__(self, draw: torch.Generator, width: int) -> None:
+        super().__init__()
+        for name, size in (("up", 2 * width), ("down", width)):
+            weight = torch.randn(3 * width - size, size, generator=draw) / width
+            self.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.relu(hidden @ self.up) @ self.down
+
+
+def visiting_layers(device: Device) -> int:
+    """Layers that visit the device, over several micro-batches in the order of 1F1B, against the
+    same layers that are all on the CPU."""
+    width, count, draw = 48, 6, torch.Generator().manual_seed(0)
+    blocks = [_Block(draw, width) for _ in range(count)]
+    entering = torch.randn(_ROUNDS, 4, width, generator=draw)
+    form, tasks = BlockForm(entry=0, exit=None, exit_length=0), [FORWARD, FORWARD]
+    tasks += [BACKWARD, FORWARD] * (_ROUNDS - 2) + [BACKWARD, BACKWARD, FORWARD]
+
+    def outcomes(entering: torch.Tensor, layers: Any, forwards: Sequence[Any]) -> list[Any]:
+        found, waiting, entered = [], deque[Any](), iter(entering)
+        for kind, following in pairwise(tasks):
+            if layers is not None:
+                layers.begin(kind, following)
+            if kind == FORWARD:
+                first = hidden = next(entered).clone().requires_grad_()
+                for forward in forwards:
+                    hidden = forward(hidden)
+                waiting.append((first, hidden))
+            else:
+                first, hidden = waiting.popleft()
+                hidden.backward(torch.ones_like(hidden))
+                found += [hidden.detach(), first.grad]
+            if layers is not None:
+                layers.end()
+        return found
+
+    right = outcomes(entering, None, blocks)
+    there = [copy.deepcopy(block).to(device.torch_device) for block in blocks]
+    hosts = {k: streamed_layers.HostLayer(device, block) for k, block in enumerate(there)}
+    layers = streamed_layers.StreamedLayers(device, hosts, is_last=False)
+    forwards = [layers.around(k, form, block) for k, block in enumerate(there)]
+    found = outcomes(entering.to(device.torch_device), layers, forwards)
+    pairs = zip(map(device.to_host, found), right, strict=True)
+    return layers.misses + sum(not torch.equal(*pair) for pair in pairs)
+
+
+PROGRAMS = (
+    *(arrivals_and_results, kept_copies, host_copies, encoded_tensors, between_processes),
+    visiting_layers,
+)
 
 
 def wrong_tensors() -> int:

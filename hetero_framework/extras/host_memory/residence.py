@@ -9,12 +9,13 @@ from torch.optim import Optimizer
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.errors import DeviceError
+from hetero_framework.extras.host_memory.admission import admit_streaming
 from hetero_framework.extras.host_memory.optimizer_states import OptimizerStates
 from hetero_framework.extras.host_memory.stored_inputs import StoredInputs
 from hetero_framework.extras.host_memory.streamed_layers import StreamedLayers, load_streamed
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusableModules
-from hetero_framework.models.cut.shard import Shard
+from hetero_framework.models.cut.shard import Shard, load_model_config
 
 Load = Callable[[ShardRange, ReusableModules], Shard]
 
@@ -40,6 +41,8 @@ def reside(
     layers: StreamedLayers | None = None
     if offload := config.shard_plan[spec.index].offload:
         assert isinstance(offload, int)
+        assert config.model is not None
+        admit_streaming(load_model_config(config.model, config.base_dir))
         shard, layers = load_streamed(load, rng, kept, device, offload)
     else:
         shard = load(rng, kept)

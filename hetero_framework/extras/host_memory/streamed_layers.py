@@ -35,10 +35,10 @@ _MOST_TRANSFERS = 10_000
 _log = logging.getLogger(__name__)
 
 
-def slots_of(count: int) -> int:
+def slots_of(count: int, in_turn: int = SLOTS) -> int:
     """Slots for `count` streamed layers. Neighbours in the order, from the last one to the first
     too, have different slots; where the count is odd, one layer thus keeps a slot to itself."""
-    return count if count <= SLOTS else SLOTS + count % SLOTS
+    return count if count <= in_turn else in_turn + count % in_turn
 
 
 def spread(count: int, start: int, end: int) -> list[int]:
@@ -133,16 +133,19 @@ class StreamedLayers:
     """The streamed layers of one stage. For its computing thread, and the one that runs its
     backward meanwhile."""
 
-    def __init__(self, device: Device, hosts: dict[int, HostLayer], *, is_last: bool) -> None:
+    def __init__(
+        self, device: Device, hosts: dict[int, HostLayer], *, is_last: bool, in_turn: int = SLOTS
+    ) -> None:
+        """`in_turn` are the slots that layers share."""
         self._device = device
         self._is_last = is_last
         self._layers = [hosts[k] for k in sorted(hosts)]
         self._position = {k: position for position, k in enumerate(sorted(hosts))}
-        count, slots = len(hosts), slots_of(len(hosts))
+        count, slots = len(hosts), slots_of(len(hosts), in_turn)
         # Those in turn share slots; a last one, where the count is odd, has one to itself.
-        self._in_turn = count - count % SLOTS if count > SLOTS else 0
-        own = iter(range(SLOTS if self._in_turn else 0, slots))
-        self._slot = [k % SLOTS if k < self._in_turn else next(own) for k in range(count)]
+        self._shared, self._in_turn = in_turn, count - count % in_turn if count > in_turn else 0
+        own = iter(range(in_turn if self._in_turn else 0, slots))
+        self._slot = [k % in_turn if k < self._in_turn else next(own) for k in range(count)]
         sizes = [0] * slots
         for layer, slot in zip(self._layers, self._slot, strict=True):
             sizes[slot] = max(sizes[slot], layer.nbytes)
@@ -197,7 +200,8 @@ class StreamedLayers:
     def end(self) -> None:
         """Have the first layers of the next task on their way, where they are not yet."""
         order = range(self._in_turn)
-        first = order[:SLOTS] if self._following == FORWARD else order[-SLOTS:]
+        forward = self._following == FORWARD
+        first = order[: self._shared] if forward else order[::-1][: self._shared]
         for position in (*first, *range(self._in_turn, len(self._layers))):
             if self._there.get(self._slot[position]) != position:
                 self._fetch(position)
@@ -228,7 +232,7 @@ class StreamedLayers:
         """All work with a layer in this direction is queued: its slot is for the next one."""
         if position >= self._in_turn:
             return
-        ahead = position + (SLOTS if self._direction == FORWARD else -SLOTS)
+        ahead = position + (self._shared if self._direction == FORWARD else -self._shared)
         if not 0 <= ahead < self._in_turn:
             turns = self._is_last and self._direction == FORWARD and torch.is_grad_enabled()
             if turns or self._following != self._direction:
@@ -242,8 +246,6 @@ class StreamedLayers:
         copies = self._layers[position].copies_to(self._memory[slot])
         queued = self._device.record_event()
         began, ended = self._device.queue_copies(copies, "weights", queued)
-        if (former := self._there.get(slot)) is not None:
-            self._arriving.pop(former, None)
         self._there[slot], self._arriving[position] = position, ended
         self._transfers.append((began, ended))
 

@@ -234,7 +234,9 @@ def build_shard(
             model.tie_weights(recompute_mapping=False)
         elif checkpoint is None:
             model.to_empty(device="cpu")
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()  # some are zeros from their constructor on, by no rule
                 _initialize("", model, model, seed)
             model.tie_weights(recompute_mapping=False)
             model.to(device)

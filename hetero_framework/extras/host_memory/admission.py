@@ -1,0 +1,95 @@
+"""Shows that an architecture computes the same with layers that are not there all the time.
+
+A tiny copy runs forward and backward with all layers in one slot, which the next layer fills as
+soon as one is done, and must give the bits of the copy that has everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from hetero_framework.core.cache import recall, remember
+from hetero_framework.core.devices import Device
+from hetero_framework.core.planned_order import FORWARD
+from hetero_framework.data.batches import num_items
+from hetero_framework.errors import ArchitectureError
+from hetero_framework.extras.host_memory.streamed_layers import HostLayer, StreamedLayers
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.partition import ranges_between
+from hetero_framework.models.cut.shard import Shard, build_shard
+from hetero_framework.models.cut.tiny import probe_inputs, shrink
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
+from hetero_framework.models.rng import seed_cpu
+from hetero_framework.models.verify.equivalence import (
+    deterministic,
+    gradients,
+    own_code,
+    question,
+)
+
+
+def admit_streaming(config: PretrainedConfig) -> None:
+    """Try a tiny copy, or remember that it passed. Raises ArchitectureError where it does not."""
+    asked = question(f"streaming {own_code(Path(__file__).parent)}", config, ())
+    if recall("verdicts", asked):
+        return
+    if reason := try_streaming(shrink(config)):
+        raise ArchitectureError(
+            f"the layers of a {config.model_type} model cannot stay in host memory: {reason}",
+            hint="take offload out of shard_plan",
+        )
+    remember("verdicts", asked, True)
+
+
+def try_streaming(tiny: PretrainedConfig) -> str:
+    """The reason why a tiny model's layers cannot be streamed; empty where they can."""
+    tiny = deterministic(tiny)
+    structure = introspect(tiny)
+    whole = ranges_between([0, structure.num_layers])[0]
+    results = []
+    with quiet_library():
+        for streams, again in itertools.product((False, True), repeat=2):
+            shard = build_shard(tiny, None, whole, dtype=torch.float32)
+            blocks = [shard.model.get_submodule(structure.blocks)[k] for k in range(whole.end)]
+            for parameter in itertools.chain(*(block.parameters() for block in blocks)):
+                parameter.requires_grad_(False)
+            if again:
+                shard.recompute_blocks()
+            layers = None
+            if streams:
+                hosts = {k: HostLayer(Device(), block) for k, block in enumerate(blocks)}
+                layers = StreamedLayers(Device(), hosts, is_last=True, in_turn=1)
+                shard.accompany_blocks(layers.around)
+            try:
+                results.append(_outcome(shard, layers, structure.ids_per_token))
+            except LIBRARY_ERRORS as error:
+                return f"it does not run ({briefly(error)})"
+    for plain, streamed in zip(results[:2], results[2:], strict=True):
+        if plain.keys() != streamed.keys():
+            return "no gradient reaches some of its weights"
+        for name, tensor in plain.items():
+            if not torch.equal(tensor, streamed[name]):
+                return f"{name} differs: its layers are used out of order"
+    return ""
+
+
+def _outcome(
+    shard: Shard, layers: StreamedLayers | None, ids_per_token: int
+) -> dict[str, torch.Tensor]:
+    """The losses of two micro-batches, and the gradients of all outside the layers."""
+    shard.train(True)
+    found = {}
+    for k in range(2):
+        if layers is not None:
+            layers.begin(FORWARD, FORWARD)
+        inputs = probe_inputs(shard.config, k, ids_per_token=ids_per_token)
+        with torch.random.fork_rng(devices=[]):
+            seed_cpu(k)  # some draw without a setting that turns it off
+            loss = shard.loss(inputs, (), torch.tensor(num_items([inputs])))
+            loss.backward()
+        found[f"the loss of micro-batch {k}"] = loss.detach()
+    return {**found, **gradients(shard.model)}

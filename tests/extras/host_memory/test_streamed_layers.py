@@ -1,0 +1,127 @@
+"""Streamed layers: the bits of the stage that holds everything, and the copies that it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_framework.core.devices import Device
+from hetero_framework.engine.loading import load_stages, take_apart
+from hetero_framework.engine.stage import Stage
+from hetero_framework.errors import ConfigError, DeviceError
+from hetero_framework.extras.host_memory.residence import HostMemory
+from hetero_framework.extras.host_memory.streamed_layers import StreamedLayers, slots_of, spread
+from tests.extras.host_memory.stages import (
+    LAYERS,
+    LORA,
+    MODEL,
+    configuration,
+    load,
+    own_memory,
+    same,
+    state,
+    train,
+)
+from tests.samples import save_llama
+
+__all__ = ["own_memory"]
+
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"adapter": LORA},
+    "dora": {"adapter": {**LORA, "use_dora": True}},
+    "recomputed": {"adapter": LORA, "training": {"gradient_checkpointing": True}},
+    "a norm trained beside": {"adapter": {**LORA, "modules_to_save": ["input_layernorm"]}},
+    "bf16": {"adapter": LORA, "training": {"bf16": True}},
+    "upper layers trained": {"adapter": {**LORA, "layers_to_transform": [4, 5]}},
+    "loss in chunks": {"adapter": LORA, "training": {"loss_chunk_tokens": 7}},
+}
+
+
+def layers_of(stage: Stage) -> StreamedLayers:
+    assert isinstance(stage.residence, HostMemory)
+    assert stage.residence._layers is not None
+    return stage.residence._layers
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stage_with_streamed_layers_has_the_bits_of_one_with_everything(
+    case: str, own_memory: None
+) -> None:
+    right = None
+    for offloads in ([0, 0], [3, 4], [2, 1]):
+        entries = ({"end": 3, "offload": offloads[0]}, {"end": LAYERS, "offload": offloads[1]})
+        stages = load(configuration(entries, **CASES[case]))
+        found = train(stages), state(stages)
+        right = right or found
+        assert same(found[0], right[0])
+        assert found[1].keys() == right[1].keys()
+        assert all(torch.equal(found[1][name], right[1][name]) for name in right[1])
+        for stage, offload in zip(stages, offloads, strict=True):
+            assert (layers_of(stage).misses if offload else 0) == 0
+
+
+def test_only_layers_that_are_not_there_are_copied(own_memory: None) -> None:
+    stage, *_ = stages = load(configuration(({"end": LAYERS, "offload": 6},), adapter=LORA))
+    layers = layers_of(stage)
+    assert len(layers.transfers()) == 2  # the first two, on their way from the start
+    train(stages, steps=1, micro_batches=3)
+    # Of six layers two are in their slots when the direction turns, and when a task ends.
+    assert len(layers.transfers()) == 3 * (4 + 4)
+    assert layers.misses == 0
+
+
+def test_a_layer_that_nobody_expected_is_fetched_and_counted(own_memory: None) -> None:
+    stage, *_ = load(configuration(({"end": LAYERS, "offload": 6},), adapter=LORA))
+    layers = layers_of(stage)
+    layers._use(5)
+    assert layers.misses == 1
+    layers._use(5)
+    assert layers.misses == 1
+
+
+@pytest.mark.parametrize(("count", "slots"), [(1, 1), (2, 2), (3, 3), (4, 2), (5, 3), (6, 2)])
+def test_neighbours_in_the_order_have_different_slots(count: int, slots: int) -> None:
+    assert slots_of(count) == slots
+    assert spread(count, 10, 16)[0] >= 10
+    assert len({*spread(count, 10, 16)}) == count
+
+
+def test_layers_that_stay_are_spread_between_those_that_visit() -> None:
+    assert spread(4, 0, 8) == [1, 3, 5, 7]
+    assert spread(8, 4, 12) == [*range(4, 12)]
+
+
+def test_a_device_that_shares_the_machines_memory_refuses() -> None:
+    config = configuration(({"end": LAYERS, "offload": 4},), adapter=LORA)
+    with pytest.raises(DeviceError, match="shares the machine's memory"):
+        load_stages(config, config.plan.stages, Device())
+
+
+def test_layers_that_are_trained_are_refused(own_memory: None) -> None:
+    model = {"from_config": {**MODEL, "attention_bias": True}}
+    adapter = {**LORA, "bias": "all"}
+    config = configuration(({"end": LAYERS, "offload": 4},), model=model, adapter=adapter)
+    with pytest.raises(ConfigError, match="layer 0 cannot stay in host memory: it is trained"):
+        load_stages(config, config.plan.stages, Device())
+
+
+def test_a_checkpoint_streams_and_its_resident_layers_are_reused(
+    own_memory: None, tmp_path: Path
+) -> None:
+    save_llama(tmp_path / "model", layers=LAYERS)
+    model = {"name_or_path": str(tmp_path / "model")}
+
+    def made(offload: int) -> Any:
+        entries = ({"end": LAYERS, "offload": offload},)
+        return configuration(entries, model=model, adapter=LORA)
+
+    right = train(load(made(0)))
+    first = load(made(4))
+    assert same(train(first), right)
+    pool = take_apart(first, made(4))
+    again = load_stages(made(6), made(6).plan.stages, Device(), pool)
+    assert same(train(again), right)
+    assert again[0].fingerprint == load(made(0))[0].fingerprint
