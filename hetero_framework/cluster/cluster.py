@@ -66,20 +66,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """A process's device: name, label, total and free bytes of memory, and why it has no 4-bit
-    types (None: it has)."""
+    """A process's device: name, label, total and free bytes of memory, why it has no 4-bit types
+    (None: it has), and free bytes of host memory (None: that is the device's own)."""
 
     device: str
     label: str
     memory_total: int
     memory_free: int
     no_four_bit: str | None = None
+    host_free: int | None = None
 
     @classmethod
     def of(cls, welcome: m.Welcome) -> MachineFacts:
         """The facts of a worker's device."""
         memory = welcome.memory_total, welcome.memory_free
-        return cls(welcome.device, welcome.device_label, *memory, welcome.no_four_bit)
+        more = welcome.no_four_bit, welcome.host_free
+        return cls(welcome.device, welcome.device_label, *memory, *more)
 
 
 def free_bytes(config: Config, facts: Mapping[WorkerId, MachineFacts]) -> dict[WorkerId, float]:
@@ -199,7 +201,8 @@ class Cluster:
         device, memory = self.device, self.device.memory()
         facts: dict[WorkerId, MachineFacts] = {}
         facts["local"] = MachineFacts(
-            device.name, device.label, memory.total, memory.free, device.no_four_bit
+            *(device.name, device.label, memory.total, memory.free),
+            *(device.no_four_bit, device.host_free),
         )
         for worker, welcome in welcomes.items():
             self.members.on(worker, Event.FRESH)

@@ -691,7 +691,7 @@ class Worker:
         kept = run.run_id if run.started else None
         welcome = m.Welcome(
             *(torch.__version__, device.name, device.label, memory.total, memory.free, kept),
-            device.no_four_bit,
+            *(device.no_four_bit, device.host_free),
         )
         with suppress(HeteroError):  # if the link is gone, its reader reports it
             connection.send(Message(welcome))

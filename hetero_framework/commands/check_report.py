@@ -12,6 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import psutil
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework import control, registry
@@ -42,6 +43,7 @@ from hetero_framework.models.sizing.memory import (
 from hetero_framework.models.verify.boundary_contents import check_codec, crossing_lines
 from hetero_framework.tables import Part, lines, table
 from hetero_framework.trainer.given import COMPUTE
+from hetero_framework.trainer.memory_checks import host_memory_lines, with_one_memory
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import (
     check_compiled,
@@ -61,7 +63,7 @@ _UNPLANNED = (
     " with its results; `hetero plan --measure` does so without a run, and `hetero plan --dry-run`"
     " estimates"
 )
-_MEMORY = ("weights", "gradients", "optimizer", "activations", "logits")
+_MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "host")
 _HEAD = ("process", "machine", "device", "layers", "memory needed", "with checkpointing")
 
 
@@ -123,7 +125,15 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
     if schedule is not None and model_config is not None:
         held = schedule["held"]
         estimate = partial(estimate_memory, model_config=model_config, plan=plan, tokens=tokens)
+        one = with_one_memory(config, here)
+        notes += host_memory_lines(config, one)
         memory = estimate(config, in_flight=held)
+        memory = [m.placed(m.device, one_memory=m.stage.owner in one) for m in memory]
+        if any(entry.offload == "auto" for entry in config.shard_plan):
+            notes.append(
+                'offload "auto": a run streams as few layers as it takes to fit the devices; here'
+                " all are on them"
+            )
         for remarks in asked("notes", config):
             notes += remarks(config, sum(m.trained for m in memory))
         if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
@@ -243,6 +253,8 @@ def _row(process: dict[str, Any], shows_weights: bool) -> list[str]:
     device = process["device"] + (f", {process['weights']}" if shows_weights else "")
     needed, less = process["memory_bytes"], process["memory_recomputing_bytes"]
     sizes = ["?" if needed is None else size(needed), *([] if less is None else [size(less)])]
+    if process["host_bytes"]:
+        sizes[0] += f", {size(process['host_bytes'])} of host memory"
     return [process["name"], f"{host}{process['address']}{port}", device, stages, *sizes]
 
 
@@ -270,6 +282,7 @@ def _process(
         "weights": config.quantization(owner) or "none",
         "memory_bytes": needed,
         "memory_recomputing_bytes": less,
+        "host_bytes": sum(m.host for m in memory if m.stage.owner == owner),
         "stages": stages,
     }
 
@@ -303,4 +316,7 @@ def _this_machine(
         shown.append(f"{name} ({device.label}): {needs}{size(available)} free")
         if least[name] > available:
             notes.append(f"warning: {name} of this machine has too little free memory")
+    host = sum(process["host_bytes"] for process in processes if process["name"] in names)
+    if host > psutil.virtual_memory().available:
+        notes.append(f"warning: this machine has less free host memory than {size(host)}")
     return {"role": " and ".join(names), "devices": shown}

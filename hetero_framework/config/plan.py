@@ -134,6 +134,11 @@ def plan_problems(entries: Sequence[PlanEntry]) -> Iterator[Problem]:
     for i, entry in enumerate(entries):
         here, last = f"shard_plan[{i}]", i == len(entries) - 1
         yield from _range_problems(here, entry, expected, first=i == 0, last=last)
+        layers = max(0, entry.end - entry.start)
+        if isinstance(entry.offload, int) and entry.offload > layers:
+            yield Problem(
+                f"{here}.offload", f"is {entry.offload}, but the stage has {layers} layers"
+            )
         if entry.is_last and not last:
             yield Problem(f"{here}.is_last", "is true, but only the last entry holds the head")
         if entry.is_last is False and last:

@@ -1100,6 +1100,14 @@ class Config(WholeFile):
         setting = self.shard_plan[index].offload_optimizer
         return self.training.offload_optimizer if setting is None else setting
 
+    def offloads_of(self, index: int) -> list[str]:
+        """The settings of a stage's own entry that keep some of it in host memory, whatever its
+        device has."""
+        entry = self.shard_plan[index]
+        asked = [("offload", entry.offload not in (0, "auto"))]
+        asked.append(("offload_optimizer", entry.offload_optimizer is True))
+        return [f"shard_plan[{index}].{name}" for name, value in asked if value]
+
     def uses_host_memory(self, index: int) -> bool:
         """Whether some tensors of the stage of that index stay in host memory."""
         stored = self.training.activation_offloading and self.checkpointing(index) is True
@@ -1255,6 +1263,14 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
         yield from owner_problems(plan, [worker.id for worker in workers])
     quantised = _quantised(parts)
     if "adapter" in parts and parts["adapter"] is None and model is not None:
+        for index, entry in enumerate(plan or ()):
+            if entry.offload not in (0, "auto"):
+                yield Problem(
+                    f"shard_plan[{index}].offload",
+                    "only frozen layers can stay in host memory, and without an adapter all are"
+                    " trained; add an adapter section (LoRA), or set offload to 0"
+                    " (training.offload_optimizer keeps the optimizer's states there)",
+                )
         for path in quantised:
             yield Problem(
                 path,

@@ -124,6 +124,11 @@ class Device:
         memory = psutil.virtual_memory()
         return Memory(memory.total, memory.available)
 
+    @property
+    def host_free(self) -> int | None:
+        """Free bytes of host memory; None where that is the device's own."""
+        return None if self.one_memory else Device.memory(self).free
+
     def supports(self, dtype: torch.dtype) -> Support:
         """Whether a model can be trained in this dtype here."""
         if not dtype.is_floating_point:

@@ -121,8 +121,8 @@ class Call(Greeting):
 @message(2, WORKER)
 class Welcome(Greeting):
     """Worker to coordinator, accepts HELLO: versions, device and memory (bytes), the run whose
-    stages it holds ready, if any, and why the device has no 4 bits, if it has none. Answered by
-    SETUP or REJECT."""
+    stages it holds ready, if any, and why the device has no 4 bits, if it has none. `host_free` are
+    free bytes of host memory; null where that is the device's own. Answered by SETUP or REJECT."""
 
     torch: str
     device: str
@@ -131,6 +131,7 @@ class Welcome(Greeting):
     memory_free: int
     run_id: str | None = None
     no_four_bit: str | None = None
+    host_free: int | None = None
 
 
 @message(3, EITHER)
@@ -355,8 +356,9 @@ class BackwardDone(OfStep):
 @dataclass(frozen=True, slots=True)
 class StageFigures:
     """The cost of one step at a stage: seconds of its forwards and backwards, the longest queue of
-    arrivals and of stored forwards, its process's peak memory, and the seconds on the wire of an
-    activation and of a gradient that arrived, each as if alone there."""
+    arrivals and of stored forwards, its process's peak memory, the seconds on the wire of an
+    activation and of a gradient that arrived, each as if alone there, and how often a streamed
+    layer was used before its copy had been asked for; null where none streams."""
 
     forward_s: Seconds
     backward_s: Seconds
@@ -365,6 +367,7 @@ class StageFigures:
     peak_memory_bytes: int
     arrive_forward_s: Seconds
     arrive_backward_s: Seconds
+    prefetch_misses: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,14 @@ class _StageQueue:
     gradients: dict[int, api.Arrival] = field(default_factory=dict)
     in_flight: dict[int, api.Arrival] = field(default_factory=dict)
     queue_peak: int = 0
+    misses_before: int = 0
     has_backwards: bool = False
     """Whether the step that runs has them, for which forwards are stored. The last stage does both
     as one, and nothing goes back to stages in front of whatever is trained."""
+
+    @property
+    def misses(self) -> int | None:
+        return None if self.stage.residence is None else self.stage.residence.misses
 
     def note_queue(self) -> None:
         self.queue_peak = max(self.queue_peak, len(self.hidden) + len(self.gradients))
@@ -79,7 +84,7 @@ class Executor:
         for queue in self._queues.values():
             self._drop(queue)
             queue.stage.begin(info, take)
-            queue.queue_peak = 0
+            queue.queue_peak, queue.misses_before = 0, queue.misses or 0
             differentiates = info.train and queue.stage.differentiates
             queue.has_backwards = differentiates and not queue.stage.is_last
         limits = {index: schedule.in_flight_limits[index] for index in self._queues}
@@ -227,6 +232,7 @@ class Executor:
                 peak_memory_bytes=0,
                 arrive_forward_s=0.0,
                 arrive_backward_s=0.0,
+                prefetch_misses=None if (n := queue.misses) is None else n - queue.misses_before,
             )
             for k, queue in self._queues.items()
         }

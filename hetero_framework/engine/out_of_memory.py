@@ -26,7 +26,15 @@ _UNITS = {"bytes": 1, "B": 1} | {
 # the CPU.
 _TRIED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) (bytes|[KMGT]?i?B)\b", re.IGNORECASE)
 
-
+_HINT = (
+    "give this machine fewer layers, or lower per_device_train_batch_size or data.max_length; "
+    "`hetero check` shows what each stage needs"
+)
+HOST_HINT = (
+    "keep less in this machine's host memory: fewer layers there (offload in shard_plan), a smaller"
+    " training.max_in_flight, or no training.offload_optimizer or activation_offloading; or give"
+    " layers to another machine"
+)
 Attempt = tuple[int, int]  # step, number of the attempt
 
 
@@ -68,11 +76,12 @@ def explained(
     With `attempt` a StepOutOfMemory."""
     text = " ".join(str(error).split()) or type(error).__name__
     shortened = text if len(text) <= 200 else f"{text[:200]} ..."
-    message = f"{where}: memory ran out{_numbers(text, device)}: {shortened}"
-    hint = (
-        "give this machine fewer layers, or lower per_device_train_batch_size or data.max_length; "
-        "`hetero check` shows what each stage needs"
-    )
+    # Pinned memory that is refused is taken as plain memory, which torch's CPU allocator refuses.
+    of_host = isinstance(error, MemoryError) or "CPUAllocator" in text or "bad_alloc" in text
+    of_host &= not device.one_memory
+    numbers = _numbers(text, Device() if of_host else device)
+    message = f"{where}: {'host ' * of_host}memory ran out{numbers}: {shortened}"
+    hint = HOST_HINT if of_host else _HINT
     if attempt is None:
         return OutOfMemory(message, hint=hint)
     return StepOutOfMemory.of(attempt, message, hint)

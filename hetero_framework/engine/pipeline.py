@@ -51,7 +51,7 @@ Part = tuple[int, int, api.StatePart]  # stage, part number, part
 class StageStatistics(StageFigures):
     """One stage in one step: its figures, and the seconds in which it did not compute."""
 
-    wait_s: float
+    wait_s: float = 0.0
 
     @property
     def busy_s(self) -> float:

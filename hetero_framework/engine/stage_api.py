@@ -157,8 +157,8 @@ class Snapshot(Protocol):
 class Residence(Protocol):
     """Tensors of one stage that are in host memory and come to its device in time."""
 
-    misses: int
-    """How often a layer was used before its copy had been asked for."""
+    misses: int | None
+    """How often a layer was used before its copy had been asked for; None where none streams."""
 
     def accompany(self, shard: Shard) -> None:
         """Hear of the use of this shard's layers from now on."""

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import TrainingConfig
 from hetero_framework.data import MicroBatch, TrainData, padded_count
+from hetero_framework.engine.out_of_memory import HOST_HINT
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import OutOfMemory
 from hetero_framework.models.cut.objectives import objective_of
@@ -72,8 +73,7 @@ def advised(
             f"try per_device_train_batch_size {rows // 2} with gradient_accumulation_steps "
             f"{accumulation * 2}, or lower data.max_length"
         )
-    return OutOfMemory(
-        f"{what} {shape(batch)}, does not fit: {error.message}",
-        hint=f"{smaller}; or gradient_checkpointing, or fewer layers for that machine (`hetero "
-        "check` shows what each stage needs)",
-    )
+    again = "" if training.gradient_checkpointing is True else "gradient_checkpointing, or "
+    hint = f"{smaller}; or {again}fewer layers for that machine (`hetero check` shows what each"
+    hint = HOST_HINT if error.hint == HOST_HINT else f"{hint} stage needs)"
+    return OutOfMemory(f"{what} {shape(batch)}, does not fit: {error.message}", hint=hint)

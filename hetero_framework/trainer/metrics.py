@@ -5,8 +5,10 @@ learning_rate, tokens, tokens_per_second, step_seconds, micro_batches, pipeline_
 predicted_s, stages: [{index, owner, busy_s, wait_s, forward_s, backward_s, activation_s,
 gradient_s, wire_s, bytes_in, bytes_out, direct_bytes_out, peak_memory, predicted: {...}}, ...]) and
 one per evaluation (step, eval_loss, eval_perplexity, ...; of several sets their names as "sets",
-and eval_<set>_loss, ...). A step that changed no weight has "skipped" (non-finite, overflow or
-rule) and its "reason" in words. JSON has no NaN: a value that is not finite is written as null.
+and eval_<set>_loss, ...). A stage that streams layers also has "prefetch_misses": how often one was
+used before its copy had been asked for. A step that changed no weight has "skipped" (non-finite,
+overflow or rule) and its "reason" in words. JSON has no NaN: a value that is not finite is written
+as null.
 
 A line that cannot be written is lost, and the run goes on: work is worth more than its record.
 """
@@ -172,6 +174,8 @@ def stage_lines(
                 "predicted": dict(predicted[spec.index]),
             }
         )
+        if figures.prefetch_misses is not None:
+            lines[-1]["prefetch_misses"] = figures.prefetch_misses
     return lines
 
 

@@ -22,6 +22,7 @@ from hetero_framework.config.asked_extras import asked
 from hetero_framework.core.spans import Span
 from hetero_framework.data.sources import shorten
 from hetero_framework.trainer.checkpoint import CheckpointStore
+from hetero_framework.trainer.memory_checks import Facts
 from hetero_framework.trainer.metrics import (
     METRICS_FILE,
     StepLines,
@@ -30,7 +31,7 @@ from hetero_framework.trainer.metrics import (
     metric_name,
 )
 from hetero_framework.trainer.progress import Progress, StageRow
-from hetero_framework.trainer.setup import Facts, Prepared, Sample
+from hetero_framework.trainer.setup import Prepared, Sample
 from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 

@@ -15,8 +15,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework import registry
-from hetero_framework.cluster.cluster import Cluster, MachineFacts
-from hetero_framework.cluster.roles import machine_of
+from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.config.asked_extras import asked
 from hetero_framework.core.codecs import CODECS
@@ -44,9 +43,9 @@ from hetero_framework.models.files.stated import as_held, few, new_weights
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import (
     StageMemory,
-    check_fits,
     estimate_memory,
     in_flight_limits,
+    offload_layers,
     recompute_stages,
 )
 from hetero_framework.models.verify.boundary_contents import (
@@ -56,9 +55,14 @@ from hetero_framework.models.verify.boundary_contents import (
 )
 from hetero_framework.models.verify.equivalence import admit, admit_adapter, why_not_chunked
 from hetero_framework.trainer.continuation import contents
+from hetero_framework.trainer.memory_checks import (
+    Facts,
+    check_memory,
+    devices_of,
+    host_memory_lines,
+)
 from hetero_framework.trainer.resolved import Resolved
 
-Facts = Mapping[str | int, MachineFacts]
 Entries = Sequence[Mapping[str, Any]]
 """The entries of a shard_plan, as JSON types."""
 
@@ -418,19 +422,28 @@ def largest_frame(model_config: PretrainedConfig, boundary_bytes: int) -> int:
 
 def fit_devices(prepared: Prepared, facts: Facts) -> Prepared:
     """Decide by the devices' free memory, before anything is loaded, which stages with
-    checkpointing "auto" compute their layers again, and how many micro-batches each stage may hold.
-    Raises PlanError if a stage does not fit its device even so, ConfigError for one of quantised
-    weights on a device without them."""
+    checkpointing "auto" compute their layers again, how many layers those with offload "auto"
+    stream, and how many micro-batches each stage may hold. Recomputing comes first: it costs a
+    third of the computing at most, and streaming whatever the machine's link to the device makes
+    of it. Raises PlanError if a stage does not fit its device even so or its machine lacks host
+    memory, ConfigError for one of quantised weights on a device without them, and DeviceError as
+    `host_memory_lines`."""
     resolved, config = prepared.resolved, prepared.resolved.config
     no_four_bit = {owner: fact.no_four_bit for owner, fact in facts.items()}
     check_devices(config, prepared.model_config, no_four_bit)
     check_attention(config, {owner: fact.device for owner, fact in facts.items()})
 
     def placed(memory: Iterable[StageMemory]) -> list[StageMemory]:
-        return [replace(m, device=facts[m.stage.owner].device) for m in memory]
+        on = {m.index: facts[m.stage.owner] for m in memory}
+        one = {k: fact.host_free is None for k, fact in on.items()}
+        return [m.placed(on[m.index].device, one_memory=one[m.index]) for m in memory]
 
     memory = placed(prepared.memory)
-    devices = _devices(config, facts)
+    for line in host_memory_lines(
+        config, {o for o, fact in facts.items() if fact.host_free is None}
+    ):
+        _log.info("%s", line)
+    devices = devices_of(config, facts)
     optional = {s.index for s in config.plan.stages if config.checkpointing(s.index) == "auto"}
     if optional:
         changed = _checkpointing(resolved, dict.fromkeys(optional, True), "").config
@@ -443,14 +456,38 @@ def fit_devices(prepared: Prepared, facts: Facts) -> Prepared:
         resolved = _checkpointing(resolved, {k: k in chosen for k in sorted(optional)}, line)
         memory = [recomputing[m.index] if m.index in chosen else m for m in memory]
         _log.info("%s", line)
+    resolved, memory = fit_offload(resolved, memory, facts)
     memory_limits = None
     if config.training.max_in_flight is None:
         limit = config.training.gradient_accumulation_steps
         memory_limits = in_flight_limits(memory, limit, devices)
         memory = [m.holding(min(m.in_flight, memory_limits[m.index])) for m in memory]
     fitted = replace(prepared, resolved=resolved, memory=memory, memory_limits=memory_limits)
-    check_memory(fitted, facts)
+    check_memory(fitted.config, memory, facts, prepared.model_config)
     return fitted
+
+
+def fit_offload(
+    resolved: Resolved, memory: list[StageMemory], facts: Facts
+) -> tuple[Resolved, list[StageMemory]]:
+    """Decide how many layers stages with offload "auto" stream: the fewest, and none where device
+    and host have one memory."""
+    config = resolved.config
+    optional = [k for k, entry in enumerate(config.shard_plan) if entry.offload == "auto"]
+    if not optional:
+        return resolved, memory
+    apart = {k for k in optional if facts[memory[k].stage.owner].host_free is not None}
+    counts = offload_layers(memory, apart, devices_of(config, facts))
+    memory = [m.offloading(counts.get(m.index, m.offload)) for m in memory]
+    some = [m for m in memory if counts.get(m.index)]
+    said = (f"stage {m.index} streams {m.offload} of its {len(m.frozen)} layers" for m in some)
+    line = (
+        f"offload, to fit the memory: {', '.join(said)}" if some else "offload: no stage needs it"
+    )
+    for k in optional:
+        resolved = resolved.decide(f"shard_plan[{k}].offload", counts.get(k, 0), line)
+    _log.info("%s", line)
+    return resolved, memory
 
 
 def _checkpointing(resolved: Resolved, chosen: Mapping[int, bool], reason: str) -> Resolved:
@@ -465,32 +502,6 @@ def _checkpointing_line(chosen: Collection[int]) -> str:
         return "gradient checkpointing: no stage needs it"
     which = ", ".join(map(str, sorted(chosen)))
     return f"gradient checkpointing, to fit the memory: stage{'s' * (len(chosen) > 1)} {which}"
-
-
-def _devices(config: Config, facts: Facts) -> list[tuple[set[str | int], int]]:
-    """The processes on each device, and the bytes that are free there."""
-    devices: dict[tuple[str, str], tuple[set[str | int], int]] = {}
-    for owner, fact in facts.items():
-        place = (machine_of(config, config.machine(owner)), fact.device)
-        owners, free = devices.get(place, (set(), fact.memory_free))
-        devices[place] = (owners | {owner}, min(free, fact.memory_free))
-    return list(devices.values())
-
-
-def check_memory(prepared: Prepared, facts: Facts) -> None:
-    """Raise PlanError if a stage does not fit its device.
-
-    Processes that share a device (CPU workers of one machine, two workers on one card) share what
-    is free: from each one's view the others have taken theirs.
-    """
-    needs: dict[str | int, int] = dict.fromkeys(facts, 0)
-    for memory in prepared.memory:
-        needs[memory.stage.owner] += memory.total
-    free = {}
-    for owners, available in _devices(prepared.config, facts):
-        together = sum(needs[owner] for owner in owners)
-        free.update({owner: max(0, available - (together - needs[owner])) for owner in owners})
-    check_fits(prepared.memory, free)
 
 
 def load_initial_adapter(

@@ -27,18 +27,19 @@ def reside(
     load: Load,
     rng: ShardRange,
     kept: ReusableModules,
-) -> tuple[Shard, HostMemory]:
-    """Load a stage's shard with what the plan keeps in host memory. Raises DeviceError where the
-    device has no memory of its own, and ConfigError for layers that are trained."""
-    if device.one_memory:
-        raise DeviceError(
-            f"{device.name} shares the machine's memory, so that nothing is gained by keeping"
-            f" tensors of stage {spec.index} in host memory",
-            hint=f"take offload and offload_optimizer out of shard_plan[{spec.index}], and"
-            " training.offload_optimizer and training.activation_offloading out for machines"
-            " without a card",
-        )
+) -> tuple[Shard, HostMemory | None]:
+    """Load a stage's shard with what the plan keeps in host memory; None where the device has no
+    memory of its own. Raises DeviceError where the plan's entry asks for it there, and ConfigError
+    for layers that are trained."""
     layers: StreamedLayers | None = None
+    if device.one_memory:
+        if named := config.offloads_of(spec.index):
+            raise DeviceError(
+                f"stage {spec.index}: {' and '.join(named)}: {device.name} shares the machine's one"
+                " memory, so that nothing is gained",
+                hint="take that out of shard_plan",
+            )
+        return load(rng, kept), None
     if offload := config.shard_plan[spec.index].offload:
         assert isinstance(offload, int)
         assert config.model is not None
@@ -66,8 +67,8 @@ class HostMemory:
         self._layers, self._states, self._inputs = layers, states, inputs
 
     @property
-    def misses(self) -> int:
-        return self._layers.misses if self._layers is not None else 0
+    def misses(self) -> int | None:
+        return self._layers.misses if self._layers is not None else None
 
     def accompany(self, shard: Shard) -> None:
         if self._layers is not None:

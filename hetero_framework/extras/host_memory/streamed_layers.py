@@ -26,26 +26,18 @@ from hetero_framework.models.cut.introspect import BlockForm
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.shard import Shard
+from hetero_framework.models.sizing.streaming import (
+    SLOTS,
+    layers_in_turn,
+    slot_of,
+    slot_sizes,
+    spread,
+)
 from hetero_framework.units import plural, size
 
-SLOTS = 2
-"""One is computed with, the other filled."""
 _ALIGNED_BYTES = 512  # as by torch's allocators
 _MOST_TRANSFERS = 10_000
 _log = logging.getLogger(__name__)
-
-
-def slots_of(count: int, in_turn: int = SLOTS) -> int:
-    """Slots for `count` streamed layers. Neighbours in the order, from the last one to the first
-    too, have different slots; where the count is odd, one layer thus keeps a slot to itself."""
-    return count if count <= in_turn else in_turn + count % in_turn
-
-
-def spread(count: int, start: int, end: int) -> list[int]:
-    """`count` of the layers [start, end), with the others evenly between them: while those are
-    computed with, there is more time for a copy."""
-    layers = end - start
-    return [start + (2 * k + 1) * layers // (2 * count) for k in range(count)]
 
 
 def load_streamed(
@@ -141,14 +133,10 @@ class StreamedLayers:
         self._is_last = is_last
         self._layers = [hosts[k] for k in sorted(hosts)]
         self._position = {k: position for position, k in enumerate(sorted(hosts))}
-        count, slots = len(hosts), slots_of(len(hosts), in_turn)
-        # Those in turn share slots; a last one, where the count is odd, has one to itself.
-        self._shared, self._in_turn = in_turn, count - count % in_turn if count > in_turn else 0
-        own = iter(range(in_turn if self._in_turn else 0, slots))
-        self._slot = [k % in_turn if k < self._in_turn else next(own) for k in range(count)]
-        sizes = [0] * slots
-        for layer, slot in zip(self._layers, self._slot, strict=True):
-            sizes[slot] = max(sizes[slot], layer.nbytes)
+        count = len(hosts)
+        self._shared, self._in_turn = in_turn, layers_in_turn(count, in_turn)
+        self._slot = [slot_of(position, count, in_turn) for position in range(count)]
+        sizes = slot_sizes([layer.nbytes for layer in self._layers], in_turn)
         self._memory = [
             torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device) for nbytes in sizes
         ]

@@ -32,7 +32,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConfig
-from hetero_framework.errors import PlanError
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
@@ -48,10 +47,12 @@ from hetero_framework.models.sizing.footprint import (
     Footprint,
     Setting,
     bundle_bytes,
+    bundle_forms,
     embedding_footprint,
     head_footprint,
     layer_footprint,
 )
+from hetero_framework.models.sizing.streaming import SLOTS, slot_sizes, spread
 from hetero_framework.units import size
 
 DEFAULT_TOKENS = 1024
@@ -72,6 +73,9 @@ _STATES_PER_WEIGHT = (
 )
 _ADAM_STATES = 2.0
 
+ONE_MEMORY = ("cpu", "mps")
+"""Kinds of devices whose memory is the machine's."""
+
 
 @dataclass(frozen=True)
 class StageMemory:
@@ -83,6 +87,12 @@ class StageMemory:
     optimizer that steps all weights at once needs then: on CUDA and XPU torch's AdamW does (the
     roots of all second moments). `device` is the owner's. `trained` is the number of trained
     values.
+
+    The sizes are those on the device. `frozen` are the frozen bytes of each layer, `offload` is how
+    many layers stream theirs from host memory, which also has the optimizer's `host_states` and
+    `host_inputs` of each micro-batch; `visiting` are the states that are on the device while the
+    optimizer steps. `resident` is the stage with all states and inputs on its device, where some
+    are not.
     """
 
     stage: StageSpec
@@ -98,11 +108,42 @@ class StageMemory:
     foreach: int = 0
     device: str = "auto"
     trained: int = 0
+    frozen: tuple[int, ...] = ()
+    offload: int = 0
+    host_states: int = 0
+    host_inputs: int = 0
+    visiting: int = 0
+    resident: StageMemory | None = None
 
     def holding(self, in_flight: int) -> StageMemory:
         """This stage with another number of micro-batches in flight."""
         more = (in_flight - self.in_flight) * self.per_micro_batch
         return replace(self, in_flight=in_flight, activations=self.activations + more)
+
+    def offloading(self, count: int) -> StageMemory:
+        """This stage with another number of streamed layers."""
+        weights = self.weights + self._saved(self.offload) - self._saved(count)
+        return replace(self, offload=count, weights=weights)
+
+    def placed(self, device: str, *, one_memory: bool) -> StageMemory:
+        """This stage on a device; in its memory with everything, where that is the machine's."""
+        here = self
+        if one_memory:
+            here = (self.resident or self).holding(self.in_flight).offloading(0)
+        return replace(here, device=device)
+
+    def _streamed(self, count: int) -> list[int]:
+        return [self.frozen[k] for k in spread(count, 0, len(self.frozen))]
+
+    def _saved(self, count: int) -> int:
+        streamed = self._streamed(count)
+        return sum(streamed) - sum(slot_sizes(streamed))
+
+    @property
+    def host(self) -> int:
+        """Bytes in host memory besides."""
+        inputs = self.in_flight * self.host_inputs
+        return sum(self._streamed(self.offload)) + self.host_states + inputs
 
     @property
     def index(self) -> int:
@@ -116,7 +157,8 @@ class StageMemory:
     @property
     def step(self) -> int:
         """Further bytes while the optimizer steps."""
-        return 0 if self.device.partition(":")[0] in ("auto", "cpu", "mps") else self.foreach
+        one_by_one = self.device.partition(":")[0] in ("auto", *ONE_MEMORY)
+        return self.visiting + (0 if one_by_one else self.foreach)
 
     @property
     def total(self) -> int:
@@ -133,7 +175,8 @@ class StageMemory:
         peak = ("step",) if steps else ("activations", moment)
         parts = ("weights", "gradients", "optimizer", *peak)
         sizes = [f"{name} {size(getattr(self, name))}" for name in parts if getattr(self, name)]
-        return f"{size(self.total)} ({', '.join(sizes)})"
+        host = f", and {size(self.host)} of host memory" if self.host else ""
+        return f"{size(self.total)} ({', '.join(sizes)}){host}"
 
 
 def estimate_memory(
@@ -237,6 +280,29 @@ def recompute_stages(
     return chosen
 
 
+def offload_layers(
+    memory: Sequence[StageMemory],
+    optional: Collection[int],
+    devices: Iterable[tuple[Collection[int | str], int]],
+) -> dict[int, int]:
+    """{stage: streamed layers} of `optional` stages: the fewest so that every device fits, all of a
+    device's where even they do not help. An even number: an odd one saves no more than the even one
+    below it, and two save nothing. `devices` as for `recompute_stages`."""
+    chosen = dict.fromkeys(optional, 0)
+    for owners, free in devices:
+        here = [m for m in memory if m.stage.owner in owners]
+        needed = sum(m.total for m in here)
+        # One stage after the other, since each has slots: large layers first.
+        streaming = [m for m in here if m.index in chosen]
+        for m in sorted(streaming, key=lambda m: -max(m.frozen, default=0)):
+            for count in range(2 * SLOTS, len(m.frozen) + 1, SLOTS):
+                less = m.offloading(count)
+                if needed > free and less.total < m.total:
+                    needed -= m.total - less.total
+                    m, chosen[m.index] = less, count
+    return chosen
+
+
 def in_flight_limits(
     memory: Sequence[StageMemory], limit: int, devices: Iterable[tuple[Collection[int | str], int]]
 ) -> tuple[int, ...]:
@@ -252,33 +318,6 @@ def in_flight_limits(
         for m in stages:
             limits[m.index] = max(1, min(limit, most))
     return tuple(limits)
-
-
-def check_fits(memory: Sequence[StageMemory], free: Mapping[int | str, int]) -> None:
-    """Raise PlanError when the stages of an owner in `free` need more bytes than its device has."""
-    problems, short = [], []
-    for owner, available in free.items():
-        stages = [m for m in memory if m.stage.owner == owner]
-        if sum(m.total for m in stages) > available:
-            short += stages
-            who = "the coordinator" if owner == "local" else f"worker {owner}"
-            needs = "; ".join(f"stage {m.index} ({m.stage.layers}) needs {m}" for m in stages)
-            problems.append(f"{who} has {size(available)} free, but {needs}")
-    if problems:
-        raise PlanError("\n".join(problems), hint=_advice(short))
-
-
-def _advice(memory: Sequence[StageMemory]) -> str:
-    """Suggestions for using less memory, the largest share first."""
-    advice = {
-        "a smaller per_device_train_batch_size, data.max_length or training.max_in_flight, or"
-        " gradient_checkpointing": sum(m.activations for m in memory),
-        "a smaller training.loss_chunk_tokens": sum(m.logits for m in memory),
-        "an adapter instead of full training": sum(m.gradients + m.optimizer for m in memory),
-        'model.quantization "nf4" with an adapter': sum(m.weights for m in memory),
-    }
-    ordered = sorted((name for name in advice if advice[name]), key=lambda name: -advice[name])
-    return "give it fewer layers in shard_plan; or " + "; or ".join(ordered)
 
 
 class Shapes:
@@ -426,7 +465,11 @@ def _stage_memory(
     per_micro_batch, working, logits = counted or _estimated_bytes(
         spec, shapes, config, tokens, differentiates
     )
-    return StageMemory(
+    frozen = dict.fromkeys(range(spec.start, spec.end), 0)
+    for name, nbytes in held.items():
+        if name not in trained and (layer := skeleton.layer_of(name)) is not None:
+            frozen[layer] += nbytes
+    resident = StageMemory(
         stage=spec,
         parameters=sum(shapes.numbers[name] for name in held)
         + sum(count for name, (count, _) in trained.items() if name not in held),
@@ -441,7 +484,57 @@ def _stage_memory(
         working=working,
         foreach=stepped if training.optim == "adamw_torch" else 0,
         device=machine.device,
+        frozen=tuple(frozen.values()),
     )
+    memory = _partly_away(resident, shapes, config, tokens, trained, differentiates)
+    kind = machine.device.partition(":")[0]
+    return memory.placed(machine.device, one_memory=kind in ONE_MEMORY)
+
+
+def _partly_away(
+    memory: StageMemory,
+    shapes: Shapes,
+    config: Config,
+    tokens: int,
+    trained: Mapping[str, tuple[int, int]],
+    differentiates: bool,
+) -> StageMemory:
+    """The stage with what its plan keeps in host memory; an `offload` of "auto" counts as 0. While
+    the optimizer steps, the states of two layers are on the device, the one that steps and the
+    next. The inputs of recomputed layers leave but for the first, which the stage was given, and
+    two that are used or on their way."""
+    spec, resident = memory.stage, memory
+    if memory.optimizer and config.offloads_optimizer(spec.index):
+        groups: dict[int | str, dict[str, tuple[int, int]]] = {}
+        for name, numbers in trained.items():
+            layer = shapes.skeleton.layer_of(name)
+            groups.setdefault(name if layer is None else layer, {})[name] = numbers
+        optim = config.training.optim
+        states = [_optimizer_bytes(optim, group, shapes.embeddings) for group in groups.values()]
+        stepped = max(sum(n * nbytes for n, nbytes in group.values()) for group in groups.values())
+        memory = replace(
+            memory,
+            optimizer=0,
+            visiting=sum(sorted(states)[-2:]),
+            foreach=min(memory.foreach, stepped),
+            host_states=memory.optimizer,
+            resident=resident,
+        )
+    stored = config.training.activation_offloading and config.checkpointing(spec.index) is True
+    inputs = spec.end - spec.start - 1
+    if stored and differentiates and inputs > 2:
+        shape, dtype, _ = bundle_forms(shapes.setting(config, tokens), spec.start)[0]
+        each = math.prod(shape) * dtype.itemsize
+        memory = replace(
+            memory,
+            activations=memory.activations - memory.in_flight * inputs * each,
+            per_micro_batch=memory.per_micro_batch - inputs * each,
+            working=memory.working + 2 * each,
+            host_inputs=inputs * each,
+            resident=resident,
+        )
+    offload = config.shard_plan[spec.index].offload
+    return memory.offloading(offload if isinstance(offload, int) else 0)
 
 
 def _optimizer_bytes(

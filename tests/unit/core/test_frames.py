@@ -54,12 +54,15 @@ def tensor(dtype: str = "float32", *shape: int) -> WireTensor:
 def examples() -> dict[str, Message]:
     """One message of every type, the same on every machine."""
     versions: dict[str, Any] = {"protocol": PROTOCOL_VERSION, "package": "0.1.0"}
-    figures = m.StageFigures(0.5, 1.5, 2, 3, 1 << 30, 0.125, 0.0)
+    figures = m.StageFigures(0.5, 1.5, 2, 3, 1 << 30, 0.125, 0.0, 1)
     parameters = (m.Parameter("w", (4, 0)),)
     made: list[tuple[m.Body, list[WireTensor]]] = [
         (m.Hello("r", 1, "p", 1, 1 << 30, "chat", "names", **versions), []),
         (m.Call(1, "p", **versions), []),
-        (m.Welcome("2.13.0", "cuda:0", "GPU", 8 << 30, 7 << 30, **versions), []),
+        (
+            m.Welcome("2.13.0", "cuda:0", "GPU", 8 << 30, 7 << 30, host_free=48 << 30, **versions),
+            [],
+        ),
         (m.Reject("protocol", "no", "upgrade"), []),
         (m.Setup({"version": "1"}, (1,)), []),
         (m.Ready((m.LoadedStage(1, parameters, {"layers.4": "0f"}, {"t": "s"}),)), []),

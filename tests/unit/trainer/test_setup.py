@@ -9,14 +9,14 @@ from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.config import Config
-from hetero_framework.errors import ConfigError, DataError, PlanError
+from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanError
+from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.models.sizing.memory import estimate_memory
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import (
     Prepared,
     check_compiled,
-    check_memory,
     check_positions,
     codec_lines,
     fit_devices,
@@ -78,20 +78,6 @@ def test_largest_frame_holds_any_boundary_and_any_tensor() -> None:
     assert limit > 64 * 16 * 4
 
 
-def test_check_memory_counts_processes_on_one_device_together() -> None:
-    cfg = config()
-    memory = estimate_memory(cfg, LLAMA, tokens=8)
-    parts = Prepared(Resolved.start(cfg), LLAMA, None, None, None, memory, 0, 0)  # type: ignore[arg-type]
-    total = sum(m.total for m in memory)
-    enough = MachineFacts("cpu", "a processor", total, total)
-    check_memory(parts, {"local": enough, 1: enough})
-    less = MachineFacts("cpu", "a processor", total, total - 1)
-    with pytest.raises(PlanError, match="worker 1 has"):
-        check_memory(parts, {"local": less, 1: less})
-    other = MachineFacts("cuda:0", "a card", total, memory[1].total)
-    check_memory(parts, {"local": MachineFacts("cpu", "", total, memory[0].total), 1: other})
-
-
 def prepared(cfg: Config, tokens: int) -> Prepared:
     memory = estimate_memory(cfg, LLAMA, tokens=tokens)
     data = SimpleNamespace(row_tokens=tokens)
@@ -99,7 +85,8 @@ def prepared(cfg: Config, tokens: int) -> Prepared:
 
 
 def fact(device: str, free: int) -> MachineFacts:
-    return MachineFacts(device, "a device", free, free)
+    host = None if device in ("cpu", "mps") else 1 << 40
+    return MachineFacts(device, "a device", free, free, host_free=host)
 
 
 def test_checkpointing_auto_is_written_out_for_the_stages_that_need_it(logged: list[str]) -> None:
@@ -129,6 +116,78 @@ def test_a_stage_keeps_its_own_checkpointing_under_auto() -> None:
     parts = prepared(cfg, 512)
     with pytest.raises(PlanError, match="stage 0"):
         fit_devices(parts, {"local": fact("cuda:0", 1000), 1: fact("cuda:1", 1 << 40)})
+
+
+def with_entries(cfg: Config, *entries: dict[str, Any]) -> Config:
+    plan = cfg.to_dict()["shard_plan"]
+    return cfg.with_changes(shard_plan=[a | b for a, b in zip(plan, entries, strict=True)])
+
+
+def adapted(entries: tuple[dict[str, Any], ...], **training: Any) -> Prepared:
+    """Two stages of six layers, with LoRA."""
+    model = LlamaConfig(**{**LLAMA.to_dict(), "num_hidden_layers": 12, "hidden_size": 128})
+    raw = {**config(**training).to_dict(), "adapter": {"r": 2}}
+    cfg = with_entries(
+        Config.from_dict({**raw, "shard_plan": plan_of(("local", 6), (1, 12))}), *entries
+    )
+    plan = adapter_plan_of(cfg, model)
+    memory = estimate_memory(cfg, model, tokens=64, plan=plan)
+    data = SimpleNamespace(row_tokens=64)
+    return Prepared(Resolved.start(cfg), model, None, data, plan, memory, 0, 0)  # type: ignore[arg-type]
+
+
+def test_offload_auto_is_written_out_for_the_stages_that_need_it(logged: list[str]) -> None:
+    parts = adapted(({"offload": "auto"}, {"offload": "auto"}), max_in_flight=1)
+    first, second = parts.memory
+    enough = {"local": fact("cuda:0", first.total), 1: fact("cuda:1", second.total)}
+    fitted = fit_devices(parts, enough)
+    assert [entry.offload for entry in fitted.config.shard_plan] == [0, 0]
+    little = {**enough, 1: fact("cuda:1", second.total - 1)}
+    fitted = fit_devices(parts, little)
+    assert [entry.offload for entry in fitted.config.shard_plan] == [0, 4]
+    assert fitted.memory[1].total == second.total - 2 * second.frozen[0]
+    assert fitted.memory[1].host == 4 * second.frozen[0]
+    less = {**enough, "local": fact("cuda:0", first.total - 3 * first.frozen[0])}
+    assert fit_devices(parts, less).config.shard_plan[0].offload == 6
+    assert logged == [
+        "offload: no stage needs it",
+        "offload, to fit the memory: stage 1 streams 4 of its 6 layers",
+        "offload, to fit the memory: stage 0 streams 6 of its 6 layers",
+    ]
+    with pytest.raises(PlanError, match="1 MiB too little: stage 0"):
+        fit_devices(parts, {**enough, "local": fact("cuda:0", first.total - 6 * first.frozen[0])})
+    with pytest.raises(PlanError, match="1 MiB too little: stage 1"):
+        fit_devices(parts, {**enough, 1: fact("mps", second.total - 1)})
+
+
+def test_layers_are_computed_again_before_they_are_streamed() -> None:
+    auto = {"offload": "auto"}
+    parts = adapted((auto, auto), max_in_flight=1, gradient_checkpointing="auto")
+    first, second = parts.memory
+    facts = {"local": fact("cuda:0", first.total - 1), 1: fact("cuda:1", second.total)}
+    fitted = fit_devices(parts, facts)
+    entries = fitted.config.shard_plan
+    assert [(e.gradient_checkpointing, e.offload) for e in entries] == [(True, 0), (False, 0)]
+    again = fitted.memory[0].total
+    fitted = fit_devices(parts, {**facts, "local": fact("cuda:0", again - 1)})
+    entry = fitted.config.shard_plan[0]
+    assert (entry.gradient_checkpointing, entry.offload) == (True, 4)
+
+
+def test_settings_for_all_stages_do_nothing_where_memory_is_one(logged: list[str]) -> None:
+    parts = adapted(({}, {}), max_in_flight=1, offload_optimizer=True)
+    first, second = parts.memory
+    room = 1 << 30
+    fitted = fit_devices(parts, {"local": fact("cuda:0", room), 1: fact("cpu", room)})
+    assert fitted.memory[0].host == first.host > 0
+    assert fitted.memory[1].host == 0
+    assert fitted.memory[1].optimizer == second.host_states
+    assert [line.partition(": ")[0] for line in logged] == [
+        "training.offload_optimizer does nothing for worker 1"
+    ]
+    for entry in ({"offload": 4}, {"offload_optimizer": True}):
+        with pytest.raises(DeviceError, match=r"shard_plan\[1\].*are one memory, as for worker 1"):
+            fit_devices(adapted(({}, entry)), {"local": fact("cuda:0", room), 1: fact("mps", room)})
 
 
 def test_stages_hold_as_many_micro_batches_as_their_memory_allows() -> None:

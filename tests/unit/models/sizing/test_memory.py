@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +15,18 @@ from torch import nn
 
 from hetero_framework.config import AdapterConfig, Config, StageSpec
 from hetero_framework.engine.optimizer import build_optimizer
-from hetero_framework.errors import PlanError
 from hetero_framework.models.adapters.trainable import tied_parameters, trainable_parameters
 from hetero_framework.models.cut.chunked_loss import chunked_loss, spans
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.sizing.footprint import PeakMemory
 from hetero_framework.models.sizing.memory import (
     StageMemory,
-    check_fits,
     estimate_memory,
     in_flight_limits,
+    offload_layers,
     recompute_stages,
 )
+from hetero_framework.units import size
 from tests.unit.adapter_helpers import batch, chain_backward, save_model, shards, stock
 
 
@@ -295,31 +296,76 @@ def test_optimizer_state_follows_the_optimizer(tmp_path: Path) -> None:
     assert sizes == {**wide, "adamw_bnb_8bit": narrow}
 
 
-def test_stages_that_do_not_fit_are_named_with_numbers_and_a_way_out(tmp_path: Path) -> None:
-    base = save_model(tmp_path)
-    memory = memory_of(config_of(base, (0, 1, 4)))
-    need = memory[1].total
-    check_fits(memory, {"local": 10 << 30, 1: need})
-    with pytest.raises(PlanError) as caught:
-        check_fits(memory, {"local": 10 << 30, 1: need - 1})
-    text = str(caught.value)
-    assert "worker 1 has" in text
-    assert "stage 1 (layers 1-3) needs" in text
-    assert "coordinator" not in text
-    assert "fewer layers in shard_plan" in text
+def test_the_fewest_layers_stream_until_a_device_fits() -> None:
+    def streaming(index: int, owner: int | str, frozen: tuple[int, ...]) -> StageMemory:
+        return replace(stage(index, owner, sum(frozen), 0), frozen=frozen)
+
+    first = streaming(0, "local", (10,) * 7)
+    small, large = streaming(1, 1, (1,) * 8), streaming(2, 1, (5,) * 8)
+    memory = [first, small, large]
+
+    def chosen(here: int, there: int, optional: Sequence[int] = (0, 1, 2)) -> dict[int, int]:
+        return offload_layers(memory, optional, [({"local"}, here), ({1}, there)])
+
+    assert chosen(70, 48) == {0: 0, 1: 0, 2: 0}
+    assert chosen(69, 48) == {0: 4, 1: 0, 2: 0}
+    assert chosen(49, 48) == {0: 6, 1: 0, 2: 0}
+    # Seven layers have three slots: they save no more than six.
+    assert first.offloading(6).total == first.offloading(7).total == 30
+    assert chosen(0, 48) == {0: 6, 1: 0, 2: 0}
+    # A stage of large layers streams all of its own before another begins.
+    assert chosen(70, 18) == {0: 0, 1: 0, 2: 8}
+    assert chosen(70, 17) == {0: 0, 1: 4, 2: 8}
+    assert chosen(70, 17, optional=[1]) == {1: 8}
 
 
-def test_stages_of_one_process_share_its_device(tmp_path: Path) -> None:
+def test_streamed_layers_leave_their_frozen_weights_to_host_memory(tmp_path: Path) -> None:
+    base, adapter = save_model(tmp_path), AdapterConfig(target_modules="all-linear")
+    config = config_of(base, (0, 1, 4), adapter)
+    plan = config.to_dict()["shard_plan"]
+    plan[1]["offload"] = 3
+    before, after = memory_of(config)[1], memory_of(config.with_changes(shard_plan=plan))[1]
+    each = before.frozen[0]
+    assert before.frozen == (each, each, each)
+    assert (before.host, after.host) == (0, 3 * each)
+    assert after.weights == before.weights  # each of three has a slot
+    four = replace(before, frozen=(each, each, each + 8, each)).offloading(4)
+    assert four.weights == before.weights - 2 * each
+    assert four.offloading(0).weights == before.weights
+    assert f"and {size(four.host)} of host memory" in str(four)
+    full = memory_of(config_of(base, (0, 1, 4)))[1]
+    assert full.frozen == (0, 0, 0)
+
+
+def test_states_and_stored_inputs_in_host_memory(tmp_path: Path) -> None:
     base = save_model(tmp_path)
-    config = config_of(base, (0, 1, 4))
-    plan = [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 3}]
-    plan.append({"id": "local", "start": 3, "end": 4})
-    config = Config.from_dict({**config.to_dict(), "shard_plan": plan})
-    memory = memory_of(config)
-    both = memory[0].total + memory[2].total
-    check_fits(memory, {"local": both})
-    with pytest.raises(PlanError, match=r"(?s)stage 0 .*stage 2 "):
-        check_fits(memory, {"local": both - 1})
+    training: dict[str, Any] = {"gradient_checkpointing": True, "max_in_flight": 2}
+    training |= {"gradient_accumulation_steps": 2, "optim": "adamw_torch"}
+
+    def stages(**more: Any) -> list[StageMemory]:
+        return memory_of(config_of(base, (0, 4, 4), training={**training, **more}), tokens=16)
+
+    plain, _ = stages()
+    states, _ = stages(offload_optimizer=True)
+    assert states.optimizer == 0
+    assert states.host == plain.optimizer
+    assert 0 < states.visiting < plain.optimizer
+    assert states.kept == plain.weights + plain.gradients
+    assert states.step == states.visiting
+    on_card = states.placed("cuda:0", one_memory=False)
+    assert on_card.step == states.visiting + on_card.foreach
+    assert 0 < on_card.foreach < plain.foreach
+    inputs, _ = stages(activation_offloading=True)
+    hidden = 2 * 16 * 64 * 4
+    assert inputs.host == 2 * 3 * hidden
+    assert inputs.activations == plain.activations - inputs.host
+    assert inputs.working == plain.working + 2 * hidden
+    assert inputs.holding(1).host == 3 * hidden
+    # Where the device has the machine's memory nothing leaves.
+    for stage in (states, inputs.holding(1), plain.offloading(4)):
+        placed = stage.placed("mps", one_memory=True)
+        assert placed == replace(plain.holding(stage.in_flight), device="mps")
+    assert stages(activation_offloading=True, gradient_checkpointing=False)[0].host == 0
 
 
 def test_stored_attention_in_one_row_is_over_all_its_tokens(tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""Streamed layers of a stage: their choice, and the slots of the device that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SLOTS = 2
+"""One is computed with, the other filled."""
+
+
+def spread(count: int, start: int, end: int) -> list[int]:
+    """`count` of the layers [start, end), with the others evenly between them: while those are
+    computed with, there is more time for a copy."""
+    layers = end - start
+    return [start + (2 * k + 1) * layers // (2 * count) for k in range(count)]
+
+
+def layers_in_turn(count: int, shared: int = SLOTS) -> int:
+    """How many of `count` streamed layers share slots. Neighbours in the order, from the last one
+    to the first too, have different slots; where the count is odd, one layer thus keeps a slot to
+    itself."""
+    return count - count % shared if count > shared else 0
+
+
+def slots_of(count: int, shared: int = SLOTS) -> int:
+    """Slots for `count` streamed layers."""
+    turns = layers_in_turn(count, shared)
+    return min(turns, shared) + count - turns
+
+
+def slot_of(position: int, count: int, shared: int = SLOTS) -> int:
+    """The slot of one of `count` streamed layers."""
+    turns = layers_in_turn(count, shared)
+    return position % shared if position < turns else min(turns, shared) + position - turns
+
+
+def slot_sizes(sizes: Sequence[int], shared: int = SLOTS) -> list[int]:
+    """Bytes of each slot, for streamed layers of these bytes."""
+    slots = [0] * slots_of(len(sizes), shared)
+    for position, nbytes in enumerate(sizes):
+        slot = slot_of(position, len(sizes), shared)
+        slots[slot] = max(slots[slot], nbytes)
+    return slots
