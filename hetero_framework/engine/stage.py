@@ -308,12 +308,15 @@ class Stage:
                 group["lr"] = learning_rate
             if failpoints.is_due("optimizer-half"):
                 self._step_half(self._optimizer)
-            if self.residence is not None:
-                self.residence.step(self._optimizer)
-            else:
-                self._optimizer.step()
+            self._step(self._optimizer)
         self._kept = None
         self.abort()
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.residence is not None:
+            self.residence.step(optimizer)
+        else:
+            optimizer.step()
 
     def _step_half(self, optimizer: torch.optim.Optimizer) -> None:
         """For a failpoint: the first half of the parameters makes the step before the others."""
@@ -322,7 +325,7 @@ class Stage:
         gradients = [parameter.grad for parameter in rest]
         for parameter in rest:
             parameter.grad = None
-        optimizer.step()
+        self._step(optimizer)
         failpoints.hit("optimizer-half")
         for parameter in first:
             parameter.grad = None
@@ -463,11 +466,10 @@ class Stage:
                 raise CheckpointError(
                     f"the checkpoint lacks weights of stage {self.index}: {absent[:5]}"
                 )
-            if self.residence is not None:
-                self.residence.settle()
             if self._optimizer is not None:
                 state = {name: values for name, values in self._loading.items() if values}
-                load_state_tensors(self._optimizer, self._names, state)
+                load = load_state_tensors if self.residence is None else self.residence.load
+                load(self._optimizer, self._names, state)
             self._loading = {}
 
     def tied_weights(self) -> Tensors:

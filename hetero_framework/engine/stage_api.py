@@ -176,8 +176,13 @@ class Residence(Protocol):
     def step(self, optimizer: Optimizer) -> None:
         """Step the optimizer."""
 
+    def load(
+        self, optimizer: Optimizer, names: Mapping[Any, str], state: dict[str, dict[str, Any]]
+    ) -> None:
+        """See `optimizer.load_state_tensors`."""
+
     def settle(self) -> None:
-        """Wait until the optimizer's states may be read or replaced."""
+        """Wait until the optimizer's states may be read."""
 
     def transfers(self) -> list[tuple[DeviceEvent, DeviceEvent]]:
         """Beginning and end of each copy of a layer since the last call; waits for none."""

@@ -1,20 +1,159 @@
-"""Optimizer states in host memory: those of a layer visit the device while it steps."""
+"""Optimizer states in host memory: those of a group of parameters visit the device while it steps.
+
+While one group steps, the states of the next one are on their way, and those of the one before
+return. The device has memory for three groups, and only during the commit.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from hetero_framework.core.devices import Device
+from hetero_framework.core.devices import Device, DeviceEvent
+from hetero_framework.engine.optimizer import load_state_tensors
+from hetero_framework.extras.host_memory.pinned import HostTensors
+
+GROUP_BYTES = 128 << 20
+"""Of the states of a group, as far as it has more than one parameter."""
+_STATE_BYTES = 8  # of a parameter's element, as Adam has them
+_SMALL_BYTES = 1024  # states that stay: counters, tables of 8-bit optimizers
+_RETURNING = 1  # groups, behind the one that steps
+_log = logging.getLogger(__name__)
+
+
+def in_groups(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Parameters in their order, in groups that visit the device together."""
+    groups: list[list[Tensor]] = []
+    room = 0
+    for parameter in parameters:
+        nbytes = _STATE_BYTES * parameter.numel()
+        if not groups or nbytes > room:
+            groups.append([])
+            room = GROUP_BYTES
+        groups[-1].append(parameter)
+        room -= nbytes
+    return groups
 
 
 class OptimizerStates:
-    """The states of one stage's optimizer."""
+    """The states of one stage's optimizer. Between commits `optimizer.state` has them in host
+    memory, in the same one for good."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._memory = HostTensors(device)
+        self._hosts: dict[tuple[Tensor, str], Tensor] = {}
+        self._returning: deque[tuple[list[Tensor], DeviceEvent]] = deque()
+        self._returned = DeviceEvent()
 
     def step(self, optimizer: Optimizer) -> None:
-        optimizer.step()
+        """As `optimizer.step`. Gradients are gone afterwards."""
+        parameters = _parameters(optimizer)
+        gradients = {p: p.grad for p in parameters if p.grad is not None}
+        for parameter in gradients:
+            parameter.grad = None
+        states, groups = optimizer.state, in_groups(gradients)
+        arrivals = deque(self._fetch(states, group) for group in groups[:1])
+        for k, group in enumerate(groups):
+            self._let_go(_RETURNING)
+            arrivals.extend(self._fetch(states, following) for following in groups[k + 1 : k + 2])
+            there, arrival = arrivals.popleft()
+            self._device.order_behind(arrival)
+            for parameter, key in there:
+                states[parameter][key] = there[parameter, key]
+            for parameter in group:
+                parameter.grad = gradients.pop(parameter)
+            # Some optimizers look at all states that there are, and bring them to the device.
+            optimizer.state = _states({p: states[p] for p in group if p in states})
+            optimizer.step()
+            states.update(optimizer.state)
+            for parameter in group:
+                parameter.grad = None
+            there.clear()
+            self._send_back(states, group)
+        optimizer.state = states
+        self._let_go(0)
+
+    def load(
+        self, optimizer: Optimizer, names: Mapping[Any, str], state: dict[str, dict[str, Any]]
+    ) -> None:
+        """As `load_state_tensors`, which puts all that it loads onto the device."""
+        loaded = _states({})
+        for group in in_groups(_parameters(optimizer)):
+            part = {names[p]: state[names[p]] for p in group if names[p] in state}
+            load_state_tensors(optimizer, names, part)
+            self._let_go(_RETURNING)
+            self._send_back(optimizer.state, group)
+            loaded.update(optimizer.state)
+        optimizer.state = loaded
+        self._let_go(0)
 
     def settle(self) -> None:
-        pass
+        """Wait until all states are in host memory."""
+        self._returned.wait()
+
+    def _fetch(
+        self, states: Mapping[Tensor, dict[str, Any]], group: list[Tensor]
+    ) -> tuple[dict[tuple[Tensor, str], Tensor], DeviceEvent]:
+        """Queue the way of a group's states to the device, into memory of their own."""
+        hosts = {
+            (parameter, key): host
+            for parameter in group
+            for key, state in states.get(parameter, {}).items()
+            if (host := self._hosts.get((parameter, key))) is state and host is not None
+        }
+        there = {at: torch.empty_like(host, device=at[0].device) for at, host in hosts.items()}
+        pairs = [(tensor, hosts[at]) for at, tensor in there.items()]
+        # The memory may be in use until then, by work that is queued.
+        queued = self._device.record_event()
+        return there, self._device.queue_copies(pairs, "states in", queued)[1]
+
+    def _send_back(self, states: Mapping[Tensor, dict[str, Any]], group: list[Tensor]) -> None:
+        """Queue the way of a group's states to host memory, which `states` has from now on."""
+        pairs = []
+        for parameter in group:
+            for key, tensor in states.get(parameter, {}).items():
+                if not _travels(tensor, parameter):
+                    continue
+                host = self._hosts.get((parameter, key))
+                if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
+                    host = self._memory.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+                    self._hosts[parameter, key] = host
+                pairs.append((host, tensor))
+                states[parameter][key] = host
+        stepped = self._device.record_event()
+        _, self._returned = self._device.queue_copies(pairs, "states out", stepped)
+        self._returning.append(([tensor for _, tensor in pairs], self._returned))
+
+    def _let_go(self, most: int) -> None:
+        """Free the device's memory of all that return but the last `most`."""
+        while len(self._returning) > most:
+            # What takes the memory next is queued on this thread's stream.
+            self._device.order_behind(self._returning[0][1])
+            self._returning.popleft()
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _states(states: dict[Tensor, dict[str, Any]]) -> defaultdict[Tensor, Any]:
+    return defaultdict(dict, states)
+
+
+def _travels(state: Any, parameter: Tensor) -> bool:
+    """Whether a state is worth a place in host memory. bitsandbytes' paged ones have it already,
+    and a tensor of another class may consist of several."""
+    return (
+        type(state) is Tensor
+        and state.device == parameter.device
+        and state.nbytes > _SMALL_BYTES
+        and state.is_contiguous()
+        and not getattr(state, "is_paged", False)
+    )

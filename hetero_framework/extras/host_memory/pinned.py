@@ -8,6 +8,8 @@ from torch import Tensor
 from hetero_framework.core.devices import Device
 
 _LEAST_BYTES = 1 << 16
+_ALIGNED_BYTES = 512
+_LARGE_BYTES = 1 << 32
 
 
 class HostBytes:
@@ -43,3 +45,33 @@ class HostBytes:
             if end > begin:
                 pairs.append((target[begin:end], piece[: end - begin]))
         return pairs
+
+
+class HostTensors:
+    """Host memory for tensors, in pieces of powers of two with room for several: each is in one
+    piece, and little is lost."""
+
+    def __init__(self, device: Device) -> None:
+        self.nbytes = 0
+        self.pinned_bytes = 0
+        self._device = device
+        self._rests: list[Tensor] = []
+
+    def take(self, nbytes: int) -> Tensor:
+        """As many bytes, for good."""
+        length = -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        self.nbytes += length
+        fitting = (k for k, rest in enumerate(self._rests) if len(rest) >= length)
+        if (place := next(fitting, None)) is None:
+            place, piece = len(self._rests), self._device.pinned(_piece_bytes(length))
+            if piece is not None:
+                self.pinned_bytes += len(piece)
+            self._rests.append(torch.empty(length, dtype=torch.uint8) if piece is None else piece)
+        rest = self._rests[place]
+        self._rests[place] = rest[length:]
+        return rest[:nbytes]
+
+
+def _piece_bytes(nbytes: int) -> int:
+    several = min(4 * nbytes, _LARGE_BYTES)
+    return 1 << (max(nbytes, several, _LEAST_BYTES) - 1).bit_length()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch.optim import Optimizer
 
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, DeviceEvent
+from hetero_framework.engine.optimizer import load_state_tensors
 from hetero_framework.errors import DeviceError
 from hetero_framework.extras.host_memory.admission import admit_streaming
 from hetero_framework.extras.host_memory.optimizer_states import OptimizerStates
@@ -49,7 +51,7 @@ def reside(
         shard = load(rng, kept)
     states = OptimizerStates(device) if config.offloads_optimizer(spec.index) else None
     is_stored = config.training.activation_offloading and config.checkpointing(spec.index) is True
-    inputs = StoredInputs(device, is_last=spec.is_last) if is_stored else None
+    inputs = StoredInputs(device, spec) if is_stored else None
     return shard, HostMemory(spec, layers, states, inputs)
 
 
@@ -80,13 +82,11 @@ class HostMemory:
         if self._layers is not None:
             self._layers.begin(kind, following)
         if self._inputs is not None:
-            self._inputs.begin(kind, micro_batch)
+            self._inputs.begin(kind, micro_batch, following)
 
     def end(self) -> None:
         if self._layers is not None:
             self._layers.end()
-        if self._inputs is not None:
-            self._inputs.end()
 
     def abort(self) -> None:
         if self._inputs is not None:
@@ -97,6 +97,14 @@ class HostMemory:
             self._states.step(optimizer)
         else:
             optimizer.step()
+
+    def load(
+        self, optimizer: Optimizer, names: Mapping[Any, str], state: dict[str, dict[str, Any]]
+    ) -> None:
+        if self._states is not None:
+            self._states.load(optimizer, names, state)
+        else:
+            load_state_tensors(optimizer, names, state)
 
     def settle(self) -> None:
         if self._states is not None:

@@ -412,7 +412,7 @@ class Shard:
         self._hooks: list[RemovableHandle] = []
         self._former: dict[int, Callable[..., Any] | None] = {}
         self._recomputes = False
-        self.storing: Callable[[int], AbstractContextManager[None]] | None = None
+        self.storing: Callable[[int, Tensor], AbstractContextManager[None]] | None = None
         """The context in which the inputs of a block that is computed again are stored."""
         self._install()
 
@@ -811,7 +811,8 @@ class Shard:
                 # Entering seeds, in the recomputation too; not every device has a random state
                 # that torch could save.
                 kept = shard.on_enter is None
-                with shard.storing(index) if shard.storing is not None else nullcontext():
+                hidden, storing = form.hidden(args, kwargs), shard.storing
+                with storing(index, hidden) if storing is not None else nullcontext():
                     return checkpoint(
                         enter, *args, use_reentrant=False, preserve_rng_state=kept, **kwargs
                     )

@@ -1,0 +1,170 @@
+"""Optimizer states in host memory give the bits of a stage that holds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_framework.core.devices import Device
+from hetero_framework.extras.host_memory import optimizer_states
+from hetero_framework.extras.host_memory.optimizer_states import OptimizerStates, in_groups
+from tests.extras.host_memory.training import LORA, Training, config, differences, own_memory
+from tests.extras.host_memory.watched import Watched
+
+__all__ = ["own_memory"]
+pytestmark = pytest.mark.usefixtures("own_memory")
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw_torch": {},
+    "adamw_torch_fused": {},
+    "sgd": {"optim_args": "momentum=0.9"},
+    "adafactor": {},
+    "adamw_8bit": {},
+    "paged_adamw_32bit": {},
+    "lion_8bit": {},
+    "ademamix_8bit": {},
+    "rmsprop": {},
+}
+GROUP = 20_000
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several groups in a small stage, and all states travel."""
+    monkeypatch.setattr(optimizer_states, "GROUP_BYTES", GROUP)
+    monkeypatch.setattr(optimizer_states, "_SMALL_BYTES", 0)
+
+
+def states_of(training: Training) -> list[OptimizerStates]:
+    found = [stage.residence._states for stage in training.stages]  # type: ignore[union-attr]
+    assert all(isinstance(states, OptimizerStates) for states in found)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # no paged memory on a CPU
+@pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_every_optimizer_gives_the_same_bits(optim: str, adapter: dict[str, Any]) -> None:
+    if "8bit" in optim or "paged" in optim:
+        pytest.importorskip("bitsandbytes")
+    settings = {"optim": optim, **OPTIMIZERS[optim], **adapter}
+    resident = Training(config([2], **settings), Device()).train()
+    offloaded = Training(config([2], offload_optimizer=True, **settings), Device())
+    assert differences(resident, offloaded.train()) == []
+    for states, stage in zip(states_of(offloaded), offloaded.stages, strict=True):
+        assert stage._optimizer is not None
+        groups = in_groups(p for g in stage._optimizer.param_groups for p in g["params"])
+        assert len(groups) > 1
+        kept = [t for v in stage._optimizer.state.values() for t in v.values()]
+        hosts = {id(host) for host in states._hosts.values()}
+        assert hosts == {id(t) for t in kept if isinstance(t, torch.Tensor)}
+
+
+def test_host_memory_is_the_same_in_every_step() -> None:
+    training = Training(config(offload_optimizer=True), Device())
+    [states] = states_of(training)
+    training.step(0)
+    places = {at: host.data_ptr() for at, host in states._hosts.items()}
+    nbytes = states._memory.nbytes
+    training.step(1)
+    assert places == {at: host.data_ptr() for at, host in states._hosts.items()}
+    assert states._memory.nbytes == nbytes
+    assert sum(host.nbytes for host in states._hosts.values()) <= nbytes
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_device_has_three_groups_at_most(steps: int) -> None:
+    device = Watched()
+    training = Training(config(offload_optimizer=True), device)
+    for step in range(steps):
+        training.step(step)
+    [stage] = training.stages
+    assert stage._optimizer is not None
+    groups = in_groups(p for g in stage._optimizer.param_groups for p in g["params"])
+    largest = max(sum(8 * p.numel() + 512 for p in group) for group in groups)
+    assert len(groups) > 8
+    for stream, (_, nbytes) in device.most.items():
+        assert nbytes <= 3 * largest, stream
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_8bit"])
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
+def test_a_checkpoint_is_that_of_any_run(optim: str, before: bool, after: bool) -> None:
+    if "8bit" in optim:
+        pytest.importorskip("bitsandbytes")
+    whole = Training(config([2], optim=optim), Device())
+    expected = whole.train(4)
+    first = Training(config([2], optim=optim, offload_optimizer=before), Device())
+    losses = first.train(2)[0]
+    # The stage that takes it over has gone on: nothing of that may stay.
+    second = Training(config([2], optim=optim, offload_optimizer=after), Device())
+    second.train(3)
+    second.load(first.parts())
+    for step in (2, 3):
+        losses += second.step(step)
+    assert differences(expected, (losses, second.state())) == []
+
+
+def test_a_snapshot_is_of_its_step_despite_later_steps() -> None:
+    training = Training(config([2], offload_optimizer=True), Device())
+    training.step(0)
+    expected = training.state()
+    snapshots = [stage.snapshot(lasting=True) for stage in training.stages]
+
+    def keep() -> None:
+        for snapshot in snapshots:
+            snapshot.keep()
+
+    training.step(1, before_commit=keep)
+    found = {
+        f"{k}/{name}": tensor
+        for k, snapshot in enumerate(snapshots)
+        for part in snapshot.parts()
+        for name, tensor in part.tensors.items()
+    }
+    assert differences(([], expected), ([], found)) == []
+
+
+def test_an_aborted_attempt_changes_no_state() -> None:
+    training = Training(config([2], offload_optimizer=True), Device())
+    training.step(0)
+    before = training.state()
+    training.step(1, tasks=5)
+    assert differences(([], before), ([], training.state())) == []
+
+
+def test_a_parameter_without_a_gradient_keeps_its_state() -> None:
+    training = Training(config(offload_optimizer=True), Device())
+    [stage] = training.stages
+    training.step(0)
+    before = training.state()
+    name, parameter = stage._parameters[3]
+
+    def forget() -> None:
+        parameter.grad = None
+
+    training.step(1, before_commit=forget)
+    after = training.state()
+    unchanged = {key for key, tensor in before.items() if torch.equal(tensor, after[key])}
+    assert unchanged == {key for key in before if key.endswith(f"/{name}")}
+
+
+def test_groups_keep_the_order_and_their_size() -> None:
+    sizes = [500, 1500, 600, 9000, 100, 100]
+    groups = in_groups(torch.zeros(size) for size in sizes)
+    assert [[p.numel() for p in group] for group in groups] == [
+        [500, 1500],
+        [600],
+        [9000],
+        [100, 100],
+    ]
+
+
+def test_small_states_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_states, "_SMALL_BYTES", 1024)
+    training = Training(config(offload_optimizer=True), Device())
+    training.step(0)
+    [states] = states_of(training)
+    assert {key for _, key in states._hosts} == {"exp_avg", "exp_avg_sq"}
+    assert all(host.nbytes > 1024 for host in states._hosts.values())

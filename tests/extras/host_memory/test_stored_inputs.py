@@ -1,0 +1,121 @@
+"""Stored inputs in host memory: the same bits, and little of them on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from hetero_framework.core.devices import Device
+from hetero_framework.extras.host_memory.stored_inputs import StoredInputs, _Stored
+from tests.extras.host_memory.training import (
+    LAYERS,
+    LORA,
+    Training,
+    config,
+    differences,
+    own_memory,
+)
+from tests.extras.host_memory.watched import Watched
+
+__all__ = ["own_memory"]
+pytestmark = pytest.mark.usefixtures("own_memory")
+AGAIN = {"gradient_checkpointing": True}
+OFFLOADING = {**AGAIN, "activation_offloading": True}
+CUTS: tuple[list[int], ...] = ([], [3], [1, 4], [2, 3, 4])
+
+
+def inputs_of(training: Training) -> list[StoredInputs]:
+    found = [stage.residence._inputs for stage in training.stages]  # type: ignore[union-attr]
+    assert all(isinstance(inputs, StoredInputs) for inputs in found)
+    return found
+
+
+@pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_every_cut_gives_the_same_bits(cuts: Sequence[int], adapter: dict[str, Any]) -> None:
+    resident = Training(config(cuts, **AGAIN, **adapter), Device())
+    offloaded = Training(config(cuts, **OFFLOADING, **adapter), Device())
+    for step, tokens in enumerate((20, 9, 31)):
+        assert resident.step(step, tokens=tokens) == offloaded.step(step, tokens=tokens)
+    assert differences(([], resident.state()), ([], offloaded.state())) == []
+
+
+def test_loss_chunks_and_autocast_give_the_same_bits() -> None:
+    settings = {"bf16": True, "loss_chunk_tokens": 16}
+    resident = Training(config([3], **AGAIN, **settings), Device()).train()
+    offloaded = Training(config([3], **OFFLOADING, **settings), Device()).train()
+    assert differences(resident, offloaded) == []
+
+
+@pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
+def test_one_tensor_of_a_layer_leaves_and_comes_back(adapter: dict[str, Any]) -> None:
+    """Not the received one, which is kept anyway, nor the last layer's, whose backward follows."""
+    device = Watched()
+    training = Training(config([2, 4], **OFFLOADING, **adapter), device)
+    training.step(0, micro_batches=5)
+    # Layers 0, 1 and 3 of six. The third stage has none that leaves.
+    assert device.copies["inputs out"] == 5 * 3
+    assert device.copies["inputs in"] <= 5 * 3
+
+
+def test_what_is_still_there_is_not_fetched() -> None:
+    device = Watched()
+    training = Training(config(**OFFLOADING), device)
+    training.step(0, micro_batches=5)
+    assert device.copies == {"inputs out": 5 * (LAYERS - 1), "inputs in": 5 * (LAYERS - 3)}
+
+
+def test_the_device_holds_few_at_once() -> None:
+    device = Watched()
+    Training(config([4], **OFFLOADING), device).step(0, micro_batches=6)
+    # On their way out, and the one that the layer computes with; then one in use, one to come.
+    assert device.most["inputs out"][0] <= 4
+    assert device.most["inputs in"][0] <= 4
+
+
+def test_all_are_on_their_way_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[tuple[int, int], bool]] = []
+    take = StoredInputs._take
+
+    def noting(self: StoredInputs, stored: _Stored) -> Any:
+        taken.append((stored.at, stored.tensor is not None))
+        return take(self, stored)
+
+    monkeypatch.setattr(StoredInputs, "_take", noting)
+    Training(config([3], **OFFLOADING), Device()).step(0, micro_batches=4)
+    of_first = [at for at, _ in taken if at[1] < 3]
+    assert of_first == [(k, layer) for k in range(4) for layer in (2, 1, 0)]
+    assert [at for at, was_there in taken if not was_there] == []
+
+
+def test_host_memory_is_used_again() -> None:
+    training = Training(config([3], **OFFLOADING), Device())
+    sizes = []
+    for step in range(3):
+        training.step(step)
+        sizes.append([inputs._memory.nbytes for inputs in inputs_of(training)])
+    assert sizes[0] == sizes[1] == sizes[2]
+    # Two micro-batches in flight, three layers; and one, of which the first and last stay.
+    assert [len(inputs._free[5120]) for inputs in inputs_of(training)] == [6, 1]
+
+
+@pytest.mark.parametrize("tasks", range(1, 12))
+def test_an_aborted_attempt_leaves_nothing(tasks: int) -> None:
+    whole = Training(config([2, 4], **OFFLOADING), Device())
+    training = Training(config([2, 4], **OFFLOADING), Device())
+    training.step(0, tasks=tasks)
+    for inputs in inputs_of(training):
+        assert not inputs._stored
+        assert not inputs._leaving
+    assert differences(whole.train(2), training.train(2)) == []
+    for again, inputs in zip(inputs_of(training), inputs_of(whole), strict=True):
+        assert again._memory.nbytes == inputs._memory.nbytes
+
+
+def test_with_streamed_layers_and_states_the_bits_are_the_same() -> None:
+    resident = Training(config([3], **AGAIN, **LORA), Device()).train()
+    everything = {**OFFLOADING, "offload_optimizer": True}
+    training = Training(config([3], {"offload": 2}, **everything, **LORA), Device())
+    assert differences(resident, training.train()) == []
