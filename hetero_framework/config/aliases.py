@@ -29,7 +29,7 @@ _ELSEWHERE = re.compile(r"Elsewhere:\s+([\w.,\s]+)\.\Z")
 # Switches that have another name here and are off by default.
 _SWITCH = re.compile(
     "load_in_[48]bit|.*flash_attention.*|resume.*|.*dora|.*rslora|lora_target_linear|compile"
-    "|.*checkpointing|group_by_length"
+    "|.*checkpointing|.*_offloading|group_by_length"
 )
 _OTHERWISE = {"adapter": "only LoRA, rsLoRA and DoRA are cut exactly"}
 

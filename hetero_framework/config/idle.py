@@ -48,7 +48,9 @@ def holds(config: Section, part: str, *, own: bool = False) -> bool:
     path, has_values, values = part.partition("=")
     section, _, key = path.rstrip("!").partition(".")
     holder: Any = getattr(config, section)
-    if key:
+    if key and isinstance(holder, tuple):
+        holder = tuple(getattr(one, key) for one in holder)
+    elif key:
         holder = holder and getattr(holder, _RESOLVED.get(key, key), None)
     if not has_values:
         return bool(holder)

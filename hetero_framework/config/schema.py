@@ -118,6 +118,7 @@ _HAS_BEST = ReadIf(
 )
 _STOPS = ReadIf("early_stopping_patience")
 _DRAWN = ReadIf("visualize")
+_RECOMPUTES = ReadIf("gradient_checkpointing or shard_plan.gradient_checkpointing=True")
 _Reporter = Annotated[str, NameOf("reporters", "training.report_to", ("all", "none"))]
 _HAS_ADAPTER = ReadIf("adapter")
 Host = Annotated[str, AfterValidator(checked_host)]
@@ -675,7 +676,7 @@ class TrainingConfig(Section):
     """Store only the input of each layer and compute it again backward. "auto": on as few stages as
     it takes for every process to fit its device's free memory. Elsewhere: activation_checkpointing,
     grad_checkpointing."""
-    activation_offloading: Annotated[bool, FREE, TIMELESS] = False
+    activation_offloading: Annotated[bool, FREE, TIMELESS, _RECOMPUTES] = False
     """Keep the stored inputs of layers that are computed again (gradient_checkpointing) in host
     memory until their backward."""
     offload_optimizer: Annotated[bool, FREE, TIMELESS] = False

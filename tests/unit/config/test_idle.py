@@ -82,6 +82,11 @@ def idle(config: Config) -> dict[str, str]:
         ({"training": {"replicate_steps": 4}}, "training.replicate_steps", "with adapter"),
         ({"adapter": {"layers_pattern": "h"}}, "adapter.layers_pattern", "layers_to_transform"),
         ({"adapter": {"r": 4, "init_from": "x"}}, "adapter.r", "adapter.init_from null"),
+        (
+            {"training": {"activation_offloading": True}},
+            "training.activation_offloading",
+            "with training.gradient_checkpointing",
+        ),
         ({"wire": {"activations": "bf16"}}, "wire.activations", "with workers"),
         (
             {"island": {**ISLAND, "sync_steps": 8, "method": "local_sgd", "outer_momentum": 0.5}},
@@ -97,6 +102,16 @@ def test_a_setting_that_nothing_reads_is_said_with_what_it_counts_with(
     assert list(idle(config)) == [name]
     assert why in idle(config)[name]
     assert idle(config.with_changes(training={"seed": 7})) == idle(config)
+
+
+@pytest.mark.parametrize("setting", [True, "auto"])
+def test_a_setting_may_be_read_by_a_stage_of_the_plan(setting: Any) -> None:
+    offloading = {"activation_offloading": True}
+    assert idle(config_of(training={**offloading, "gradient_checkpointing": setting})) == {}
+    stages = [{"id": "local", "start": 0, "end": 1}, {"id": "local", "start": 1, "end": 2}]
+    assert idle(config_of(training=offloading, shard_plan=stages)) != {}
+    stages[1]["gradient_checkpointing"] = True
+    assert idle(config_of(training=offloading, shard_plan=stages)) == {}
 
 
 @needs("preferences")

@@ -209,6 +209,16 @@ def test_a_plan_without_workers_is_accepted() -> None:
         ("data.train", [], "data.train: names no data"),
         ("data.train", "", "data.train: names no data"),
         ("data.max_length", 0, "data.max_length: must be at least 1, not 0"),
+        (
+            "data.activation_offloading",
+            True,
+            "unknown key; it is called training.activation_offloading",
+        ),
+        (
+            "training.gradient_checkpointing_kwargs",
+            {"use_reentrant": False, "offload": True},
+            '"offload" is called training.activation_offloading',
+        ),
         ("data.max_seq_length", 9, 'data.max_seq_length: unknown key; it is called "max_length"'),
         ("data.packing", True, "SFTConfig.packing is not supported here because"),
         ("data", {"train": "a", "padding_free": True, "pad_to_multiple_of": 8}, "remove pad_to"),
@@ -544,7 +554,10 @@ def test_library_defaults_of_unsupported_settings_pass_with_a_line() -> None:
         ),
         (
             "data",
-            {"sample_packing": False, "eval_sample_packing": None, "trust_remote_code": False},
+            {
+                **{"sample_packing": False, "eval_sample_packing": None},
+                **{"trust_remote_code": False, "activation_offloading": False},
+            },
         ),
         ("model", {"load_in_4bit": False, "load_in_8bit": False, "trust_remote_code": False}),
         ("adapter", {"peft_type": "LORA", "task_type": "CAUSAL_LM", "peft_use_dora": False}),
