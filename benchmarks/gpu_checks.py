@@ -266,11 +266,13 @@ class Bench:
         *,
         owners: Sequence[int | str] | None = None,
         coordinator: str | None = None,
+        entry: Mapping[str, Any] | None = None,
         **sections: Any,
     ) -> Config:
         """Stages of [0, cuts...) on this process and one worker for each further.
 
-        `owners` are other holders of the stages, `coordinator` another device of this process.
+        `owners` are other holders of the stages, `coordinator` another device of this process;
+        `entry` are settings of the plan's entries.
         """
         bounds = [0, *cuts, layers]
         owners = owners or ["local", *range(1, len(bounds) - 1)]
@@ -291,7 +293,7 @@ class Bench:
             },
             "workers": [w for w in self._machines["workers"] if w["id"] in owners],
             "shard_plan": [
-                {"id": owner, "start": start, "end": end}
+                {"id": owner, "start": start, "end": end, **(entry or {})}
                 for owner, start, end in zip(owners, bounds, bounds[1:], strict=False)
             ],
             "training": training,

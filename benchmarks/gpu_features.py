@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -165,6 +166,66 @@ def codecs(bench: Bench) -> Result:
     return {"ok": not wrong, "different": wrong}
 
 
+def stream_frozen(bench: Bench) -> Result:
+    """Frozen layers that visit the device against layers that are held there: the same bits, and on
+    a card tokens per second and the peak of memory, by the tokens of a micro-batch."""
+    if bench.device.one_memory:
+        raise Skip(f"{bench.device.name} shares the machine's memory")
+    layers = bench.size.layers
+    runs = {
+        name: small_run(
+            bench,
+            f"stream-{name}",
+            [],
+            training={},
+            adapter=_ADAPTER,
+            entry={"offload": layers} if name == "streamed" else None,
+        )
+        for name in ("uncut", "again", "streamed")
+    }
+    result = verdict(runs, 1e-5)
+    if bench.device.label.startswith("Emulated"):
+        return result
+    quantizations = [None, *(["nf4"] if bench.device.four_bit() else [])]
+    return {**result, "speeds": {str(q): stream_speeds(bench, q) for q in quantizations}}
+
+
+def stream_speeds(bench: Bench, quantization: str | None) -> dict[int, dict[str, float]]:
+    """By the tokens of a micro-batch: tokens per second of the 1.1 billion model under an adapter
+    with its layers held and streamed, their ratio, and the peaks of memory in MiB."""
+    settings, layers = bench.big_settings(), bench.size.big["num_hidden_layers"]
+    found: dict[int, dict[str, float]] = {}
+    for rows in (1, 2, 4, 8):
+        tokens = rows * bench.size.big_length // 2
+        settings["training"] |= {"per_device_train_batch_size": rows, "timeline_steps": 0}
+        settings["training"]["gradient_accumulation_steps"] = 4
+        settings["data"]["max_length"] = bench.size.big_length // 2
+        settings["model"]["quantization"] = quantization
+        found[tokens] = {}
+        for name, offload in (("held", 0), ("streamed", layers)):
+            entry = {"offload": offload}
+            run = bench.run(f"stream-{name}", [], layers, entry=entry, adapter=_ADAPTER, **settings)
+            found[tokens][name] = statistics.median(run.speeds[2:])
+            found[tokens][f"{name}_mib"] = run.peak_bytes >> 20
+        found[tokens]["ratio"] = found[tokens]["streamed"] / found[tokens]["held"]
+    return found
+
+
+def offload_optimizer(bench: Bench) -> Result:
+    """Optimizer states and stored inputs in host memory against all on the device."""
+    training = {"gradient_checkpointing": True}
+    away = {"offload_optimizer": True, "activation_offloading": True}
+    cuts = cuts_of(bench.size.layers)["cut_2"]
+    runs = {
+        name: small_run(
+            bench, f"away-{name}", cuts, training=training | (away if name == "away" else {})
+        )
+        for name in ("uncut", "again", "away")
+    }
+    peaks = {f"{name}_mib": run.peak_bytes >> 20 for name, run in runs.items()}
+    return {**verdict(runs, 1e-5), **peaks}
+
+
 def memory_returns(bench: Bench) -> Result:
     """Workers that are kept give a run's memory back before the next one asks."""
     if bench.device.kind == "cpu":
@@ -244,6 +305,7 @@ def predicted_peak(bench: Bench, ways: int) -> int:
 
 CHECKS: tuple[Callable[[Bench], Result], ...] = (
     *(fp16, padding_free, loss_chunks, compiled, lora_int8, optimizer_8bit, tied, recompute),
-    *(several_stages, cpu_coordinator, wire_codecs, resume, codecs, memory_returns),
+    *(several_stages, cpu_coordinator, wire_codecs, resume, codecs, stream_frozen),
+    *(offload_optimizer, memory_returns),
     *(out_of_memory, estimate),
 )

@@ -13,6 +13,7 @@ import hashlib
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"attn_implementation": None},
     },
 }
+_AGAIN = {"gradient_checkpointing": True}
+_AWAY = {"offload_optimizer": True, "activation_offloading": True}
+DEEP: dict[str, dict[str, Any]] = {
+    "streamed": {"training": {}, **_LORA, "entry": {"offload": 4}},
+    "all away": {"training": {"bf16": True, **_AGAIN, **_AWAY}, **_LORA, "entry": {"offload": 4}},
+    "full, away": {"training": {**_AGAIN, **_AWAY}},
+}
+"""Cases of host memory: of a deeper model, against runs that hold everything."""
 WORKERS = ("cuda:0", "cuda:1", "cpu", "cpu")
 _ON_CPU = {"local": "local", 1: 3, 2: 4}
 PLANS: dict[str, tuple[list[int], list[int | str]]] = {
@@ -46,13 +55,14 @@ PLANS: dict[str, tuple[list[int], list[int | str]]] = {
     "mixed": ([1, 3], ["local", 3, 1]),
     "interleaved": ([1, 2, 3], ["local", 1, "local", 2]),
 }
-"""Where the model is cut, and the workers of the stages."""
+"""Where the model is cut, and the workers of the stages; the deeper one four times as far up."""
 _PLANS_OF_ALL = ("three", "mixed", "interleaved")
 
 
 def pairs() -> list[tuple[str, str]]:
     """The cases and plans that are run."""
-    return [(c, p) for c in CASES for p in PLANS if p in _PLANS_OF_ALL or c in ("full", "lora")]
+    shallow = [(c, p) for c in CASES for p in PLANS if p in _PLANS_OF_ALL or c in ("full", "lora")]
+    return shallow + [(c, p) for c in DEEP for p in ("one", "two", "interleaved")]
 
 
 def digest(run: Run) -> str:
@@ -66,20 +76,23 @@ def digest(run: Run) -> str:
 
 def main(kept: Path) -> None:
     digests = json.loads(kept.read_text()) if kept.exists() else {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Bench(open_device("cuda:1"), TINY, Path(folder), WORKERS) as bench,
-    ):
-        for case, plan in pairs():
-            cuts, owners = PLANS[plan]
-            name = f"{case} {cuts}"
-            if name not in digests:
-                there = [_ON_CPU[owner] for owner in owners]
-                run = small_run(bench, "cpu", cuts, owners=there, coordinator="cpu", **CASES[case])
-                digests[name] = digest(run)
-            run = small_run(bench, "device", cuts, owners=owners, **CASES[case])
-            line = {"case": case, "plan": plan, "equal": digest(run) == digests[name]}
-            print(json.dumps(line), flush=True)
+    for cases, times in ((CASES, 1), (DEEP, 4)):
+        size = replace(TINY, layers=TINY.layers * times)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Bench(open_device("cuda:1"), size, Path(folder), WORKERS) as bench,
+        ):
+            for case, plan in ((c, p) for c, p in pairs() if c in cases):
+                settings, owners = dict(cases[case]), PLANS[plan][1]
+                cuts = [times * cut for cut in PLANS[plan][0]]
+                name, entry = f"{case} {cuts}", settings.pop("entry", None)
+                if name not in digests:
+                    there = [_ON_CPU[owner] for owner in owners]
+                    held = {"owners": there, "coordinator": "cpu"}
+                    digests[name] = digest(small_run(bench, "cpu", cuts, **held, **settings))
+                run = small_run(bench, "device", cuts, owners=owners, entry=entry, **settings)
+                line = {"case": case, "plan": plan, "equal": digest(run) == digests[name]}
+                print(json.dumps(line), flush=True)
     kept.write_text(json.dumps(digests))
 
 

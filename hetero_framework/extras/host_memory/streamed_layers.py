@@ -218,8 +218,8 @@ class StreamedLayers:
 
     def _done(self, position: int) -> None:
         """All work with a layer in this direction is queued: its slot is for the next one."""
-        if position >= self._in_turn:
-            return
+        if position >= self._in_turn or self._there[self._slot[position]] != position:
+            return  # the model has left out a layer, and the next one is here already
         ahead = position + (self._shared if self._direction == FORWARD else -self._shared)
         if not 0 <= ahead < self._in_turn:
             turns = self._is_last and self._direction == FORWARD and torch.is_grad_enabled()
