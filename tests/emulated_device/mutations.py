@@ -39,8 +39,9 @@ from hetero_framework.core.tensors import from_wire
 from hetero_framework.engine import boundary_io, messages
 from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.stage_api import Outcome, StepInfo
-from hetero_framework.extras.host_memory import streamed_layers
+from hetero_framework.extras.host_memory import optimizer_states, stored_inputs, streamed_layers
 from hetero_framework.models.cut.introspect import BlockForm
+from tests.emulated_device import visits
 
 SEEDS = (0, 1, 2)
 _ROUNDS = 12
@@ -82,6 +83,72 @@ MUTATIONS = (
         streamed_layers,
         "entered.register_hook(lambda _: self._done(position))",
         "left.register_hook(lambda _: self._done(position))",
+    ),
+    Mutation(
+        "states are used before they are there",
+        optimizer_states,
+        "            self._device.order_behind(arrival)\n",
+        "",
+    ),
+    Mutation(
+        "states are fetched into memory that queued work still uses",
+        optimizer_states,
+        '"states in", queued)',
+        '"states in")',
+    ),
+    Mutation(
+        "states are written back before the step",
+        optimizer_states,
+        '"states out", stepped)',
+        '"states out")',
+    ),
+    Mutation(
+        "states are freed while they are written back",
+        optimizer_states,
+        "            self._device.order_behind(self._returning[0][1])\n",
+        "",
+    ),
+    Mutation(
+        "states are fetched before the last step has written them back",
+        optimizer_states,
+        "        optimizer.state = states\n        self._let_go(0)\n",
+        "        optimizer.state = states\n        self._returning.clear()\n",
+    ),
+    Mutation(
+        "states are read before they are written back",
+        optimizer_states,
+        "        self._returned.wait()\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "an input leaves before it is computed",
+        stored_inputs,
+        '"inputs out", computed)',
+        '"inputs out")',
+    ),
+    Mutation(
+        "an input is freed while it leaves",
+        stored_inputs,
+        "            self._device.order_behind(stored.left)\n",
+        "",
+    ),
+    Mutation(
+        "an input is used before it is back",
+        stored_inputs,
+        "            self._device.order_behind(stored.arrival)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "an input comes back into memory that queued work still uses",
+        stored_inputs,
+        '"inputs in", queued)',
+        '"inputs in")',
+    ),
+    Mutation(
+        "host memory is given to another input before this one is back",
+        stored_inputs,
+        '"inputs in", queued)\n',
+        '"inputs in", queued)\n        self._free[len(stored.memory)].append(stored.memory)\n',
     ),
     Mutation(
         "work goes on before an event",
@@ -421,6 +488,7 @@ def visiting_layers(device: Device) -> int:
 PROGRAMS = (
     *(arrivals_and_results, kept_copies, host_copies, encoded_tensors, between_processes),
     visiting_layers,
+    *visits.PROGRAMS,
 )
 
 

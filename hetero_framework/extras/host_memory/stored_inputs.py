@@ -6,6 +6,7 @@ again: from the last one of a backward to the first one of the next, while the t
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict, deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -68,11 +69,16 @@ class StoredInputs:
     def storing(self, index: int, hidden: Tensor) -> AbstractContextManager[None]:
         """Around the call of a layer that is computed again. Others of its inputs are of all
         layers; what is stored within the call is hidden by hooks of its own."""
-        return saved_tensors_hooks(partial(self._pack, index, hidden), self._unpack)
+        # What is stored holds its hooks, which must not hold the input.
+        return saved_tensors_hooks(partial(self._pack, index, weakref.ref(hidden)), self._unpack)
 
-    def _pack(self, index: int, hidden: Tensor, tensor: Tensor) -> Any:
+    def _pack(self, index: int, hidden: weakref.ref[Tensor], tensor: Tensor) -> Any:
         layers = self._stored.setdefault(self._micro_batch, {})
-        if tensor is not hidden or index in (*layers, *self._staying) or not tensor.is_contiguous():
+        if (
+            tensor is not hidden()
+            or index in (*layers, *self._staying)
+            or not tensor.is_contiguous()
+        ):
             return tensor
         self._let_go(_LEAVING - 1)
         source, free = tensor.detach(), self._free[size_class(tensor.nbytes)]

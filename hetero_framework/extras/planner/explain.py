@@ -5,7 +5,7 @@ A change is a changed profile of the same fleet; `hetero plan --allow` may searc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from hetero_framework.extras.planner.layout import (
     Layout,
     Part,
     Rules,
+    longest,
     resident,
 )
 from hetero_framework.extras.planner.layout_search import Search
@@ -39,6 +40,9 @@ _WORTH = 0.02  # of a step: smaller savings are within the error of such compari
 _MOST_ADVICE = 4
 _NOT_BUSY = 0.9  # of the busiest device: a device below it is held up by memory or links
 _NEARLY = 0.9  # of the saving of the largest card: a smaller one that saves this is named
+_MIB, _MOST_BYTES = float(1 << 20), 1e15
+Remedy = tuple[str, str, Callable[[], FleetProfile | None]]
+"""A kind of change, its text, and the profile with it: None where it is not possible."""
 _EXPLAINED = 4  # devices that are left out, by name
 
 
@@ -263,27 +267,34 @@ def _halved(value: Any) -> Any:
     return tuple(v / 2 for v in value) if isinstance(value, tuple) else value / 2
 
 
-def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
-    """The missing things, with their places."""
-    fleet, lines, room = rules.fleet, [], 0
+def nothing_fits(
+    rules: Rules, margins: Mapping[int | str, float], remedies: Iterable[Remedy] = ()
+) -> PlanError:
+    """The missing things, with their places, and those of `remedies` that would do: the first one
+    of each kind."""
+    fleet, lines = rules.fleet, []
     for d in rules.devices:
         costs = fleet.costs[d]
         sums = costs.recomputed_bytes if rules.checkpointing else costs.kept_bytes
         layers_and_kept = zip(pairwise(costs.layer_bytes), pairwise(sums), strict=True)
         each = max((b - a) + (k - j) for (a, b), (j, k) in layers_and_kept)
-        free = costs.memory_bytes - (costs.device.embedding_bytes if d == 0 else 0.0)
-        layers = int(max(0.0, free) / each) if each else fleet.layers
-        room += layers
+        ends = [("embedding", costs.device.embedding_bytes)] if d == 0 else []
+        ends += [("head", costs.device.head_bytes)] if len(rules.devices) == 1 else []
+        beside = " and ".join(f"{name} ({size(nbytes)})" for name, nbytes in ends if nbytes)
+        layers = _rooms(rules, d)[len(rules.devices) == 1]
         kept = margins.get(fleet.ids[d], 0.0)
         margin = f", {size(kept)} of it kept free" if kept else ""
+        streams = f", from {size(costs.host_bytes)} of host memory" if costs.streams else ""
         lines.append(
             f"{process_name(fleet.ids[d])} has {size(max(0.0, costs.device.memory_bytes))}{margin}:"
-            f" room for {min(layers, fleet.layers)} of {fleet.layers} layers, {size(each)} each"
+            f" room for {max(0, layers)} of {fleet.layers} layers, {size(each)} each{streams}"
+            + (f", beside {beside}" if beside else "")
         )
-    costs = fleet.costs[0]
-    layer = (costs.layer_bytes[-1] + costs.recomputed_bytes[-1]) / fleet.layers
-    missing = max(0, fleet.layers - room) * layer
-    if rules.pins and not missing and Search(replace(rules, pins={})).run() is not None:
+    if (
+        rules.pins
+        and _short_of(rules) is None
+        and Search(replace(rules, pins={})).run() is not None
+    ):
         pins = ", ".join(
             f"{process_name(fleet.ids[d])} {layers_text(*pin)}"
             for d, pin in sorted(rules.pins.items())
@@ -292,18 +303,67 @@ def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
             f"--pin: no plan keeps {pins}: the other layers cannot be held by the other processes",
             hint="without the pins a plan fits: pin fewer layers, or leave no process out",
         )
-    what = f"{size(missing)} are missing" if missing else _what_is_in_the_way(rules)
+    found: dict[str, str] = {}
+    for kind, text, changed in remedies:
+        if kind in found or (profile := changed()) is None:
+            continue
+        other = replace(rules, fleet=Fleet(profile, margins=margins))
+        if _short_of(other) is None and Search(other).run() is not None:
+            found[kind] = text
+    shorter = "data.max_length" if fleet.profile.rows == 1 else "micro-batches or data.max_length"
     hint = (
-        "add a device, train an adapter (in 4 bits) instead of all weights, or make micro-batches "
-        "or data.max_length smaller"
+        "add a device or host memory, train an adapter (in 4 bits) instead of all weights, or make"
+        f" {shorter} smaller"
     )
-    if not rules.checkpointing:
+    if found:
+        hint = f"it would fit with {', or '.join(found.values())}"
+    elif not rules.checkpointing:
         hint = "allow checkpointing; or " + hint
+    what = _what_is_in_the_way(rules)
     return PlanError("\n  ".join([f"no plan fits into memory: {what}", *lines]), hint=hint)
 
 
+def _rooms(rules: Rules, d: int, more: float = 0.0) -> tuple[int, int]:
+    """The most layers that a device could hold with one micro-batch in flight, without the head and
+    with it; -1 where not even what it has beside them. `more` is memory that it is given
+    besides."""
+    fleet, costs, rooms = rules.fleet, rules.fleet.costs[d], []
+    free = costs.memory_bytes + more - (costs.device.embedding_bytes if d == 0 else 0.0)
+    modes = (False, True)[: 1 + rules.checkpointing]
+    for spare in (free, free - costs.device.head_bytes):
+
+        def holds(layers: int, spare: float = spare) -> bool:
+            return any(fleet.may_fit(Part(d, 0, layers, again), spare) for again in modes)
+
+        rooms.append(longest(holds, fleet.layers, costs.streams))
+    return rooms[0], rooms[1]
+
+
+def _have_room(rules: Rules, rooms: Mapping[int, tuple[int, int]]) -> bool:
+    """Whether such devices together could hold all layers, embedding and head, as if layers were
+    alike."""
+    plain = sum(max(0, room) for room, _ in rooms.values())
+    heads = [plain - max(0, room) + last for room, last in rooms.values() if last >= 0]
+    return rooms[0][0] >= 0 and max(heads, default=-1) >= rules.fleet.layers
+
+
+def _short_of(rules: Rules) -> tuple[float, int] | None:
+    """The least memory that one device would need besides, and that device; None where all have
+    room."""
+    rooms, found = {d: _rooms(rules, d) for d in rules.devices}, []
+    if _have_room(rules, rooms):
+        return None
+    for d in rules.devices:
+        low, high = 0.0, _MOST_BYTES
+        while high - low > _MIB:
+            middle = (low + high) / 2
+            enough = _have_room(rules, {**rooms, d: _rooms(rules, d, middle)})
+            low, high = (low, middle) if enough else (middle, high)
+        found.append((high, d))
+    return min(found)
+
+
 def _what_is_in_the_way(rules: Rules) -> str:
-    """The obstacle in a fleet that has room for all layers."""
     spare = {d: rules.fleet.costs[d].memory_bytes for d in rules.devices}
     spare[0] -= rules.fleet.costs[0].device.embedding_bytes
     short = min(rules.fleet.costs[d].device.head_bytes - spare[d] for d in rules.devices)
@@ -311,4 +371,7 @@ def _what_is_in_the_way(rules: Rules) -> str:
         return f"the coordinator holds the embedding, for which it is short of {size(-spare[0])}"
     if short > 0:
         return f"the head fits on no process; the nearest one is short of {size(short)}"
-    return "each process has room for some layers, but no cut into whole layers fits everywhere"
+    if (missing := _short_of(rules)) is None:
+        return "each process has room for some layers, but no cut into whole layers fits everywhere"
+    where = f"on {process_name(rules.fleet.ids[missing[1]])}, embedding and head included"
+    return f"{size(missing[0])} are missing {where}"

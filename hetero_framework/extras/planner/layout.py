@@ -4,7 +4,8 @@ the schedule that a run of it would use."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -16,7 +17,7 @@ from hetero_framework.extras.planner.profile import DeviceProfile, FleetProfile
 
 WorkerId = int | str
 _EXACTLY = 1e-9  # of bytes: tolerance for sums in another order
-_LEAST_STREAMED = 4  # layers: with fewer, their slots take as much as they do
+LEAST_STREAMED = 4  # layers: with fewer, their slots take as much as they do
 _NAMES = {"id", "machine"}
 _DEPTHS = (0.0, 1.0, 2.0)  # of a full pipeline's micro-batches in flight, that are to have memory
 
@@ -54,6 +55,17 @@ Layout = tuple[Part, ...]
 def resident(layout: Layout) -> Layout:
     """The layout without streamed layers."""
     return tuple(part._replace(offload=0) for part in layout)
+
+
+def longest(holds: Callable[[int], bool], most: int, streams: bool) -> int:
+    """The most layers, up to `most`, that a device holds; -1 where not even none. Where it streams,
+    slots of many layers may take less than a few layers, and of an odd number one more stays."""
+    even = range(LEAST_STREAMED, most + 1 if streams else 0, 2)
+    if found := bisect_left(even, True, key=lambda layers: not holds(layers)):
+        layers = even[found - 1]
+        return layers + 1 if layers < most and holds(layers + 1) else layers
+    few = range(min(most, LEAST_STREAMED - 1 if streams else most) + 1)
+    return bisect_left(few, True, key=lambda layers: not holds(layers)) - 1
 
 
 def has_chunks(layout: Layout) -> bool:
@@ -104,10 +116,10 @@ class _Costs:
         """The least number of streamed layers of a stage that saves as many bytes; None where none
         does, or the host has no room for them. Odd numbers save no more than those before them."""
         most = (end - start) // 2 * 2
-        if not self.streams or most < _LEAST_STREAMED:
+        if not self.streams or most < LEAST_STREAMED:
             return None
         each = (self._frozen_sums[end] - self._frozen_sums[start]) / (end - start)
-        least = _LEAST_STREAMED
+        least = LEAST_STREAMED
         if each > 0 and self._is_even:
             least = max(least, 2 * math.ceil((2 + needed / each) / 2 - _EXACTLY))
         for count in range(least, most + 1, 2):
@@ -270,13 +282,13 @@ class Fleet:
         again = any(part.recompute and part.end > part.start for part in parts)
         return total + (costs.largest_bytes if again else 0.0)
 
-    def may_fit(self, part: Part) -> bool:
+    def may_fit(self, part: Part, free: float | None = None) -> bool:
         """Whether a device could hold a stage with one micro-batch in flight, were it not for the
-        embedding and the head."""
+        embedding and the head; in `free` bytes, where given."""
         costs = self.costs[part.device]
         needed = costs.layer_bytes[part.end] - costs.layer_bytes[part.start]
         needed += self.activation_bytes(part) + (costs.largest_bytes if part.recompute else 0.0)
-        short = needed - costs.memory_bytes * (1 + _EXACTLY)
+        short = needed - (costs.memory_bytes if free is None else free) * (1 + _EXACTLY)
         return short <= 0 or costs.fewest_streamed(part.start, part.end, short) is not None
 
     def is_short_of_memory(self, part: Part) -> bool:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from hetero_framework.config.strict_json import read_object
 from hetero_framework.core.files import write_json
 from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
+from hetero_framework.extras.planner.explain import Remedy
 from hetero_framework.extras.planner.planning import ALLOWED
 from hetero_framework.extras.planner.result import save_plan
 from hetero_framework.security.access import Access
@@ -49,9 +51,14 @@ class Wishes:
     allow: Collection[str] = field(default_factory=frozenset)
 
 
-def make_plan(profile: FleetProfile, wishes: Wishes) -> Result:
-    """The best plan for a profile. Raises UserError for wishes that contradict each
-    other or the profile, PlanError where nothing fits."""
+def make_plan(profile: FleetProfile, wishes: Wishes, config: Config | None = None) -> Result:
+    """The best plan for a profile, that of `config` where given. Raises UserError for wishes that
+    contradict each other or the profile, PlanError where nothing fits."""
+    remedies: Iterable[Remedy] = ()
+    if config is not None:
+        from hetero_framework.extras.planner.remedies import remedies_of  # imports torch
+
+        remedies = remedies_of(config, profile)
     ids = [device.id for device in profile.devices]
     return plan(
         profile,
@@ -60,6 +67,7 @@ def make_plan(profile: FleetProfile, wishes: Wishes) -> Result:
         margins=_by_process("--margin", wishes.margins, ids, _margin),
         allow=ALLOWED
         | {word.strip() for words in wishes.allow for word in words.split(",") if word.strip()},
+        remedies=remedies,
     )
 
 
@@ -324,14 +332,14 @@ def plan_run(config: Config, access: Access | None = None) -> Config:
     from hetero_framework.extras.planner.fleet import plan_fleet  # imports torch
 
     _log.info('shard_plan is "auto": the machines are measured, and the run planned for them')
-    result = plan_fleet(config, _logged_plan, access=access)
+    result = plan_fleet(config, partial(_logged_plan, config), access=access)
     planned = config.with_changes(shard_plan=entries_of(result.to_dict()))
     save_plan(planned, result)
     return planned
 
 
-def _logged_plan(fleet: FleetProfile) -> Result:
-    result = make_plan(fleet, Wishes())
+def _logged_plan(config: Config, fleet: FleetProfile) -> Result:
+    result = make_plan(fleet, Wishes(), config)
     for line in text(described(result)).splitlines():
         _log.info("%s", line)
     return result

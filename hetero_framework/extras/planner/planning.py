@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -44,14 +44,15 @@ def plan(
     excluded: Collection[WorkerId] = (),
     margins: Mapping[WorkerId, float] | None = None,
     allow: Collection[str] = ALLOWED,
+    remedies: Iterable[explain.Remedy] = (),
 ) -> Result:
     """The best plan for a fleet.
 
     `pins` are layers [start, end) that a process must hold, `excluded` workers that must hold none,
     `margins` bytes that stay free on a process. `allow` is what may be chosen besides order and
     cut: of "checkpointing", "chunks" (several stages on a process), and, which change the numbers
-    of the result a little, "codec" and "micro-batch". Raises UserError for options that contradict
-    each other or the profile, PlanError when nothing fits.
+    of the result a little, "codec" and "micro-batch". Where nothing fits, `remedies` are tried.
+    Raises UserError for options that contradict each other or the profile, and that PlanError.
     """
     began = time.perf_counter()
     pins, margins = pins or {}, margins or {}
@@ -67,7 +68,7 @@ def plan(
             if candidate and (not result or candidate.seconds < result.seconds):
                 rules, result, changes = other, candidate, variant.changes
     if result is None:
-        raise explain.nothing_fits(rules, margins)
+        raise explain.nothing_fits(rules, margins, remedies)
     return replace(_result(rules, result, changes), seconds=time.perf_counter() - began)
 
 

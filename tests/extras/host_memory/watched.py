@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hetero_framework.core.devices import Device, DeviceEvent
 
@@ -18,18 +18,16 @@ class Watched(Device):
         super().__init__()
         self.copies: dict[str, int] = {}
         self.most: dict[str, tuple[int, int]] = {}
-        self._there: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._there: dict[StorageWeakRef, int] = {}
 
     def queue_copies(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: str, *after: DeviceEvent
     ) -> tuple[DeviceEvent, DeviceEvent]:
-        known = {id(tensor) for reference, _ in self._there if (tensor := reference()) is not None}
         for target, source in pairs:
             visitor = source if stream.endswith("out") else target
-            if id(visitor) not in known:
-                self._there.append((weakref.ref(visitor), visitor.nbytes))
-        self._there = [entry for entry in self._there if entry[0]() is not None]
-        now = len(self._there), sum(nbytes for _, nbytes in self._there)
+            self._there[StorageWeakRef(visitor.untyped_storage())] = visitor.nbytes
+        self._there = {held: nbytes for held, nbytes in self._there.items() if not held.expired()}
+        now = len(self._there), sum(self._there.values())
         self.most[stream] = max(now, self.most.get(stream, (0, 0)))
         self.copies[stream] = self.copies.get(stream, 0) + len(pairs)
         return super().queue_copies(pairs, stream, *after)

@@ -8,7 +8,8 @@ import pytest
 from hetero_framework.errors import PlanError
 from hetero_framework.extras.planner import FleetProfile, explain, plan
 from hetero_framework.extras.planner.layout import Evaluated, Fleet, Layout, Part, Rules, evaluated
-from tests.extras.planner.fleets import GB, device, fleet_of, raw_fleet, rules_of
+from hetero_framework.extras.planner.layout_search import Search
+from tests.extras.planner.fleets import GB, card, device, fleet_of, raw_fleet, rules_of
 
 HALVES = (Part(0, 0, 4), Part(1, 4, 8))
 PROFILE = fleet_of(
@@ -324,7 +325,9 @@ def test_the_plan_error_names_the_missing_memory() -> None:
     with pytest.raises(PlanError) as caught:
         plan(profile)
     said = str(caught.value)
-    assert "no plan fits into memory: 3.76 GiB are missing" in said
+    # One of them could hold six layers, and has room for two and what one keeps.
+    missing = "2.94 GiB are missing on coordinator, embedding and head included"
+    assert f"no plan fits into memory: {missing}" in said
     assert "worker 1 has 2.79 GiB: room for 2 of 8 layers" in said
 
 
@@ -354,3 +357,60 @@ def test_the_plan_error_names_the_obstacle(
     with pytest.raises(PlanError) as caught:
         plan(fleet_of(*heads), allow={"checkpointing"}, **options)
     assert said in str(caught.value)
+
+
+def test_the_missing_memory_is_what_is_missing() -> None:
+    """To a MiB, with embedding and head, for a card alone and for one of two."""
+    ends = {"embedding_bytes": GB, "head_bytes": 2 * GB}
+    one = card("local", memory_bytes=4 * GB, host_bytes=20 * GB, **ends)
+    two = card("local", memory_bytes=4 * GB, host_bytes=5 * GB, **ends), card(1, memory_bytes=GB)
+    for devices in ((one,), two):
+        profile = fleet_of(*devices, layers=20)
+        found = explain._short_of(rules_of(profile))
+        assert found is not None
+        missing, d = found
+        assert explain.size(missing) in str(refusal(profile))
+        for more, fits in ((missing, True), (missing - 2 * 2**20, False)):
+            grown = list(profile.devices)
+            memory = grown[d].memory_bytes + more
+            grown[d] = grown[d].model_copy(update={"memory_bytes": memory})
+            rules = rules_of(profile.model_copy(update={"devices": tuple(grown)}))
+            assert (Search(rules).run() is not None) == fits
+
+
+def test_remedies_are_tried_until_one_of_each_kind_is_found() -> None:
+    profile = fleet_of(device("local", memory_bytes=3 * GB))
+    large = fleet_of(device("local", memory_bytes=30 * GB))
+    tried = []
+
+    def remedy(text: str, then: FleetProfile | None) -> explain.Remedy:
+        return text[0], text, lambda: tried.append(text) or then
+
+    remedies = [remedy("a1", profile), remedy("a2", large), remedy("a3", large)]
+    remedies += [remedy("b1", None), remedy("c1", large)]
+    rules = rules_of(profile)
+    assert explain.nothing_fits(rules, {}, remedies).hint == "it would fit with a2, or c1"
+    assert tried == ["a1", "a2", "b1", "c1"]
+
+
+def test_sizes_that_cannot_be_set_are_not_advised() -> None:
+    one = fleet_of(device("local", memory_bytes=3 * GB), rows=1)
+    assert [variant.allowed_by for variant in explain.settings(one)] == ["codec"]
+    assert "micro-batches" not in str(refusal(one).hint)
+    two = fleet_of(device("local", memory_bytes=3 * GB), rows=2)
+    assert [variant.allowed_by for variant in explain.settings(two)] == ["codec", "micro-batch"]
+    assert "micro-batches" in str(refusal(two).hint)
+
+
+def test_a_stage_that_waits_for_its_layers_is_limited_by_streaming() -> None:
+    profile = fleet_of(card("local", memory_bytes=9 * GB), card(1), layers=16)
+    layout = (Part(0, 0, 12, offload=8), Part(1, 12, 16))
+    local, other = explain.device_uses(found_of(profile, layout))
+    assert (local.limit, local.streamed, local.host_bytes) == ("compute", 8, 8 * GB)
+    assert (other.streamed, other.host_bytes, other.streaming_s) == (0, 0, 0)
+    slow = fleet_of(
+        card("local", memory_bytes=9 * GB, host_to_device_bytes_per_s=100 * GB), card(1), layers=16
+    )
+    local, _ = explain.device_uses(found_of(slow, layout))
+    assert local.limit == "streaming"
+    assert local.streaming_s == pytest.approx(8 * (2 * 0.060 - 0.036))

@@ -105,14 +105,14 @@ def run(arguments: argparse.Namespace) -> None:
     from hetero_framework.extras.planner import plan_report
     from hetero_framework.extras.planner.plan_report import Wishes
 
-    profile, about = _profile(arguments)
+    profile, config, about = _profile(arguments)
     # An estimate has left them out already.
     excluded = () if arguments.dry_run else arguments.exclude
     wishes = Wishes(arguments.pin, excluded, arguments.margin, arguments.allow)
     if arguments.evaluate is not None:
         result = plan_report.judge_plan(profile, Path(arguments.evaluate), wishes)
     else:
-        result = plan_report.make_plan(profile, wishes)
+        result = plan_report.make_plan(profile, wishes, config)
     described = {**plan_report.described(result), **about}
     if arguments.measure:
         described["measured_links"] = plan_report.links_of(profile)
@@ -127,12 +127,12 @@ def run(arguments: argparse.Namespace) -> None:
         for file in draw_plan(result, arguments.picture, is_estimate=bool(about)):
             _log.info("drawn: %s", file)
     if arguments.write:
-        config = plan_report.write_plan(described, Path(arguments.config))
+        written = plan_report.write_plan(described, Path(arguments.config))
         _log.info("wrote the plan into %s", arguments.config)
-        if config.model is not None and not about:  # a run is not compared with an estimate
+        if written.model is not None and not about:  # a run is not compared with an estimate
             from hetero_framework.extras.planner.result import save_plan
 
-            save_plan(config, result)
+            save_plan(written, result)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -167,13 +167,14 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("--write puts a new plan into the configuration, without --evaluate")
 
 
-def _profile(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """The profile, and for an estimate its assumptions."""
+def _profile(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
+    """The profile, the configuration that it is of, if any, and for an estimate its
+    assumptions."""
     from hetero_framework.extras.planner import load_profile
 
     about: dict[str, Any] = {}
     if arguments.profile is not None:
-        return load_profile(arguments.profile), about
+        return load_profile(arguments.profile), None, about
     if arguments.dry_run:
         config = _paper_config(arguments)
         from hetero_framework.extras.planner.estimate import estimate_fleet
@@ -181,23 +182,23 @@ def _profile(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         given = (arguments.device, arguments.bandwidth, arguments.exclude)
         profile, about["estimate"] = estimate_fleet(config, *given)
     else:
-        profile = _measured(arguments)
+        profile, config = _measured(arguments)
     if arguments.save_profile is not None:
         from hetero_framework.core.files import write_json
 
         write_json(Path(arguments.save_profile), profile.to_dict())
-    return profile, about
+    return profile, config, about
 
 
-def _measured(arguments: argparse.Namespace) -> Any:
-    """The profile of the configuration's machines."""
+def _measured(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """The profile of the configuration's machines, and the configuration."""
     config = load(arguments, saved_plan=False)
     check_coordinator(config, arguments)
     _find_model(config)
     from hetero_framework.extras.planner.fleet import measure_fleet
 
     access = access_for(config, "local", arguments)
-    return measure_fleet(config, access=access, anew=arguments.anew)
+    return measure_fleet(config, access=access, anew=arguments.anew), config
 
 
 def _paper_config(arguments: argparse.Namespace) -> Any:

@@ -100,6 +100,8 @@ def beginnings(rules: Rules, parts: Layout = ()) -> Iterator[Layout]:
         for end in range(start, fleet.layers + 1):
             part = Part(d, start, end, recompute, direct)
             if not fleet.may_fit(part):
+                if fleet.costs[d].streams:
+                    continue
                 break
             is_empty = end == start and (recompute or (bool(parts) and end < fleet.layers))
             is_vain = recompute and not fleet.is_short_of_memory(part)

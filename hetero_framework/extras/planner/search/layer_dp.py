@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from hetero_framework.extras.planner.layout import Fleet, Layout, Part, Rules
+from hetero_framework.extras.planner.layout import Fleet, Layout, Part, Rules, longest
 
 _ROUNDING = 1e-12
 _BEAM = 2_000  # partial layouts that are kept, for all pairs of devices together
@@ -253,17 +253,19 @@ class LayerProgramme:
             # Layers differ little: half as many fewer as the mean says, at least one.
             end -= max(1, int((end - start) * (1 - free / needed) / 2))
         resident = Part(d, start, end, recompute and end > start)
-        best, more = resident, in_time
-        while costs.streams and end < more:
-            middle = (end + more + 1) // 2
-            short = needs(middle) - free
-            count = costs.fewest_streamed(start, middle, short) if short > 0 else 0
-            part = resident._replace(end=middle, recompute=recompute, offload=count or 0)
-            if count is not None and self._busy_s(part) <= spare_s + slack:
-                best, end = part, middle
-            else:
-                more = middle - 1
-        return best
+        if not costs.streams or end == in_time:
+            return resident
+
+        def streamed(layers: int) -> Part | None:
+            part = resident._replace(end=start + layers, recompute=recompute and layers > 0)
+            if (short := needs(part.end) - free) > 0:
+                count = costs.fewest_streamed(start, part.end, short)
+                part = part._replace(offload=count or 0)
+            fits = short <= 0 or part.offload
+            return part if fits and self._busy_s(part) <= spare_s + slack else None
+
+        most = longest(lambda layers: streamed(layers) is not None, in_time - start, True)
+        return (streamed(most) if most > end - start else None) or resident
 
 
 def step_range(fleet: Fleet, devices: Sequence[int]) -> tuple[float, float]:

@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hetero_framework.engine.schedule.bounds import step_bound
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.layout import Rules
+from hetero_framework.extras.planner.layout_search import Search
+from hetero_framework.extras.planner.search.initial_layouts import beginnings
 from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
 from tests.extras.planner.fleets import GB, card, device, fleet_of, profiles_of_fleets, rules_of
 
@@ -66,3 +68,13 @@ def test_a_card_takes_more_layers_than_it_holds() -> None:
     # 22 of them are streamed, of which 20 are fetched in each pass, in 5 ms each.
     assert list(programme.layouts(2 * 0.100 - 1e-4)) == []
     assert list(programme.layouts(2 * 0.100 + 1e-4)) != []
+
+
+def test_slots_may_take_less_than_few_layers() -> None:
+    """One layer fits, or 24 in two slots; two or three do not."""
+    tiny = {"memory_bytes": 2.4 * GB, "activation_bytes_recomputed": 0.001 * GB}
+    profile = fleet_of(card("local", **tiny), layers=24)
+    layouts = list(LayerProgramme(rules_of(profile)).layouts(1.0))
+    assert [[part.end for part in layout] for layout in layouts] == [[24]]
+    assert [layout[-1].end for layout in beginnings(rules_of(profile))][-1] == 24
+    assert Search(rules_of(profile)).run() is not None

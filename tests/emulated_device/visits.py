@@ -1,0 +1,150 @@
+"""Programs for `mutations.py`: optimizer states and stored inputs that visit the device."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hetero_framework.config import StageSpec
+from hetero_framework.core.devices import Device
+from hetero_framework.core.planned_order import BACKWARD, FORWARD
+from hetero_framework.extras.host_memory import optimizer_states, stored_inputs
+
+_ROUNDS = 9
+_WIDTH = 48
+_LAYERS = 5
+
+
+class _Ahead:
+    """Has the device wait for delayed copies, while the host queues what follows."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        if device.is_async:
+            source = device.pinned(64)
+            assert source is not None
+            target = torch.empty(64, dtype=torch.uint8, device=device.torch_device)
+            self._pairs = [(target, source)] * 16
+
+    def run(self) -> None:
+        self._device.order_behind(self._device.queue_copies(self._pairs, "ahead")[1])
+
+
+def visiting_states(device: Device) -> int:
+    """Parameters that step in groups, against the same ones whose states are on the CPU. States
+    are read behind every third step, and loaded once."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = [2048] * 7  # memory that one group gives back is the next one's
+    optimizer_states.GROUP_BYTES, ahead = 8 * sizes[0], _Ahead(device)
+
+    def outcomes(place: torch.device, states: Any) -> list[Tensor]:
+        draw.manual_seed(1)
+        parameters = [torch.nn.Parameter(torch.randn(n, generator=draw).to(place)) for n in sizes]
+        names = {p: str(k) for k, p in enumerate(parameters)}
+        optimizer: Any = torch.optim.AdamW(parameters, lr=0.1)
+        step = optimizer.step if states is None else lambda: states.step(optimizer)
+        found: list[Tensor] = []
+        for k in range(_ROUNDS):
+            for parameter in parameters:
+                drawn = torch.randn(parameter.numel(), generator=draw).to(place)
+                parameter.grad = (drawn + parameter.detach()) * 0.5
+            ahead.run()
+            step()
+            if k % 3 == 2:
+                if states is not None:
+                    states.settle()
+                kept = [optimizer.state[p][key] for p in parameters for key in optimizer.state[p]]
+                found += [tensor.clone() for tensor in kept]
+            if k == 4:
+                if states is not None:
+                    states.settle()
+                state = {
+                    names[p]: {key: t.cpu().clone() for key, t in values.items()}
+                    for p, values in optimizer.state.items()
+                }
+                load = optimizer_states.load_state_tensors if states is None else states.load
+                load(optimizer, names, state)
+        return found + [parameter.detach() for parameter in parameters]
+
+    right = outcomes(torch.device("cpu"), None)
+    found = outcomes(device.torch_device, optimizer_states.OptimizerStates(device))
+    pairs = zip(found, right, strict=True)
+    return sum(not torch.equal(device.to_host(tensor), other) for tensor, other in pairs)
+
+
+class _Block(torch.nn.Module):
+    """It takes little time, in which copies would have to be done."""
+
+    def __init__(self, draw: torch.Generator) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(_WIDTH, generator=draw))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.relu(hidden) * self.scale
+
+
+def visiting_inputs(device: Device) -> int:
+    """Layers that are computed again, over several micro-batches in the order of 1F1B, whose inputs
+    leave, against the same ones on the CPU. One attempt is broken off."""
+    draw = torch.Generator().manual_seed(0)
+    blocks, ahead = [_Block(draw) for _ in range(_LAYERS)], _Ahead(device)
+    entering = torch.randn(_ROUNDS, 4, _WIDTH, generator=draw)
+    tasks = [FORWARD, FORWARD, *([BACKWARD, FORWARD] * (_ROUNDS - 2)), BACKWARD, BACKWARD, FORWARD]
+
+    def outcomes(blocks: list[_Block], place: torch.device, inputs: Any) -> list[Tensor]:
+        found: list[Tensor] = []
+        waiting: deque[tuple[Tensor, Tensor]] = deque()
+        begun = {FORWARD: 0, BACKWARD: 0}
+
+        def storing(k: int, hidden: Tensor) -> AbstractContextManager[None]:
+            return nullcontext() if inputs is None else inputs.storing(k, hidden)
+
+        for kind, following in pairwise(tasks):
+            if inputs is not None:
+                ahead.run()
+                inputs.begin(kind, begun[kind], following)
+            if kind == FORWARD:
+                first = entering[begun[kind]].to(place).requires_grad_()
+                hidden = first * 1.0
+                for k, block in enumerate(blocks):
+                    with storing(k, hidden):
+                        hidden = checkpoint(block, hidden, use_reentrant=False)
+                waiting.append((first, hidden))
+            else:
+                first, hidden = waiting.popleft()
+                hidden.backward(torch.ones_like(hidden))
+                assert first.grad is not None
+                found += [hidden.detach(), first.grad]
+            begun[kind] += 1
+        gradients = [parameter.grad for block in blocks for parameter in block.parameters()]
+        return found + [gradient for gradient in gradients if gradient is not None]
+
+    def abandoned(blocks: list[_Block], place: torch.device, inputs: Any) -> None:
+        for kind, following in pairwise(tasks[:3]):
+            inputs.begin(kind, 0, following)
+            hidden = entering[0].to(place) * 3.0
+            for k, block in enumerate(blocks):
+                with inputs.storing(k, hidden):
+                    hidden = checkpoint(block, hidden, use_reentrant=False)
+            inputs.abort()
+
+    there = [copy.deepcopy(block).to(device.torch_device) for block in blocks]
+    right = outcomes(blocks, torch.device("cpu"), None)
+    spec = StageSpec(index=0, owner="local", start=0, end=_LAYERS, is_first=True, is_last=False)
+    inputs = stored_inputs.StoredInputs(device, spec)
+    abandoned(there, device.torch_device, inputs)
+    found = outcomes(there, device.torch_device, inputs)
+    pairs = zip(found, right, strict=True)
+    return sum(not torch.equal(device.to_host(tensor), other) for tensor, other in pairs)
+
+
+PROGRAMS: tuple[Callable[[Device], int], ...] = (visiting_states, visiting_inputs)
