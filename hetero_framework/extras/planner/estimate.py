@@ -26,6 +26,7 @@ from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.data.sources import find_sources
 from hetero_framework.errors import UserError, attempt
 from hetero_framework.extras.planner import FleetProfile
+from hetero_framework.extras.planner.host_link import HostLink, MachineMemory
 from hetero_framework.extras.planner.known_devices import (
     KnownDevice,
     describe,
@@ -33,13 +34,7 @@ from hetero_framework.extras.planner.known_devices import (
     host_memory,
     known_device,
 )
-from hetero_framework.extras.planner.measuring import (
-    HostLink,
-    MachineMemory,
-    ModelCost,
-    PartCost,
-    profile_of,
-)
+from hetero_framework.extras.planner.measuring import ModelCost, PartCost, profile_of
 from hetero_framework.extras.planner.work import ModelWork, PartWork, model_work
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config

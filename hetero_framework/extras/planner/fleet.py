@@ -25,6 +25,7 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.errors import HeteroError, PeerLostError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, remote_measurement
+from hetero_framework.extras.planner.host_link import MachineMemory
 from hetero_framework.extras.planner.measuring import ModelCost, profile_of
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known
@@ -36,6 +37,7 @@ from hetero_framework.units import bit_rate, seconds
 _log = logging.getLogger(__name__)
 _MAX_FRAME_BYTES = 1 << 28
 _LINK_BYTES = (1 << 20, 1 << 25)
+_FREE = 0.9  # of a machine's free memory: what layers in it may fill
 _DISTURBED = 1.2
 """A smaller slowdown of both directions of a link together is taken for noise."""
 
@@ -94,7 +96,12 @@ def _measured(
                 ) from error
             _log.info("measured in %s", seconds(time.monotonic() - began))
             parts = parts_by_process(config, model, list(costs))
-            yield cluster, profile_of(config, parts, costs, free_bytes(config, facts), links)
+            host = {
+                id: MachineMemory(_FREE * (facts[id].host_free or 0), cost.link)
+                for id, cost in costs.items()
+                if cost.link is not None
+            }
+            yield cluster, profile_of(config, parts, costs, free_bytes(config, facts), links, host)
 
 
 def _loss(cluster: Cluster, error: LinkLost | DirectLost | PeerLostError) -> str:
@@ -227,7 +234,16 @@ def _summary(measured: remote_measurement.Measurement) -> str:
         sum(measured.cost.of_layers(name)) / layers for name in ("forward_s", "backward_s")
     )
     how = "remembered" if measured.was_known else f"measured in {seconds(measured.seconds)}"
-    return f"a layer takes {seconds(forward_s)} forward, {seconds(backward_s)} backward ({how})"
+    link, text = measured.cost.link, ""
+    if link is not None:
+        rates = [f"{rate / 1e9:.3g} GB/s" for rate in (link.to_device, link.to_host)]
+        text = (
+            f"; its machine's memory is read at {rates[0]} and written at {rates[1]}, both at once"
+            f" take {link.both_ways:.2f} x as long, computing meanwhile {link.copy_slowdown:.2f} x"
+        )
+    return (
+        f"a layer takes {seconds(forward_s)} forward, {seconds(backward_s)} backward ({how}){text}"
+    )
 
 
 def _tiny(config: Config, folder: str) -> Config:

@@ -14,21 +14,13 @@ from typing import NamedTuple
 from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.engine.schedule.tuning import TunedSchedule, tune
 from hetero_framework.extras.planner.profile import DeviceProfile, FleetProfile
+from hetero_framework.models.sizing.streaming import slot_sizes, slots_of, spread
 
 WorkerId = int | str
 _EXACTLY = 1e-9  # of bytes: tolerance for sums in another order
 LEAST_STREAMED = 4  # layers: with fewer, their slots take as much as they do
 _NAMES = {"id", "machine"}
 _DEPTHS = (0.0, 1.0, 2.0)  # of a full pipeline's micro-batches in flight, that are to have memory
-
-
-def slots_of(count: int) -> int:
-    return count if count <= 2 else 2 + count % 2
-
-
-def spread(count: int, start: int, end: int) -> list[int]:
-    layers = end - start
-    return [start + (2 * k + 1) * layers // (2 * count) for k in range(count)]
 
 
 class Part(NamedTuple):
@@ -104,13 +96,9 @@ class _Costs:
         """(bytes in host memory, bytes of the device that they save) with `count` streamed layers
         of a stage; (infinite, 0) where one of them may not be streamed."""
         if self._is_even:
-            total, largest = count * self._frozen[0], self._frozen[0]
-        else:
-            sizes = [self._frozen[k] for k in spread(count, start, end)]
-            if not min(sizes):
-                return math.inf, 0.0
-            total, largest = sum(sizes), max(sizes)
-        return total, total - slots_of(count) * largest
+            return count * self._frozen[0], (count - slots_of(count)) * self._frozen[0]
+        sizes = [int(self._frozen[k]) for k in spread(count, start, end)]
+        return (sum(sizes), sum(sizes) - sum(slot_sizes(sizes))) if min(sizes) else (math.inf, 0.0)
 
     def fewest_streamed(self, start: int, end: int, needed: float) -> int | None:
         """The least number of streamed layers of a stage that saves as many bytes; None where none

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.extras.planner import FleetProfile
+from hetero_framework.extras.planner.host_link import HostLink, MachineMemory, measured_link
 from hetero_framework.extras.planner.profile import bytes_of_parts
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut.family import family_of
@@ -64,40 +66,10 @@ class PartCost:
 
 
 @dataclass(frozen=True)
-class HostLink:
-    """Bytes per second between a device and pinned memory of its machine, each way by itself; how
-    many times as long both at once take, and computing while they go on."""
-
-    to_device: Seconds
-    to_host: Seconds
-    both_ways: Seconds
-    copy_slowdown: Seconds
-
-
-@dataclass(frozen=True)
-class MachineMemory:
-    """Bytes of a machine's memory that layers may fill, and the link to them."""
-
-    nbytes: float
-    link: HostLink
-
-    def to_profile(self) -> dict[str, Any]:
-        """Fields of a `DeviceProfile`."""
-        link = self.link
-        return {
-            "host_bytes": self.nbytes,
-            "host_to_device_bytes_per_s": link.to_device,
-            "device_to_host_bytes_per_s": link.to_host,
-            "both_ways": link.both_ways,
-            "copy_slowdown": link.copy_slowdown,
-        }
-
-
-@dataclass(frozen=True)
 class ModelCost:
     """`layers` are the costs of each kind, by the first layer of the kind; `kinds` names that layer
     for each layer. At most `hidden_bytes`, of `hidden_dtype` ("float32"), cross a boundary, and
-    come back as gradients."""
+    come back as gradients. `link` leads to the machine's memory, where the device has its own."""
 
     embedding: PartCost
     layers: dict[int, PartCost]
@@ -105,6 +77,7 @@ class ModelCost:
     kinds: list[int]
     hidden_bytes: int
     hidden_dtype: str
+    link: HostLink | None = None
 
     def of_layers(self, name: str) -> list[float]:
         """A field of `PartCost` for each layer of the model."""
@@ -122,7 +95,8 @@ class ModelCost:
         layers = {int(k): read(part) for k, part in raw["layers"]}
         if not {*raw["kinds"]} <= layers.keys():
             raise ValueError("a layer has no cost")
-        return cls(**{**raw, **ends, "layers": layers})
+        link = Fields(HostLink).read(raw["link"]) if raw.get("link") else None
+        return cls(**{**raw, **ends, "layers": layers, "link": link})
 
 
 def measure(
@@ -140,6 +114,7 @@ def measure(
         entering = [_entering(config, model, spec.start, hidden_BSD) for spec in specs[1:]]
         embedding, head = first.cost(()), last.cost(entering.pop())
         plain = [part.cost(received) for part, received in zip(inner, entering, strict=True)]
+        link = measured_link(device, partial(inner[0].forward, entering[0]))
         del stages, first, inner, last
         device.empty_cache()
         again = load_stages(_cut(made, specs, recompute=True), specs[1:-1], device)
@@ -155,7 +130,7 @@ def measure(
     }
     dtype = str(hidden_BSD.dtype).removeprefix("torch.")
     most = max(sum(t.nbytes for t in received) for received in ((hidden_BSD,), *entering))
-    return ModelCost(embedding, layers, head, kinds, most, dtype)
+    return ModelCost(embedding, layers, head, kinds, most, dtype, link)
 
 
 def _entering(config: Config, model: PretrainedConfig, layer: int, hidden_BSD: Tensor) -> Bundle:
@@ -233,6 +208,11 @@ class _MeasuredPart:
         marks = (False, *self._stage.side_gradients)
         pairs = zip(received, marks, strict=False)  # the first stage receives nothing
         return tuple(tensor.detach().requires_grad_(wants) for tensor, wants in pairs)
+
+    def forward(self, received: Bundle) -> None:
+        """Queue a forward pass."""
+        self._begin(train=True)
+        self._forward(received)
 
     def _kept_bytes(self, received: Bundle) -> int:
         """Bytes that autograd stores of one micro-batch, with inputs, without weights. 0 for the

@@ -19,7 +19,7 @@ from hetero_framework.core.files import write_json
 from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
 from hetero_framework.extras.planner.explain import Remedy
-from hetero_framework.extras.planner.planning import ALLOWED
+from hetero_framework.extras.planner.planning import ALLOWED, compared
 from hetero_framework.extras.planner.result import save_plan
 from hetero_framework.security.access import Access
 from hetero_framework.tables import Part, lines, table
@@ -34,6 +34,7 @@ _UNITS = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 T = TypeVar("T")
+_COMPARED = 8  # machines: each is another search
 _HEAD = ("process", "layers", "busy", "limited by", "memory", "left")
 _STAGE_HEAD = (
     *("stage", "process", "layers", "forward", "backward"),
@@ -59,16 +60,38 @@ def make_plan(profile: FleetProfile, wishes: Wishes, config: Config | None = Non
         from hetero_framework.extras.planner.remedies import remedies_of  # imports torch
 
         remedies = remedies_of(config, profile)
+    return plan(profile, **_read(profile, wishes), remedies=remedies)
+
+
+def _read(profile: FleetProfile, wishes: Wishes) -> dict[str, Any]:
+    """The wishes as `plan` takes them."""
     ids = [device.id for device in profile.devices]
-    return plan(
-        profile,
-        pins=_by_process("--pin", wishes.pins, ids, _layers),
-        excluded=[_known(name, ids) for name in wishes.excluded],
-        margins=_by_process("--margin", wishes.margins, ids, _margin),
-        allow=ALLOWED
-        | {word.strip() for words in wishes.allow for word in words.split(",") if word.strip()},
-        remedies=remedies,
-    )
+    words = (word.strip() for words in wishes.allow for word in words.split(","))
+    return {
+        "pins": _by_process("--pin", wishes.pins, ids, _layers),
+        "excluded": [_known(name, ids) for name in wishes.excluded],
+        "margins": _by_process("--margin", wishes.margins, ids, _margin),
+        "allow": ALLOWED | {word for word in words if word},
+    }
+
+
+def compared_machines(
+    profile: FleetProfile, wishes: Wishes, result: Result, config: Config | None
+) -> dict[str, Any]:
+    """Facts of what each machine is worth: the steps without it, and the tokens of a step of full
+    rows, where `config` is known. No steps for fleets of too many machines."""
+    machines = {device.machine or f"process {device.id}" for device in profile.devices}
+    if len(machines) == 1 or result.changes:
+        return {}
+    tokens = None
+    if config is not None:
+        from hetero_framework.models.sizing.memory import DEFAULT_TOKENS  # imports torch
+
+        length = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
+        training = config.training
+        tokens = length * training.train_rows * training.gradient_accumulation_steps
+    every = () if len(machines) > _COMPARED else compared(profile, **_read(profile, wishes))
+    return {"compared": [vars(one) for one in every], "tokens": tokens}
 
 
 def judge_plan(
@@ -184,6 +207,8 @@ def text(facts: dict[str, Any]) -> str:
         _step_lines(facts),
         *(("", "Layers in host memory:") if any(d["streamed"] for d in facts["devices"]) else ()),
         [_streamed_text(d) for d in facts["devices"] if d["streamed"]],
+        *(("", "A step of fewer machines:") if "compared" in facts else ()),
+        [*_compared_lines(facts)] if "compared" in facts else (),
         *(("", f"Not used: {facts['why']}.") if facts["unused"] else ()),
         *(("", "What would help, the most first:") if facts["advice"] else ()),
         facts["advice"],
@@ -199,6 +224,22 @@ def _streamed_text(device: Mapping[str, Any]) -> str:
         f" {seconds(device['streaming_s'])} longer than with all of them on the device, and"
         f" {bound} bounds it"
     )
+
+
+def _compared_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    """What each machine is worth."""
+    step_s, tokens = facts["predicted_step_s"], facts["tokens"]
+    if not facts["compared"]:
+        yield f"not searched for more than {_COMPARED} machines"
+    for one in facts["compared"]:
+        names = " and ".join(map(process_name, one["ids"]))
+        what = f"{names} alone" if one["alone"] else f"without {names}"
+        if one["step_s"] is None:
+            yield f"{what}: nothing fits"
+            continue
+        rate = f", {tokens / one['step_s']:,.0f} tokens/s" if tokens and one["step_s"] else ""
+        less = 1 - step_s / one["step_s"] if one["step_s"] else 0.0
+        yield f"{what}: {seconds(one['step_s'])}{rate} ({share(less)} less than with all)"
 
 
 def _stage_rows(facts: Mapping[str, Any]) -> list[list[str]]:

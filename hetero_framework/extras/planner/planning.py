@@ -27,7 +27,7 @@ from hetero_framework.extras.planner.layout import (
 )
 from hetero_framework.extras.planner.layout_search import Search
 from hetero_framework.extras.planner.profile import FleetProfile, ids_text
-from hetero_framework.extras.planner.result import Result
+from hetero_framework.extras.planner.result import Compared, Result
 from hetero_framework.units import size
 
 CHECKPOINTING = "checkpointing"
@@ -70,6 +70,33 @@ def plan(
     if result is None:
         raise explain.nothing_fits(rules, margins, remedies)
     return replace(_result(rules, result, changes), seconds=time.perf_counter() - began)
+
+
+def compared(
+    profile: FleetProfile,
+    *,
+    pins: Mapping[WorkerId, tuple[int, int]],
+    excluded: Collection[WorkerId],
+    margins: Mapping[WorkerId, float],
+    allow: Collection[str],
+) -> list[Compared]:
+    """The step without each machine that may be left out, and that of the coordinator's machine
+    alone: one search for each."""
+    rules = _rules(Fleet(profile, margins=margins), pins, excluded, allow)
+    machines: dict[str, list[int]] = {}
+    for d in rules.devices:
+        machines.setdefault(rules.fleet.machines[d], []).append(d)
+    (here, *others) = machines.values()
+    fewer = [(own, [d for d in rules.devices if d not in own]) for own in others]
+    fewer = [(own, left) for own, left in fewer if not any(d in rules.pins for d in own)]
+    if others and not rules.pins:
+        fewer.append((here, here))
+    found = []
+    for named, left in fewer:
+        best = Search(replace(rules, devices=tuple(left))).run()
+        ids = tuple(rules.fleet.ids[d] for d in named)
+        found.append(Compared(ids, named is left, None if best is None else best.seconds))
+    return found
 
 
 def evaluate(

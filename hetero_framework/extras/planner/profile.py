@@ -170,16 +170,11 @@ def bytes_of_parts(memory: Sequence[StageMemory]) -> dict[str, Any]:
     embedding, *layers, head = memory
     return {
         "layer_bytes": [part.kept for part in layers],
-        "layer_frozen_bytes": [_frozen_bytes(part) for part in layers],
+        "layer_frozen_bytes": [sum(part.frozen) for part in layers],
         "embedding_bytes": embedding.kept,
         "head_bytes": head.kept + head.logits,
         "activation_bytes_per_layer": [part.per_micro_batch for part in layers],
     }
-
-
-def _frozen_bytes(layer: StageMemory) -> int:
-    """Bytes of a layer that may visit the device; a layer of which weights are trained stays."""
-    return 0 if layer.trained >= layer.parameters else max(0, layer.weights - layer.gradients)
 
 
 def load_profile(path: str | Path) -> FleetProfile:

@@ -74,6 +74,7 @@ def _question_of(config: Config, model: PretrainedConfig, device: Device) -> str
                 *(config.model.quantization, config.quantizes),
                 config.model.attn_implementation,
             ],
+            "link": not device.one_memory,
             "adapter": config.adapter.model_dump(mode="json") if config.adapter else None,
             "rows": config.data and [config.data.max_length, config.data.padding_free],
             "training": {

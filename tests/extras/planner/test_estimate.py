@@ -271,3 +271,18 @@ def test_a_model_larger_than_the_card_is_streamed(
     said = capsys.readouterr().out
     assert "Layers in host memory:\n  coordinator: " in said
     assert "and computing bounds it" in said
+    assert "A step of fewer machines:\n  without worker 1: " in said
+    assert "\n  coordinator alone: " in said
+    assert " tokens/s (" in said.partition("coordinator alone: ")[2]
+
+
+def test_many_machines_are_not_searched_without_each(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--dry-run", "--model", str(model), "--device", "local=RTX 4090"]
+    for k in range(1, 9):
+        words += ["--device", f"{k}=RTX 3060"]
+    assert main(words) == 0
+    assert "A step of fewer machines:\n  not searched for more than 8 machines" in (
+        capsys.readouterr().out
+    )

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 
 from hetero_framework.errors import PlanError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
-from hetero_framework.extras.planner.planning import ALLOWED
+from hetero_framework.extras.planner.planning import ALLOWED, compared
 from tests.extras.planner.fleets import GB, card, device, fleet_of, profiles_of_fleets
 
 NO_CHUNKS = ALLOWED - {"chunks"}
@@ -199,6 +199,31 @@ def test_evaluate_of_a_worse_plan_is_worse() -> None:
         profile, [{"id": "local", "start": 0, "end": 7}, {"id": 1, "start": 7, "end": 8}]
     )
     assert other.predicted_step_s > 1.5 * half.predicted_step_s
+
+
+# ---- fewer machines
+
+
+def test_each_machine_is_compared_with_the_fleet_without_it() -> None:
+    profile = fleet_of(
+        device("local", machine="a"),
+        *(device(1, machine="b"), device(2, machine="b"), device(3, machine="c")),
+        layers=12,
+    )
+    options: dict[str, Any] = {"pins": {}, "excluded": (), "margins": {}, "allow": ALLOWED}
+    found = compared(profile, **options)
+    assert [(one.ids, one.alone) for one in found] == [
+        *(((1, 2), False), ((3,), False)),
+        (("local",), True),
+    ]
+    for one in found:
+        left = [d.id for d in profile.devices if (d.id in one.ids) == one.alone]
+        others = {d.id for d in profile.devices} - {*left}
+        assert one.step_s == plan(profile, excluded=others).predicted_step_s
+    pinned = compared(profile, **{**options, "pins": {3: (8, 12)}})
+    assert [one.ids for one in pinned] == [(1, 2)]
+    small = fleet_of(device("local", memory_bytes=6 * GB), device(1, memory_bytes=6 * GB))
+    assert [one.step_s for one in compared(small, **options)] == [None, None]
 
 
 # ---- layers in host memory

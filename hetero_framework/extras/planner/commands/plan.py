@@ -120,6 +120,8 @@ def run(arguments: argparse.Namespace) -> None:
         from hetero_framework.extras.planner.estimate import pace
 
         described["estimate"]["pace"] = pace(about["estimate"]["job"], result.predicted_step_s)
+    if arguments.evaluate is None:
+        described |= plan_report.compared_machines(profile, wishes, result, config)
     report(arguments, described, plan_report.text)
     if arguments.picture is not None:
         from hetero_framework.extras.planner.plan_drawings import draw_plan

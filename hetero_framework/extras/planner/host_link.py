@@ -1,0 +1,101 @@
+"""The link between a device and its machine's memory: copies each way, both ways, and the time of
+computing meanwhile."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+
+from hetero_framework.core.devices import Device
+
+_FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 26
+_COPIES_S = 0.05  # about as long does a measurement of copies take
+_RUNS = 3
+_MOST_COPIES = 4096
+Rate = Annotated[float, 1.0, 1e15]
+Times = Annotated[float, 1.0, 1e3]
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """Bytes per second between a device and pinned memory of its machine, each way by itself; how
+    many times as long both at once take, and computing while they go on."""
+
+    to_device: Rate
+    to_host: Rate
+    both_ways: Times
+    copy_slowdown: Times
+
+
+@dataclass(frozen=True)
+class MachineMemory:
+    """Bytes of a machine's memory that layers may fill, and the link to them."""
+
+    nbytes: float
+    link: HostLink
+
+    def to_profile(self) -> dict[str, Any]:
+        """Fields of a `DeviceProfile`."""
+        link = self.link
+        return {
+            "host_bytes": self.nbytes,
+            "host_to_device_bytes_per_s": link.to_device,
+            "device_to_host_bytes_per_s": link.to_host,
+            "both_ways": link.both_ways,
+            "copy_slowdown": link.copy_slowdown,
+        }
+
+
+def measured_link(device: Device, compute: Callable[[], object]) -> HostLink | None:
+    """The link of a device; None where memory is one, or the system pins none. `compute` queues the
+    work that is timed while copies go on."""
+    most = [None, None] if device.one_memory else [device.pinned(_MOST_BYTES) for _ in range(2)]
+    if most[0] is None or most[1] is None:
+        return None
+    there = [torch.zeros(_MOST_BYTES, dtype=torch.uint8, device=device.torch_device) for _ in most]
+    ways = {"in": (there[0], most[0]), "out": (most[1], there[1])}
+
+    def queue(way: str, nbytes: int, count: int = 1) -> None:
+        target, source = ways[way]
+        device.queue_copies([(target[:nbytes], source[:nbytes])] * count, way)
+
+    def seconds(nbytes: int, *chosen: str) -> float:
+        device.synchronize()
+        began = time.perf_counter()
+        for way in chosen:
+            queue(way, nbytes)
+        device.synchronize()
+        return max(time.perf_counter() - began, 1e-9)
+
+    seconds(_FIRST_BYTES, *ways)  # wakes what sleeps
+    rate = _FIRST_BYTES / min(seconds(_FIRST_BYTES, *ways) for _ in range(_RUNS))
+    nbytes = int(max(_FIRST_BYTES, min(_MOST_BYTES, rate * _COPIES_S)))
+    there_s, back_s, both_s = (
+        min(seconds(nbytes, *chosen) for _ in range(_RUNS))
+        for chosen in (("in",), ("out",), ("in", "out"))
+    )
+
+    def computing_s(copies: int) -> float:
+        device.synchronize()
+        if copies:
+            queue("in", nbytes, copies)
+        began = device.record_event()
+        compute()
+        ended = device.record_event()
+        device.synchronize()
+        return max(device.seconds(began, ended), 1e-9)
+
+    alone_s = min(computing_s(0) for _ in range(_RUNS))
+    copies = min(_MOST_COPIES, 2 + math.ceil(2 * alone_s / there_s))  # longer than the computing
+    beside_s = min(computing_s(copies) for _ in range(_RUNS))
+    return HostLink(
+        nbytes / there_s,
+        nbytes / back_s,
+        max(1.0, both_s / max(there_s, back_s)),
+        max(1.0, beside_s / alone_s),
+    )

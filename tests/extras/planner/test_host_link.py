@@ -1,0 +1,83 @@
+"""The link between a device and its machine's memory, by a device that keeps its own time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from hetero_framework.core.devices import Device
+from hetero_framework.extras.planner import host_link
+from hetero_framework.extras.planner.host_link import MachineMemory, measured_link
+
+
+class Clocked(Device):
+    """Copies at a rate for each way, which is less for both at once, and computing that takes
+    longer meanwhile. `now` is the time of the host, `done` that of each stream."""
+
+    one_memory = False
+    rates: ClassVar = {"in": 4e9, "out": 2e9}
+    sharing, slowed, work_s = 1.5, 1.2, 0.010
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.done: dict[str, float] = {}
+
+    def pinned(self, nbytes: int) -> torch.Tensor | None:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def queue_copies(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: str, *after: Any
+    ) -> Any:
+        took_s = sum(target.nbytes for target, _ in pairs) / self.rates[stream]
+        others = [other for other, done in self.done.items() if done > self.now and other != stream]
+        for other in others:
+            self.done[other] = self.now + (self.done[other] - self.now) * self.sharing
+        took_s *= self.sharing if others else 1.0
+        self.done[stream] = max(self.now, self.done.get(stream, 0.0)) + took_s
+
+    def compute(self) -> None:
+        copying = self.done.get("in", 0.0) > self.now + self.work_s
+        begins = max(self.now, self.done.get("computing", 0.0))
+        self.done["computing"] = begins + self.work_s * (self.slowed if copying else 1.0)
+
+    def record_event(self, *tensors: torch.Tensor) -> Any:
+        return max(self.now, self.done.get("computing", 0.0))
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return float(end - begin)
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, *self.done.values(), 0.0)
+
+
+def test_rates_each_way_and_both_and_the_slowdown_of_computing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Clocked()
+    monkeypatch.setattr(host_link.time, "perf_counter", lambda: device.now)
+    found = measured_link(device, device.compute)
+    assert found is not None
+    assert found.to_device == pytest.approx(4e9)
+    assert found.to_host == pytest.approx(2e9)
+    assert found.both_ways == pytest.approx(1.5, rel=0.01)
+    assert found.copy_slowdown == pytest.approx(1.2)
+    assert device.now < 3.0
+    assert MachineMemory(5.0, found).to_profile() == {
+        "host_bytes": 5.0,
+        "host_to_device_bytes_per_s": found.to_device,
+        "device_to_host_bytes_per_s": found.to_host,
+        "both_ways": found.both_ways,
+        "copy_slowdown": found.copy_slowdown,
+    }
+
+
+def test_a_device_without_memory_of_its_own_or_pinned_memory_has_no_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert measured_link(Device(), lambda: None) is None
+    monkeypatch.setattr(Clocked, "pinned", lambda self, nbytes: None)
+    assert measured_link(Clocked(), lambda: None) is None
