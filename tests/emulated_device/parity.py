@@ -31,6 +31,11 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"training": {"fp16": True}},
     "sdpa": {"training": {}, "model": {"attn_implementation": "sdpa"}},
     "checkpointing": {"training": {"gradient_checkpointing": True}, **_LORA},
+    "activation_offloading": {
+        "training": {"gradient_checkpointing": True, "activation_offloading": True},
+        **_LORA,
+    },
+    "offload_optimizer": {"training": {"offload_optimizer": True}},
     "int8": {"training": {}, "wire": _INT8},
     "padding_free": {
         "training": {"loss_chunk_tokens": 16},

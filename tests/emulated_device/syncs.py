@@ -17,6 +17,10 @@ _SDPA = {"model": {"attn_implementation": "sdpa"}}
 CASES: dict[str, dict[str, Any]] = {
     "full": {"training": {}},
     "lora": {"training": {"gradient_checkpointing": True}, **_LORA},
+    "stored": {
+        "training": {"gradient_checkpointing": True, "activation_offloading": True},
+        **_LORA,
+    },
     "fp16": {"training": {"fp16": True}, **_LORA},
     "sdpa": {"training": {}, **_SDPA},
     "chunks": {"training": {"loss_chunk_tokens": 16}, **_SDPA},
