@@ -127,20 +127,19 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
         estimate = partial(estimate_memory, model_config=model_config, plan=plan, tokens=tokens)
         one = with_one_memory(config, here)
         notes += host_memory_lines(config, one)
-        memory = estimate(config, in_flight=held)
-        memory = [m.placed(m.device, one_memory=m.stage.owner in one) for m in memory]
-        if any(entry.offload == "auto" for entry in config.shard_plan):
-            notes.append(
-                'offload "auto": a run streams as few layers as it takes to fit the devices; here'
-                " all are on them"
-            )
+
+        def placed(estimate: list[StageMemory]) -> list[StageMemory]:
+            return [m.placed(m.device, one_memory=m.stage.owner in one) for m in estimate]
+
+        memory = placed(estimate(config, in_flight=held))
         for remarks in asked("notes", config):
             notes += remarks(config, sum(m.trained for m in memory))
-        if any(config.checkpointing(spec.index) == "auto" for spec in config.plan.stages):
-            lessened = estimate(recomputing(config), in_flight=held)
+        if (least := recomputing(config)) != config:
+            lessened = placed(estimate(least, in_flight=held))
             notes.append(
-                'gradient_checkpointing "auto": a run enables it on as few stages as it takes to'
-                " fit the devices; the last column has it on all stages"
+                '"auto" of gradient_checkpointing and offload: a run computes as few stages again,'
+                " and then streams as few layers, as it takes to fit the devices; the last column"
+                " has as many as there may be"
             )
     owners: Sequence[WorkerId] = ["local", *(worker.id for worker in config.workers)]
     owners = config.plan.owners if config.is_planned else owners

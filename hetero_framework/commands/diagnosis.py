@@ -426,7 +426,7 @@ def attention(view: MachineView) -> Problems:
 
 def disk(view: MachineView) -> Problems:
     """Two checkpoints on the coordinator; the weights where a hub model is not there yet."""
-    state = sum(stage.gradients + stage.optimizer for stage in view.memory)
+    state = sum(stage.gradients + stage.states for stage in view.memory)
     if view.is_coordinator and view.config.training.save_strategy != "no":
         free = worker_info.free_bytes(view.config.checkpoints)
         if free is not None and free < 2 * state:
@@ -438,7 +438,8 @@ def disk(view: MachineView) -> Problems:
     if _commit(view) is not None or not _is_on_hub(view.config):
         return
     for id, _ in view.entries:
-        weights = sum(stage.weights for stage in view.memory if stage.stage.owner == id)
+        here = [stage for stage in view.memory if stage.stage.owner == id]
+        weights = sum(stage.offloading(0).weights for stage in here)
         asked = view.workers.get(id) if id not in view.local_ids else None
         room = (asked.facts or {}).get("cache_free") if asked is not None else None
         if id in view.local_ids:

@@ -21,7 +21,8 @@ from hetero_framework.units import size
 Facts = Mapping[str | int, MachineFacts]
 Devices = list[tuple[set[str | int], int]]
 """The processes on each device, and the bytes that are free there."""
-_LEAST_CHUNK = 256  # tokens
+_SMALL_CHUNK = 256 * 16
+"""Bytes for each word of the vocabulary that a loss of 256 tokens takes."""
 
 
 def devices_of(config: Config, facts: Facts) -> Devices:
@@ -89,7 +90,9 @@ def check_memory(
     for owners in machines.values():
         here = [m for m in memory if m.stage.owner in owners]
         free = min((n for o in owners if (n := facts[o].host_free) is not None), default=0)
-        short = sum(m.total if m.device == "cpu" else m.host for m in here) - free
+        short = (
+            sum(m.total if facts[m.stage.owner].host_free is None else m.host for m in here) - free
+        )
         away = [m for m in here if m.host]
         if away and short > 0:
             needs = "; ".join(f"stage {m.index} keeps {size(m.host)} there" for m in away)
@@ -118,15 +121,16 @@ def _streaming(
     here: Sequence[StageMemory], owners: Collection[int | str], free: int, facts: Facts
 ) -> list[str]:
     """The streamed layers with which the stages of a device fit; nothing where none do."""
-    apart = {m.index for m in here if facts[m.stage.owner].host_free is not None}
-    counts = offload_layers(here, apart, [(owners, free)])
+    room = {m.index: facts[m.stage.owner].host_free for m in here}
+    counts = offload_layers(here, [k for k in room if room[k] is not None], [(owners, free)])
     there = [m.offloading(counts.get(m.index) or m.offload) for m in here]
-    if sum(m.total for m in there) > free:
-        return []
-    streaming = [m for m in there if counts.get(m.index)]
+    fits = sum(m.total for m in there) <= free and all(
+        m.host <= (room[m.index] or 0) for m in there
+    )
     return [
         f"keep {m.offload} of its layers in host memory (shard_plan[{m.index}].offload)"
-        for m in streaming
+        for m in there
+        if fits and counts.get(m.index)
     ]
 
 
@@ -141,13 +145,14 @@ def _ways(
     inputs = [f"a smaller {name}" for name in smaller]
     if any(config.checkpointing(m.index) is not True for m in here):
         inputs.append("gradient_checkpointing")
-    chunk = training.loss_chunk_tokens
-    chunks = isinstance(objective_of(training), ChunkedObjective)
-    chunks &= not isinstance(chunk, int) or chunk > _LEAST_CHUNK
+    logits = 0
+    if isinstance(objective_of(training), ChunkedObjective) and why_not_chunked(model) is None:
+        logits = sum(m.logits for m in here)
+        logits *= logits > _SMALL_CHUNK * int(model.get_text_config().vocab_size)
     in_full = [m for m in here if config.quantization(m.stage.owner) is None]
     shares = {
-        " or ".join(inputs): sum(m.activations for m in here),
-        "a smaller training.loss_chunk_tokens": sum(m.logits for m in here) if chunks else 0,
+        " or ".join(inputs): sum(m.activations + m.working for m in here),
+        "a smaller training.loss_chunk_tokens": logits,
     }
     if fact.host_free is not None:
         shares["training.offload_optimizer"] = sum(m.optimizer for m in here)
@@ -155,5 +160,4 @@ def _ways(
         shares["an adapter instead of full training"] = sum(m.gradients + m.optimizer for m in here)
     if fact.no_four_bit is None and training.reads_text:
         shares['model.quantization "nf4" with an adapter'] = sum(m.weights for m in in_full)
-    ways = sorted((way for way in shares if way and shares[way]), key=lambda way: -shares[way])
-    return [way for way in ways if "chunk" not in way or why_not_chunked(model) is None]
+    return sorted((way for way in shares if way and shares[way]), key=lambda way: -shares[way])

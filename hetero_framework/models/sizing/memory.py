@@ -140,6 +140,11 @@ class StageMemory:
         return sum(streamed) - sum(slot_sizes(streamed))
 
     @property
+    def states(self) -> int:
+        """Bytes of the optimizer's states, wherever they are."""
+        return self.optimizer + self.host_states
+
+    @property
     def host(self) -> int:
         """Bytes in host memory besides."""
         inputs = self.in_flight * self.host_inputs
@@ -239,11 +244,15 @@ def memory_of_parts(
 
 
 def recomputing(config: Config) -> Config:
-    """The configuration with checkpointing on where it says "auto"."""
+    """The configuration with checkpointing on, and as many layers streamed as save memory, where it
+    says "auto"."""
     plan = config.to_dict()["shard_plan"]
     for index, entry in enumerate(plan):
         if config.checkpointing(index) == "auto":
             entry["gradient_checkpointing"] = True
+        if entry["offload"] == "auto":
+            layers = entry["end"] - entry["start"] if config.adapter is not None else 0
+            entry["offload"] = layers - layers % SLOTS
     return config.with_changes(shard_plan=plan)
 
 

@@ -12,8 +12,9 @@ from hetero_framework import cli
 from hetero_framework.commands.check_report import check, forecast, text
 from hetero_framework.config import Config, load_config
 from hetero_framework.data import load_data, load_tokenizer
-from hetero_framework.errors import ConfigError, DataError, PlanError
+from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanError
 from hetero_framework.trainer.setup import prepare
+from hetero_framework.units import size
 from tests.installed import needs
 from tests.samples import plan_of
 from tests.unit.data_helpers import CHATML, tiny_tokenizer
@@ -316,6 +317,35 @@ def test_check_reports_the_memory_that_checkpointing_saves(
         assert off["memory_recomputing_bytes"] is None
     assert "with checkpointing" in text(found)
     assert "with gradient checkpointing, " in text(found)
+
+
+@needs("host_memory")
+def test_check_reports_host_memory_and_where_there_is_none(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    raw |= {"adapter": {"r": 2}}
+    raw["coordinator"]["device"] = "cpu"
+    worker = raw["workers"][0]
+    worker |= {"ip": "10.0.0.9", "device": "cuda:0"}
+    raw["training"] |= {"offload_optimizer": True}
+    raw["shard_plan"] = plan_of(("local", 0), (1, 4))
+    before = check(Config.from_dict(raw, tmp_path))["processes"][1]
+    raw["shard_plan"][1]["offload"] = "auto"
+    auto = check(Config.from_dict(raw, tmp_path))
+    raw["shard_plan"][1]["offload"] = 4
+    found = check(Config.from_dict(raw, tmp_path))
+    here, there = found["processes"]
+    layers = there["host_bytes"] - before["host_bytes"]
+    assert (here["host_bytes"], layers > 0) == (0, True)
+    assert there["memory_bytes"] == before["memory_bytes"] - layers // 2
+    assert auto["processes"][1]["memory_recomputing_bytes"] == there["memory_bytes"]
+    assert auto["processes"][1]["memory_bytes"] == before["memory_bytes"]
+    said = text(found)
+    assert f", {size(there['host_bytes'])} of host memory" in said
+    assert "training.offload_optimizer does nothing for coordinator" in said
+    worker["device"] = "mps"
+    with pytest.raises(DeviceError, match=r"shard_plan\[1\]\.offload: .* as for worker 1"):
+        check(Config.from_dict(raw, tmp_path))
 
 
 def test_plan_that_is_left_to_the_run_is_explained(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -390,6 +390,18 @@ def test_is_last_must_agree_with_the_order() -> None:
     assert "shard_plan[2].is_last: is false" in message(raw, PlanError)
 
 
+def test_streamed_layers_are_frozen_and_in_the_stage() -> None:
+    raw = {**changed("shard_plan[1].offload", 25), "adapter": {"r": 2}}
+    layers = raw["shard_plan"][1]["end"] - raw["shard_plan"][1]["start"]
+    assert f"shard_plan[1].offload: is 25, but the stage has {layers} layers" in message(raw)
+    raw["shard_plan"][1]["offload"] = layers
+    assert Config.from_dict(raw).offloads_of(1) == ["shard_plan[1].offload"]
+    raw["adapter"] = None
+    assert "shard_plan[1].offload: only frozen layers can stay in host memory" in message(raw)
+    raw["shard_plan"][1] |= {"offload": "auto", "offload_optimizer": True}
+    assert Config.from_dict(raw).offloads_of(1) == ["shard_plan[1].offload_optimizer"]
+
+
 def test_plan_is_compared_with_the_models_layers() -> None:
     config = Config.from_dict(SEED)
     config.plan.covers(32)

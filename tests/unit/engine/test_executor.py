@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ class FakeStage:
     def __init__(self, index: int, *, first: bool = False, last: bool = False) -> None:
         self.index, self.is_first, self.is_last = index, first, last
         self.input_requires_grad = not first
-        self.residence = None
+        self.residence: Any = None
         self.differentiates = True
         self.fingerprint: dict[str, str] = {}
         self.ties: dict[str, str] = {}
@@ -666,6 +667,18 @@ def test_statistics_count_the_longest_queue_of_the_step() -> None:
     assert figures.backward_s == 0
     executor.begin(TRAIN, SCHEDULE)
     assert executor.statistics()[1] == StageFigures(0.0, 0.0, 0, 0, 0, 0.0, 0.0)
+
+
+def test_statistics_count_the_prefetch_misses_of_a_step() -> None:
+    stage = FakeStage(1)
+    stage.residence = SimpleNamespace(misses=2, transfers=list)
+    executor, _, _ = executor_of(stage)
+    stage.residence.misses = 5
+    assert executor.statistics()[1].prefetch_misses == 3
+    executor.begin(TRAIN, SCHEDULE)
+    assert executor.statistics()[1].prefetch_misses == 0
+    stage.residence.misses = None  # only states or inputs are in host memory
+    assert executor.statistics()[1].prefetch_misses is None
 
 
 def test_statistics_tell_forward_from_backward() -> None:

@@ -14,6 +14,7 @@ from hetero_framework.errors import PlanError
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.sizing.memory import StageMemory, estimate_memory
 from hetero_framework.trainer.memory_checks import check_memory, host_memory_lines, with_one_memory
+from tests.installed import needs
 from tests.samples import plan_of
 
 LLAMA = LlamaConfig(
@@ -125,6 +126,8 @@ def test_streamed_layers_are_advised_with_their_number_where_they_suffice() -> N
     assert "[1].offload" in advice(last.total - 6 * last.frozen[0])
     assert "[1].offload" not in advice(last.total - 6 * last.frozen[0] - 1)
     assert "[1].offload" not in advice(last.total - 1, host=None)
+    assert "[1].offload" in advice(last.total - 1, host=4 * last.frozen[0])
+    assert "[1].offload" not in advice(last.total - 1, host=4 * last.frozen[0] - 1)
 
 
 def test_a_machines_processes_share_its_host_memory() -> None:
@@ -145,6 +148,7 @@ def test_a_machines_processes_share_its_host_memory() -> None:
     refusal(cfg, beside, fact("cuda:0", host=room - 1), fact("cpu", room))
 
 
+@needs("host_memory")
 def test_states_and_inputs_in_host_memory_have_their_own_advice() -> None:
     settings = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}
     cfg = config(max_in_flight=2, offload_optimizer=True, activation_offloading=True, **settings)
@@ -152,6 +156,7 @@ def test_states_and_inputs_in_host_memory_have_their_own_advice() -> None:
     assert "a smaller training.max_in_flight; or no offload_optimizer" in hint
 
 
+@needs("host_memory")
 def test_devices_with_one_memory_are_known_by_their_kind() -> None:
     cfg = config(activation_offloading=True)
     assert with_one_memory(cfg, ()) == set()

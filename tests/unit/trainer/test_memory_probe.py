@@ -165,6 +165,26 @@ def test_f30_a_lack_of_memory_comes_before_the_first_step_with_numbers(
     assert not (config.output_dir / "metrics.jsonl").exists()
 
 
+def test_a_lack_of_host_memory_names_that_and_not_the_device(
+    late: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_of_memory(monkeypatch, SHAPES["CPU"], tokens=30)
+    monkeypatch.setattr(Device, "memory", lambda self: Memory(22 << 30, 1 << 30))
+    monkeypatch.setattr(Device, "one_memory", False)
+    with pytest.raises(OutOfMemory) as raised:
+        train(late("run"))
+    assert raised.value.exit_code == 6
+    text = raised.value.message
+    assert (
+        "forward of micro-batch 0: host memory ran out on cpu, it needs at least 23.0 GiB" in text
+    )
+    assert raised.value.hint is not None
+    assert raised.value.hint.startswith("keep less in this machine's host memory")
+    short_of_memory(monkeypatch, SHAPES["torch"], tokens=30)
+    with pytest.raises(OutOfMemory, match="forward of micro-batch 0: memory ran out on cpu"):
+        train(late("other", gradient_checkpointing=True))
+
+
 def test_f30_a_later_lack_of_memory_repeats_the_step_exactly(
     late: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,7 @@ def test_layers_are_computed_again_before_they_are_streamed() -> None:
     assert (entry.gradient_checkpointing, entry.offload) == (True, 4)
 
 
+@needs("host_memory")
 def test_settings_for_all_stages_do_nothing_where_memory_is_one(logged: list[str]) -> None:
     parts = adapted(({}, {}), max_in_flight=1, offload_optimizer=True)
     first, second = parts.memory

@@ -27,6 +27,7 @@ from hetero_framework.models.sizing.memory import (
     recompute_stages,
 )
 from hetero_framework.units import size
+from tests.installed import needs
 from tests.unit.adapter_helpers import batch, chain_backward, save_model, shards, stock
 
 
@@ -337,6 +338,7 @@ def test_streamed_layers_leave_their_frozen_weights_to_host_memory(tmp_path: Pat
     assert full.frozen == (0, 0, 0)
 
 
+@needs("host_memory")
 def test_states_and_stored_inputs_in_host_memory(tmp_path: Path) -> None:
     base = save_model(tmp_path)
     training: dict[str, Any] = {"gradient_checkpointing": True, "max_in_flight": 2}
