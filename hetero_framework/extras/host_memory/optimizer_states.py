@@ -18,10 +18,8 @@ from torch.optim import Optimizer
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.engine.optimizer import load_state_tensors
 from hetero_framework.extras.host_memory.pinned import HostTensors
+from hetero_framework.models.sizing.streaming import STATES_GROUP_BYTES, STATES_OF_NUMBER
 
-GROUP_BYTES = 128 << 20
-"""Of the states of a group, as far as it has more than one parameter."""
-_STATE_BYTES = 8  # of a parameter's element, as Adam has them
 _SMALL_BYTES = 1024  # states that stay: counters, tables of 8-bit optimizers
 _RETURNING = 1  # groups, behind the one that steps
 _log = logging.getLogger(__name__)
@@ -32,10 +30,10 @@ def in_groups(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     groups: list[list[Tensor]] = []
     room = 0
     for parameter in parameters:
-        nbytes = _STATE_BYTES * parameter.numel()
+        nbytes = STATES_OF_NUMBER * parameter.numel()
         if not groups or nbytes > room:
             groups.append([])
-            room = GROUP_BYTES
+            room = STATES_GROUP_BYTES
         groups[-1].append(parameter)
         room -= nbytes
     return groups

@@ -32,6 +32,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConfig
+from hetero_framework.core.buffers import size_class
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
@@ -52,7 +53,13 @@ from hetero_framework.models.sizing.footprint import (
     head_footprint,
     layer_footprint,
 )
-from hetero_framework.models.sizing.streaming import SLOTS, slot_sizes, spread
+from hetero_framework.models.sizing.streaming import (
+    SLOTS,
+    STATES_GROUP_BYTES,
+    STATES_OF_NUMBER,
+    slot_sizes,
+    spread,
+)
 from hetero_framework.units import size
 
 DEFAULT_TOKENS = 1024
@@ -73,6 +80,7 @@ _STATES_PER_WEIGHT = (
 )
 _ADAM_STATES = 2.0
 
+_VISITING_INPUTS = 3
 ONE_MEMORY = ("cpu", "mps")
 """Kinds of devices whose memory is the machine's."""
 
@@ -509,37 +517,32 @@ def _partly_away(
     differentiates: bool,
 ) -> StageMemory:
     """The stage with what its plan keeps in host memory; an `offload` of "auto" counts as 0. While
-    the optimizer steps, the states of two layers are on the device, the one that steps and the
-    next. The inputs of recomputed layers leave but for the first, which the stage was given, and
-    two that are used or on their way."""
+    the optimizer steps, three groups of states are on the device, one of them perhaps of the
+    largest parameter. Three inputs of recomputed layers are there, in use or on their way, and that
+    which the stage was given, and that of the last layer of all, whose backward follows at once."""
     spec, resident = memory.stage, memory
     if memory.optimizer and config.offloads_optimizer(spec.index):
-        groups: dict[int | str, dict[str, tuple[int, int]]] = {}
-        for name, numbers in trained.items():
-            layer = shapes.skeleton.layer_of(name)
-            groups.setdefault(name if layer is None else layer, {})[name] = numbers
-        optim = config.training.optim
-        states = [_optimizer_bytes(optim, group, shapes.embeddings) for group in groups.values()]
-        stepped = max(sum(n * nbytes for n, nbytes in group.values()) for group in groups.values())
+        largest = max(count for count, _ in trained.values()) * STATES_OF_NUMBER
+        largest = max(largest, STATES_GROUP_BYTES)
         memory = replace(
             memory,
             optimizer=0,
-            visiting=sum(sorted(states)[-2:]),
-            foreach=min(memory.foreach, stepped),
+            visiting=min(memory.optimizer, largest + 2 * STATES_GROUP_BYTES),
+            foreach=min(memory.foreach, largest // 2),
             host_states=memory.optimizer,
             resident=resident,
         )
     stored = config.training.activation_offloading and config.checkpointing(spec.index) is True
-    inputs = spec.end - spec.start - 1
-    if stored and differentiates and inputs > 2:
+    inputs = spec.end - spec.start - spec.is_last - (not spec.is_first)
+    if stored and differentiates and inputs > _VISITING_INPUTS:
         shape, dtype, _ = bundle_forms(shapes.setting(config, tokens), spec.start)[0]
         each = math.prod(shape) * dtype.itemsize
         memory = replace(
             memory,
             activations=memory.activations - memory.in_flight * inputs * each,
             per_micro_batch=memory.per_micro_batch - inputs * each,
-            working=memory.working + 2 * each,
-            host_inputs=inputs * each,
+            working=memory.working + _VISITING_INPUTS * each,
+            host_inputs=inputs * size_class(each),
             resident=resident,
         )
     offload = config.shard_plan[spec.index].offload

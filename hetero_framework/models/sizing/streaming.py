@@ -1,4 +1,4 @@
-"""Streamed layers of a stage: their choice, and the slots of the device that they share."""
+"""Visits of the device: streamed layers and their slots, and groups of optimizer states."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 SLOTS = 2
 """One is computed with, the other filled."""
+STATES_GROUP_BYTES = 128 << 20
+"""Of the states of a group, as far as it has more than one parameter."""
+STATES_OF_NUMBER = 8  # bytes, as Adam has them
 
 
 def spread(count: int, start: int, end: int) -> list[int]:

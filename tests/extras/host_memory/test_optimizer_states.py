@@ -32,7 +32,7 @@ GROUP = 20_000
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several groups in a small stage, and all states travel."""
-    monkeypatch.setattr(optimizer_states, "GROUP_BYTES", GROUP)
+    monkeypatch.setattr(optimizer_states, "STATES_GROUP_BYTES", GROUP)
     monkeypatch.setattr(optimizer_states, "_SMALL_BYTES", 0)
 
 

@@ -18,6 +18,7 @@ from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.models.adapters.trainable import tied_parameters, trainable_parameters
 from hetero_framework.models.cut.chunked_loss import chunked_loss, spans
 from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.sizing import memory as sizes
 from hetero_framework.models.sizing.footprint import PeakMemory
 from hetero_framework.models.sizing.memory import (
     StageMemory,
@@ -339,7 +340,10 @@ def test_streamed_layers_leave_their_frozen_weights_to_host_memory(tmp_path: Pat
 
 
 @needs("host_memory")
-def test_states_and_stored_inputs_in_host_memory(tmp_path: Path) -> None:
+def test_states_and_stored_inputs_in_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes, "STATES_GROUP_BYTES", 1000)
     base = save_model(tmp_path)
     training: dict[str, Any] = {"gradient_checkpointing": True, "max_in_flight": 2}
     training |= {"gradient_accumulation_steps": 2, "optim": "adamw_torch"}
@@ -351,18 +355,21 @@ def test_states_and_stored_inputs_in_host_memory(tmp_path: Path) -> None:
     states, _ = stages(offload_optimizer=True)
     assert states.optimizer == 0
     assert states.host == plain.optimizer
-    assert 0 < states.visiting < plain.optimizer
+    assert states.visiting == 128 * 64 * 8 + 2 * 1000  # of the largest matrix, and two groups
     assert states.kept == plain.weights + plain.gradients
     assert states.step == states.visiting
     on_card = states.placed("cuda:0", one_memory=False)
     assert on_card.step == states.visiting + on_card.foreach
     assert 0 < on_card.foreach < plain.foreach
+    settings = {**training, "activation_offloading": True}
     inputs, _ = stages(activation_offloading=True)
     hidden = 2 * 16 * 64 * 4
-    assert inputs.host == 2 * 3 * hidden
+    assert inputs.host == 2 * 4 * hidden
     assert inputs.activations == plain.activations - inputs.host
-    assert inputs.working == plain.working + 2 * hidden
-    assert inputs.holding(1).host == 3 * hidden
+    assert inputs.working == plain.working + 3 * hidden
+    assert inputs.holding(1).host == 4 * hidden
+    last = memory_of(config_of(base, (0, 0, 4), training=settings), tokens=16)[1]
+    assert last.host == 0  # the first was received, the last is used at once
     # Where the device has the machine's memory nothing leaves.
     for stage in (states, inputs.holding(1), plain.offloading(4)):
         placed = stage.placed("mps", one_memory=True)
