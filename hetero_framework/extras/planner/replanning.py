@@ -17,6 +17,7 @@ from typing import Any
 
 from hetero_framework.cluster.cluster import Cluster, MachineFacts, free_bytes
 from hetero_framework.cluster.membership import WorkerState
+from hetero_framework.cluster.roles import machine_of
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.threads import in_background
 from hetero_framework.engine.schedule.simulator import Profile
@@ -44,6 +45,7 @@ from hetero_framework.trainer.run_checkpoint import plan_entries
 
 NEVER, ASK = "never", "ask"
 _LEAST_GAIN = 0.02
+_ASSUMED_RATE = 12e9  # bytes a second from host memory, of which steps show nothing: PCIe 3
 _log = logging.getLogger(__name__)
 
 
@@ -192,6 +194,11 @@ class Replanning(Plans):
     # -- inside ---------------------------------------------------------------------------------
 
     @cached_property
+    def _streaming(self) -> set[WorkerId]:
+        """Processes that may stream layers: those that do by the user's plan."""
+        return {entry.id for entry in self._prepared.resolved.given.shard_plan if entry.offload}
+
+    @cached_property
     def _part_bytes(self) -> dict[WorkerId, PartBytes]:
         """The bytes of the parts on each process. Made when needed: it takes seconds for large
         models."""
@@ -226,6 +233,10 @@ class Replanning(Plans):
         """The needs of the parts on a process. Parts that others hold in another precision need
         more than is free, since they keep it."""
         config, parts = self._prepared.config, self._part_bytes[owner]
+        if owner in self._streaming and (free_there := self.facts[owner].host_free):
+            rate = {"host_to_device_bytes_per_s": _ASSUMED_RATE}
+            name = machine_of(config, config.machine(owner))
+            parts = {**parts, **rate, "host_bytes": free_there, "machine": name}
         kind = config.quantization(owner)
         others = {s.index for s in config.plan.stages if config.quantization(s.owner) != kind}
         if not others:
@@ -251,14 +262,15 @@ class Replanning(Plans):
         return self._with_settings(result.shard_plan)
 
     def _with_settings(self, entries: setup.Entries) -> list[dict[str, Any]]:
-        """The layers of `entries` with the user's gradient_checkpointing of each process; direct
-        links are a setting of the run."""
-        given = self._prepared.resolved.given.shard_plan
-        recompute = {entry.id: entry.gradient_checkpointing for entry in given}
+        """The layers of `entries` with the user's settings of each process; direct links are a
+        setting of the run, and a process that streams layers streams as few as it has to."""
+        given = {entry.id: entry for entry in self._prepared.resolved.given.shard_plan}
+        kept = ("gradient_checkpointing", "offload_optimizer")
         return [
             {
                 **{name: entry[name] for name in ("id", "start", "end")},
-                "gradient_checkpointing": recompute.get(entry["id"]),
+                **{name: getattr(given.get(entry["id"]), name, None) for name in kept},
+                "offload": "auto" if entry["id"] in self._streaming else 0,
             }
             for entry in entries
         ]

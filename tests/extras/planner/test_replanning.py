@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from hetero_framework.cluster.cluster import MachineFacts
-from hetero_framework.config import Config
+from hetero_framework.config import Config, StageSpec
 from hetero_framework.engine.schedule.simulator import Profile
 from hetero_framework.errors import ConfigError, PlanError
 from hetero_framework.extras.planner import replanning
-from hetero_framework.extras.planner.replan.replan_policy import Judge
+from hetero_framework.extras.planner.layout import Fleet
+from hetero_framework.extras.planner.replan.replan_policy import Judge, tuned
 from hetero_framework.extras.planner.replanning import Replanning
 from hetero_framework.trainer import setup
 from tests.samples import save_llama, save_texts
@@ -38,7 +39,13 @@ def make(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(replanning, "in_background", at_once)
 
-    def made(policy: str, lacking: Sequence[int] = (), **kinds: str) -> Replanning:
+    def made(
+        policy: str,
+        lacking: Sequence[int] = (),
+        facts: dict[Any, MachineFacts] | None = None,
+        plan: dict[Any, dict[str, Any]] | None = None,
+        **kinds: str,
+    ) -> Replanning:
         machine = {"ip": "127.0.0.1", "device": "cpu"}
         owners = ("local", 1, 2)
         config = Config.from_dict(
@@ -50,7 +57,7 @@ def make(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
                 ],
                 "adapter": {"target_modules": "all-linear"},
                 "shard_plan": [
-                    {"id": owner, "start": 2 * k, "end": 2 * k + 2}
+                    {"id": owner, "start": 2 * k, "end": 2 * k + 2, **(plan or {}).get(owner, {})}
                     for k, owner in enumerate(owners)
                 ],
                 "model": {"name_or_path": str(model), "quantization": kinds.get("all")},
@@ -63,7 +70,7 @@ def make(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
                 },
             }
         )
-        facts = dict.fromkeys(owners, MachineFacts("cpu", "cpu", 1 << 40, 1 << 40))
+        facts = facts or dict.fromkeys(owners, MachineFacts("cpu", "cpu", 1 << 40, 1 << 40))
         facts |= {k: replace(facts[k], no_four_bit="none here") for k in lacking}
         parts = setup.fit_devices(setup.prepare(config), facts)
         return Replanning(parts, facts, survivors=False)
@@ -172,3 +179,21 @@ def test_a_device_without_4_bits_is_refused_before_anything_is_loaded(make: Make
     with pytest.raises(ConfigError, match="worker 2 cannot hold quantised weights: none here"):
         make("ask", [2], all="nf4")
     make("ask", [2], all="nf4", worker_2="none")
+
+
+def test_a_process_that_streams_layers_streams_as_few_as_it_has_to(make: Make) -> None:
+    plenty = MachineFacts("cpu", "cpu", 1 << 40, 1 << 40, None, 1 << 40)
+    facts = dict.fromkeys(("local", 1, 2), plenty)
+    settings = {2: {"offload": "auto", "offload_optimizer": True}}
+    run = make("auto", facts=dict(facts), plan=settings)
+    entries = run._with_settings(run._home)
+    assert [entry["offload"] for entry in entries] == [0, 0, "auto"]
+    assert [entry["offload_optimizer"] for entry in entries] == [None, None, True]
+    needs = run._part_bytes[2]
+    each = needs["layer_bytes"][0] + needs["activation_bytes_per_layer"][0]
+    short = needs["layer_frozen_bytes"][0]
+    free = int(5 * each + needs["head_bytes"] - short)
+    stages = StageSpec(0, "local", 0, 1, True, False), StageSpec(1, 2, 1, 6, False, True)
+    for host_free, fits in ((1 << 40, True), (3 * short, False), (None, False)):
+        run.facts[2] = replace(plenty, device="cuda:0", memory_free=free, host_free=host_free)
+        assert (tuned(Fleet(run._fleet(run._judge.observed, (1,))), stages) is not None) == fits

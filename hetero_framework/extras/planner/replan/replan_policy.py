@@ -319,14 +319,15 @@ def _half(way: int) -> int:
 
 
 def _layout(fleet: Fleet, stages: Stages) -> Layout:
-    """A plan as the planner sees it, direct where it can be."""
+    """A plan as the planner sees it, direct where it can be, with as few streamed layers as fit."""
     index = {owner: d for d, owner in enumerate(fleet.ids)}
     devices = [index[stage.owner] for stage in stages]
     direct = [False, *(fleet.can_go_direct(a, b) for a, b in pairwise(devices))]
-    return tuple(
+    parts = (
         Part(d, stage.start, stage.end, False, is_direct)
         for d, stage, is_direct in zip(devices, stages, direct, strict=True)
     )
+    return fleet.streamed(tuple(parts))[0]
 
 
 def tuned(fleet: Fleet, stages: Stages) -> TunedSchedule | None:
