@@ -1,8 +1,19 @@
-"""Programs for `mutations.py`: optimizer states and stored inputs that visit the device."""
+"""Programs for `mutations.py`: optimizer states and stored inputs that visit the device.
+
+    python -m tests.emulated_device.visits DEVICE
+
+For a process with HETERO_EMULATED_COPY_RATE and HETERO_EMULATED_KERNEL_US: prints one JSON object,
+the seconds of a step of the optimizer (`step_s`) and of copying its states one way (`copies_s`), of
+tasks that store their inputs (`stored_s`) and of the same tasks that keep them (`resident_s`), and
+the most device memory of both, in bytes.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
+import os
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,13 +25,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hetero_framework.config import StageSpec
-from hetero_framework.core.devices import Device
+from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.extras.host_memory import optimizer_states, stored_inputs
 
 _ROUNDS = 9
 _WIDTH = 48
-_LAYERS = 5
+_LAYERS = 8
 
 
 class _Ahead:
@@ -44,7 +55,7 @@ def visiting_states(device: Device) -> int:
     are read behind every third step, and loaded once."""
     draw = torch.Generator().manual_seed(0)
     sizes = [2048] * 7  # memory that one group gives back is the next one's
-    optimizer_states.GROUP_BYTES, ahead = 8 * sizes[0], _Ahead(device)
+    optimizer_states.STATES_GROUP_BYTES, ahead = 8 * sizes[0], _Ahead(device)
 
     def outcomes(place: torch.device, states: Any) -> list[Tensor]:
         draw.manual_seed(1)
@@ -148,3 +159,85 @@ def visiting_inputs(device: Device) -> int:
 
 
 PROGRAMS: tuple[Callable[[Device], int], ...] = (visiting_states, visiting_inputs)
+
+
+def step_seconds(device: Device) -> tuple[float, float]:
+    """Of a step whose states are in host memory, and of their copies one way."""
+    count, numbers = 40, 1 << 16
+    nbytes = 2 * 4 * numbers
+    optimizer_states.STATES_GROUP_BYTES = nbytes
+    new = torch.empty(0, device=device.torch_device).new_ones
+    parameters = [torch.nn.Parameter(new(numbers)) for _ in range(count)]
+    optimizer = torch.optim.AdamW(parameters, foreach=False)
+    states = optimizer_states.OptimizerStates(device)
+    seconds = []
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        device.synchronize()
+        began = device.record_event()
+        states.step(optimizer)
+        ended = device.record_event()
+        device.synchronize()
+        seconds.append(device.seconds(began, ended))
+    return min(seconds[1:]), count * nbytes / float(os.environ["HETERO_EMULATED_COPY_RATE"])
+
+
+class _Products(torch.nn.Module):
+    def __init__(self, place: torch.device) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64, 64, device=place) / 64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for _ in range(6):
+            hidden = hidden + torch.relu(hidden @ self.weight)
+        return hidden
+
+
+def task_figures(device: Device, *, stores: bool) -> tuple[float, int]:
+    """Seconds and most bytes of micro-batches in the order of 1F1B, six of them waiting at once."""
+    count, waiting = 10, deque[Tensor]()
+    blocks = [_Products(device.torch_device) for _ in range(count)]
+    spec = StageSpec(index=0, owner="local", start=0, end=count, is_first=True, is_last=False)
+    inputs = stored_inputs.StoredInputs(device, spec) if stores else None
+    tasks = [FORWARD] * 6 + [BACKWARD, FORWARD] * 4 + [BACKWARD] * 6 + [FORWARD]
+    begun = {FORWARD: 0, BACKWARD: 0}
+    device.synchronize()
+    device.reset_peak_memory()
+    began = device.record_event()
+    for kind, following in pairwise(tasks):
+        if inputs is not None:
+            inputs.begin(kind, begun[kind], following)
+        begun[kind] += 1
+        if kind == BACKWARD:
+            waiting.popleft().sum().backward()
+            continue
+        hidden = torch.ones(800, 64, device=device.torch_device).requires_grad_() * 1.0
+        for k, block in enumerate(blocks):
+            with nullcontext() if inputs is None else inputs.storing(k, hidden):
+                hidden = checkpoint(block, hidden, use_reentrant=False)
+        waiting.append(hidden)
+    ended = device.record_event()
+    device.synchronize()
+    return device.seconds(began, ended), device.peak_memory()
+
+
+def main(name: str) -> None:
+    device = open_device(name)
+    step_s, copies_s = step_seconds(device)
+    device.empty_cache()
+    resident_s, resident_bytes = task_figures(device, stores=False)
+    stored_s, stored_bytes = task_figures(device, stores=True)
+    print(
+        json.dumps(
+            {
+                **{"step_s": step_s, "copies_s": copies_s},
+                **{"resident_s": resident_s, "stored_s": stored_s},
+                **{"resident_bytes": resident_bytes, "stored_bytes": stored_bytes},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

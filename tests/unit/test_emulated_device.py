@@ -200,6 +200,18 @@ def test_layers_that_visit_cost_what_computing_does_not_hide(
     assert seen["streamed_bytes"] < seen["resident_bytes"]
 
 
+@pytest.mark.emulated
+@pytest.mark.parametrize("rate", ["200e6", "40e6"])
+def test_states_and_stored_inputs_visit_beside_computing(rate: str, library: Path) -> None:
+    """The copies of the inputs take 1 and 5 ms, the products of a layer 6 ms."""
+    times = {"HETERO_EMULATED_COPY_RATE": rate, "HETERO_EMULATED_KERNEL_US": "1000"}
+    program = ("-m", "tests.emulated_device.visits", "cuda:1")
+    seen = json.loads(run(library, *program, HETERO_EMULATED_DELAY_US="0", **times))
+    assert seen["step_s"] <= 1.08 * seen["copies_s"]  # both ways at once
+    assert seen["stored_s"] <= 1.05 * seen["resident_s"]
+    assert seen["stored_bytes"] <= 0.35 * seen["resident_bytes"]
+
+
 KILLED = "a_worker_that_is_killed_in_a_backward_comes_back_and_the_result_is_the_same"
 INTEGRATION = (
     f"recovery.py::test_{KILLED}",

@@ -6,7 +6,6 @@ return. The device has memory for three groups, and only during the commit.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,7 +21,6 @@ from hetero_framework.models.sizing.streaming import STATES_GROUP_BYTES, STATES_
 
 _SMALL_BYTES = 1024  # states that stay: counters, tables of 8-bit optimizers
 _RETURNING = 1  # groups, behind the one that steps
-_log = logging.getLogger(__name__)
 
 
 def in_groups(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -77,6 +75,7 @@ class OptimizerStates:
             self._send_back(states, group)
         optimizer.state = states
         self._let_go(0)
+        self._memory.tell("optimizer states")
 
     def load(
         self, optimizer: Optimizer, names: Mapping[Any, str], state: dict[str, dict[str, Any]]

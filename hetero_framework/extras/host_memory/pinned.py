@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from hetero_framework.core.devices import Device
+from hetero_framework.units import size
 
 _LEAST_BYTES = 1 << 16
 _ALIGNED_BYTES = 512
 _LARGE_BYTES = 1 << 32
+_log = logging.getLogger(__name__)
 
 
 class HostBytes:
@@ -54,6 +58,7 @@ class HostTensors:
     def __init__(self, device: Device) -> None:
         self.nbytes = 0
         self.pinned_bytes = 0
+        self._plain_bytes = self._told_bytes = 0
         self._device = device
         self._rests: list[Tensor] = []
 
@@ -64,12 +69,22 @@ class HostTensors:
         fitting = (k for k, rest in enumerate(self._rests) if len(rest) >= length)
         if (place := next(fitting, None)) is None:
             place, piece = len(self._rests), self._device.pinned(_piece_bytes(length))
-            if piece is not None:
+            if piece is None:
+                piece = torch.empty(length, dtype=torch.uint8)
+                self._plain_bytes += length
+            else:
                 self.pinned_bytes += len(piece)
-            self._rests.append(torch.empty(length, dtype=torch.uint8) if piece is None else piece)
+            self._rests.append(piece)
         rest = self._rests[place]
         self._rests[place] = rest[length:]
         return rest[:nbytes]
+
+    def tell(self, contents: str) -> None:
+        """Say how much it is, once it has grown to the double of what was said."""
+        if self.nbytes > 2 * self._told_bytes:
+            self._told_bytes, plain = self.nbytes, self._plain_bytes
+            slower = f", {size(plain)} of it not pinned, which is slower" if plain else ""
+            _log.info("%s in host memory: %s%s", contents, size(self.nbytes), slower)
 
 
 def _piece_bytes(nbytes: int) -> int:

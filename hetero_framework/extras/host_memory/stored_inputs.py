@@ -65,6 +65,7 @@ class StoredInputs:
             for stored in layers.values():
                 self._free_host(stored)
         self._stored = {}
+        self._memory.tell("stored inputs of layers")
 
     def storing(self, index: int, hidden: Tensor) -> AbstractContextManager[None]:
         """Around the call of a layer that is computed again. Others of its inputs are of all

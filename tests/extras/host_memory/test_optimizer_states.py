@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from hetero_framework.core.devices import Device
+from hetero_framework.engine.out_of_memory import explaining
+from hetero_framework.errors import OutOfMemory
 from hetero_framework.extras.host_memory import optimizer_states
 from hetero_framework.extras.host_memory.optimizer_states import OptimizerStates, in_groups
+from hetero_framework.extras.host_memory.pinned import HostTensors
 from tests.extras.host_memory.training import LORA, Training, config, differences, own_memory
 from tests.extras.host_memory.watched import Watched
 
@@ -168,3 +171,44 @@ def test_small_states_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     [states] = states_of(training)
     assert {key for _, key in states._hosts} == {"exp_avg", "exp_avg_sq"}
     assert all(host.nbytes > 1024 for host in states._hosts.values())
+
+
+def test_a_step_in_two_halves_is_the_same() -> None:
+    """As where a process is killed between them."""
+    whole = Training(config(offload_optimizer=True), Device())
+    halved = Training(config(offload_optimizer=True), Device())
+    [stage] = halved.stages
+    assert stage._optimizer is not None
+    optimizer = stage._optimizer
+
+    def half() -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        for _, parameter in stage._parameters:
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+        stage._step_half(optimizer)
+        for _, parameter in stage._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(2.0)
+
+    found = halved.step(0, before_commit=half)
+    assert differences((whole.step(0), whole.state()), (found, halved.state())) == []
+
+
+def test_host_memory_that_runs_out_is_told_as_that_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(config(offload_optimizer=True), Device())
+    training.device.name = "cuda:0"
+
+    def full(self: HostTensors, nbytes: int) -> torch.Tensor:
+        text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 999999999999999"
+        raise RuntimeError(f"[enforce fail at alloc_cpu.cpp:127] err == 0. {text} bytes.")
+
+    monkeypatch.setattr(HostTensors, "take", full)
+    with (
+        pytest.raises(OutOfMemory, match="step: host memory ran out"),
+        explaining("step", training.device),
+    ):
+        training.step(0)

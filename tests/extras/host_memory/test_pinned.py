@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 
+import pytest
 import torch
 
 from hetero_framework.core.devices import Device
@@ -45,9 +47,17 @@ def test_little_is_lost_to_powers_of_two() -> None:
     assert large.pinned_bytes == 4 << 30
 
 
-def test_what_cannot_be_pinned_is_plain() -> None:
+def test_what_cannot_be_pinned_is_plain_and_said(caplog: pytest.LogCaptureFixture) -> None:
     memory = HostTensors(Pinning(1 << 20))
     assert len(memory.take(200_000)) == 200_000
     assert memory.pinned_bytes == 1 << 20
     assert len(memory.take(5_000_000)) == 5_000_000
     assert memory.pinned_bytes == 1 << 20
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            memory.tell("states")
+        memory.take(100)
+        memory.tell("states")
+    assert caplog.messages == [
+        "states in host memory: 4.96 MiB, 4.77 MiB of it not pinned, which is slower"
+    ]
