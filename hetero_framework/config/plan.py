@@ -36,6 +36,9 @@ class PlanEntry(Section):
     """Frozen layers of this stage that stay in host memory and visit the device in the order of
     their use. Two of them have a place there at any time, so 4 is the least that saves memory.
     "auto": as few as it takes to fit the device's free memory."""
+    offload_from: Literal["memory", "file"] = "memory"
+    """"file": read the layers of offload from the checkpoint's files at each visit, for a machine
+    with little memory and a fast disk. The weights must be used as they are stored."""
     offload_optimizer: bool | None = None
     """For this stage, instead of training.offload_optimizer. null: as that says."""
 

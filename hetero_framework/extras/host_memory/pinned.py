@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -90,3 +91,16 @@ class HostTensors:
 def _piece_bytes(nbytes: int) -> int:
     several = min(4 * nbytes, _LARGE_BYTES)
     return 1 << (max(nbytes, several, _LEAST_BYTES) - 1).bit_length()
+
+
+class FileBytes:
+    """Bytes that lie in files, mapped into memory: the place of each part, and the part."""
+
+    pinned_bytes = 0
+
+    def __init__(self, parts: Sequence[tuple[int, Tensor]]) -> None:
+        self._parts = parts
+
+    def copies_to(self, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """As `HostBytes.copies_to`."""
+        return [(target[begin : begin + len(part)], part) for begin, part in self._parts]

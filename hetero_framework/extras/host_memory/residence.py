@@ -14,6 +14,7 @@ from hetero_framework.errors import DeviceError
 from hetero_framework.extras.host_memory.admission import admit_streaming
 from hetero_framework.extras.host_memory.optimizer_states import OptimizerStates
 from hetero_framework.extras.host_memory.stored_inputs import StoredInputs
+from hetero_framework.extras.host_memory.stored_weights import Stored
 from hetero_framework.extras.host_memory.streamed_layers import StreamedLayers, load_streamed
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusableModules
@@ -42,11 +43,13 @@ def reside(
                 hint="take that out of shard_plan",
             )
         return load(rng, kept), None
-    if offload := config.shard_plan[spec.index].offload:
-        assert isinstance(offload, int)
+    entry = config.shard_plan[spec.index]
+    if entry.offload:
+        assert isinstance(entry.offload, int)
         assert config.model is not None
         admit_streaming(load_model_config(config.model, config.base_dir))
-        shard, layers = load_streamed(load, rng, kept, device, offload)
+        stored = Stored(config) if entry.offload_from == "file" else None
+        shard, layers = load_streamed(load, rng, kept, device, entry.offload, stored)
     else:
         shard = load(rng, kept)
     states = OptimizerStates(device) if config.offloads_optimizer(spec.index) else None

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.errors import ConfigError
-from hetero_framework.extras.host_memory.pinned import HostBytes
+from hetero_framework.extras.host_memory.feeder import Arrival, Feeder
+from hetero_framework.extras.host_memory.pinned import FileBytes, HostBytes
+from hetero_framework.extras.host_memory.stored_weights import Stored
 from hetero_framework.models.adapters.trainable import trainable_parameters
 from hetero_framework.models.cut.introspect import BlockForm
 from hetero_framework.models.cut.partition import ShardRange
@@ -46,9 +48,11 @@ def load_streamed(
     kept: ReusableModules,
     device: Device,
     count: int,
+    stored: Stored | None = None,
 ) -> tuple[Shard, StreamedLayers]:
-    """Load a shard, `count` of its layers into host memory. The device never holds more than is to
-    stay there and a few layers. Raises ConfigError for layers that are trained."""
+    """Load a shard, `count` of its layers into host memory, or with `stored` so that they come from
+    files. The device never holds more than is to stay there and a few layers. Raises ConfigError
+    for layers that are trained, or are not in the files as they are used."""
     chosen = spread(count, rng.start, rng.end)
     blocks, read, trained = dict(kept.blocks), dict(kept.fingerprint), dict[str, Tensor]()
     hosts: dict[int, HostLayer] = {}
@@ -57,8 +61,11 @@ def load_streamed(
         here = range(part.start, part.end)
         there = {k: kept.blocks[k] for k in here if k in kept.blocks}
         shard = load(part, ReusableModules(there, {}, kept.fingerprint))
+        if stored is not None:
+            stored.learn_names(shard.model, shard.names)
         # The adapter is attached while the layer is here: some begin with what they find in it.
         trained |= {name: p.detach().clone() for name, p in trainable_parameters(shard)}
+        paths = {k: f"{shard.blocks_path}.{k}" for k in here}
         modules = shard.dissolve()
         if absent := [k for k in here if k not in modules.blocks]:
             raise ConfigError(
@@ -69,7 +76,7 @@ def load_streamed(
             )
         for k in here:
             if k in chosen:
-                hosts[k] = HostLayer(device, modules.blocks[k])
+                hosts[k] = HostLayer(device, modules.blocks[k], paths[k], stored)
         blocks |= modules.blocks
         read |= modules.fingerprint
         del shard, modules
@@ -84,9 +91,12 @@ def load_streamed(
 
 
 class HostLayer:
-    """The frozen tensors of a block, in host memory; `place_in` makes them views of a slot."""
+    """The frozen tensors of a block, in host memory or in files; `place_in` makes them views of a
+    slot. Raises ConfigError where a file has another tensor than the block at `path`."""
 
-    def __init__(self, device: Device, block: nn.Module) -> None:
+    def __init__(
+        self, device: Device, block: nn.Module, path: str = "", stored: Stored | None = None
+    ) -> None:
         self._places: list[tuple[Any, str, Tensor, int]] = []
         offsets: dict[int, int] = {}
         end = 0
@@ -96,11 +106,14 @@ class HostLayer:
                 end += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
             self._places.append((holder, name, tensor, offsets[tensor.data_ptr()]))
         self.nbytes = end
-        staged = torch.empty(end, dtype=torch.uint8, device=device.torch_device)
-        for _, _, tensor, offset in self._places:
-            _view(staged, offset, tensor).copy_(tensor)
-        self._host = HostBytes(device, end)
-        self._host.fill(staged)
+        if stored is not None:
+            self._host: HostBytes | FileBytes = stored.bytes_of(block, path, self._places)
+        else:
+            staged = torch.empty(end, dtype=torch.uint8, device=device.torch_device)
+            for _, _, tensor, offset in self._places:
+                _view(staged, offset, tensor).copy_(tensor)
+            self._host = HostBytes(device, end)
+            self._host.fill(staged)
         self._places = [
             (holder, name, torch.empty_like(tensor, device="meta"), offset)
             for holder, name, tensor, offset in self._places
@@ -111,6 +124,10 @@ class HostLayer:
     @property
     def pinned_bytes(self) -> int:
         return self._host.pinned_bytes
+
+    @property
+    def is_in_files(self) -> bool:
+        return isinstance(self._host, FileBytes)
 
     def place_in(self, slot: Tensor) -> None:
         for holder, name, form, offset in self._places:
@@ -143,19 +160,25 @@ class StreamedLayers:
         for layer, slot in zip(self._layers, self._slot, strict=True):
             layer.place_in(self._memory[slot])
         self._there: dict[int, int] = {}  # slot: the layer that is in it, or on its way
-        self._arriving: dict[int, DeviceEvent] = {}
-        self._transfers: deque[tuple[DeviceEvent, DeviceEvent]] = deque(maxlen=_MOST_TRANSFERS)
+        self._arriving: dict[int, Arrival] = {}
+        self._transfers: deque[Arrival] = deque(maxlen=_MOST_TRANSFERS)
         self._direction = self._following = FORWARD
         self.misses = 0
         total = sum(layer.nbytes for layer in self._layers)
         plain = total - sum(min(layer.pinned_bytes, layer.nbytes) for layer in self._layers)
+        self._feeder = Feeder(device) if plain and device.is_async else None
+        where = "files" if any(layer.is_in_files for layer in self._layers) else "host memory"
         _log.info(
-            "%s in host memory: %s%s; %s of the device to visit",
-            plural(count, "layer"),
-            size(total),
-            f", {size(plain)} of it not pinned, which is slower" if plain else "",
-            size(sum(sizes)),
+            "%s in %s: %s; %s of the device to visit",
+            *(plural(count, "layer"), where, size(total), size(sum(sizes))),
         )
+        if plain and where == "host memory" and device.is_async:
+            _log.warning(
+                "%s of it are not pinned, for the system gives no more: their copies are slower."
+                " Raise the limit of locked memory (ulimit -l; docker run --ulimit memlock=-1;"
+                " memory in .wslconfig under WSL 2), or keep fewer layers there",
+                size(plain),
+            )
         self.end()
 
     def around(
@@ -195,12 +218,14 @@ class StreamedLayers:
                 self._fetch(position)
 
     def transfers(self) -> list[tuple[DeviceEvent, DeviceEvent]]:
-        taken = [*self._transfers]
+        taken = [arrival.ends for arrival in self._transfers if arrival.is_queued]
         self._transfers.clear()
         return taken
 
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
-        """The modules without the streamed layers."""
+        """End; the modules without the streamed layers."""
+        if self._feeder is not None:
+            self._feeder.close()
         blocks = {k: block for k, block in modules.blocks.items() if k not in self._position}
         return ReusableModules(blocks, modules.outside, modules.fingerprint)
 
@@ -214,7 +239,7 @@ class StreamedLayers:
             self.misses += 1
             self._fetch(position)
         if (arrival := self._arriving.pop(position, None)) is not None:
-            self._device.order_behind(arrival)
+            self._device.order_behind(arrival.ends[1])
 
     def _done(self, position: int) -> None:
         """All work with a layer in this direction is queued: its slot is for the next one."""
@@ -233,9 +258,12 @@ class StreamedLayers:
         slot = self._slot[position]
         copies = self._layers[position].copies_to(self._memory[slot])
         queued = self._device.record_event()
-        began, ended = self._device.queue_copies(copies, "weights", queued)
-        self._there[slot], self._arriving[position] = position, ended
-        self._transfers.append((began, ended))
+        if self._feeder is not None:
+            arrival = self._feeder.copy(copies, queued)
+        else:
+            arrival = Arrival(self._device.queue_copies(copies, "weights", queued))
+        self._there[slot], self._arriving[position] = position, arrival
+        self._transfers.append(arrival)
 
 
 def _frozen_tensors(block: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:

@@ -115,3 +115,29 @@ def test_a_checkpoint_streams_and_its_resident_layers_are_reused(
     again = load_stages(made(6), made(6).plan.stages, Device(), pool)
     assert same(train(again), right)
     assert again[0].fingerprint == load(made(0))[0].fingerprint
+
+
+def test_layers_that_are_read_from_their_files_have_the_same_bits(
+    own_memory: None, tmp_path: Path
+) -> None:
+    save_llama(tmp_path / "model", layers=LAYERS)
+
+    def made(**entry: Any) -> Any:
+        model = {"name_or_path": str(tmp_path / "model")}
+        return configuration(({"end": LAYERS, **entry},), model=model, adapter=LORA)
+
+    stages = load(made(offload=6, offload_from="file"))
+    assert all(layer.is_in_files for layer in layers_of(stages[0])._layers)
+    assert same(train(stages), train(load(made())))
+
+
+def test_weights_that_are_not_used_as_stored_are_refused(own_memory: None, tmp_path: Path) -> None:
+    save_llama(tmp_path / "model", layers=LAYERS)
+    model = {"name_or_path": str(tmp_path / "model"), "dtype": "bfloat16"}
+    entry = {"end": LAYERS, "offload": 6, "offload_from": "file"}
+    config = configuration((entry,), model=model, adapter=LORA)
+    with pytest.raises(ConfigError, match=r"layers\.0\..* is not used as the files"):
+        load_stages(config, config.plan.stages, Device())
+    config = configuration((entry,), adapter=LORA)
+    with pytest.raises(ConfigError, match="a model without a checkpoint has no files"):
+        load_stages(config, config.plan.stages, Device())

@@ -1,0 +1,69 @@
+"""The weights of a checkpoint's files, for layers that are read at each visit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from hetero_framework.config import Config
+from hetero_framework.errors import ConfigError
+from hetero_framework.extras.host_memory.pinned import FileBytes
+from hetero_framework.models.files.weights import Checkpoint, renaming
+from hetero_framework.repository import resolve_model_path
+
+_HINT = 'take "offload_from": "file" out of shard_plan'
+
+
+class Stored:
+    """The tensors of a configuration's checkpoint, mapped into memory: they take none of it, and
+    the system keeps of them what it has room for."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for a model without files."""
+        model = config.model
+        if model is None or model.name_or_path is None:
+            raise ConfigError("a model without a checkpoint has no files to read", hint=_HINT)
+        source = resolve_model_path(str(model.name_or_path), config.base_dir)
+        self._checkpoint = Checkpoint(source, model.revision)
+        self._keys: dict[str, str] = {}
+
+    def learn_names(self, model: Any, names: Collection[str]) -> None:
+        """The names of tensors in the files, by those of the whole model."""
+        rename = renaming(model, dict.fromkeys(names, True))
+        self._keys = {rename(key): key for key in self._checkpoint.files}
+
+    def bytes_of(
+        self, block: nn.Module, path: str, places: Sequence[tuple[Any, str, Tensor, int]]
+    ) -> FileBytes:
+        """The bytes of a block's frozen tensors, each at its place. Raises ConfigError for one that
+        the files have not, or otherwise."""
+        names = {id(parameter): name for name, parameter in block.named_parameters()}
+        parts = []
+        for holder, attribute, tensor, offset in places:
+            name = f"{path}.{names.get(id(holder), attribute)}"
+            stored = self._tensor(name)
+            if stored is None or not _are_equal(stored, tensor):
+                raise ConfigError(
+                    f"{name} is not used as the files of {self._checkpoint.source!r} have it, so"
+                    " that it cannot be read from them at each visit",
+                    hint=f"{_HINT}, or model.dtype and quantization, which change it",
+                )
+            parts.append((offset, stored.view(torch.uint8).view(-1)))
+        return FileBytes(parts)
+
+    def _tensor(self, name: str) -> Tensor | None:
+        if (key := self._keys.get(name)) is None:
+            return None
+        path = self._checkpoint.checked(self._checkpoint.files[key])
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+        return tensor
+
+
+def _are_equal(stored: Tensor, tensor: Tensor) -> bool:
+    same = (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape)
+    return same and torch.equal(stored, tensor.to("cpu"))

@@ -1,0 +1,41 @@
+"""Copies of memory that is not pinned, by another thread."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from hetero_framework.core.devices import Device, DeviceEvent
+from hetero_framework.extras.host_memory import feeder
+from hetero_framework.extras.host_memory.feeder import Feeder
+
+
+def test_what_is_longer_than_its_buffers_comes_whole_and_the_thread_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feeder, "_BUFFER_BYTES", 1000)
+    before = threading.active_count()
+    feeding = Feeder(Device())
+    sources = [torch.randint(0, 255, (n,), dtype=torch.uint8) for n in (1, 999, 1000, 4321)]
+    targets = [torch.zeros_like(source) for source in sources]
+    arrival = feeding.copy(list(zip(targets, sources, strict=True)), DeviceEvent())
+    arrival.ends[1].wait()
+    assert all(map(torch.equal, targets, sources))
+    feeding.close()
+    assert threading.active_count() == before
+
+
+def test_an_error_reaches_the_thread_that_waits() -> None:
+    feeding = Feeder(Device())
+    short, long = torch.zeros(4, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="must match"):
+        assert feeding.copy([(short, long)], DeviceEvent()).ends
+    feeding.close()
+
+
+def test_a_disk_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeder, "_LONGEST_S", 0.01)
+    with pytest.raises(feeder.HeteroError, match="could not be read"):
+        assert feeder.Arrival().ends
