@@ -39,8 +39,14 @@ from hetero_framework.core.tensors import from_wire
 from hetero_framework.engine import boundary_io, messages
 from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.stage_api import Outcome, StepInfo
-from hetero_framework.extras.host_memory import optimizer_states, stored_inputs, streamed_layers
+from hetero_framework.extras.host_memory import (
+    feeder,
+    optimizer_states,
+    stored_inputs,
+    streamed_layers,
+)
 from hetero_framework.models.cut.introspect import BlockForm
+from hetero_framework.models.cut.reuse import ReusableModules
 from tests.emulated_device import visits
 
 SEEDS = (0, 1, 2)
@@ -75,7 +81,7 @@ MUTATIONS = (
     Mutation(
         "a layer is used before it is there",
         streamed_layers,
-        "            self._device.order_behind(arrival)\n",
+        "            self._device.order_behind(arrival.ends[1])\n",
         "            pass\n",
     ),
     Mutation(
@@ -87,7 +93,7 @@ MUTATIONS = (
     Mutation(
         "states are used before they are there",
         optimizer_states,
-        "            self._device.order_behind(arrival)\n",
+        "            self._device.order_behind(arrival.ends[1])\n",
         "",
     ),
     Mutation(
@@ -149,6 +155,24 @@ MUTATIONS = (
         stored_inputs,
         '"inputs in", queued)\n',
         '"inputs in", queued)\n        self._free[len(stored.memory)].append(stored.memory)\n',
+    ),
+    Mutation(
+        "a buffer is filled before its copy is done",
+        feeder,
+        "            self._buffers[-1][1].wait()\n",
+        "",
+    ),
+    Mutation(
+        "a copy of another thread does not wait for the work with what is there",
+        feeder,
+        '"weights", after)',
+        '"weights")',
+    ),
+    Mutation(
+        "the beginning of a layer is taken for all of it",
+        feeder,
+        "return ends[0], ends[-1]",
+        "return ends[0], ends[1]",
     ),
     Mutation(
         "work goes on before an event",
@@ -476,13 +500,20 @@ def visiting_layers(device: Device) -> int:
         return found
 
     right = outcomes(entering, None, blocks)
-    there = [copy.deepcopy(block).to(device.torch_device) for block in blocks]
-    hosts = {k: streamed_layers.HostLayer(device, block) for k, block in enumerate(there)}
-    layers = streamed_layers.StreamedLayers(device, hosts, is_last=False)
-    forwards = [layers.around(k, form, block) for k, block in enumerate(there)]
-    found = outcomes(entering.to(device.torch_device), layers, forwards)
-    pairs = zip(map(device.to_host, found), right, strict=True)
-    return layers.misses + sum(not torch.equal(*pair) for pair in pairs)
+    wrong, unpinned = 0, copy.copy(device)
+    unpinned.pinned = lambda nbytes: None  # type: ignore[method-assign]
+    feeder._BUFFER_BYTES = 2000
+    streamed_layers.Feeder = feeder.Feeder  # a planted mistake makes it anew
+    for memory in (device, unpinned):
+        there = [copy.deepcopy(block).to(device.torch_device) for block in blocks]
+        hosts = {k: streamed_layers.HostLayer(memory, block) for k, block in enumerate(there)}
+        layers = streamed_layers.StreamedLayers(device, hosts, is_last=False)
+        forwards = [layers.around(k, form, block) for k, block in enumerate(there)]
+        found = outcomes(entering.to(device.torch_device), layers, forwards)
+        pairs = zip(map(device.to_host, found), right, strict=True)
+        wrong += layers.misses + sum(not torch.equal(*pair) for pair in pairs)
+        layers.dissolve(ReusableModules())
+    return wrong
 
 
 PROGRAMS = (
