@@ -98,7 +98,13 @@ def check_memory(
             needs = "; ".join(f"stage {m.index} keeps {size(m.host)} there" for m in away)
             free_there = f"{size(free)} of host memory free, {_mib(short)} too little"
             problems.append(f"{_have(owners)} {free_there}: {needs}")
-            ways += [f"a smaller shard_plan[{m.index}].offload" for m in away if m.offload]
+            streaming = [m for m in away if m.offload and not m.in_files]
+            ways += [f"a smaller shard_plan[{m.index}].offload" for m in streaming]
+            ways += [
+                f'shard_plan[{m.index}].offload_from "file", as fast as the disk'
+                for m in streaming
+                if config.quantization(m.stage.owner) is None
+            ]
             stored = any(m.host_inputs and m.in_flight > 1 for m in away)
             ways += ["a smaller training.max_in_flight"] * stored
             ways += ["no offload_optimizer"] * any(m.host_states for m in away)

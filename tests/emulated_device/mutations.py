@@ -81,7 +81,7 @@ MUTATIONS = (
     Mutation(
         "a layer is used before it is there",
         streamed_layers,
-        "            self._device.order_behind(arrival.ends[1])\n",
+        "            self._device.order_behind(delivery.ends[1])\n",
         "            pass\n",
     ),
     Mutation(
@@ -93,7 +93,7 @@ MUTATIONS = (
     Mutation(
         "states are used before they are there",
         optimizer_states,
-        "            self._device.order_behind(arrival.ends[1])\n",
+        "            self._device.order_behind(delivery.ends[1])\n",
         "",
     ),
     Mutation(

@@ -23,7 +23,7 @@ _LONGEST_S = 600.0
 Ends = tuple[DeviceEvent, DeviceEvent]
 
 
-class Arrival:
+class Delivery:
     """A layer that has been asked for. It is known when it comes as soon as its copy is queued."""
 
     def __init__(self, ends: Ends | None = None) -> None:
@@ -67,18 +67,18 @@ class Feeder:
         self._buffers: list[tuple[Tensor, DeviceEvent]] = []
         self._thread = Sender(lambda error: None, _LONGEST_S)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: DeviceEvent) -> Arrival:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: DeviceEvent) -> Delivery:
         """Copy the second tensor of each pair, bytes, into the first, behind `after`."""
-        arrival = Arrival()
+        delivery = Delivery()
 
         def job() -> None:
             try:
-                arrival.queued(self._copied(pairs, after))
+                delivery.queued(self._copied(pairs, after))
             except Exception as error:
-                arrival.failed(error)  # for the thread that waits for it
+                delivery.failed(error)  # for the thread that waits for it
 
         self._thread.submit(job)
-        return arrival
+        return delivery
 
     def close(self) -> None:
         self._thread.close()

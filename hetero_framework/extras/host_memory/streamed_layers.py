@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.errors import ConfigError
-from hetero_framework.extras.host_memory.feeder import Arrival, Feeder
+from hetero_framework.extras.host_memory.feeder import Delivery, Feeder
 from hetero_framework.extras.host_memory.pinned import FileBytes, HostBytes
 from hetero_framework.extras.host_memory.stored_weights import Stored
 from hetero_framework.models.adapters.trainable import trainable_parameters
@@ -160,8 +160,8 @@ class StreamedLayers:
         for layer, slot in zip(self._layers, self._slot, strict=True):
             layer.place_in(self._memory[slot])
         self._there: dict[int, int] = {}  # slot: the layer that is in it, or on its way
-        self._arriving: dict[int, Arrival] = {}
-        self._transfers: deque[Arrival] = deque(maxlen=_MOST_TRANSFERS)
+        self._arriving: dict[int, Delivery] = {}
+        self._transfers: deque[Delivery] = deque(maxlen=_MOST_TRANSFERS)
         self._direction = self._following = FORWARD
         self.misses = 0
         total = sum(layer.nbytes for layer in self._layers)
@@ -218,7 +218,7 @@ class StreamedLayers:
                 self._fetch(position)
 
     def transfers(self) -> list[tuple[DeviceEvent, DeviceEvent]]:
-        taken = [arrival.ends for arrival in self._transfers if arrival.is_queued]
+        taken = [delivery.ends for delivery in self._transfers if delivery.is_queued]
         self._transfers.clear()
         return taken
 
@@ -238,8 +238,8 @@ class StreamedLayers:
         if self._there.get(self._slot[position]) != position:
             self.misses += 1
             self._fetch(position)
-        if (arrival := self._arriving.pop(position, None)) is not None:
-            self._device.order_behind(arrival.ends[1])
+        if (delivery := self._arriving.pop(position, None)) is not None:
+            self._device.order_behind(delivery.ends[1])
 
     def _done(self, position: int) -> None:
         """All work with a layer in this direction is queued: its slot is for the next one."""
@@ -259,11 +259,11 @@ class StreamedLayers:
         copies = self._layers[position].copies_to(self._memory[slot])
         queued = self._device.record_event()
         if self._feeder is not None:
-            arrival = self._feeder.copy(copies, queued)
+            delivery = self._feeder.copy(copies, queued)
         else:
-            arrival = Arrival(self._device.queue_copies(copies, "weights", queued))
-        self._there[slot], self._arriving[position] = position, arrival
-        self._transfers.append(arrival)
+            delivery = Delivery(self._device.queue_copies(copies, "weights", queued))
+        self._there[slot], self._arriving[position] = position, delivery
+        self._transfers.append(delivery)
 
 
 def _frozen_tensors(block: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:

@@ -97,10 +97,10 @@ class StageMemory:
     values.
 
     The sizes are those on the device. `frozen` are the frozen bytes of each layer, `offload` is how
-    many layers stream theirs from host memory, which also has the optimizer's `host_states` and
-    `host_inputs` of each micro-batch; `visiting` are the states that are on the device while the
-    optimizer steps. `resident` is the stage with all states and inputs on its device, where some
-    are not.
+    many layers stream theirs from host memory (from files, with `in_files`), which also has the
+    optimizer's `host_states` and `host_inputs` of each micro-batch; `visiting` are the states that
+    are on the device while the optimizer steps. `resident` is the stage with all states and inputs
+    on its device, where some are not.
     """
 
     stage: StageSpec
@@ -118,6 +118,7 @@ class StageMemory:
     trained: int = 0
     frozen: tuple[int, ...] = ()
     offload: int = 0
+    in_files: bool = False
     host_states: int = 0
     host_inputs: int = 0
     visiting: int = 0
@@ -156,7 +157,8 @@ class StageMemory:
     def host(self) -> int:
         """Bytes in host memory besides."""
         inputs = self.in_flight * self.host_inputs
-        return sum(self._streamed(self.offload)) + self.host_states + inputs
+        streamed = 0 if self.in_files else sum(self._streamed(self.offload))
+        return streamed + self.host_states + inputs
 
     @property
     def index(self) -> int:
@@ -545,8 +547,9 @@ def _partly_away(
             host_inputs=inputs * size_class(each),
             resident=resident,
         )
-    offload = config.shard_plan[spec.index].offload
-    return memory.offloading(offload if isinstance(offload, int) else 0)
+    entry = config.shard_plan[spec.index]
+    memory = replace(memory, in_files=entry.offload_from == "file")
+    return memory.offloading(entry.offload if isinstance(entry.offload, int) else 0)
 
 
 def _optimizer_bytes(

@@ -38,4 +38,4 @@ def test_an_error_reaches_the_thread_that_waits() -> None:
 def test_a_disk_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeder, "_LONGEST_S", 0.01)
     with pytest.raises(feeder.HeteroError, match="could not be read"):
-        assert feeder.Arrival().ends
+        assert feeder.Delivery().ends
