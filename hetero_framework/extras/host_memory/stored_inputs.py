@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from hetero_framework.config import StageSpec
 from hetero_framework.core.buffers import size_class
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
+from hetero_framework.errors import ArchitectureError
 from hetero_framework.extras.host_memory.pinned import HostTensors
 
 _LEAVING = 2  # inputs on their way out that the device holds
@@ -67,11 +69,20 @@ class StoredInputs:
         self._stored = {}
         self._memory.tell("stored inputs of layers")
 
-    def storing(self, index: int, hidden: Tensor) -> AbstractContextManager[None]:
+    @contextmanager
+    def storing(self, index: int, hidden: Tensor) -> Iterator[None]:
         """Around the call of a layer that is computed again. Others of its inputs are of all
-        layers; what is stored within the call is hidden by hooks of its own."""
+        layers; what is stored within the call is hidden by hooks of its own. Raises
+        ArchitectureError, as autograd would, which sees no change behind hooks."""
+        version = hidden._version
         # What is stored holds its hooks, which must not hold the input.
-        return saved_tensors_hooks(partial(self._pack, index, weakref.ref(hidden)), self._unpack)
+        with saved_tensors_hooks(partial(self._pack, index, weakref.ref(hidden)), self._unpack):
+            yield
+        if hidden._version != version:
+            raise ArchitectureError(
+                f"layer {index} changes its input in place, so that it cannot be computed again",
+                hint="set gradient_checkpointing to false",
+            )
 
     def _pack(self, index: int, hidden: weakref.ref[Tensor], tensor: Tensor) -> Any:
         layers = self._stored.setdefault(self._micro_batch, {})

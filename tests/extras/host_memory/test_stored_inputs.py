@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
 from hetero_framework.core.devices import Device
+from hetero_framework.errors import ArchitectureError
 from hetero_framework.extras.host_memory.stored_inputs import StoredInputs, _Stored
 from tests.extras.host_memory.training import (
     LAYERS,
@@ -42,8 +45,13 @@ def test_every_cut_gives_the_same_bits(cuts: Sequence[int], adapter: dict[str, A
     assert differences(([], resident.state()), ([], offloaded.state())) == []
 
 
-def test_loss_chunks_and_autocast_give_the_same_bits() -> None:
-    settings = {"bf16": True, "loss_chunk_tokens": 16}
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler
+@pytest.mark.parametrize(
+    "settings",
+    [{"bf16": True, "loss_chunk_tokens": 16}, {"torch_compile_backend": "eager"}],
+    ids=str,
+)
+def test_other_ways_of_computing_give_the_same_bits(settings: dict[str, Any]) -> None:
     resident = Training(config([3], **AGAIN, **settings), Device()).train()
     offloaded = Training(config([3], **OFFLOADING, **settings), Device()).train()
     assert differences(resident, offloaded) == []
@@ -99,6 +107,20 @@ def test_host_memory_is_used_again() -> None:
     assert sizes[0] == sizes[1] == sizes[2]
     # Two micro-batches in flight, three layers; and one, of which the first and last stay.
     assert [len(inputs._free[5120]) for inputs in inputs_of(training)] == [6, 1]
+
+
+def test_an_input_that_its_layer_changes_is_refused() -> None:
+    [inputs] = inputs_of(Training(config(**OFFLOADING), Device()))
+    hidden = torch.ones(4).requires_grad_() * 1.0
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.relu(hidden) + hidden.add_(1.0)
+
+    with (
+        pytest.raises(ArchitectureError, match="layer 3 changes its input in place"),
+        inputs.storing(3, hidden),
+    ):
+        checkpoint(layer, hidden, use_reentrant=False)
 
 
 @pytest.mark.parametrize("tasks", range(1, 12))
