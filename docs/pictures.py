@@ -32,7 +32,8 @@ COLUMNS, LINES = 100, 60
 KILLED_AT = 6  # of the demonstration's 12 steps with LoRA
 PLAN = (
     *("--model", "Qwen/Qwen2.5-32B", "--adapter", "qlora"),
-    *("--device", "local=RTX 4090", "--device", "1=RTX 3090", "--device", "2=Apple M2 Max 64GB"),
+    *("--device", "local=RTX 4090 +64GB", "--device", "1=RTX 3090 +64GB"),
+    *("--device", "2=RX 7900 XTX +64GB"),
 )
 # Of config.json at that place of the hub, what sizes depend on.
 QWEN = {
@@ -161,7 +162,8 @@ def plan() -> None:
         model = Path(folder, PLAN[1])
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps(QWEN))
-        command = [*HETERO, "plan", "--dry-run", *PLAN, "--picture", str(IMAGES / "plan.svg")]
+        drawn = ["--picture", str(IMAGES / "plan.svg"), "--overwrite"]
+        command = [*HETERO, "plan", "--dry-run", *PLAN, *drawn]
         made = subprocess.run(
             command, cwd=folder, check=True, capture_output=True, text=True,
             env={**os.environ, "COLUMNS": str(COLUMNS)},

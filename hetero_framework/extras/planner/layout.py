@@ -155,15 +155,16 @@ class Fleet:
 
     def seconds(self, part: Part) -> tuple[float, float]:
         """Seconds of forward and backward of a stage's layers, without embedding and head:
-        computing or fetching, whichever takes longer."""
+        computing, slower while layers are fetched, or fetching, whichever takes longer."""
         costs = self.costs[part.device]
         backward_s = costs.recompute_s if part.recompute else costs.backward_s
         forward_s = costs.forward_s[part.end] - costs.forward_s[part.start]
         back_s = backward_s[part.end] - backward_s[part.start]
         if not part.offload:
             return forward_s, back_s
-        slower, fetch_s = costs.device.copy_slowdown, self.fetch_s(part)
-        return max(slower * forward_s, fetch_s), max(slower * back_s, fetch_s) if back_s else 0.0
+        more, fetch_s = costs.device.copy_slowdown - 1, self.fetch_s(part)
+        there_s = max(forward_s + more * min(forward_s, fetch_s), fetch_s)
+        return there_s, max(back_s + more * min(back_s, fetch_s), fetch_s) if back_s else 0.0
 
     def fetch_s(self, part: Part) -> float:
         """Seconds in which a pass fetches streamed layers: all but those that the turn of direction

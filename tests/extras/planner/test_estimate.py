@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +288,43 @@ def test_many_machines_are_not_searched_without_each(
     assert "A step of fewer machines:\n  not searched for more than 8 machines" in (
         capsys.readouterr().out
     )
+
+
+README = Path(__file__).parents[3] / "README.md"
+
+
+def test_the_readme_has_the_figures_of_its_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = README.read_text(encoding="utf-8")
+    commands = re.findall(r"^hetero (plan --dry-run --model .*)$", text, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    sizes = {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 27648}
+    heads = {"num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064}
+    fields = {**FIELDS, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    folder = tmp_path / "Qwen" / "Qwen2.5-32B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**fields, **sizes, **heads}))
+    pile, alone = (shlex.split(command.partition(" --picture")[0]) for command in commands)
+    together, single = estimated(capsys, *pile[2:]), estimated(capsys, *alone[2:])
+    rate = f"{together['estimate']['pace']['tokens_per_s']:.0f}"
+    first, second, here = (
+        f"{together['tokens'] / one['step_s']:.0f}" for one in together["compared"]
+    )
+    words = " ".join(text.split())
+    assert f"the three reach {rate} tokens per second, {first} without the RTX 3090" in words
+    assert f"{second} without the Radeon, and the RTX 4090 alone {here}." in words
+    assert f"(here {rate}, which may be off by a factor of two)" in words
+    (use,) = single["devices"]
+    times = single["predicted_step_s"] / together["predicted_step_s"]
+    assert f"Here {use['streamed']} of the 64 layers visit the card" in words
+    assert f"a step takes {times:.2f} times as long" in words
+    recipe = json.loads(text.partition("```json\n")[2].partition("```")[0])
+    again = together["gradient_checkpointing"]
+    assert recipe["shard_plan"] == [
+        {
+            **{name: entry[name] for name in entry if name != "links"},
+            **({"gradient_checkpointing": True} if again[str(k)] else {}),
+        }
+        for k, entry in enumerate(together["shard_plan"])
+    ]
