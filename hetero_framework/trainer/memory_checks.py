@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
@@ -10,7 +11,7 @@ from transformers import PretrainedConfig
 from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config, process_name
-from hetero_framework.core.devices import Device, open_device
+from hetero_framework.core.devices import open_device
 from hetero_framework.errors import DeviceError, PlanError, attempt
 from hetero_framework.models.cut.objective import ChunkedObjective
 from hetero_framework.models.cut.objectives import objective_of
@@ -19,14 +20,12 @@ from hetero_framework.models.verify.equivalence import why_not_chunked
 from hetero_framework.units import size
 
 Facts = Mapping[str | int, MachineFacts]
-Devices = list[tuple[set[str | int], int]]
-"""The processes on each device, and the bytes that are free there."""
 _SMALL_CHUNK = 256 * 16
 """Bytes for each word of the vocabulary that a loss of 256 tokens takes."""
 
 
-def devices_of(config: Config, facts: Facts) -> Devices:
-    """The devices of all processes."""
+def devices_of(config: Config, facts: Facts) -> list[tuple[set[str | int], int]]:
+    """The processes on each device, and the bytes that are free there."""
     devices: dict[tuple[str, str], tuple[set[str | int], int]] = {}
     for owner, fact in facts.items():
         place = (machine_of(config, config.machine(owner)), fact.device)
@@ -38,35 +37,28 @@ def devices_of(config: Config, facts: Facts) -> Devices:
 def with_one_memory(config: Config, local: Collection[str | int]) -> set[str | int]:
     """Processes whose device shares the machine's memory, as far as that is known before they are
     asked: by the kind of device, and by opening those of this machine, `local`."""
-    known = set()
-    for owner in config.plan.owners:
-        name = config.machine(owner).device
-        device = attempt(partial(open_device, name)) if owner in local else None
-        if (isinstance(device, Device) and device.one_memory) or name.split(":")[0] in ONE_MEMORY:
-            known.add(owner)
-    return known
+    names = {owner: config.machine(owner).device for owner in config.plan.owners}
+    opened = {o: attempt(partial(open_device, names[o])) for o in local if o in names}
+    kinds = {owner: name.partition(":")[0] in ONE_MEMORY for owner, name in names.items()}
+    return {o for o in names if getattr(opened.get(o), "one_memory", kinds[o])}
 
 
 def host_memory_lines(config: Config, one_memory: Collection[str | int]) -> list[str]:
-    """A line on the settings for all stages that do nothing for the processes in `one_memory`,
-    whose device shares the machine's memory. Raises DeviceError where stages of theirs are to keep
-    tensors in host memory by their own entries."""
+    """A line for each setting of all stages that does nothing for the processes in `one_memory`,
+    whose device shares the machine's. Raises DeviceError where entries of their stages have one."""
     here = [spec for spec in config.plan.stages if spec.owner in one_memory]
-    if named := [name for spec in here for name in config.offloads_of(spec.index)]:
-        owners = " and ".join(dict.fromkeys(s.process for s in here if config.offloads_of(s.index)))
+    if named := {name: s.process for s in here for name in config.offloads_of(s.index)}:
         raise DeviceError(
             f"{', '.join(named)}: nothing is gained by keeping tensors in host memory where device"
-            f" and host are one memory, as for {owners}",
+            f" and host are one memory, as for {' and '.join(dict.fromkeys(named.values()))}",
             hint="take that out of shard_plan",
         )
-    training, lines = config.training, list[str]()
-    for name in ("offload_optimizer", "activation_offloading"):
-        if getattr(training, name) and here:
-            owners = ", ".join(dict.fromkeys(spec.process for spec in here))
-            lines.append(
-                f"training.{name} does nothing for {owners}: device and host are one memory"
-            )
-    return lines
+    owners = ", ".join(dict.fromkeys(spec.process for spec in here))
+    return [
+        f"training.{name} does nothing for {owners}: device and host are one memory"
+        for name in ("offload_optimizer", "activation_offloading")
+        if getattr(config.training, name) and here
+    ]
 
 
 def check_memory(
@@ -88,26 +80,22 @@ def check_memory(
     for owner in () if problems else facts:
         machines.setdefault(machine_of(config, config.machine(owner)), set()).add(owner)
     for owners in machines.values():
+        room = {owner: facts[owner].host_free for owner in owners}
+        free = min((n for n in room.values() if n is not None), default=0)
         here = [m for m in memory if m.stage.owner in owners]
-        free = min((n for o in owners if (n := facts[o].host_free) is not None), default=0)
-        short = (
-            sum(m.total if facts[m.stage.owner].host_free is None else m.host for m in here) - free
-        )
-        away = [m for m in here if m.host]
-        if away and short > 0:
-            needs = "; ".join(f"stage {m.index} keeps {size(m.host)} there" for m in away)
-            free_there = f"{size(free)} of host memory free, {_mib(short)} too little"
-            problems.append(f"{_have(owners)} {free_there}: {needs}")
-            streaming = [m for m in away if m.offload and not m.in_files]
-            ways += [f"a smaller shard_plan[{m.index}].offload" for m in streaming]
-            ways += [
-                f'shard_plan[{m.index}].offload_from "file", as fast as the disk'
-                for m in streaming
-                if config.quantization(m.stage.owner) is None
-            ]
-            stored = any(m.host_inputs and m.in_flight > 1 for m in away)
+        taken = sum(m.total for m in here if room[m.stage.owner] is None)
+        here = [m for m in here if m.host]
+        if here and (short := taken + sum(m.host for m in here) - free) > 0:
+            needs = "; ".join(f"stage {m.index} keeps {size(m.host)} there" for m in here)
+            lack = f"{size(free)} of host memory free, {_mib(short)} too little"
+            problems.append(f"{_have(owners)} {lack}: {needs}")
+            for m in (m for m in here if m.offload and not m.in_files):
+                ways.append(f"a smaller shard_plan[{m.index}].offload")
+                if config.quantization(m.stage.owner) is None:
+                    ways.append(f'shard_plan[{m.index}].offload_from "file", as fast as the disk')
+            stored = any(m.host_inputs and m.in_flight > 1 for m in here)
             ways += ["a smaller training.max_in_flight"] * stored
-            ways += ["no offload_optimizer"] * any(m.host_states for m in away)
+            ways += ["no offload_optimizer"] * any(m.host_states for m in here)
     if problems:
         ways[0] = "give it fewer layers in shard_plan" if len(facts) > 1 else "add a machine"
         raise PlanError("\n".join(problems), hint="; or ".join(dict.fromkeys(ways)))
@@ -130,13 +118,12 @@ def _streaming(
     room = {m.index: facts[m.stage.owner].host_free for m in here}
     counts = offload_layers(here, [k for k in room if room[k] is not None], [(owners, free)])
     there = [m.offloading(counts.get(m.index) or m.offload) for m in here]
-    fits = sum(m.total for m in there) <= free and all(
-        m.host <= (room[m.index] or 0) for m in there
-    )
+    if sum(m.total for m in there) > free or any(m.host > (room[m.index] or 0) for m in there):
+        return []
     return [
         f"keep {m.offload} of its layers in host memory (shard_plan[{m.index}].offload)"
         for m in there
-        if fits and counts.get(m.index)
+        if counts.get(m.index)
     ]
 
 
@@ -145,25 +132,21 @@ def _ways(
 ) -> list[str]:
     """Settings that would need less memory, the largest share first; of sizes that can be less."""
     training, fact = config.training, facts[here[0].stage.owner]
-    smaller = ["per_device_train_batch_size"] * (training.per_device_train_batch_size > 1)
-    smaller += ["data.max_length"] * training.reads_text
-    smaller += ["training.max_in_flight"] * any(m.in_flight > 1 for m in here)
-    inputs = [f"a smaller {name}" for name in smaller]
-    if any(config.checkpointing(m.index) is not True for m in here):
-        inputs.append("gradient_checkpointing")
-    logits = 0
-    if isinstance(objective_of(training), ChunkedObjective) and why_not_chunked(model) is None:
-        logits = sum(m.logits for m in here)
-        logits *= logits > _SMALL_CHUNK * int(model.get_text_config().vocab_size)
+    inputs = ["a smaller per_device_train_batch_size"] * (training.per_device_train_batch_size > 1)
+    inputs += ["a smaller data.max_length"] * training.reads_text
+    inputs += ["a smaller training.max_in_flight"] * any(m.in_flight > 1 for m in here)
+    again = all(config.checkpointing(m.index) is True for m in here)
+    inputs += ["gradient_checkpointing"] * (not again)
+    chunks = isinstance(objective_of(training), ChunkedObjective) and why_not_chunked(model) is None
+    small = _SMALL_CHUNK * int(model.get_text_config().vocab_size) if chunks else math.inf
+    full, states = config.adapter is None, sum(m.optimizer for m in here)
     in_full = [m for m in here if config.quantization(m.stage.owner) is None]
     shares = {
         " or ".join(inputs): sum(m.activations + m.working for m in here),
-        "a smaller training.loss_chunk_tokens": logits,
+        "a smaller training.loss_chunk_tokens": sum(m.logits for m in here if m.logits > small),
+        "training.offload_optimizer": states * (fact.host_free is not None),
+        "an adapter instead of full training": (sum(m.gradients for m in here) + states) * full,
+        'model.quantization "nf4" with an adapter': sum(m.weights for m in in_full)
+        * (fact.no_four_bit is None and training.reads_text),
     }
-    if fact.host_free is not None:
-        shares["training.offload_optimizer"] = sum(m.optimizer for m in here)
-    if config.adapter is None and training.reads_text:
-        shares["an adapter instead of full training"] = sum(m.gradients + m.optimizer for m in here)
-    if fact.no_four_bit is None and training.reads_text:
-        shares['model.quantization "nf4" with an adapter'] = sum(m.weights for m in in_full)
     return sorted((way for way in shares if way and shares[way]), key=lambda way: -shares[way])

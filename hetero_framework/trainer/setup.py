@@ -433,16 +433,15 @@ def fit_devices(prepared: Prepared, facts: Facts) -> Prepared:
     check_devices(config, prepared.model_config, no_four_bit)
     check_attention(config, {owner: fact.device for owner, fact in facts.items()})
 
+    one = {owner for owner, fact in facts.items() if fact.host_free is None}
+    for line in host_memory_lines(config, one):
+        _log.info("%s", line)
+
     def placed(memory: Iterable[StageMemory]) -> list[StageMemory]:
-        on = {m.index: facts[m.stage.owner] for m in memory}
-        one = {k: fact.host_free is None for k, fact in on.items()}
-        return [m.placed(on[m.index].device, one_memory=one[m.index]) for m in memory]
+        on = {owner: fact.device for owner, fact in facts.items()}
+        return [m.placed(on[m.stage.owner], one_memory=m.stage.owner in one) for m in memory]
 
     memory = placed(prepared.memory)
-    for line in host_memory_lines(
-        config, {o for o, fact in facts.items() if fact.host_free is None}
-    ):
-        _log.info("%s", line)
     devices = devices_of(config, facts)
     optional = {s.index for s in config.plan.stages if config.checkpointing(s.index) == "auto"}
     if optional:
@@ -480,10 +479,8 @@ def fit_offload(
     counts = offload_layers(memory, apart, devices_of(config, facts))
     memory = [m.offloading(counts.get(m.index, m.offload)) for m in memory]
     some = [m for m in memory if counts.get(m.index)]
-    said = (f"stage {m.index} streams {m.offload} of its {len(m.frozen)} layers" for m in some)
-    line = (
-        f"offload, to fit the memory: {', '.join(said)}" if some else "offload: no stage needs it"
-    )
+    said = [f"stage {m.index} streams {m.offload} of its {len(m.frozen)} layers" for m in some]
+    line = f"offload, to fit the memory: {', '.join(said)}" if said else "offload: none is needed"
     for k in optional:
         resolved = resolved.decide(f"shard_plan[{k}].offload", counts.get(k, 0), line)
     _log.info("%s", line)

@@ -20,9 +20,12 @@ from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.export import base_generation
 from hetero_framework.models.files.quantization import check_devices
 from hetero_framework.models.library import quiet_libraries
+from hetero_framework.models.sizing.memory import estimate_memory
 from hetero_framework.security.access import Access
+from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import (
     Sample,
+    fit_offload,
     largest_boundary,
     largest_frame,
     load_initial_adapter,
@@ -79,6 +82,9 @@ class Talk:
         ) as cluster:
             facts = cluster.start(config.plan.owners)
             check_devices(config, model, {owner: f.no_four_bit for owner, f in facts.items()})
+            if any(entry.offload == "auto" for entry in config.shard_plan):
+                memory = estimate_memory(config, model, max_in_flight=1, tokens=1)
+                config = fit_offload(Resolved.start(config), memory, facts)[0].config
             pipeline = cluster.assemble(config).pipeline
             self._restore = partial(
                 load_initial_adapter, self._adapter, model, config.plan.stages, pipeline

@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, Memory
 from hetero_framework.errors import PlanError
+from hetero_framework.security.access import LOOPBACK_ONLY
 from hetero_framework.trainer.coordinator import train
 from tests.alone import Alone
 from tests.extras.host_memory.stages import own_memory
+from tests.installed import needs
 from tests.samples import save_llama
 
 __all__ = ["own_memory"]
@@ -79,3 +81,22 @@ def test_a_run_that_needs_more_host_memory_than_there_is_is_refused(
     limited(monkeypatch, 1 << 40, host=10)
     with pytest.raises(PlanError, match="the coordinator has 10 B of host memory free, 2 MiB"):
         train(adapted("run", 4))
+
+
+@needs("talking")
+def test_a_model_that_is_talked_to_streams_its_layers_too(
+    adapted: Alone, own_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hetero_framework.extras.talking.talking import Talk
+
+    def answer(offload: int | str) -> tuple[str, int | str]:
+        config = adapted("run", offload)
+        talk = Talk(config)
+        with talk.loaded(LOOPBACK_ONLY, "chat") as cluster:
+            prompts = talk.reader.read(["red"], config.base_dir, "prompts")
+            [sample] = talk.answer(cluster, prompts, talk.choice(0.0, 1.0, max_new_tokens=5))
+            return sample.text, cluster._config.shard_plan[0].offload
+
+    right, _ = answer(0)
+    limited(monkeypatch, 1 << 20)
+    assert answer("auto") == (right, 6)

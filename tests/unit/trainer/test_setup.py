@@ -150,7 +150,7 @@ def test_offload_auto_is_written_out_for_the_stages_that_need_it(logged: list[st
     less = {**enough, "local": fact("cuda:0", first.total - 3 * first.frozen[0])}
     assert fit_devices(parts, less).config.shard_plan[0].offload == 6
     assert logged == [
-        "offload: no stage needs it",
+        "offload: none is needed",
         "offload, to fit the memory: stage 1 streams 4 of its 6 layers",
         "offload, to fit the memory: stage 0 streams 6 of its 6 layers",
     ]
