@@ -155,7 +155,7 @@ class FakePipeline:
 
 
 class LocalStage:
-    index, input_requires_grad = 0, True
+    index, input_requires_grad, residence = 0, True, None
 
     def __init__(self) -> None:
         self.fingerprint: dict[str, str] = {}

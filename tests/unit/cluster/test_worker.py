@@ -87,6 +87,7 @@ class StandIn:
     def __init__(self, spec: StageSpec) -> None:
         self.index, self.is_first, self.is_last = spec.index, spec.is_first, spec.is_last
         self.input_requires_grad = self.differentiates = True
+        self.residence = None
         self.weights = torch.zeros(8)
         self.fingerprint: dict[str, str] = {}
         self.ties: dict[str, str] = {}
@@ -473,6 +474,16 @@ def test_hello_is_answered_while_the_worker_is_busy(serve: Any) -> None:
         assert served.dial("first").expect(Welcome)
     finally:
         go_on.set()
+
+
+def test_the_welcome_tells_free_host_memory_beside_the_devices_own(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert serve().dial().expect(Welcome).host_free is None
+    monkeypatch.setattr(Device, "one_memory", False)
+    welcome = serve().dial().expect(Welcome)
+    assert welcome.host_free is not None
+    assert 0 < welcome.host_free <= welcome.memory_total
 
 
 def test_large_frame_may_follow_the_welcome_at_once(serve: Any) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hetero_framework.config import TrainingConfig
-from hetero_framework.trainer.disk_space import checkpoints_at_once
+from hetero_framework.trainer.disk_space import checkpoints_at_once, warn_of_a_small_disk
+from hetero_framework.units import size
 
 
 @pytest.mark.parametrize(
@@ -25,3 +29,18 @@ def test_one_more_than_the_limit_is_there_while_it_is_written(
     settings: dict[str, Any], most: int
 ) -> None:
     assert checkpoints_at_once(TrainingConfig(**settings), 23, steps_per_epoch=10) == most
+
+
+def test_states_in_host_memory_are_part_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    training = TrainingConfig(save_strategy="epoch")
+    prepared: Any = SimpleNamespace(
+        config=SimpleNamespace(training=training),
+        data=SimpleNamespace(total_steps=1, steps_per_epoch=1),
+        memory=[SimpleNamespace(gradients=1 << 20, states=2 << 20)],
+    )
+    store: Any = SimpleNamespace(complete_steps=list, root=tmp_path)
+    warn_of_a_small_disk(prepared, store, 0)
+    assert logged[0].startswith(f"a checkpoint takes about {size(3 << 20)}")
