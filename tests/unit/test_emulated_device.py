@@ -228,7 +228,8 @@ INTEGRATION = (
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_lost_resumed_measured_or_summed_is_right(seed: int, library: Path) -> None:
     suite = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not faults")
-    tests = (f"tests/integration/test_{name}" for name in INTEGRATION)
+    tests = [f"tests/integration/test_{name}" for name in INTEGRATION]
+    tests.append("tests/extras/host_memory/test_runs.py")
     run(library, *suite, *tests, seed=seed, HETERO_TEST_DEVICE="cuda:1")
 
 

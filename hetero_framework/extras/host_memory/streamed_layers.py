@@ -279,7 +279,7 @@ def _frozen_tensors(block: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
             of_module = getattr(module, "state", None)
             for holder in (state, nested, parameter, of_module):
                 for name in ("absmax", "CB", "SCB"):
-                    tensor = getattr(holder, name, None)
+                    tensor = getattr(holder, "__dict__", {}).get(name)
                     if isinstance(tensor, Tensor) and tensor.is_contiguous():
                         yield holder, name, tensor
 

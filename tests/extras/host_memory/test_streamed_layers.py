@@ -141,3 +141,19 @@ def test_weights_that_are_not_used_as_stored_are_refused(own_memory: None, tmp_p
     config = configuration((entry,), adapter=LORA)
     with pytest.raises(ConfigError, match="a model without a checkpoint has no files"):
         load_stages(config, config.plan.stages, Device())
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_quantised_layers_visit_with_their_statistics(
+    quantization: str, own_memory: None, tmp_path: Path
+) -> None:
+    save_llama(tmp_path / "model", layers=LAYERS)
+
+    def made(offload: int) -> Any:
+        model = {"name_or_path": str(tmp_path / "model"), "quantization": quantization}
+        return configuration(({"end": LAYERS, "offload": offload},), model=model, adapter=LORA)
+
+    right, stages = train(load(made(0))), load(made(6))
+    assert same(train(stages), right)
+    held = {name for _, name, _, _ in layers_of(stages[0])._layers[0]._places}
+    assert held == ({"data", "absmax"} if quantization == "nf4" else {"data", "CB", "SCB"})
