@@ -26,7 +26,7 @@ from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.data.sources import find_sources
 from hetero_framework.errors import UserError, attempt
 from hetero_framework.extras.planner import FleetProfile
-from hetero_framework.extras.planner.host_link import HostLink, MachineMemory
+from hetero_framework.extras.planner.host_link import HostLink
 from hetero_framework.extras.planner.known_devices import (
     KnownDevice,
     describe,
@@ -75,14 +75,13 @@ def estimate_fleet(
         {id: _cost(works[id], known[id]) for id in ids},
         {id: known[id].usable_bytes for id in ids},
         _links(config, ids, rates),
-        {id: _host(device) for id, device in known.items() if device.host_bytes},
+        {id: (d.usable_host_bytes, _link(d)) for id, d in known.items() if d.host_bytes},
     )
     return profile, {**_about(known, rates, works["local"]), "job": _job(config, model, ids)}
 
 
-def _host(device: KnownDevice) -> MachineMemory:
-    link = HostLink(device.host_link, device.host_link, 1.0, host_memory()["copy_slowdown"])
-    return MachineMemory(device.usable_host_bytes, link)
+def _link(device: KnownDevice) -> HostLink:
+    return HostLink(device.host_link, device.host_link, 1.0, host_memory()["copy_slowdown"])
 
 
 def _no_four_bit(device: KnownDevice) -> str | None:

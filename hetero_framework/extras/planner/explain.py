@@ -39,6 +39,7 @@ _CARDS_GIB = (4, 8, 16)  # more, as the next larger cards have
 _WORTH = 0.02  # of a step: smaller savings are within the error of such comparisons
 _MOST_ADVICE = 4
 _NOT_BUSY = 0.9  # of the busiest device: a device below it is held up by memory or links
+_FETCHES = 0.9  # of a device's work: with less of it computing bounds some passes
 _NEARLY = 0.9  # of the saving of the largest card: a smaller one that saves this is named
 _MIB, _MOST_BYTES = float(1 << 20), 1e15
 Remedy = tuple[str, str, Callable[[], FleetProfile | None]]
@@ -55,9 +56,12 @@ def device_uses(plan: Evaluated) -> tuple[DeviceUse, ...]:
     for d in devices:
         needed = fleet.memory_bytes(layout, d, step.peak_in_flight)
         free = fleet.costs[d].memory_bytes + fleet.costs[d].device.reserved_bytes - needed
-        own = [part for part in layout if part.device == d]
-        further_s, fetches = _streaming(fleet, own)
-        limit = "streaming" if fetches else "compute"
+        own = tuple(part for part in layout if part.device == d)
+        work_s, before_s = (
+            sum(sum(fleet.seconds(part)) for part in one) for one in (own, resident(own))
+        )
+        fetching_s = sum(2 * fleet.fetch_s(part) for part in own if part.offload)
+        limit = "streaming" if fetching_s > _FETCHES * work_s else "compute"
         if busy[d] < _NOT_BUSY * max(busy.values()):
             if _is_full(fleet, layout, d):
                 limit = "memory"
@@ -66,28 +70,9 @@ def device_uses(plan: Evaluated) -> tuple[DeviceUse, ...]:
         layers, streamed = sum(p.end - p.start for p in own), sum(p.offload for p in own)
         costs = fleet.costs[d]
         host = sum(costs.streamed_bytes(p.start, p.end, p.offload)[0] for p in own if p.offload)
-        use = DeviceUse(fleet.ids[d], busy[d], int(needed), limit, layers, int(free))
-        uses.append(
-            replace(use, streamed=streamed, host_bytes=int(host), streaming_s=further_s)
-            if streamed
-            else use
-        )
+        sizes = busy[d], int(needed), limit, layers, int(free), streamed, int(host)
+        uses.append(DeviceUse(fleet.ids[d], *sizes, fleet.micro_batches * (work_s - before_s)))
     return tuple(uses)
-
-
-def _streaming(fleet: Fleet, parts: Sequence[Part]) -> tuple[float, bool]:
-    """Further seconds of a step that streaming takes on a device, and whether most of its work
-    waits for copies."""
-    now_s = sum(sum(fleet.seconds(part)) for part in parts)
-    before_s = sum(sum(fleet.seconds(part)) for part in resident(tuple(parts)))
-    fetching_s = sum(
-        pass_s
-        for part in parts
-        if part.offload
-        for pass_s in fleet.seconds(part)
-        if pass_s <= fleet.fetch_s(part)
-    )
-    return fleet.micro_batches * (now_s - before_s), fetching_s > now_s / 2
 
 
 def _wire_s(plan: Evaluated, device: int) -> float:

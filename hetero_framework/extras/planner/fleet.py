@@ -25,7 +25,6 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.errors import HeteroError, PeerLostError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, remote_measurement
-from hetero_framework.extras.planner.host_link import MachineMemory
 from hetero_framework.extras.planner.measuring import ModelCost, profile_of
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known
@@ -97,7 +96,7 @@ def _measured(
             _log.info("measured in %s", seconds(time.monotonic() - began))
             parts = parts_by_process(config, model, list(costs))
             host = {
-                id: MachineMemory(_FREE * (facts[id].host_free or 0), cost.link)
+                id: (_FREE * (facts[id].host_free or 0), cost.link)
                 for id, cost in costs.items()
                 if cost.link is not None
             }
@@ -234,16 +233,14 @@ def _summary(measured: remote_measurement.Measurement) -> str:
         sum(measured.cost.of_layers(name)) / layers for name in ("forward_s", "backward_s")
     )
     how = "remembered" if measured.was_known else f"measured in {seconds(measured.seconds)}"
-    link, text = measured.cost.link, ""
-    if link is not None:
-        rates = [f"{rate / 1e9:.3g} GB/s" for rate in (link.to_device, link.to_host)]
-        text = (
-            f"; its machine's memory is read at {rates[0]} and written at {rates[1]}, both at once"
-            f" take {link.both_ways:.2f} x as long, computing meanwhile {link.copy_slowdown:.2f} x"
+    text = f"a layer takes {seconds(forward_s)} forward, {seconds(backward_s)} backward ({how})"
+    if (link := measured.cost.link) is not None:
+        there, back, both, slower = vars(link).values()
+        text += (
+            f"; {there / 1e9:.3g} GB/s from its machine's memory and {back / 1e9:.3g} to it, both"
+            f" at once {both:.2f} x as long, computing meanwhile {slower:.2f} x"
         )
-    return (
-        f"a layer takes {seconds(forward_s)} forward, {seconds(backward_s)} backward ({how}){text}"
-    )
+    return text
 
 
 def _tiny(config: Config, folder: str) -> Config:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 
@@ -24,31 +24,13 @@ Times = Annotated[float, 1.0, 1e3]
 @dataclass(frozen=True)
 class HostLink:
     """Bytes per second between a device and pinned memory of its machine, each way by itself; how
-    many times as long both at once take, and computing while they go on."""
+    many times as long both at once take, and computing while they go on. The names are those of a
+    `DeviceProfile`."""
 
-    to_device: Rate
-    to_host: Rate
+    host_to_device_bytes_per_s: Rate
+    device_to_host_bytes_per_s: Rate
     both_ways: Times
     copy_slowdown: Times
-
-
-@dataclass(frozen=True)
-class MachineMemory:
-    """Bytes of a machine's memory that layers may fill, and the link to them."""
-
-    nbytes: float
-    link: HostLink
-
-    def to_profile(self) -> dict[str, Any]:
-        """Fields of a `DeviceProfile`."""
-        link = self.link
-        return {
-            "host_bytes": self.nbytes,
-            "host_to_device_bytes_per_s": link.to_device,
-            "device_to_host_bytes_per_s": link.to_host,
-            "both_ways": link.both_ways,
-            "copy_slowdown": link.copy_slowdown,
-        }
 
 
 def measured_link(device: Device, compute: Callable[[], object]) -> HostLink | None:

@@ -7,7 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -87,7 +87,6 @@ class _Costs:
         self.recomputed_bytes = sums(device.activation_bytes_recomputed)
         self.largest_bytes = max(kept)
         self._frozen = of_layers(device.layer_frozen_bytes)
-        self._frozen_sums = sums(self._frozen)
         self._is_even = min(self._frozen) == max(self._frozen)
         rate, self.host_bytes = device.host_to_device_bytes_per_s, device.host_bytes
         self.streams = rate > 0 and self.host_bytes > 0 and max(self._frozen) > 0
@@ -103,20 +102,11 @@ class _Costs:
     def fewest_streamed(self, start: int, end: int, needed: float) -> int | None:
         """The least number of streamed layers of a stage that saves as many bytes; None where none
         does, or the host has no room for them. Odd numbers save no more than those before them."""
-        most = (end - start) // 2 * 2
-        if not self.streams or most < LEAST_STREAMED:
-            return None
-        each = (self._frozen_sums[end] - self._frozen_sums[start]) / (end - start)
-        least = LEAST_STREAMED
-        if each > 0 and self._is_even:
-            least = max(least, 2 * math.ceil((2 + needed / each) / 2 - _EXACTLY))
-        for count in range(least, most + 1, 2):
-            host_bytes, saved = self.streamed_bytes(start, end, count)
-            if host_bytes > self.host_bytes:
-                return None
-            if saved >= needed * (1 - _EXACTLY):
-                return count
-        return None
+        even = range(LEAST_STREAMED, end - start + 1 if self.streams else 0, 2)
+        sizes = partial(self.streamed_bytes, start, end)
+        least = bisect_left(even, needed * (1 - _EXACTLY), key=lambda count: sizes(count)[1])
+        fits = least < len(even) and sizes(even[least])[0] <= self.host_bytes
+        return even[least] if fits else None
 
 
 class Fleet:

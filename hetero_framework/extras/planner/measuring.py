@@ -37,7 +37,7 @@ from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.extras.planner import FleetProfile
-from hetero_framework.extras.planner.host_link import HostLink, MachineMemory, measured_link
+from hetero_framework.extras.planner.host_link import HostLink, measured_link
 from hetero_framework.extras.planner.profile import bytes_of_parts
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut.family import family_of
@@ -315,10 +315,10 @@ def profile_of(
     costs: Mapping[WorkerId, ModelCost],
     memory_bytes: Mapping[WorkerId, float],
     links: Sequence[Mapping[str, Any]],
-    host: Mapping[WorkerId, MachineMemory] | None = None,
+    host: Mapping[WorkerId, tuple[float, HostLink]],
 ) -> FleetProfile:
     """`memory` is that of embedding, layers and head as each process holds them, `memory_bytes`
-    its limit, `host` its machine's memory where the device has its own."""
+    its limit, `host` that of its machine, and the way there, where the device has its own."""
     devices = [
         {
             "id": id,
@@ -335,7 +335,7 @@ def profile_of(
             "activation_bytes_recomputed": cost.of_layers("recomputed_bytes"),
             "reserved_bytes": max(part.working for part in memory[id][:-1]),
             "machine": machine_of(config, config.machine(id)),
-            **(host[id].to_profile() if host and id in host else {}),
+            **({"host_bytes": host[id][0], **asdict(host[id][1])} if id in host else {}),
         }
         for id, cost in costs.items()
     ]
