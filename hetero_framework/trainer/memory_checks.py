@@ -8,6 +8,7 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
+from hetero_framework import registry
 from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config, process_name
@@ -45,7 +46,11 @@ def with_one_memory(config: Config, local: Collection[str | int]) -> set[str | i
 
 def host_memory_lines(config: Config, one_memory: Collection[str | int]) -> list[str]:
     """A line for each setting of all stages that does nothing for the processes in `one_memory`,
-    whose device shares the machine's. Raises DeviceError where entries of their stages have one."""
+    whose device shares the machine's. Raises DeviceError where entries of their stages have one,
+    and ConfigError where host memory needs an extra that is not here."""
+    for k in range(len(config.shard_plan)):
+        if config.uses_host_memory(k):
+            registry.needed("stages", "host_memory", f"shard_plan[{k}]: host memory for tensors")
     here = [spec for spec in config.plan.stages if spec.owner in one_memory]
     if named := {name: s.process for s in here for name in config.offloads_of(s.index)}:
         raise DeviceError(

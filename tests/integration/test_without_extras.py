@@ -128,6 +128,16 @@ WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
     ("exporting", ("merge",), "merge"),
     ("exporting", ("export",), "export"),
     ("yaml_files", ("check", "--config", "c.yaml"), "c.yaml needs an extra that"),
+    (
+        "host_memory",
+        {"training": {"offload_optimizer": True}},
+        "training.offload_optimizer needs the extra 'host_memory'",
+    ),
+    (
+        "host_memory",
+        {"training": PLAIN, "shard_plan": [{"id": "local", "start": 0, "end": 2, "offload": 2}]},
+        "shard_plan[0]: host memory for tensors needs an extra",
+    ),
     ("launch", ("launch",), "launch"),
     ("observe", ("timeline", "run"), "timeline"),
     ("observe", {"training": {"visualize": True}}, "training.visualize needs the extra 'observe'"),

@@ -136,6 +136,7 @@ def adapted(entries: tuple[dict[str, Any], ...], **training: Any) -> Prepared:
     return Prepared(Resolved.start(cfg), model, None, data, plan, memory, 0, 0)  # type: ignore[arg-type]
 
 
+@needs("host_memory")
 def test_offload_auto_is_written_out_for_the_stages_that_need_it(logged: list[str]) -> None:
     parts = adapted(({"offload": "auto"}, {"offload": "auto"}), max_in_flight=1)
     first, second = parts.memory
@@ -160,6 +161,7 @@ def test_offload_auto_is_written_out_for_the_stages_that_need_it(logged: list[st
         fit_devices(parts, {**enough, 1: fact("mps", second.total - 1)})
 
 
+@needs("host_memory")
 def test_layers_are_computed_again_before_they_are_streamed() -> None:
     auto = {"offload": "auto"}
     parts = adapted((auto, auto), max_in_flight=1, gradient_checkpointing="auto")
