@@ -127,6 +127,7 @@ class Stage:
         modules = self._shard.dissolve()
         if self.residence is not None:
             modules = self.residence.dissolve(modules)
+            self.residence = None
         return self._shard.range, modules
 
     @property

@@ -223,7 +223,9 @@ class StreamedLayers:
         return taken
 
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
-        """End; the modules without the streamed layers."""
+        """End, once no copy is on its way; the modules without the streamed layers."""
+        for delivery in self._arriving.values():
+            delivery.ends[1].wait()
         if self._feeder is not None:
             self._feeder.close()
         blocks = {k: block for k, block in modules.blocks.items() if k not in self._position}
@@ -285,4 +287,5 @@ def _frozen_tensors(block: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
 
 
 def _view(memory: Tensor, offset: int, form: Tensor) -> Tensor:
-    return memory[offset : offset + form.nbytes].view(form.dtype).view(form.shape)
+    # Not to share its version: to autograd a copy into the slot is no change of a weight.
+    return memory[offset : offset + form.nbytes].view(form.dtype).view(form.shape).data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,13 @@ def test_quantised_layers_visit_with_their_statistics(
     assert same(train(stages), right)
     held = {name for _, name, _, _ in layers_of(stages[0])._layers[0]._places}
     assert held == ({"data", "absmax"} if quantization == "nf4" else {"data", "CB", "SCB"})
+
+
+def test_slots_are_freed_when_a_stage_is_taken_apart(own_memory: None) -> None:
+    config = configuration(({"end": LAYERS, "offload": 6},), adapter=LORA)
+    stages = load(config)
+    train(stages, steps=1)
+    slots = [weakref.ref(slot) for slot in layers_of(stages[0])._memory]
+    kept = take_apart(stages, config)
+    assert all(slot() is None for slot in slots)
+    assert next(iter(kept._of.values())).blocks.keys() == {3}
