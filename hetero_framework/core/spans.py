@@ -31,7 +31,11 @@ RECEIVE = "receive"
 COMMIT = "commit"
 WEIGHTS = "weights"
 """A layer's way from host memory to the device."""
-KINDS = (FORWARD, BACKWARD, FORWARD_BACKWARD, SEND, RECEIVE, COMMIT, WEIGHTS)
+AWAITED = "awaited"
+"""The device's wait for a layer on its way, within a task."""
+VISITS = (WEIGHTS, AWAITED, "inputs out", "inputs in", "states in", "states out")
+"""Of tensors in host memory: each kind of copy, and the wait."""
+KINDS = (FORWARD, BACKWARD, FORWARD_BACKWARD, SEND, RECEIVE, COMMIT, *VISITS)
 COMPUTE = (FORWARD, BACKWARD, FORWARD_BACKWARD)
 
 ALL_STEPS = -1

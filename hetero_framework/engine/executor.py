@@ -201,6 +201,7 @@ class Executor:
             ended.wait()
             times = self._device.event_time(began), self._device.event_time(ended)
             self._recorder.span(spans.COMMIT, stage.index, spans.NO_MICRO_BATCH, *times)
+        self._record_visits(stage)
 
     def statistics(self) -> dict[int, StageFigures]:
         """Times and queues of the step so far; the last stage's forwards count with its backwards.
@@ -217,12 +218,8 @@ class Executor:
                 times = self._device.event_time(began), self._device.event_time(ended)
                 self._recorder.span(name, task.stage, task.micro_batch, *times)
         self._tasks.clear()
-        for index, queue in self._queues.items():
-            residence = queue.stage.residence
-            for began, ended in residence.transfers() if residence is not None else ():
-                if self._recorder.enabled:
-                    times = self._device.event_time(began), self._device.event_time(ended)
-                    self._recorder.span(spans.WEIGHTS, index, spans.NO_MICRO_BATCH, *times)
+        for queue in self._queues.values():
+            self._record_visits(queue.stage)
         return {
             k: StageFigures(
                 forward_s=seconds[k, FORWARD],
@@ -236,6 +233,13 @@ class Executor:
             )
             for k, queue in self._queues.items()
         }
+
+    def _record_visits(self, stage: api.StageInterface) -> None:
+        visits = stage.residence.transfers() if stage.residence is not None else ()
+        for kind, *events in visits if self._recorder.enabled else ():
+            began, ended = map(self._device.event_time, events)
+            if ended > began:
+                self._recorder.span(kind, stage.index, spans.NO_MICRO_BATCH, began, ended)
 
     def _following(self, queue: _StageQueue) -> str:
         """The kind of a stage's next task: as the order has it, else as 1F1B does."""
@@ -327,6 +331,8 @@ class Executor:
                 arrival.release()
             waiting.clear()
         queue.inputs.clear()
+        if queue.stage.residence is not None:
+            queue.stage.residence.transfers()
 
 
 def _copied(results: Bundle, arrival: api.Arrival) -> Bundle:

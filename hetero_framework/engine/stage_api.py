@@ -184,8 +184,9 @@ class Residence(Protocol):
     def settle(self) -> None:
         """Wait until the optimizer's states may be read."""
 
-    def transfers(self) -> list[tuple[DeviceEvent, DeviceEvent]]:
-        """Beginning and end of each copy of a layer since the last call; waits for none."""
+    def transfers(self) -> list[tuple[str, DeviceEvent, DeviceEvent]]:
+        """Kind (of `spans.VISITS`), beginning and end of each copy, and of each wait, since the
+        last call; waits for none. A wait that ends before it begins was none."""
 
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
         """End it; the modules that are whole on the device."""

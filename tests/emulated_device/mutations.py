@@ -93,7 +93,7 @@ MUTATIONS = (
     Mutation(
         "states are used before they are there",
         optimizer_states,
-        "            self._device.order_behind(delivery.ends[1])\n",
+        "            self._device.order_behind(arrival)\n",
         "",
     ),
     Mutation(

@@ -34,10 +34,6 @@ class Delivery:
             self._known.set()
 
     @property
-    def is_queued(self) -> bool:
-        return self._ends is not None
-
-    @property
     def ends(self) -> Ends:
         """Beginning and end of the copy; waits until it is queued. Raises what reading raised."""
         if not self._known.wait(_LONGEST_S):

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.engine.optimizer import load_state_tensors
-from hetero_framework.extras.host_memory.pinned import HostTensors
+from hetero_framework.extras.host_memory.pinned import MOST_TRANSFERS, HostTensors, Transfers
 from hetero_framework.models.sizing.streaming import STATES_GROUP_BYTES, STATES_OF_NUMBER
 
 _SMALL_BYTES = 1024  # states that stay: counters, tables of 8-bit optimizers
@@ -47,6 +47,7 @@ class OptimizerStates:
         self._hosts: dict[tuple[Tensor, str], Tensor] = {}
         self._returning: deque[tuple[list[Tensor], DeviceEvent]] = deque()
         self._returned = DeviceEvent()
+        self.transfers = Transfers(maxlen=MOST_TRANSFERS)
 
     def step(self, optimizer: Optimizer) -> None:
         """As `optimizer.step`. Gradients are gone afterwards."""
@@ -109,7 +110,9 @@ class OptimizerStates:
         pairs = [(tensor, hosts[at]) for at, tensor in there.items()]
         # The memory may be in use until then, by work that is queued.
         queued = self._device.record_event()
-        return there, self._device.queue_copies(pairs, "states in", queued)[1]
+        began, arrival = self._device.queue_copies(pairs, "states in", queued)
+        self.transfers.append(("states in", began, arrival))
+        return there, arrival
 
     def _send_back(self, states: Mapping[Tensor, dict[str, Any]], group: list[Tensor]) -> None:
         """Queue the way of a group's states to host memory, which `states` has from now on."""
@@ -125,7 +128,8 @@ class OptimizerStates:
                 pairs.append((host, tensor))
                 states[parameter][key] = host
         stepped = self._device.record_event()
-        _, self._returned = self._device.queue_copies(pairs, "states out", stepped)
+        began, self._returned = self._device.queue_copies(pairs, "states out", stepped)
+        self.transfers.append(("states out", began, self._returned))
         self._returning.append(([tensor for _, tensor in pairs], self._returned))
 
     def _let_go(self, most: int) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hetero_framework.core.devices import Device
+from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.units import size
 
 _LEAST_BYTES = 1 << 16
 _ALIGNED_BYTES = 512
 _LARGE_BYTES = 1 << 32
+Transfers = deque[tuple[str, DeviceEvent, DeviceEvent]]
+"""For `stage_api.Residence.transfers`."""
+MOST_TRANSFERS = 10_000
 _log = logging.getLogger(__name__)
 
 

@@ -113,8 +113,13 @@ class HostMemory:
         if self._states is not None:
             self._states.settle()
 
-    def transfers(self) -> list[tuple[DeviceEvent, DeviceEvent]]:
-        return self._layers.transfers() if self._layers is not None else []
+    def transfers(self) -> list[tuple[str, DeviceEvent, DeviceEvent]]:
+        taken: list[tuple[str, DeviceEvent, DeviceEvent]] = []
+        for part in (self._layers, self._states, self._inputs):
+            if part is not None:
+                taken += part.transfers
+                part.transfers.clear()
+        return taken
 
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
         return self._layers.dissolve(modules) if self._layers is not None else modules

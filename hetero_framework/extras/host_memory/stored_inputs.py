@@ -23,7 +23,7 @@ from hetero_framework.core.buffers import size_class
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.extras.host_memory.pinned import HostTensors
+from hetero_framework.extras.host_memory.pinned import MOST_TRANSFERS, HostTensors, Transfers
 
 _LEAVING = 2  # inputs on their way out that the device holds
 
@@ -54,6 +54,7 @@ class StoredInputs:
         self._stored: dict[int, dict[int, _Stored]] = {}  # by micro-batch and layer
         self._leaving: deque[tuple[_Stored, Tensor]] = deque()
         self._micro_batch, self._following = 0, FORWARD
+        self.transfers = Transfers(maxlen=MOST_TRANSFERS)
 
     def begin(self, kind: str, micro_batch: int, following: str) -> None:
         self._micro_batch, self._following = micro_batch, following
@@ -97,7 +98,8 @@ class StoredInputs:
         memory = free.pop() if free else self._memory.take(size_class(tensor.nbytes))
         host = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         computed = self._device.record_event()
-        _, left = self._device.queue_copies([(host, source)], "inputs out", computed)
+        began, left = self._device.queue_copies([(host, source)], "inputs out", computed)
+        self.transfers.append(("inputs out", began, left))
         layers[index] = _Stored((self._micro_batch, index), source, memory, host, left)
         self._leaving.append((layers[index], source))
         return layers[index]
@@ -138,7 +140,8 @@ class StoredInputs:
         pairs = [(stored.tensor, stored.host)]
         # Work that is queued may use the memory; and it is behind the end of the copy out.
         queued = self._device.record_event()
-        _, stored.arrival = self._device.queue_copies(pairs, "inputs in", queued)
+        began, stored.arrival = self._device.queue_copies(pairs, "inputs in", queued)
+        self.transfers.append(("inputs in", began, stored.arrival))
 
     def _let_go(self, most: int) -> None:
         """Free the device's memory of all inputs on their way out but the last `most`."""

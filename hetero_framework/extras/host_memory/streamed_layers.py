@@ -10,18 +10,23 @@ are not copied again.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hetero_framework.core.devices import Device, DeviceEvent
+from hetero_framework.core.devices import Device
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
+from hetero_framework.core.spans import AWAITED, WEIGHTS
 from hetero_framework.errors import ConfigError
 from hetero_framework.extras.host_memory.feeder import Delivery, Feeder
-from hetero_framework.extras.host_memory.pinned import FileBytes, HostBytes
+from hetero_framework.extras.host_memory.pinned import (
+    MOST_TRANSFERS,
+    FileBytes,
+    HostBytes,
+    Transfers,
+)
 from hetero_framework.extras.host_memory.stored_weights import Stored
 from hetero_framework.models.adapters.trainable import trainable_parameters
 from hetero_framework.models.cut.introspect import BlockForm
@@ -38,7 +43,6 @@ from hetero_framework.models.sizing.streaming import (
 from hetero_framework.units import plural, size
 
 _ALIGNED_BYTES = 512  # as by torch's allocators
-_MOST_TRANSFERS = 10_000
 _log = logging.getLogger(__name__)
 
 
@@ -161,7 +165,7 @@ class StreamedLayers:
             layer.place_in(self._memory[slot])
         self._there: dict[int, int] = {}  # slot: the layer that is in it, or on its way
         self._arriving: dict[int, Delivery] = {}
-        self._transfers: deque[Delivery] = deque(maxlen=_MOST_TRANSFERS)
+        self.transfers = Transfers(maxlen=MOST_TRANSFERS)
         self._direction = self._following = FORWARD
         self.misses = 0
         total = sum(layer.nbytes for layer in self._layers)
@@ -217,11 +221,6 @@ class StreamedLayers:
             if self._there.get(self._slot[position]) != position:
                 self._fetch(position)
 
-    def transfers(self) -> list[tuple[DeviceEvent, DeviceEvent]]:
-        taken = [delivery.ends for delivery in self._transfers if delivery.is_queued]
-        self._transfers.clear()
-        return taken
-
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
         """End, once no copy is on its way; the modules without the streamed layers."""
         for delivery in self._arriving.values():
@@ -241,6 +240,8 @@ class StreamedLayers:
             self.misses += 1
             self._fetch(position)
         if (delivery := self._arriving.pop(position, None)) is not None:
+            asked = self._device.record_event()
+            self.transfers += [(WEIGHTS, *delivery.ends), (AWAITED, asked, delivery.ends[1])]
             self._device.order_behind(delivery.ends[1])
 
     def _done(self, position: int) -> None:
@@ -265,7 +266,6 @@ class StreamedLayers:
         else:
             delivery = Delivery(self._device.queue_copies(copies, "weights", queued))
         self._there[slot], self._arriving[position] = position, delivery
-        self._transfers.append(delivery)
 
 
 def _frozen_tensors(block: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:

@@ -21,6 +21,7 @@ from hetero_framework.engine.schedule.bounds import step_bound
 from hetero_framework.extras.observe import measured
 from hetero_framework.extras.observe.measured import (
     AS_GOOD,
+    WORTH_IT,
     Boundary,
     Change,
     Diagnosis,
@@ -29,10 +30,13 @@ from hetero_framework.extras.observe.measured import (
     scaled,
 )
 from hetero_framework.extras.observe.timeline import Trace
+from hetero_framework.models.sizing.streaming import SLOTS
 from hetero_framework.tables import lines, table
 from hetero_framework.units import plural, seconds, share, size
 
-SAME_RESULT = frozenset({"direct", "max_in_flight", "cut", "interleave", "smaller"})
+SAME_RESULT = frozenset(
+    {"direct", "max_in_flight", "offload", "cut", "interleave", "smaller", "larger"}
+)
 """Kinds of changes after which a run learns the same: to the last bit, or but for rounding."""
 UNEXPLAINED_BY = (
     "processes that share cores or a link, other work on a machine, or uneven micro-batches"
@@ -43,6 +47,7 @@ _CODING_S = 2.5e-9
 _UNEXPLAINED = 1.15
 _UNEVEN = 2.0
 _STAGE_HEAD = ("stage", "process", "layers", "forward", "backward")
+_STREAMING_HEAD = ("stage", "from host memory", "on their way", "of it hidden", "awaited")
 _PROCESS_HEAD = (
     *("process", "computes", "waits: activations", "waits: gradients", "of it wire", "idle"),
 )
@@ -96,7 +101,8 @@ def _with_changes(trace: Trace, now: Diagnosis, nics: NicSpeeds) -> Diagnosis:
         plan = _overlapping(plan)
     scale = plan.pipeline_s / plan.simulated_s if plan.simulated_s else 1.0
     changes = []
-    for idea in _ideas(trace, plan, nics) if len(plan.stages) > 1 else ():
+    ideas = _ideas(trace, plan, nics) if len(plan.stages) > 1 else _streamed(trace, plan)
+    for idea in ideas:
         step_s = scale * idea.then.simulate() + now.update_s
         # Work between steps (data, a checkpoint) is taken to grow with the samples.
         between_s = now.between_s or 0.0
@@ -133,11 +139,12 @@ def _ideas(trace: Trace, plan: Diagnosis, nics: NicSpeeds) -> Iterator[_Idea]:
     if plan.max_in_flight is not None:
         text = f"training.max_in_flight null instead of {plan.max_in_flight}, if memory allows"
         yield _Idea("max_in_flight", text, replace(plan, max_in_flight=None))
+    yield from _streamed(trace, plan)
     yield from _cut(trace, plan)
     yield from _interleaved(plan)
     codecs = _codecs(plan)
     yield from codecs[:1]
-    if isinstance(rows, int) and rows > 1:
+    if isinstance(rows, int) and rows > 1 and not any(s.streaming_s for s in plan.stages):
         text = f"micro-batches of {rows // 2} instead of {rows} and twice as many"
         text, share = f"{text}, if one of half the size takes half the time", (rows // 2) / rows
         stages = tuple(scaled(stage, share) for stage in plan.stages)
@@ -172,6 +179,25 @@ def _direct(trace: Trace, plan: Diagnosis, nics: NicSpeeds) -> Iterator[_Idea]:
     text = f'direct links (links: "auto"), if they can reach each other: {shown}'
     if relayed:
         yield _Idea("direct", text, replace(plan, boundaries=changed))
+
+
+def _streamed(trace: Trace, plan: Diagnosis) -> Iterator[_Idea]:
+    """Fewer streamed layers, and larger micro-batches, where a stage waits for weights."""
+    m, rows = plan.micro_batches, trace.settings.get("per_device_train_batch_size")
+    if waiting := [stage for stage in plan.stages if stage.awaited > AS_GOOD]:
+        stages = tuple(scaled(stage, 1 - stage.awaited) for stage in plan.stages)
+        # In whole slots: what is over stays on the device, as the layers of the first slots do.
+        left = [(s.index, (s.offload - s.too_many) // SLOTS * SLOTS) for s in waiting]
+        fewer = [f"shard_plan[{k}].offload {n if n > SLOTS else 0}" for k, n in left]
+        old = ", ".join(str(stage.offload) for stage in waiting)
+        text = f"{', '.join(fewer)} instead of {old}, if memory allows"
+        yield _Idea("offload", text, replace(plan, stages=stages))
+    if waiting and isinstance(rows, int) and m % 2 == 0:
+        text = f"micro-batches of {2 * rows} instead of {rows} and half as many, if memory allows"
+        stages = tuple(scaled(s, max(1.0, 2 * (1 - s.awaited))) for s in plan.stages)
+        boundaries = tuple(scaled(b, 2.0) for b in plan.boundaries)
+        then = replace(plan, stages=stages, boundaries=boundaries, micro_batches=m // 2)
+        yield _Idea("larger", text, then)
 
 
 def _cut(trace: Trace, plan: Diagnosis) -> Iterator[_Idea]:
@@ -308,13 +334,17 @@ def _tables(d: Diagnosis) -> Iterator[str]:
     def shown(there_is: float, *cells: str) -> tuple[str, ...]:
         return cells if there_is else ("-",) * len(cells)
 
-    stages, processes, links, boundaries = [], [], [], []
+    stages, streaming, processes, links, boundaries = [], [], [], [], []
     owners = {k: process.name for process in d.processes for k in process.stages}
     for s in d.stages:
         times = [seconds(s.forward_s), seconds(s.backward_s)]
         if s.index == len(d.stages) - 1:
             times = [seconds(s.forward_s + s.backward_s), "(both)"]
         stages.append([str(s.index), owners[s.index], layers_text(s.start, s.end), *times])
+        if s.streaming_s:
+            layers = f"{s.offload} of {plural(s.end - s.start, 'layer')}"
+            shares = (share(s.hidden), f"{share(s.awaited)} of its tasks")
+            streaming.append([str(s.index), layers, seconds(s.streaming_s), *shares])
     for p in d.processes:
         parts = (p.compute_s, p.activations_s, p.gradients_s, p.wire_s, p.start_s + p.done_s)
         processes.append([p.name, *(share(part / (d.pipeline_s or 1.0)) for part in parts)])
@@ -329,6 +359,8 @@ def _tables(d: Diagnosis) -> Iterator[str]:
             place = f"{b.after} - {b.after + 1}"
             boundaries.append([place, way, *there, *back, seconds(b.latency_s)])
     yield from ("", *table(_STAGE_HEAD, stages, left=(0, 1, 2)))
+    if streaming:
+        yield from ("", *table(_STREAMING_HEAD, streaming, left=(0, 1)))
     yield from ("", *table(_PROCESS_HEAD, processes))
     if boundaries:
         yield from ("", *table(_LINKS_HEAD, links))
@@ -357,6 +389,12 @@ def _advice(d: Diagnosis) -> Iterator[str]:
 
 def _notes(d: Diagnosis) -> Iterator[str]:
     slower = d.pipeline_s / (d.simulated_s or math.inf)
+    bound = [stage for stage in d.stages if stage.awaited > WORTH_IT]
+    for stage in bound:
+        yield (
+            f"note: stage {stage.index} is bound by the weights that come from host memory: its"
+            f" device waits for them for {share(stage.awaited)} of its tasks' time"
+        )
     uneven = [stage for stage in d.stages if stage.slowest > _UNEVEN]
     if slower > _UNEXPLAINED:
         yield (
@@ -373,5 +411,5 @@ def _notes(d: Diagnosis) -> Iterator[str]:
         )
     if d.dropped:
         yield f"note: {d.dropped} spans were not kept; lower training.timeline_steps"
-    if slower > _UNEXPLAINED or uneven or d.dropped:
+    if slower > _UNEXPLAINED or uneven or d.dropped or bound:
         yield ""

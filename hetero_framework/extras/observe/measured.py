@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from hetero_framework.core.spans import (
+    AWAITED,
     BACKWARD,
     COMMIT,
     COMPUTE,
@@ -17,6 +19,7 @@ from hetero_framework.core.spans import (
     FORWARD_BACKWARD,
     RECEIVE,
     SEND,
+    WEIGHTS,
 )
 from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.engine.schedule.tuning import tune
@@ -101,6 +104,10 @@ def _chains(
     return before, after
 
 
+def covered_by_both(ones: Collection[Interval], others: Collection[Interval]) -> float:
+    return covered(ones) + covered(others) - covered([*ones, *others])
+
+
 def covered(intervals: Iterable[Interval]) -> float:
     """Seconds in which at least one of the intervals runs."""
     total, until = 0.0, -math.inf
@@ -118,7 +125,8 @@ WORTH_IT = 0.05
 @dataclass(frozen=True)
 class StageTimes:
     """One stage: its place, and means of one micro-batch's tasks. The last stage does forward and
-    backward as one; their shares are taken from the other stages, and change nothing."""
+    backward as one; their shares are taken from the other stages, and change nothing. A task's
+    time includes that in which the device waited for weights from host memory."""
 
     index: int
     process: int
@@ -128,6 +136,15 @@ class StageTimes:
     backward_s: float
     slowest: float
     """The slowest task over the median one."""
+    offload: int = 0
+    """Of its layers, those whose weights come from host memory."""
+    streaming_s: float = 0.0
+    hidden: float = 1.0
+    """The share of these seconds of a step in which the process computed."""
+    awaited: float = 0.0
+    """The share of the tasks in which the device waited for weights."""
+    too_many: int = 0
+    """By how many fewer streamed layers would not be waited for."""
 
 
 @dataclass(frozen=True)
@@ -292,9 +309,38 @@ def stage_times(trace: Trace, steps: Sequence[MeasuredStep]) -> tuple[StageTimes
         uneven = [
             max(seconds[at]) / medians[at] for at in seconds if at[0] == k and medians[at] > 0
         ]
-        place = (k, info.process, info.start, info.end)
-        stages.append(StageTimes(*place, forward_s, backward_s, max(uneven, default=1.0)))
+        times = (forward_s, backward_s, max(uneven, default=1.0))
+        there = (k, info.process, info.start, info.end, *times)
+        stages.append(StageTimes(*there, info.offload, *_streaming(trace, steps, k)))
     return tuple(stages)
+
+
+def _streaming(
+    trace: Trace, steps: Sequence[MeasuredStep], stage: int
+) -> tuple[float, float, float, int]:
+    """The last fields of StageTimes."""
+    count, hidden_s = Counter[str](), 0.0
+    total, waited = defaultdict[str, float](float), defaultdict[str, float](float)
+    for step in steps:
+        spans, computed = defaultdict[str, list[Interval]](list), []
+        for event in step.events:
+            if event.stage == stage:
+                spans[event.kind].append((event.began, event.ended))
+            if event.process == trace.stages[stage].process and event.kind in COMPUTE:
+                computed.append((event.began, event.ended))
+        for kind in (*COMPUTE, WEIGHTS):
+            count[kind] += len(spans[kind])
+            total[kind] += covered(spans[kind])
+            waited[kind] += covered_by_both(spans[AWAITED], spans[kind])
+        hidden_s += covered_by_both(spans[WEIGHTS], computed)
+    if not (moving_s := total.pop(WEIGHTS)):
+        return 0.0, 1.0, 0.0, 0
+    hidden_s -= waited.pop(WEIGHTS)
+    # A layer fewer is a copy fewer for each task, or each half of one that does both.
+    longest_s = max((waited[kind] / count[kind] for kind in waited if count[kind]), default=0.0)
+    too_many = math.ceil(longest_s * count[WEIGHTS] / moving_s)
+    awaited = sum(waited.values()) / (sum(total.values()) or 1.0)
+    return moving_s / len(steps), hidden_s / moving_s, awaited, too_many
 
 
 def process_times(trace: Trace, steps: Sequence[MeasuredStep], process: int) -> ProcessTimes:

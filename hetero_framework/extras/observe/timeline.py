@@ -63,11 +63,13 @@ class Process:
 
 @dataclass(frozen=True)
 class StageInfo:
-    """A stage: which process runs it, and its layers [start, end)."""
+    """A stage: which process runs it, its layers [start, end), and how many of them visit the
+    device from host memory."""
 
     process: Number
     start: int
     end: int
+    offload: int = 0
 
     @property
     def layers(self) -> str:

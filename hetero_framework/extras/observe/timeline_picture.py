@@ -6,13 +6,14 @@ any common colour blindness tell apart; later stages of a process are darker.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.core.spans import COMMIT, COMPUTE, RECEIVE, SEND
+from hetero_framework.core.spans import AWAITED, COMMIT, COMPUTE, RECEIVE, SEND, VISITS
 from hetero_framework.extras.observe import pictures
 from hetero_framework.extras.observe.measured import MeasuredStep
 from hetero_framework.extras.observe.timeline import Trace, TraceEvent
@@ -21,18 +22,25 @@ from hetero_framework.units import seconds as seconds_text
 
 SHADES = {"forward": ("#9ccdf0", "#1f6fae"), "backward": ("#f7c568", "#c46a00")}
 """Colours of the first and of the last stage of a process."""
-PLAIN = {"update": "#8b8b8b", "activations": "#dfeaf3", "gradients": "#fbeeda"}
+PLAIN = {
+    "update": "#8b8b8b",
+    **{"activations": "#dfeaf3", "gradients": "#fbeeda"},
+    **{"visits": "#7fb98f", "awaited": "#1d5c35"},
+}
 _MEANINGS = {
     "forward": "forward",
     "backward": "backward",
     "update": "gradients and optimizer",
     "activations": "waits for activations",
     "gradients": "waits for gradients",
+    "visits": "host: to and from host memory",
+    "awaited": "waits for weights",
 }
 _BOUND = "#a3195b"
-_TASK, _OUT, _IN, _STRIP = 0.0, 0.5, 0.62, 0.1
-"""The places of tasks and of the links' transfers in a row of height 1, downwards."""
+_TASK, _OUT, _IN, _VISITS, _STRIP = 0.0, 0.5, 0.62, 0.74, 0.1
+"""The places of tasks, of the links' transfers and of visits in a row of height 1, downwards."""
 _BAR = 0.45
+_LAYERS = {"activations": 0, "gradients": 0, "awaited": 2}
 _WIDTH_PT = (620.0, 2400.0)
 _NUMBER_PT = 15.0
 """Room for the median forward's number, within the least and the greatest width."""
@@ -44,7 +52,8 @@ _LEGEND_PT = 8.5
 class Bar:
     """A span of a row, in seconds after the step's beginning; `shade` is 0 for the first stage of a
     process, 1 for the last one. `kind` is "forward", "backward", "forward_backward", "update",
-    "activations" or "gradients" (a wait); on a link "forward" or "backward", the direction."""
+    "activations" or "gradients" (a wait); on a link "forward" or "backward", the direction; of
+    host memory "visits" or "awaited"."""
 
     kind: str
     began: float
@@ -55,13 +64,15 @@ class Bar:
 
 @dataclass(frozen=True)
 class Row:
-    """One process: its name, what it holds, its tasks and waits, and what its links moved."""
+    """One process: its name, what it holds, its tasks and waits, what its links moved, and what
+    came and went between its host memory and its device."""
 
     name: str
     detail: str
     bars: Sequence[Bar]
     sends: Sequence[Bar] = field(default_factory=tuple)
     receives: Sequence[Bar] = field(default_factory=tuple)
+    visits: Sequence[Bar] = field(default_factory=tuple)
 
 
 @dataclass(frozen=True)
@@ -75,8 +86,8 @@ class StepPicture:
 
     @property
     def seconds(self) -> float:
-        bars = [bar for row in self.rows for bar in (*row.bars, *row.sends, *row.receives)]
-        return max(bar.ended for bar in bars)
+        bars = [(*row.bars, *row.sends, *row.receives, *row.visits) for row in self.rows]
+        return max(bar.ended for bar in itertools.chain(*bars))
 
 
 def picture(trace: Trace, step: int) -> StepPicture:
@@ -101,7 +112,12 @@ def picture(trace: Trace, step: int) -> StepPicture:
         bars += [Bar(w.reason, w.began - zero, w.ended - zero) for w in waits]
         stages, name = stages_of[number], trace.processes[number].name
         detail = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        return Row(name, detail, bars, moved(events, SEND), moved(events, RECEIVE))
+        visits = [
+            Bar("awaited" if e.kind == AWAITED else "visits", e.began - zero, e.ended - zero)
+            for e in events
+            if e.kind in VISITS and e.ended > zero
+        ]
+        return Row(name, detail, bars, moved(events, SEND), moved(events, RECEIVE), visits)
 
     def moved(events: list[TraceEvent], kind: str) -> list[Bar]:
         return [
@@ -136,7 +152,8 @@ def figure(picture: StepPicture) -> Any:
     drawn = pictures.sheet(picture.title, picture.subtitle, width, height)
     place = (left, _BOTTOM_PT, plot, height - _TOP_PT - _BOTTOM_PT)
     label = "milliseconds since the first task of the step"
-    axes = pictures.rows_in(drawn, place, picture.seconds * 1e3, len(picture.rows) - 0.2, label)
+    least = len(picture.rows) - (0.1 if any(row.visits for row in picture.rows) else 0.2)
+    axes = pictures.rows_in(drawn, place, picture.seconds * 1e3, least, label)
     axes.grid(axis="x", color=pictures.GRID, linewidth=0.5)
     points_per_s = plot / picture.seconds
     for number, row in enumerate(picture.rows):
@@ -166,6 +183,8 @@ def _draw_row(axes: Any, row: Row, top: int, whole_s: float, points_per_s: float
     strips = [("", _TASK, _BAR, row.bars)]
     if row.sends or row.receives:
         strips += [("out", _OUT, _STRIP, row.sends), ("in", _IN, _STRIP, row.receives)]
+    if row.visits:
+        strips += [("host", _VISITS, _STRIP, row.visits)]
     for name, down, high, bars in strips:
         y = top + down
         axes.broken_barh([(0, whole_s * 1e3)], (y, high), facecolors=pictures.IDLE)
@@ -173,8 +192,9 @@ def _draw_row(axes: Any, row: Row, top: int, whole_s: float, points_per_s: float
             -6 / (points_per_s * whole_s), y + high / 2, name, ha="right", va="center",
             transform=axes.get_yaxis_transform(), fontsize=6.5, color=pictures.FAINT,
         )  # fmt: skip
-        # Waits first: a task may begin before the wait that it ends was over by its clock.
-        for bar in sorted(bars, key=lambda bar: bar.kind not in ("activations", "gradients")):
+        # Waits first: a task may begin before the wait that it ends was over by its clock. But
+        # those for weights are within a copy.
+        for bar in sorted(bars, key=lambda bar: _LAYERS.get(bar.kind, 1)):
             _draw_bar(axes, bar, y, high, points_per_s)
 
 
@@ -205,7 +225,7 @@ def _draw_bar(axes: Any, bar: Bar, y: float, high: float, points_per_s: float) -
 
 def _legend(picture: StepPicture) -> list[tuple[str | None, str]]:
     """A kind of bar, or None for a note, and what it means."""
-    bars = [bar for row in picture.rows for bar in row.bars]
+    bars = [bar for row in picture.rows for bar in (*row.bars, *row.visits)]
     kinds = {kind for bar in bars for kind in bar.kind.split("_")}
     items: list[tuple[str | None, str]] = [(k, text) for k, text in _MEANINGS.items() if k in kinds]
     if any(bar.shade for bar in bars):

@@ -4,8 +4,9 @@ https://ui.perfetto.dev and chrome://tracing open the file; `read_timeline` read
 `hetero timeline`. A step is appended when all processes have reported it; then the file is valid
 JSON again.
 
-Rows: one group for each process; in it a row for each stage (its tasks, and the waits before them),
-one for the tensors that its links send and one for those that they receive.
+Rows: one group for each process; in it a row for each stage (its tasks, and the waits before them)
+and one for each kind of tensors that visit it from host memory, one for the tensors that its links
+send and one for those that they receive.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pydantic import TypeAdapter
 
 from hetero_framework.config import Config
 from hetero_framework.core.spans import (
+    AWAITED,
     BACKWARD,
     COMMIT,
     COMPUTE,
@@ -35,6 +37,8 @@ from hetero_framework.core.spans import (
     NO_MICRO_BATCH,
     RECEIVE,
     SEND,
+    VISITS,
+    WEIGHTS,
     Span,
 )
 from hetero_framework.errors import ProtocolError, UserError, in_words
@@ -59,6 +63,7 @@ _log = logging.getLogger(__name__)
 _MOST_OPEN = 3
 """Steps that may wait for a process's spans; one that never comes was lost with its link."""
 
+_VISITS = {WEIGHTS: "weights from host memory", AWAITED: "waits for weights"}
 _LETTERS = {FORWARD: "F", BACKWARD: "B", FORWARD_BACKWARD: "FB"}
 
 
@@ -99,10 +104,12 @@ class Timeline:
         labels, stages = devices or {}, config.plan.stages
         owners = list(dict.fromkeys(["local", *(spec.owner for spec in stages)]))
         self._numbers: dict[WorkerId, int] = {owner: n for n, owner in enumerate(owners)}
+        there = [e.offload if isinstance(e.offload, int) else 0 for e in config.shard_plan]
+        places = [(self._numbers[s.owner], s.start, s.end, there[s.index]) for s in stages]
         self._about = About(
             "hetero timeline 2",
             tuple(Process(owner, labels.get(owner, "")) for owner in owners),
-            tuple(StageInfo(self._numbers[s.owner], s.start, s.end) for s in stages),
+            tuple(StageInfo(*place) for place in places),
             _settings(config),
         )
         self._file = _File(config.output_dir / TIMELINE_FILE, self._about)
@@ -245,12 +252,12 @@ def _tail(dropped: int) -> str:
     return f'\n], "dropped": {dropped}}}\n'
 
 
-_ROWS = 10_000
+_ROWS = 100_000
 """Rows of process n have the numbers after _ROWS (n + 1), and its pid is n + 1: viewers take 0 for
 the idle process, and want a thread's number once."""
-_UPDATE_ROW = 999
-_SEND_ROW = 1000
-_RECEIVE_ROW = 5000
+_UPDATE_ROW = 9_990
+_SEND_ROW = 10_000
+_RECEIVE_ROW = 50_000
 
 
 def _entry(
@@ -304,12 +311,16 @@ class _Rows:
             self._names[self.of_stage(index)] = f"stage {index}: {stage.layers}"
 
     def of_stage(self, stage: int) -> int:
-        return _ROWS * (self._stages[stage].process + 1) + stage + 1
+        return _ROWS * (self._stages[stage].process + 1) + 10 * stage + 1
 
     def of_event(self, event: TraceEvent) -> tuple[int, str]:
         """(row, name) of an event; to be asked in the order of their beginnings."""
         if event.kind in COMPUTE:
             return self.of_stage(event.stage), f"{_LETTERS[event.kind]}{event.micro_batch}"
+        if event.kind in VISITS:
+            row = self.of_stage(event.stage) + 1 + VISITS.index(event.kind)
+            self._names[row] = f"stage {event.stage}: {_VISITS.get(event.kind, event.kind)}"
+            return row, event.kind
         first = _ROWS * (event.process + 1)
         if event.kind == COMMIT:
             return self._lane(event, first + _UPDATE_ROW, "update"), "optimizer step"

@@ -39,6 +39,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_states, "_SMALL_BYTES", 0)
 
 
+def test_the_ways_of_states_are_recorded() -> None:
+    training = Training(config(offload_optimizer=True), Device())
+    ways = []
+    for step in range(2):
+        training.step(step)
+        ways.append(training.visits())
+    optimizer = training.stages[0]._optimizer
+    assert optimizer is not None
+    count = len(in_groups(p for group in optimizer.param_groups for p in group["params"]))
+    assert ways[0]["states out"] == ways[1]["states out"] == ways[1]["states in"] == count > 1
+
+
 def states_of(training: Training) -> list[OptimizerStates]:
     found = [stage.residence._states for stage in training.stages]  # type: ignore[union-attr]
     assert all(isinstance(states, OptimizerStates) for states in found)

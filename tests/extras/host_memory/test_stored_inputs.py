@@ -73,6 +73,7 @@ def test_what_is_still_there_is_not_fetched() -> None:
     training = Training(config(**OFFLOADING), device)
     training.step(0, micro_batches=5)
     assert device.copies == {"inputs out": 5 * (LAYERS - 1), "inputs in": 5 * (LAYERS - 3)}
+    assert training.visits() == device.copies
 
 
 def test_the_device_holds_few_at_once() -> None:

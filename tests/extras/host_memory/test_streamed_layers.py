@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from hetero_framework.core.devices import Device
+from hetero_framework.core.spans import AWAITED, WEIGHTS
 from hetero_framework.engine.loading import load_stages, take_apart
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import ConfigError, DeviceError
@@ -66,12 +68,14 @@ def test_a_stage_with_streamed_layers_has_the_bits_of_one_with_everything(
 
 def test_only_layers_that_are_not_there_are_copied(own_memory: None) -> None:
     stage, *_ = stages = load(configuration(({"end": LAYERS, "offload": 6},), adapter=LORA))
-    layers = layers_of(stage)
-    assert len(layers.transfers()) == 2  # the first two, on their way from the start
     train(stages, steps=1, micro_batches=3)
-    # Of six layers two are in their slots when the direction turns, and when a task ends.
-    assert len(layers.transfers()) == 3 * (4 + 4)
-    assert layers.misses == 0
+    # Of six layers two are in their slots when the direction turns, and when a task ends. The
+    # first two are on their way from the start.
+    assert stage.residence is not None
+    kinds = Counter(kind for kind, *_ in stage.residence.transfers())
+    assert kinds == {WEIGHTS: 2 + 3 * (4 + 4), AWAITED: 2 + 3 * (4 + 4)}
+    assert stage.residence.transfers() == []
+    assert layers_of(stage).misses == 0
 
 
 def test_a_layer_that_nobody_expected_is_fetched_and_counted(own_memory: None) -> None:

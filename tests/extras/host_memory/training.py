@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from hetero_framework.config import Config
 from hetero_framework.core.devices import Device
 from hetero_framework.core.planned_order import BACKWARD, FORWARD, Lane
-from hetero_framework.core.spans import Recorder
+from hetero_framework.core.spans import VISITS, Recorder
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
@@ -117,9 +118,13 @@ class Training:
             stage.input_requires_grad = trains
             trains = trains or bool(stage.trainable())
         self._sink = _Sink()
-        recorder = Recorder(0)
-        self._executor = Executor(self.stages, self.device, recorder, self._sink)  # type: ignore[arg-type]
+        self._recorder = Recorder(-1)
+        self._executor = Executor(self.stages, self.device, self._recorder, self._sink)  # type: ignore[arg-type]
         self._attempt = 0
+
+    def visits(self) -> dict[str, int]:
+        """How many of each kind were recorded since the last call."""
+        return Counter(s["kind"] for s in self._recorder.take() if s["kind"] in VISITS)
 
     def step(
         self,
@@ -151,7 +156,7 @@ class Training:
         self._executor.statistics()
         before_commit()
         for stage in self.stages:
-            stage.commit(1e-2 / (step + 1), 0.5)
+            self._executor.commit(stage, 1e-2 / (step + 1), 0.5)
         return found
 
     def _inputs(self, stage: Stage, step: int, k: int, tokens: int) -> Tensors:

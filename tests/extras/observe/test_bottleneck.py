@@ -29,10 +29,13 @@ def settings(p: int = 4, m: int = 16, **changes: Any) -> dict[str, Any]:
     return {**base, **changes}
 
 
-def found(path: Path, layers: int = 4, rows: int = 1, **changes: Any) -> Diagnosis:
+def found(
+    path: Path, layers: int = 4, rows: int = 1, offload: int = 0, **changes: Any
+) -> Diagnosis:
     """What is found in three steps; `rows` is the batch size of a micro-batch."""
-    training = {"per_device_train_batch_size": rows}
-    return diagnose(record(path, settings(**changes), steps=[1, 2, 3], layers=layers, **training))
+    own: dict[str, Any] = {"layers": layers, "offload": offload}
+    own["per_device_train_batch_size"] = rows
+    return diagnose(record(path, settings(**changes), steps=[1, 2, 3], **own))
 
 
 def gain(diagnosis: Diagnosis, kind: str) -> float:
@@ -207,6 +210,54 @@ def test_a_single_process_has_no_changes_to_predict(tmp_path: Path) -> None:
     d = found(tmp_path, p=1, m=4)
     assert d.changes == ()
     assert "only a faster device" in text(d)
+
+
+def test_hidden_weights_cost_nothing(tmp_path: Path) -> None:
+    """20 and 40 ms of computing for 15 of copying."""
+    d = found(tmp_path, layers=8, offload=6, rows=2, copies={1: (0.015, 0.0)})
+    assert [stage.streaming_s for stage in d.stages] == [0, pytest.approx(32 * 0.015), 0, 0]
+    assert d.stages[1].hidden == pytest.approx(1.0)
+    assert d.stages[1].awaited == 0
+    # Half the size would halve the computing alone.
+    assert not {"offload", "larger", "smaller"} & {change.kind for change in d.changes}
+    said = text(d)
+    assert "1      6 of 8 layers           480 ms          100%  0% of its tasks" in said
+    assert "host memory: its device waits" not in said
+    assert "from host memory" not in text(found(tmp_path / "plain"))
+
+
+def test_weights_that_bound_a_stage_ask_for_fewer_of_them(tmp_path: Path) -> None:
+    """A forward of stage 1 waits 10 of 30 ms, a backward 10 of 50, for a copy of 12 ms a task: a
+    layer fewer, or twice as much computing for each copy, and nothing waits."""
+    slow: dict[str, Any] = {
+        "forward_s": [0.02, 0.03, 0.02, 0.02], "backward_s": [0.04, 0.05, 0.04, 0.04],
+    }  # fmt: skip
+    streaming = {**slow, "copies": {1: (0.012, 0.01)}}
+    d = found(tmp_path, layers=8, offload=6, rows=1, **streaming)
+    stage = d.stages[1]
+    assert stage.hidden == pytest.approx(2 / 12)
+    assert stage.awaited == pytest.approx(20 / 80)
+    assert d.best is not None
+    assert d.best.kind == "offload"
+    assert d.best.text == "shard_plan[1].offload 4 instead of 6, if memory allows"
+    # The sample's schedule is a simple one.
+    assert 1.0 <= d.best.step_s / found(tmp_path / "there").step_s < 1.08
+    larger = next(change for change in d.changes if change.kind == "larger")
+    assert larger.text.startswith("micro-batches of 2 instead of 1 and half as many")
+    assert "stage 1 is bound by the weights that come from host memory" in text(d)
+    # Five would save no more memory than four, and three none.
+    few = found(tmp_path / "few", layers=8, offload=4, **streaming)
+    assert "shard_plan[1].offload 0 instead of 4" in text(few)
+
+
+def test_a_single_process_that_waits_for_weights_is_told(tmp_path: Path) -> None:
+    """40 of 60 ms: with micro-batches of twice the size a task computes 40 ms, and waits for 20."""
+    copies = {0: (0.055, 0.04)}
+    d = found(tmp_path, p=1, m=4, layers=8, offload=8, rows=3, copies=copies)
+    assert {change.kind for change in d.changes} == {"offload", "larger"}
+    assert gain(d, "larger") == pytest.approx((0.26 / (2 * 0.06 + 0.02)) - 1, rel=0.05)
+    odd = found(tmp_path / "odd", p=1, m=3, layers=8, offload=8, rows=3, copies=copies)
+    assert {change.kind for change in odd.changes} == {"offload"}
 
 
 def test_steps_of_another_size_are_left_out(tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ def test_bound_and_ratio_are_of_this_step(tmp_path: Path) -> None:
 def test_every_element_is_within_the_picture(tmp_path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    for name, settings in (("two", TWO), ("eight", EIGHT)):
+    streaming = {**TWO, "copies": {1: (0.04, 0.01)}}
+    for name, settings in (("two", TWO), ("streaming", streaming), ("eight", EIGHT)):
         drawn = figure(step_of(tmp_path / name, settings))
         canvas = FigureCanvasAgg(drawn)
         canvas.draw()
@@ -137,6 +138,19 @@ def test_blue_and_orange_differ_for_the_colour_blind() -> None:
 
 def test_picture_without_transfers_has_no_strips() -> None:
     assert not {"out", "in"} & set(texts(figure(ONE_BAR)))
+
+
+def test_visits_from_host_memory_have_a_strip_and_a_legend(tmp_path: Path) -> None:
+    """Of the process that has them: stage 1 computes 25-85 ms, and its weights travel for 40."""
+    drawn = figure(step_of(tmp_path, {**TWO, "copies": {1: (0.04, 0.01)}}))
+    assert texts(drawn).count("host") == 1
+    assert {"host: to and from host memory", "waits for weights"} <= set(texts(drawn))
+    copies = boxes(drawn, timeline_picture.PLAIN["visits"])
+    assert any(box == pytest.approx((25, 65), abs=0.01) for box in copies)
+    waits = boxes(drawn, timeline_picture.PLAIN["awaited"])
+    assert any(box == pytest.approx((55, 65), abs=0.01) for box in waits)
+    plain = set(texts(figure(step_of(tmp_path / "plain", TWO))))
+    assert not {"host", "host: to and from host memory", "waits for weights"} & plain
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import json
 import math
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,31 @@ def test_file_is_a_chrome_trace(tmp_path: Path) -> None:
     assert first["ts"] == 0.0
     assert first["dur"] == pytest.approx(10_000, abs=0.01)
     assert first["args"] == {"step": 2, "stage": 0, "micro_batch": 0}
+
+
+def test_visits_from_host_memory_have_rows_of_their_own(tmp_path: Path) -> None:
+    """One for each stage and kind, beneath the stage's; a stage without any has none."""
+    travels = {**THREE, "devices": [0, 1, 0], "copies": {0: (0.008, 0.002), 2: (0.03, 0.0)}}
+    trace = record(tmp_path, travels, steps=[1], layers=8, offload=4)
+    assert [stage.offload for stage in trace.stages] == [4, 4, 4]
+    kinds = Counter((event.kind, event.stage, event.process) for event in trace.events)
+    # Stage 0 has eight tasks, the last one four.
+    assert kinds["weights", 0, 0] == kinds["awaited", 0, 0] == 8
+    assert kinds["weights", 2, 0] == 4
+    assert not [e for e in trace.events if e.stage == 1 and e.kind in ("weights", "awaited")]
+    raw = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))
+    names = {e["tid"]: e["args"]["name"] for e in raw["traceEvents"] if e["name"] == "thread_name"}
+    of_coordinator = [names[row] for row in sorted(names) if row // 100_000 == 1]
+    assert of_coordinator[:5] == [
+        "stage 0: layers 0-7",
+        "stage 0: weights from host memory",
+        "stage 0: waits for weights",
+        "stage 2: layers 16-23",
+        "stage 2: weights from host memory",
+    ]
+    copies = [e for e in raw["traceEvents"] if e.get("cat") == "weights"]
+    assert copies[0]["args"] == {"step": 2, "stage": 0}
+    assert {names[entry["tid"]] for entry in copies} == {of_coordinator[1], of_coordinator[4]}
 
 
 def test_spans_that_overlap_on_a_link_get_rows_of_their_own(tmp_path: Path) -> None:

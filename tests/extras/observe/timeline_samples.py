@@ -21,16 +21,19 @@ from hetero_framework.extras.observe.trace_file import Timeline, read_timeline
 Spans = dict[int, list[Span]]
 
 
-def config_of(owners: Sequence[int | str], layers: int = 4, **training: Any) -> Config:
+def config_of(
+    owners: Sequence[int | str], layers: int = 4, *, offload: int = 0, **training: Any
+) -> Config:
     """`layers` for each entry of the plan; owners are "local" and workers 1, 2, ..."""
     workers = sorted({owner for owner in owners if isinstance(owner, int)})
     raw: dict[str, Any] = {
         "coordinator": {"ip": "10.0.0.100"},
         "workers": [{"id": n, "ip": f"10.0.0.{n}"} for n in workers],
         "shard_plan": [
-            {"id": owner, "start": layers * i, "end": layers * (i + 1)}
+            {"id": owner, "start": layers * i, "end": layers * (i + 1), "offload": offload}
             for i, owner in enumerate(owners)
         ],
+        **({"adapter": {"r": 4}} if offload else {}),
         "training": training,
     }
     return Config.from_dict(raw)
@@ -47,6 +50,7 @@ def record(
     steps: Sequence[int],
     layers: int = 4,
     clock_error_s: float = 0.0,
+    offload: int = 0,
     **training: Any,
 ) -> Trace:
     """Write a timeline of these steps, 10 ms apart; `settings` are those of `step_spans`.
@@ -54,7 +58,7 @@ def record(
     `clock_error_s` is by how much the measured offset of each worker's clock is wrong.
     """
     owners = [device or "local" for device in settings["devices"]]
-    config = config_of(owners, layers, output_dir=str(output), **training)
+    config = config_of(owners, layers, offload=offload, output_dir=str(output), **training)
     start = 0.0
     with Timeline(config) as timeline:
         for step in steps:
@@ -82,10 +86,12 @@ def step_spans(
     start: float = 0.0,
     update_s: float = 0.0,
     jitter: Callable[[], float] = lambda: 1.0,
+    copies: dict[int, tuple[float, float]] | None = None,
     clock: Callable[[int], float] = clock,
 ) -> Spans:
     """The spans of one step of each process, by its number (worker n is process n); each task and
-    transfer takes `jitter()` times its seconds."""
+    transfer takes `jitter()` times its seconds. `copies` of stages: the seconds for which weights
+    travel from the beginning of each task, and the last of them in which the task waits."""
     return _Play(locals()).run()
 
 
@@ -135,6 +141,12 @@ class _Play:
         ended = began + seconds * self.jitter()
         self.free[self.devices[stage]] = ended
         self.note(self.devices[stage], "forward_backward" if last else kind, stage, k, began, ended)
+        if self.copies and stage in self.copies:
+            moving_s, awaited_s = self.copies[stage]
+            there = began + moving_s
+            self.note(self.devices[stage], "weights", stage, -1, began, there)
+            if awaited_s:
+                self.note(self.devices[stage], "awaited", stage, -1, there - awaited_s, there)
         if kind == "forward" and not last:
             self.hand_on("forward", stage, stage + 1, k, ended)
         elif stage > 0:

@@ -16,7 +16,15 @@ import torch
 
 from hetero_framework.core.devices import Device, DeviceEvent, open_device
 from hetero_framework.core.messages import BoundaryTensor, Forward, StageFigures
-from hetero_framework.core.spans import BACKWARD, COMMIT, FORWARD, FORWARD_BACKWARD, Recorder
+from hetero_framework.core.spans import (
+    AWAITED,
+    BACKWARD,
+    COMMIT,
+    FORWARD,
+    FORWARD_BACKWARD,
+    WEIGHTS,
+    Recorder,
+)
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.schedule.policies import by_depth, due_dates, forwards_ahead
@@ -776,6 +784,37 @@ def test_commit_is_recorded_while_the_step_is() -> None:
         assert [(span["kind"], span["stage"], span["step"]) for span in spans] == [
             (kind, 1, 3) for kind in kinds
         ]
+
+
+def test_visits_from_host_memory_are_recorded_with_their_step() -> None:
+    """Those of the commit too; not those of a step that is over, nor waits that were none."""
+    recorder, stage, device = Recorder(1), FakeStage(1), QueuedDevice(at_once=True)
+    noted: list[tuple[str, DeviceEvent, DeviceEvent]] = []
+
+    def note(kind: str, *, late: bool = True) -> None:
+        events = device.record_event(), device.record_event()
+        noted.append((kind, *events) if late else (kind, *events[::-1]))
+
+    def take() -> list[Any]:
+        taken = [*noted]
+        noted.clear()
+        return taken
+
+    stage.residence = SimpleNamespace(misses=0, transfers=take)
+    executor, _ = make_executor([stage], device=device, recorder=recorder)
+    for step in range(3):
+        note("inputs in")  # of an attempt that was given up
+        executor.begin(replace(TRAIN, step=step), SCHEDULE)
+        note(WEIGHTS)
+        note(AWAITED, late=step == 1)
+        executor.statistics()
+        note("states in")
+        executor.commit(stage, 1e-3, 0.5)
+        note(AWAITED, late=False)
+        executor.statistics()
+        assert noted == []
+    found = [(s["kind"], s["stage"], s["micro_batch"], s["step"]) for s in recorder.take()]
+    assert found == [(kind, 1, -1, 1) for kind in (WEIGHTS, AWAITED, COMMIT, "states in")]
 
 
 # ---- what is simulated is what runs
