@@ -72,7 +72,6 @@ class OptimizerStates:
             states.update(optimizer.state)
             for parameter in group:
                 parameter.grad = None
-            there.clear()
             self._send_back(states, group)
         optimizer.state = states
         self._let_go(0)

@@ -38,7 +38,6 @@ class _Stored:
     host: Tensor
     left: DeviceEvent
     arrival: DeviceEvent | None = None
-    is_wanted: bool = False
 
 
 class StoredInputs:
@@ -133,7 +132,6 @@ class StoredInputs:
             self._fetch(self._stored[first][max(self._stored[first])])
 
     def _fetch(self, stored: _Stored) -> None:
-        stored.is_wanted = True
         if stored.tensor is not None:
             return
         stored.tensor = torch.empty_like(stored.host, device=self._device.torch_device)
@@ -150,5 +148,4 @@ class StoredInputs:
             # What takes the memory next is queued on this thread's stream.
             self._device.order_behind(stored.left)
             self._leaving.popleft()
-            if not stored.is_wanted:
-                stored.tensor = None
+            stored.tensor = None

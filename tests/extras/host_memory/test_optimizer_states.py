@@ -9,9 +9,14 @@ import torch
 
 from hetero_framework.core.devices import Device
 from hetero_framework.engine.out_of_memory import explaining
+from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.errors import OutOfMemory
 from hetero_framework.extras.host_memory import optimizer_states
-from hetero_framework.extras.host_memory.optimizer_states import OptimizerStates, in_groups
+from hetero_framework.extras.host_memory.optimizer_states import (
+    OptimizerStates,
+    _travels,
+    in_groups,
+)
 from hetero_framework.extras.host_memory.pinned import HostTensors
 from tests.extras.host_memory.training import LORA, Training, config, differences, own_memory
 from tests.extras.host_memory.watched import Watched
@@ -103,6 +108,23 @@ def test_the_device_has_three_groups_at_most(steps: int) -> None:
         assert nbytes <= 3 * largest, stream
 
 
+def test_loading_brings_three_groups_at_most_to_the_device() -> None:
+    parts = Training(config(offload_optimizer=True), Device())
+    parts.step(0)
+    device = Watched()
+    training = Training(config(offload_optimizer=True), device)
+    [stage] = training.stages
+    for part in parts.parts()[0]:
+        # Of another type, so that they are not taken as they are on the CPU.
+        wide = {name: tensor.double() for name, tensor in part.tensors.items()}
+        stage.load_state("checkpoint", StatePart(wide, part.values, part.last))
+    assert stage._optimizer is not None
+    groups = in_groups(p for g in stage._optimizer.param_groups for p in g["params"])
+    largest = max(sum(8 * p.numel() + 512 for p in group) for group in groups)
+    assert 0 < device.most["states out"][1] <= 3 * largest
+    assert differences(([], parts.state()), ([], training.state())) == []
+
+
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_8bit"])
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
 def test_a_checkpoint_is_that_of_any_run(optim: str, before: bool, after: bool) -> None:
@@ -150,10 +172,11 @@ def test_an_aborted_attempt_changes_no_state() -> None:
 
 
 def test_a_parameter_without_a_gradient_keeps_its_state() -> None:
-    training = Training(config(offload_optimizer=True), Device())
+    device = Watched()
+    training = Training(config(offload_optimizer=True), device)
     [stage] = training.stages
     training.step(0)
-    before = training.state()
+    before, out = training.state(), device.copies["states out"]
     name, parameter = stage._parameters[3]
 
     def forget() -> None:
@@ -161,6 +184,7 @@ def test_a_parameter_without_a_gradient_keeps_its_state() -> None:
 
     training.step(1, before_commit=forget)
     after = training.state()
+    assert device.copies["states in"] == device.copies["states out"] - out == out - 3
     unchanged = {key for key, tensor in before.items() if torch.equal(tensor, after[key])}
     assert unchanged == {key for key in before if key.endswith(f"/{name}")}
 
@@ -224,3 +248,60 @@ def test_host_memory_that_runs_out_is_told_as_that_of_the_machine(
         explaining("step", training.device),
     ):
         training.step(0)
+
+
+class Changing(torch.optim.Optimizer):
+    """Its state has another type in every other step. It looks at all states that there are."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self.seen: list[int] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.seen.append(len(self.state))
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            sums = self.state[parameter].get("sums", torch.zeros(parameter.shape)) + parameter.grad
+            other = torch.float64 if sums.dtype == torch.float32 else torch.float32
+            self.state[parameter]["sums"] = sums.to(other)
+
+
+def test_a_state_may_change_its_type_and_only_those_of_the_group_are_there() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2000)) for _ in range(4)]
+    optimizer, states = Changing(parameters), OptimizerStates(Device())
+    for step in range(1, 4):
+        for k, parameter in enumerate(parameters):
+            parameter.grad = torch.full((2000,), k + 0.5)
+        states.step(optimizer)
+        states.settle()
+        for k, parameter in enumerate(parameters):
+            sums = optimizer.state[parameter]["sums"]
+            assert sums.dtype == (torch.float64 if step % 2 else torch.float32)
+            assert sums.tolist() == [step * (k + 0.5)] * 2000
+    assert optimizer.seen == [0] * 4 + [1] * 8
+
+
+def test_states_that_others_have_put_there_count() -> None:
+    resident = Training(config(), Device())
+    training = Training(config(offload_optimizer=True), Device())
+    for one in (resident, training):
+        one.step(0)
+        [stage] = one.stages
+        assert stage._optimizer is not None
+        for state in stage._optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"] + 1.0
+    assert resident.step(1) == training.step(1)
+    assert differences(([], resident.state()), ([], training.state())) == []
+
+
+def test_what_is_not_worth_it_or_no_plain_tensor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_states, "_SMALL_BYTES", 1024)
+    parameter, paged = torch.zeros(600), torch.zeros(600)
+    paged.is_paged = True  # type: ignore[attr-defined]
+    assert _travels(torch.zeros(257), parameter)
+    for state in (
+        *(3, None, torch.zeros(256), torch.nn.Parameter(parameter), paged),
+        *(torch.zeros(600, device="meta"), torch.zeros(30, 40).t()),
+    ):
+        assert not _travels(state, parameter)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from hetero_framework.config import StageSpec
 from hetero_framework.core.devices import Device
+from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.extras.host_memory.stored_inputs import StoredInputs, _Stored
 from tests.extras.host_memory.training import (
@@ -26,6 +28,7 @@ __all__ = ["own_memory"]
 pytestmark = pytest.mark.usefixtures("own_memory")
 AGAIN = {"gradient_checkpointing": True}
 OFFLOADING = {**AGAIN, "activation_offloading": True}
+FIRST = StageSpec(index=0, owner="local", start=0, end=4, is_first=True, is_last=False)
 CUTS: tuple[list[int], ...] = ([], [3], [1, 4], [2, 3, 4])
 
 
@@ -108,6 +111,45 @@ def test_host_memory_is_used_again() -> None:
     assert sizes[0] == sizes[1] == sizes[2]
     # Two micro-batches in flight, three layers; and one, of which the first and last stay.
     assert [len(inputs._free[5120]) for inputs in inputs_of(training)] == [6, 1]
+
+
+def test_a_layer_that_runs_twice_and_another_layout_stay_on_the_device() -> None:
+    device = Watched()
+    inputs = StoredInputs(device, FIRST)
+    first, second, turned = (torch.rand(3, 3).requires_grad_() for _ in range(3))
+    inputs.begin(FORWARD, 0, BACKWARD)
+    total = torch.zeros(3, 3)
+    for index, hidden in ((0, first * 2.0), (0, second * 3.0), (1, (turned * 4.0).t())):
+        with inputs.storing(index, hidden):
+            total = total + checkpoint(torch.exp, hidden, use_reentrant=False)
+    assert device.copies == {"inputs out": 1}
+    inputs.begin(BACKWARD, 0, FORWARD)
+    total.sum().backward()
+    for leaf, factor in ((first, 2.0), (second, 3.0), (turned, 4.0)):
+        assert torch.equal(leaf.grad, factor * torch.exp(leaf.detach() * factor))  # type: ignore[arg-type]
+
+
+def test_nothing_comes_back_before_the_task_in_front_of_its_backward() -> None:
+    device = Watched()
+    inputs = StoredInputs(device, FIRST)
+    leaf = torch.rand(3, 3).requires_grad_()
+
+    def forward() -> torch.Tensor:
+        hidden = leaf * 2.0
+        for index in range(4):
+            with inputs.storing(index, hidden):
+                hidden = checkpoint(torch.sin, hidden, use_reentrant=False)
+        return hidden.sum()
+
+    inputs.begin(FORWARD, 0, FORWARD)
+    total = forward()
+    inputs.begin(FORWARD, 1, FORWARD)
+    assert "inputs in" not in device.copies
+    inputs.begin(FORWARD, 2, BACKWARD)
+    assert device.copies["inputs in"] == 1
+    inputs.begin(BACKWARD, 0, FORWARD)
+    total.backward()
+    assert device.copies["inputs in"] == 4
 
 
 def test_an_input_that_its_layer_changes_is_refused() -> None:
