@@ -86,6 +86,7 @@ def load_streamed(
         del shard, modules
         device.empty_cache()
     layers = StreamedLayers(device, hosts, is_last=rng.is_last)
+    layers.tell()
     shard = load(rng, ReusableModules(blocks, kept.outside, read))
     with torch.no_grad():
         for name, parameter in trainable_parameters(shard):
@@ -168,21 +169,8 @@ class StreamedLayers:
         self.transfers = Transfers(maxlen=MOST_TRANSFERS)
         self._direction = self._following = FORWARD
         self.misses = 0
-        total = sum(layer.nbytes for layer in self._layers)
-        plain = total - sum(min(layer.pinned_bytes, layer.nbytes) for layer in self._layers)
-        self._feeder = Feeder(device) if plain and device.is_async else None
-        where = "files" if any(layer.is_in_files for layer in self._layers) else "host memory"
-        _log.info(
-            "%s in %s: %s; %s of the device to visit",
-            *(plural(count, "layer"), where, size(total), size(sum(sizes))),
-        )
-        if plain and where == "host memory" and device.is_async:
-            _log.warning(
-                "%s of it are not pinned, for the system gives no more: their copies are slower."
-                " Raise the limit of locked memory (ulimit -l; docker run --ulimit memlock=-1;"
-                " memory in .wslconfig under WSL 2), or keep fewer layers there",
-                size(plain),
-            )
+        is_pinned = all(layer.pinned_bytes >= layer.nbytes for layer in self._layers)
+        self._feeder = Feeder(device) if not is_pinned and device.is_async else None
         self.end()
 
     def around(
@@ -208,6 +196,25 @@ class StreamedLayers:
             return output
 
         return visited
+
+    def tell(self) -> None:
+        """Say in the log how much is where, and what to do where that is slow."""
+        total = sum(layer.nbytes for layer in self._layers)
+        plain = total - sum(min(layer.pinned_bytes, layer.nbytes) for layer in self._layers)
+        in_files = any(layer.is_in_files for layer in self._layers)
+        _log.info(
+            "%s in %s: %s; %s of the device to visit",
+            plural(len(self._layers), "layer"),
+            "files" if in_files else "host memory",
+            *(size(total), size(sum(len(slot) for slot in self._memory))),
+        )
+        if self._feeder is not None and not in_files:
+            _log.warning(
+                "%s of it are not pinned, for the system gives no more: their copies are slower."
+                " Raise the limit of locked memory (ulimit -l; docker run --ulimit memlock=-1;"
+                " memory in .wslconfig under WSL 2), or keep fewer layers there",
+                size(plain),
+            )
 
     def begin(self, kind: str, following: str) -> None:
         self._direction, self._following = kind, following
