@@ -390,10 +390,11 @@ def _advice(d: Diagnosis) -> Iterator[str]:
 def _notes(d: Diagnosis) -> Iterator[str]:
     slower = d.pipeline_s / (d.simulated_s or math.inf)
     bound = [stage for stage in d.stages if stage.awaited > WORTH_IT]
-    for stage in bound:
+    if bound:
+        numbers = ", ".join(str(stage.index) for stage in bound)
         yield (
-            f"note: stage {stage.index} is bound by the weights that come from host memory: its"
-            f" device waits for them for {share(stage.awaited)} of its tasks' time"
+            f"note: weights from host memory bound stage{'s' if len(bound) > 1 else ''} {numbers}:"
+            " they are awaited in the tasks, which take longer by that"
         )
     uneven = [stage for stage in d.stages if stage.slowest > _UNEVEN]
     if slower > _UNEXPLAINED:

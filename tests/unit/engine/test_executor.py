@@ -806,12 +806,11 @@ def test_visits_from_host_memory_are_recorded_with_their_step() -> None:
         note("inputs in")  # of an attempt that was given up
         executor.begin(replace(TRAIN, step=step), SCHEDULE)
         note(WEIGHTS)
-        note(AWAITED, late=step == 1)
+        note(AWAITED)
+        note(AWAITED, late=False)
         executor.statistics()
         note("states in")
         executor.commit(stage, 1e-3, 0.5)
-        note(AWAITED, late=False)
-        executor.statistics()
         assert noted == []
     found = [(s["kind"], s["stage"], s["micro_batch"], s["step"]) for s in recorder.take()]
     assert found == [(kind, 1, -1, 1) for kind in (WEIGHTS, AWAITED, COMMIT, "states in")]
