@@ -314,33 +314,33 @@ class Fleet:
     def streamed(self, layout: Layout) -> list[Layout]:
         """The layout with the fewest streamed layers that make room for one micro-batch in flight,
         for those of a full pipeline, for twice as many; alone, where all of them have room."""
-        if not self._streams:
-            return [layout]
-        found = dict.fromkeys(self._streamed(layout, depth) for depth in _DEPTHS)
-        return [one for one in found if one is not None] or [layout]
+        found = [layout]
+        for depth in _DEPTHS if self._streams else ():
+            found.append(self._streamed(layout, depth, found[-1]))
+        return [*dict.fromkeys(found[self._streams :])]
 
-    def _streamed(self, layout: Layout, depth: float) -> Layout | None:
-        parts, last = list(layout), len(layout) - 1
+    def _streamed(self, layout: Layout, depth: float, less: Layout) -> Layout:
+        """Devices without room for as many micro-batches are as in the layout `less`."""
+        parts, last = list(less), len(layout) - 1
         for device in dict.fromkeys(part.device for part in layout):
-            costs = self.costs[device]
+            costs, counts = self.costs[device], dict[int, int]()
             own = [k for k, part in enumerate(layout) if part.device == device]
             needed = self.kept_bytes(layout, device) - costs.memory_bytes
             for k in own:
                 wanted = max(1, math.ceil(depth * (last - k + 1))) if k < last else 1
-                held = min(wanted, self.micro_batches)
-                needed += held * self.activation_bytes(layout[k])
+                needed += min(wanted, self.micro_batches) * self.activation_bytes(layout[k])
             left = sum(layout[k].end - layout[k].start for k in own)
             for k in sorted(own, key=lambda k: layout[k].end - layout[k].start):
-                if needed <= 0:
-                    break
                 _, start, end, *_ = layout[k]
-                count = costs.fewest_streamed(start, end, needed * (end - start) / left)
+                share = needed * (end - start) / max(1, left)
                 left -= end - start
-                if count is None and not left:
-                    return None
-                if count is not None:
+                count = costs.fewest_streamed(start, end, share) if needed > 0 else 0
+                if count:
+                    counts[k] = count
                     needed -= costs.streamed_bytes(start, end, count)[1]
-                    parts[k] = layout[k]._replace(offload=count)
+            if needed <= _EXACTLY * costs.memory_bytes:
+                for k in own:
+                    parts[k] = layout[k]._replace(offload=counts.get(k, layout[k].offload))
         return tuple(parts)
 
     def memory_bytes(self, layout: Layout, device: int, in_flight: Sequence[int]) -> float:

@@ -120,7 +120,7 @@ class Search:
         """The best of these as the product would run them."""
         candidates = list(known)
         for layout in dict.fromkeys(layouts):
-            one = evaluated(self._rules.fleet, self._scores.chosen(layout))
+            one = evaluated(self._rules.fleet, self._steps.chosen[layout])
             assert one is not None  # only what fits is simulated
             candidates.append(one)
         return min(candidates, key=lambda one: one.preference)

@@ -34,6 +34,7 @@ _UNITS = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 T = TypeVar("T")
+_HIDDEN = 0.01  # of a step: streaming that costs less
 _COMPARED = 8  # machines: each is another search
 _HEAD = ("process", "layers", "busy", "limited by", "memory", "left")
 _STAGE_HEAD = (
@@ -206,7 +207,11 @@ def text(facts: dict[str, Any]) -> str:
         f"A step is predicted to take {_spread(seconds, facts['predicted_step_s'], about)}.",
         _step_lines(facts),
         *(("", "Layers in host memory:") if any(d["streamed"] for d in facts["devices"]) else ()),
-        [_streamed_text(d) for d in facts["devices"] if d["streamed"]],
+        [
+            _streamed_text(device, facts["predicted_step_s"])
+            for device in facts["devices"]
+            if device["streamed"]
+        ],
         *(("", "A step of fewer machines:") if "compared" in facts else ()),
         [*_compared_lines(facts)] if "compared" in facts else (),
         *(("", f"Not used: {facts['why']}.") if facts["unused"] else ()),
@@ -215,13 +220,14 @@ def text(facts: dict[str, Any]) -> str:
     )
 
 
-def _streamed_text(device: Mapping[str, Any]) -> str:
+def _streamed_text(device: Mapping[str, Any], step_s: float) -> str:
     """What streaming costs a device beside holding all of its layers."""
     bound = "copying" if device["limit"] == "streaming" else "computing"
     held = f"{device['streamed']} of {plural(device['layers'], 'layer')}"
+    hidden = " (hidden)" if device["streaming_s"] < _HIDDEN * step_s else ""
     return (
         f"{process_name(device['id'])}: {held}, {size(device['host_bytes'])}; its work of a step is"
-        f" {seconds(device['streaming_s'])} longer than with all of them on the device, and"
+        f" {seconds(device['streaming_s'])} longer than with all of them on the device{hidden}, and"
         f" {bound} bounds it"
     )
 

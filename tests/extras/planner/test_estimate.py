@@ -272,6 +272,7 @@ def test_a_model_larger_than_the_card_is_streamed(
     assert main([*words, "--device", "1=RTX 3090 +64GB", "--adapter", "qlora"]) == 0
     said = capsys.readouterr().out
     assert "Layers in host memory:\n  coordinator: " in said
+    assert "longer than with all of them on the device" in said
     assert "and computing bounds it" in said
     assert "A step of fewer machines:\n  without worker 1: " in said
     assert "\n  coordinator alone: " in said

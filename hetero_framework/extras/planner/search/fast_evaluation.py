@@ -28,7 +28,6 @@ class Scores:
         self._rules = rules
         self._scores: dict[Layout, float] = {}
         self._bounds: dict[Layout, float] = {}
-        self._chosen: dict[Layout, Layout] = {}
         self._stages_left = stages
 
     def allow(self, stages: int) -> None:
@@ -47,18 +46,11 @@ class Scores:
         if layout not in self._scores:
             if self.is_over:
                 return math.inf
-            found = []
-            for one in self._rules.fleet.streamed(layout):
-                self._stages_left -= len(layout)
-                found.append((*self._computed(one), one))
-            best = min(found, key=lambda entry: entry[0])
-            self._scores[layout], self._bounds[layout], self._chosen[layout] = best
+            ways = self._rules.fleet.streamed(layout)
+            self._stages_left -= len(layout) * len(ways)
+            scores, bounds = zip(*map(self._computed, ways), strict=True)
+            self._scores[layout], self._bounds[layout] = min(scores), min(bounds)
         return self._scores[layout]
-
-    def chosen(self, layout: Layout) -> Layout:
-        """The layout with the streamed layers of its score."""
-        self.of(layout)
-        return self._chosen.get(layout, layout)
 
     def bound(self, layout: Layout) -> float:
         """A lower bound for every schedule of the layout."""
@@ -107,6 +99,8 @@ class FastEvaluation:
         self._scores = scores
         self._seconds: dict[Layout, float] = {}
         self._by: dict[Layout, int] = {}  # the schedule that took that
+        self.chosen: dict[Layout, Layout] = {}
+        """Each layout with the streamed layers of its shortest step."""
         self.tasks = 0
         """Tasks that have been simulated."""
 
@@ -140,12 +134,21 @@ class FastEvaluation:
         with `alone`, only the first one is tried."""
         if layout in self._seconds:
             return self._seconds[layout]
-        chosen = self._scores.chosen(layout)
-        limits = self._fleet.memory_limits(chosen)
+        ways = [(one, self._fleet.memory_limits(one)) for one in self._fleet.streamed(layout)]
+        fitting = [(one, limits) for one, limits in ways if limits is not None]
         least = math.inf if alone else self.least_s
-        if limits is None or self._scores.bound(layout) >= least or self.tasks > MOST_TASKS:
+        if not fitting or self._scores.bound(layout) >= least or self.tasks > MOST_TASKS:
             return math.inf
-        profile, m = self._fleet.pipeline(chosen), self._judged(layout)
+        times = [(*self._looked(one, n, like, alone), one) for one, n in fitting]
+        best = min(times, key=lambda entry: entry[:2])
+        self._seconds[layout], self._by[layout], self.chosen[layout] = best
+        return self._seconds[layout]
+
+    def _looked(
+        self, layout: Layout, limits: tuple[int, ...], like: Layout | None, alone: bool
+    ) -> tuple[float, int]:
+        """(seconds of a step, the schedule that takes that)."""
+        profile, m = self._fleet.pipeline(layout), self._judged(layout)
         rest_s = 0.0
         if m < self._m:
             rest_s = step_bound(profile, self._m, limits) - step_bound(profile, m, limits)
@@ -158,8 +161,7 @@ class FastEvaluation:
             times.append((taken + rest_s, number))
             if alone or (like is not None and taken + rest_s > _NO_FASTER * self._seconds[like]):
                 break
-        self._seconds[layout], self._by[layout] = min(times)
-        return self._seconds[layout]
+        return min(times)
 
     def _judged(self, layout: Layout) -> int:
         """The number of micro-batches by which a layout is judged."""

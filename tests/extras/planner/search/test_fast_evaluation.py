@@ -7,7 +7,7 @@ import pytest
 from hetero_framework.engine.schedule.bounds import machine_bounds, step_bound
 from hetero_framework.extras.planner.layout import Part, evaluated
 from hetero_framework.extras.planner.search.fast_evaluation import FastEvaluation, Scores
-from tests.extras.planner.fleets import device, fleet_of, rules_of
+from tests.extras.planner.fleets import GB, card, device, fleet_of, rules_of
 
 RULES = rules_of(fleet_of(device("local"), device(1), device(2, memory_bytes=3.5e9)))
 EVEN = (Part(0, 0, 4), Part(1, 4, 8, direct=True))
@@ -81,3 +81,18 @@ def test_each_layout_is_scored_once_while_the_work_lasts() -> None:
     assert scores.of(EVEN) == known
     scores.allow(2)
     assert scores.of(UNEVEN) < math.inf
+
+
+def test_streamed_layers_are_those_of_the_shortest_step() -> None:
+    cards = (card(name, memory_bytes=6.15 * GB) for name in ("local", 1))
+    rules = rules_of(fleet_of(*cards, layers=14))
+    layout = (Part(0, 0, 7), Part(1, 7, 14))
+    scores = Scores(rules, 1000)
+    steps = FastEvaluation(rules, scores)
+    steps.look(layout)
+    ways = rules.fleet.streamed(layout)
+    times = [found.seconds for way in ways if (found := evaluated(rules.fleet, way)) is not None]
+    assert len(times) == len(ways) == 2
+    assert times[1] < times[0]
+    assert steps.chosen[layout] == ways[1]
+    assert steps[layout] == pytest.approx(times[1])
