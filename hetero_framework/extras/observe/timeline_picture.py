@@ -184,7 +184,7 @@ def _draw_row(axes: Any, row: Row, top: int, whole_s: float, points_per_s: float
     if row.sends or row.receives:
         strips += [("out", _OUT, _STRIP, row.sends), ("in", _IN, _STRIP, row.receives)]
     if row.visits:
-        strips += [("host", _VISITS, _STRIP, row.visits)]
+        strips += [("host", _VISITS if len(strips) > 1 else _OUT, _STRIP, row.visits)]
     for name, down, high, bars in strips:
         y = top + down
         axes.broken_barh([(0, whole_s * 1e3)], (y, high), facecolors=pictures.IDLE)
