@@ -189,14 +189,14 @@ class _Products(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(64, 64, device=place) / 64)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for _ in range(6):
+        for _ in range(3):
             hidden = hidden + torch.relu(hidden @ self.weight)
         return hidden
 
 
 def task_figures(device: Device, *, stores: bool) -> tuple[float, int]:
     """Seconds and most bytes of micro-batches in the order of 1F1B, six of them waiting at once."""
-    count, waiting = 10, deque[Tensor]()
+    count, waiting = 8, deque[Tensor]()
     blocks = [_Products(device.torch_device) for _ in range(count)]
     spec = StageSpec(index=0, owner="local", start=0, end=count, is_first=True, is_last=False)
     inputs = stored_inputs.StoredInputs(device, spec) if stores else None
