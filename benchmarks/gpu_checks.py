@@ -67,6 +67,16 @@ class Size:
             "vocab_size": 32000,
         }
     )
+    huge: dict[str, int] = field(
+        default_factory=lambda: {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        }
+    )
     big_steps: int = 6
     big_batch: int = 4
     big_length: int = 1024
@@ -84,6 +94,14 @@ TINY = Size(
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 160,
+    },
+    huge={
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": 160,
@@ -347,11 +365,11 @@ class Bench:
         layers = self.size.big["num_hidden_layers"]
         return f"big-{ways}", [layers * k // ways for k in range(1, ways)], layers
 
-    def _big_model(self) -> Path:
+    def model_of(self, name: str, shape: dict[str, int]) -> Path:
         """Random weights, drawn on the device: a CPU may need a minute for each billion."""
-        folder = self.folder / "big"
+        folder = self.folder / name
         if not folder.exists():
-            config = LlamaConfig(max_position_embeddings=self.size.big_length, **self.size.big)
+            config = LlamaConfig(max_position_embeddings=self.size.big_length, **shape)
             config.dtype = torch.bfloat16 if self.device.supports(torch.bfloat16) else torch.float16
             with self.device.torch_device:
                 model = AutoModelForCausalLM.from_config(config)
@@ -365,7 +383,10 @@ class Bench:
         lines = size.big_steps * size.big_micro_batches * size.big_batch
         texts = save_texts(self.folder / "long.jsonl", lines, shortest=size.big_length)
         return {
-            "model": {"name_or_path": str(self._big_model()), "tokenizer": str(self.tokenizer)},
+            "model": {
+                "name_or_path": str(self.model_of("big", size.big)),
+                "tokenizer": str(self.tokenizer),
+            },
             "data": {"train": str(texts), "max_length": size.big_length},
             "training": {
                 "max_steps": size.big_steps,
