@@ -229,3 +229,8 @@ def test_cards_that_share_a_machine_are_another_kind() -> None:
     cards = card("local"), card(1), card(2), card(3, machine="two"), card(4, machine="two")
     kinds = rules_of(fleet_of(*cards)).kinds
     assert kinds == {0: 0, 1: 1, 2: 1, 3: 3, 4: 3}
+
+
+def test_sets_of_layouts_are_in_the_order_that_they_have_without_streaming() -> None:
+    assert hash(Part(1, 2, 9, True, False, 4)) == hash((1, 2, 9, True, False))
+    assert Part(1, 2, 9, True, False, 4) != Part(1, 2, 9, True, False)
