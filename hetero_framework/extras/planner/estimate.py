@@ -63,7 +63,8 @@ def estimate_fleet(
     for name in excluded:
         config.worker(name)
     ids = ["local", *(w.id for w in config.workers if str(w.id) not in excluded)]
-    known, rates = _devices(config, ids, devices), _rates(ids, bandwidths)
+    needed = [text for text in devices if text.partition("=")[0] not in excluded]
+    known, rates = _devices(config, ids, needed), _rates(ids, bandwidths)
     model = load_model_config(config.model, config.base_dir)
     # The plan in the file does not count: any of these may hold layers.
     fleet = config.with_changes(shard_plan=AUTO)

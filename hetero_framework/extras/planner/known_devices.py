@@ -114,7 +114,13 @@ def known_device(
     where known; a CPU that is only named has 16 GB, a card's machine 32. Raises UserError for one
     that is not in the table, and where its memory is not known."""
     said = _HOST.search(text)
-    device = _device(_HOST.sub("", text).strip(), memory_bytes)
+    named = _HOST.sub("", text, count=1).strip()
+    if "+" in named:
+        raise UserError(
+            f"{text!r} has a plus that is not followed by the memory of one machine",
+            hint=f'say it in GB, once, as in "{text.partition("+")[0].strip()} +64GB"',
+        )
+    device = _device(named, memory_bytes)
     if device.kind != "gpu":
         if said is not None:
             raise UserError(

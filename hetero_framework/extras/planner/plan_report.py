@@ -237,7 +237,8 @@ def _compared_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     step_s, tokens = facts["predicted_step_s"], facts["tokens"]
     if not facts["compared"]:
         yield f"not searched for more than {_COMPARED} machines"
-    for one in facts["compared"]:
+    # Of two machines, the fleet without the other one is the coordinator's alone.
+    for one in facts["compared"][-1:] if len(facts["compared"]) == 2 else facts["compared"]:
         names = " and ".join(map(process_name, one["ids"]))
         what = f"{names} alone" if one["alone"] else f"without {names}"
         if one["step_s"] is None:

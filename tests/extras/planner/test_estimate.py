@@ -76,8 +76,9 @@ def test_the_configuration_lists_the_devices(
     assert found["unused"] == ["box"] or len(found["shard_plan"]) == 1
     speeds = {d["id"]: d["network_bytes_per_s"] for d in found["estimate"]["devices"]}
     assert speeds == {"local": 125e6, 1: 125e6, "box": 125e3}
-    found = estimated(capsys, *named[:4], "--exclude", "box")
-    assert [device["id"] for device in found["estimate"]["devices"]] == ["local", 1]
+    for words in (named[:4], named):
+        found = estimated(capsys, *words, "--exclude", "box")
+        assert [device["id"] for device in found["estimate"]["devices"]] == ["local", 1]
 
 
 def test_a_dry_run_is_labelled_as_an_estimate(
@@ -274,8 +275,8 @@ def test_a_model_larger_than_the_card_is_streamed(
     assert "Layers in host memory:\n  coordinator: " in said
     assert "longer than with all of them on the device" in said
     assert "and computing bounds it" in said
-    assert "A step of fewer machines:\n  without worker 1: " in said
-    assert "\n  coordinator alone: " in said
+    assert "A step of fewer machines:\n  coordinator alone: " in said
+    assert "without worker 1" not in said  # the same
     assert " tokens/s (" in said.partition("coordinator alone: ")[2]
 
 

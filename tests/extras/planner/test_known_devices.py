@@ -127,6 +127,15 @@ def test_the_memory_of_a_cards_machine_may_be_said() -> None:
 
 
 @pytest.mark.parametrize(
+    "text", ["+64", "64 GB+", "+-3GB", "+64GB +32GB", "+64TB", "+1,5GB", "+GB", "+", "++8GB"]
+)
+def test_memory_of_a_cards_machine_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="a plus that is not followed by the memory") as caught:
+        known_device(f"RTX 4090 {text}")
+    assert '+64GB"' in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
     ("name", "rate"),
     [
         *(("GTX 1080 Ti", 12), ("V100 32GB", 12), ("RTX 4060 Ti 16GB", 12)),
