@@ -356,6 +356,10 @@ def _what_is_in_the_way(rules: Rules) -> str:
         return f"the coordinator holds the embedding, for which it is short of {size(-spare[0])}"
     if short > 0:
         return f"the head fits on no process; the nearest one is short of {size(short)}"
+    every = [(rules.fleet.costs[d], rules.fleet.machines[d]) for d in rules.devices]
+    states = min(costs.host_states_bytes for costs, _ in every)
+    if (short := states - sum({name: costs.host_bytes for costs, name in every}.values())) > 0:
+        return f"{size(short)} of host memory are missing for the optimizer's states"
     if (missing := _short_of(rules)) is None:
         return "each process has room for some layers, but no cut into whole layers fits everywhere"
     where = f"on {process_name(rules.fleet.ids[missing[1]])}, embedding and head included"

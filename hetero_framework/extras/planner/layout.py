@@ -89,6 +89,9 @@ class _Costs:
         self._frozen = of_layers(device.layer_frozen_bytes)
         self._is_even = min(self._frozen) == max(self._frozen)
         rate, self.host_bytes = device.host_to_device_bytes_per_s, device.host_bytes
+        self.states_bytes = sums(device.layer_host_bytes)
+        ends = device.embedding_host_bytes + device.head_host_bytes
+        self.host_states_bytes = self.states_bytes[-1] + ends
         self.streams = rate > 0 and self.host_bytes > 0 and max(self._frozen) > 0
 
     def streamed_bytes(self, start: int, end: int, count: int) -> tuple[float, float]:
@@ -297,18 +300,23 @@ class Fleet:
         return (*limits[:-1], 1)
 
     def short_host(self, layout: Layout) -> tuple[int, float] | None:
-        """The first device of which the machine has no room for the layers that visit it, and the
-        bytes that it is short of: infinite where its layers may not be streamed."""
+        """The first device of which the machine has no room for the layers and states that visit
+        it, and the bytes that it is short of: infinite where its layers may not be streamed."""
         used: dict[str, float] = {}
-        for part in layout:
+        for k, part in enumerate(layout):
+            costs, name = self.costs[part.device], self.machines[part.device]
+            if not part.offload and not costs.host_states_bytes:
+                continue
+            needed = costs.states_bytes[part.end] - costs.states_bytes[part.start]
+            needed += 0.0 if k else costs.device.embedding_host_bytes
+            needed += costs.device.head_host_bytes if k == len(layout) - 1 else 0.0
             if part.offload:
-                costs, name = self.costs[part.device], self.machines[part.device]
                 if not costs.streams:
                     return part.device, math.inf
-                needed = costs.streamed_bytes(part.start, part.end, part.offload)[0]
-                used[name] = used.get(name, 0.0) + needed
-                if used[name] > costs.host_bytes:
-                    return part.device, used[name] - costs.host_bytes
+                needed += costs.streamed_bytes(part.start, part.end, part.offload)[0]
+            used[name] = used.get(name, 0.0) + needed
+            if used[name] > costs.host_bytes:
+                return part.device, used[name] - costs.host_bytes
         return None
 
     def streamed(self, layout: Layout) -> list[Layout]:

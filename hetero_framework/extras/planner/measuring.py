@@ -330,7 +330,7 @@ def profile_of(
             "embedding_backward_s": cost.embedding.backward_s,
             "head_forward_s": cost.head.forward_s,
             "head_backward_s": cost.head.backward_s,
-            **bytes_of_parts(memory[id]),
+            **bytes_of_parts(memory[id], one_memory=id not in host),
             "activation_bytes_per_layer": cost.of_layers("kept_bytes"),
             "activation_bytes_recomputed": cost.of_layers("recomputed_bytes"),
             "reserved_bytes": max(part.working for part in memory[id][:-1]),

@@ -55,6 +55,7 @@ _NONE = (0.0,)
 _OF_LAYERS = (
     *("layer_forward_s", "layer_backward_s", "layer_recompute_s", "layer_bytes"),
     *("activation_bytes_per_layer", "activation_bytes_recomputed", "layer_frozen_bytes"),
+    "layer_host_bytes",
 )
 
 
@@ -92,6 +93,12 @@ class DeviceProfile(Section):
     memory of its own."""
     layer_frozen_bytes: BytesOfLayers = _NONE
     """The share of `layer_bytes` that may visit; 0 for a layer that may not."""
+    layer_host_bytes: BytesOfLayers = _NONE
+    """A layer's optimizer states that are in the machine's memory, beside `layer_bytes`."""
+    embedding_host_bytes: Bytes = 0.0
+    """Those of the embedding."""
+    head_host_bytes: Bytes = 0.0
+    """Those of the head."""
     host_to_device_bytes_per_s: Rate = 0.0
     """Rate of copies from pinned memory of the machine."""
     device_to_host_bytes_per_s: Rate = 0.0
@@ -165,15 +172,19 @@ class FleetProfile(WholeFile):
         return raw
 
 
-def bytes_of_parts(memory: Sequence[StageMemory]) -> dict[str, Any]:
-    """Fields of a `DeviceProfile`: the needs of embedding, layers and head on it."""
-    embedding, *layers, head = memory
+def bytes_of_parts(memory: Sequence[StageMemory], *, one_memory: bool = False) -> dict[str, Any]:
+    """Fields of a `DeviceProfile`: the needs of embedding, layers and head on it; `one_memory`: it
+    shares the machine's."""
+    embedding, *layers, head = (part.placed(part.device, one_memory=one_memory) for part in memory)
     return {
         "layer_bytes": [part.kept for part in layers],
         "layer_frozen_bytes": [sum(part.frozen) for part in layers],
         "embedding_bytes": embedding.kept,
         "head_bytes": head.kept + head.logits,
         "activation_bytes_per_layer": [part.per_micro_batch for part in layers],
+        "layer_host_bytes": [part.host_states for part in layers],
+        "embedding_host_bytes": embedding.host_states,
+        "head_host_bytes": head.host_states,
     }
 
 

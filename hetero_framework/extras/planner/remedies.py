@@ -43,7 +43,11 @@ def remedies_of(config: Config, profile: FleetProfile) -> Iterator[Remedy]:
             source = {} if data else {"train": "train.jsonl"}
             text = f"data.max_length {shorter}"
             yield "max_length", text, of(data={"max_length": shorter, **source})
-    for gib in _HOST_GIB:
+    cards = any(device.host_to_device_bytes_per_s for device in profile.devices)
+    if cards and not training.offload_optimizer:
+        sizes = {"offload_optimizer": True}
+        yield "offload_optimizer", "training.offload_optimizer true", of(training=sizes)
+    for gib in _HOST_GIB if cards else ():
         text = f"{gib} GiB of memory in each machine with a card, for offload"
         yield "offload", text, partial(_with_host_memory, profile, _FREE * gib * 2**30)
     adapter = {} if config.adapter else {"adapter": dict(LORA)}
@@ -74,14 +78,17 @@ def _changed(
             return None
         ids = [device.id for device in profile.devices]
         works = other.per_quantization(ids, lambda id: model_work(other.held_by(id), model))
-        needs = (one.model_copy(update=_needs(works[one.id])) for one in profile.devices)
+        needs = (
+            one.model_copy(update=_needs(works[one.id], not one.host_to_device_bytes_per_s))
+            for one in profile.devices
+        )
         return profile.model_copy(update={"devices": tuple(needs)})
     return None
 
 
-def _needs(work: ModelWork) -> dict[str, Any]:
+def _needs(work: ModelWork, one_memory: bool) -> dict[str, Any]:
     """The bytes of a `DeviceProfile`."""
-    fields = bytes_of_parts(work.memory)
+    fields = bytes_of_parts(work.memory, one_memory=one_memory)
     again = [part.per_micro_batch for part in work.recomputing[1:-1]]
     fields |= {
         "activation_bytes_recomputed": again,

@@ -38,7 +38,7 @@ from hetero_framework.extras.planner.replan.replan_policy import (
 from hetero_framework.log import event
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model
-from hetero_framework.models.sizing.memory import memory_of_parts
+from hetero_framework.models.sizing.memory import StageMemory, memory_of_parts
 from hetero_framework.trainer import setup
 from hetero_framework.trainer.plans import PlanChange, Plans, layers_of
 from hetero_framework.trainer.run_checkpoint import plan_entries
@@ -203,7 +203,11 @@ class Replanning(Plans):
         """The bytes of the parts on each process. Made when needed: it takes seconds for large
         models."""
         given, prepared = self._prepared.resolved.given, self._prepared
-        return given.per_quantization(self.facts, lambda owner: _part_bytes(prepared, owner))
+        memory = given.per_quantization(self.facts, lambda owner: _memory(prepared, owner))
+        return {
+            owner: bytes_of_parts(memory[owner], one_memory=fact.host_free is None)
+            for owner, fact in self.facts.items()
+        }
 
     def _change(
         self, entries: setup.Entries, reason: str, away: tuple[WorkerId, ...]
@@ -233,8 +237,9 @@ class Replanning(Plans):
         """The needs of the parts on a process. Parts that others hold in another precision need
         more than is free, since they keep it."""
         config, parts = self._prepared.config, self._part_bytes[owner]
-        if owner in self._streaming and (free_there := self.facts[owner].host_free):
-            rate = {"host_to_device_bytes_per_s": _ASSUMED_RATE}
+        streams, free_there = owner in self._streaming, self.facts[owner].host_free
+        if free_there and (streams or config.training.offload_optimizer):
+            rate = {"host_to_device_bytes_per_s": _ASSUMED_RATE} if streams else {}
             name = machine_of(config, config.machine(owner))
             parts = {**parts, **rate, "host_bytes": free_there, "machine": name}
         kind = config.quantization(owner)
@@ -302,10 +307,10 @@ def _model_work(prepared: setup.Prepared) -> LayerWork:
     return LayerWork(tuple(map(float, layers)), float(head_work))
 
 
-def _part_bytes(prepared: setup.Prepared, owner: WorkerId) -> PartBytes:
+def _memory(prepared: setup.Prepared, owner: WorkerId) -> list[StageMemory]:
     layers = introspect(prepared.model_config).num_layers
     config, tokens = prepared.config.held_by(owner), prepared.data.row_tokens
     if config.training.gradient_checkpointing:  # "auto": wherever it is needed
         config = config.with_changes(training={"gradient_checkpointing": True})
     plan = prepared.adapter_plan
-    return bytes_of_parts(memory_of_parts(config, prepared.model_config, layers, plan, tokens))
+    return memory_of_parts(config, prepared.model_config, layers, plan, tokens)

@@ -330,3 +330,19 @@ def test_the_readme_has_the_figures_of_its_commands(
         }
         for k, entry in enumerate(together["shard_plan"])
     ]
+
+
+def test_states_are_in_host_memory_only_where_it_is_another(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = ["--device", "local=RTX 3090", "--device", "1=Apple M2 Max 64GB"]
+    words = ["--model", str(model), *devices, "--adapter", "none", "--save-profile", "fleet.json"]
+    estimated(capsys, *words, "--overwrite")
+    card, mac = load_profile("fleet.json").devices
+    estimated(capsys, *words, "--overwrite", "--set", "training.offload_optimizer=true")
+    with_host, same = load_profile("fleet.json").devices
+    assert (same.layer_bytes, same.layer_host_bytes) == (mac.layer_bytes, (0,) * 8)
+    there = zip(with_host.layer_bytes, with_host.layer_host_bytes, strict=True)
+    assert tuple(a + b for a, b in there) == card.layer_bytes
+    assert min(with_host.layer_host_bytes) > 0
+    assert with_host.embedding_host_bytes > 0 < with_host.head_host_bytes

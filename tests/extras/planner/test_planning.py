@@ -326,3 +326,16 @@ def test_another_machine_never_makes_a_plan_much_worse(profile: FleetProfile) ->
         return
     more = plan(profile, allow=NO_CHUNKS)
     assert more.predicted_step_s <= 1.01 * fewer.predicted_step_s
+
+
+def test_optimizer_states_in_host_memory_count_there() -> None:
+    device = {"id": "local", "memory_bytes": 1e9, "layer_forward_s": 0.1, "layer_backward_s": 0.2}
+    device |= {"layer_host_bytes": 100.0, "embedding_host_bytes": 30.0, "head_host_bytes": 20.0}
+    raw = {"version": 1, "layers": 4, "micro_batches": 2, "devices": [device]}
+    fits, short = (
+        FleetProfile.from_dict({**raw, "devices": [{**device, "host_bytes": room}]})
+        for room in (450.0, 449.0)
+    )
+    assert plan(fits).shard_plan == ({"id": "local", "start": 0, "end": 4},)
+    with pytest.raises(PlanError, match="1 B of host memory are missing for the optimizer's"):
+        plan(short)
