@@ -43,7 +43,7 @@ def problems_of(details: Sequence[Any], root: type[BaseModel], raw: Any) -> list
     for detail in details:
         keys, is_union = _real_path(detail["loc"], raw)
         path = functools.reduce(join_path, keys, "")
-        if is_union and detail["type"] in _EXPECTED:
+        if is_union and detail["type"] in (*_EXPECTED, *_BOUNDS):
             unions.setdefault(path, []).append(_expected(detail))
             options = " or ".join(dict.fromkeys(unions[path]))
             text = f"must be {options}, not {_value_or_type(detail['input'])}"
@@ -128,6 +128,9 @@ _BOUNDS = {
 def _expected(detail: Any) -> str:
     if detail["type"] == "literal_error":
         return str(detail["ctx"]["expected"]).replace("'", '"')
+    if detail["type"] in _BOUNDS:
+        words, name = _BOUNDS[detail["type"]]
+        return f"{words} {detail['ctx'][name]}"
     return _EXPECTED[detail["type"]]
 
 

@@ -391,6 +391,8 @@ def test_is_last_must_agree_with_the_order() -> None:
 
 
 def test_streamed_layers_are_frozen_and_in_the_stage() -> None:
+    wrong = message(changed("shard_plan[1].offload", -1))
+    assert 'shard_plan[1].offload: must be at least 0 or "auto", not -1' in wrong
     raw = {**changed("shard_plan[1].offload", 17), "adapter": {"r": 2}}
     layers = raw["shard_plan"][1]["end"] - raw["shard_plan"][1]["start"]
     assert "shard_plan[1].offload: is 17, but the stage has 16 layers" in message(raw, PlanError)
