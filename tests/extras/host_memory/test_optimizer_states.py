@@ -143,6 +143,15 @@ def test_a_checkpoint_is_that_of_any_run(optim: str, before: bool, after: bool) 
     assert differences(expected, (losses, second.state())) == []
 
 
+def test_loaded_states_leave_the_device() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    weight.grad = torch.ones(1000)
+    optimizer, states = torch.optim.AdamW([weight]), OptimizerStates(Device())
+    states.step(optimizer)
+    states.load(optimizer, {weight: "w"}, {"w": dict(optimizer.state[weight])})
+    assert not states._returning
+
+
 def test_a_snapshot_is_of_its_step_despite_later_steps() -> None:
     training = Training(config([2], offload_optimizer=True), Device())
     training.step(0)
