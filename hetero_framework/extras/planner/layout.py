@@ -148,7 +148,9 @@ class Fleet:
 
     def seconds(self, part: Part) -> tuple[float, float]:
         """Seconds of forward and backward of a stage's layers, without embedding and head:
-        computing, slower while layers are fetched, or fetching, whichever takes longer."""
+        computing, slower while layers are fetched, or fetching, whichever takes longer. Where the
+        direction turns nothing is fetched before the first streamed layer is done, nor while what
+        follows the last one is computed."""
         costs = self.costs[part.device]
         backward_s = costs.recompute_s if part.recompute else costs.backward_s
         forward_s = costs.forward_s[part.end] - costs.forward_s[part.start]
@@ -156,8 +158,14 @@ class Fleet:
         if not part.offload:
             return forward_s, back_s
         more, fetch_s = costs.device.copy_slowdown - 1, self.fetch_s(part)
-        there_s = max(forward_s + more * min(forward_s, fetch_s), fetch_s)
-        return there_s, max(back_s + more * min(back_s, fetch_s), fetch_s) if back_s else 0.0
+        turns = fetch_s and self.stores(part)
+        ends = 1 / part.offload + 1 / (part.end - part.start) if turns else 0.0
+
+        def taken_s(computing_s: float) -> float:
+            slowed_s = computing_s + more * min(computing_s, fetch_s)
+            return max(slowed_s, fetch_s + ends * computing_s)
+
+        return taken_s(forward_s), taken_s(back_s) if back_s else 0.0
 
     def fetch_s(self, part: Part) -> float:
         """Seconds in which a pass fetches streamed layers: all but those that the turn of direction

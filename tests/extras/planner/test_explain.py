@@ -413,4 +413,4 @@ def test_a_stage_that_waits_for_its_layers_is_limited_by_streaming() -> None:
     )
     local, _ = explain.device_uses(found_of(slow, layout))
     assert local.limit == "streaming"
-    assert local.streaming_s == pytest.approx(8 * (2 * 0.060 - 0.036))
+    assert local.streaming_s == pytest.approx(8 * (2 * 0.060 - 0.036 * (1 - 1 / 8 - 1 / 12)))

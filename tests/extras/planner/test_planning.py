@@ -249,8 +249,8 @@ def test_a_slow_way_from_host_memory_bounds_the_step() -> None:
     found = plan(profile)
     (use,) = found.devices
     assert use.limit == "streaming"
-    assert found.predicted_step_s == pytest.approx(8 * 2 * 0.2)
-    assert use.streaming_s == pytest.approx(8 * (2 * 0.2 - 24 * 0.004))
+    assert found.predicted_step_s == pytest.approx(8 * (2 * 0.2 + 0.096 * (1 / 22 + 1 / 24)))
+    assert use.streaming_s == pytest.approx(8 * (2 * 0.2 - 0.096 * (1 - 1 / 22 - 1 / 24)))
 
 
 def test_streamed_layers_of_a_given_plan_are_predicted_and_refused() -> None:
