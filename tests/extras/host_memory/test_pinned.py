@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hetero_framework.core.devices import Device
-from hetero_framework.extras.host_memory.pinned import HostTensors
+from hetero_framework.extras.host_memory.pinned import HostBytes, HostTensors
 
 
 class Pinning(Device):
@@ -61,3 +61,9 @@ def test_what_cannot_be_pinned_is_plain_and_said(caplog: pytest.LogCaptureFixtur
     assert caplog.messages == [
         "states in host memory: 4.96 MiB, 4.77 MiB of it not pinned, which is slower"
     ]
+
+
+def test_no_more_than_its_bytes_are_copied() -> None:
+    pairs = HostBytes(Device(), 100_000).copies_to(torch.zeros(200_000, dtype=torch.uint8))
+    assert sum(len(part) for part, _ in pairs) == 100_000
+    assert all(len(part) == len(piece) for part, piece in pairs)
