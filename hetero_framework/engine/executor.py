@@ -181,7 +181,7 @@ class Executor:
         began, residence = self._device.record_event(), queue.stage.residence
         try:
             if residence is not None:
-                residence.begin(task.kind, k, self._following(queue))
+                residence.begin(task.kind, k, self._following(queue, task.kind))
             send = self._backward(queue, k) if task.kind == BACKWARD else self._forward(queue, k)
             if residence is not None:
                 residence.end()
@@ -241,15 +241,16 @@ class Executor:
             if ended > began:
                 self._recorder.span(kind, stage.index, spans.NO_MICRO_BATCH, began, ended)
 
-    def _following(self, queue: _StageQueue) -> str:
-        """The kind of a stage's next task: as the order has it, else as 1F1B does."""
+    def _following(self, queue: _StageQueue, kind: str) -> str:
+        """The kind of a stage's next task, after one that begins: as the order has it, else as 1F1B
+        does."""
         index, started = queue.stage.index, self._readiness.started
-        forward, backward = (self._order.place((kind, index)) for kind in (FORWARD, BACKWARD))
+        forward, backward = (self._order.place((each, index)) for each in (FORWARD, BACKWARD))
         if forward != backward:
             return FORWARD if forward < backward else BACKWARD
         if not queue.has_backwards or started(BACKWARD, index) == self._step.micro_batches:
             return FORWARD
-        is_full = self._readiness.is_full(index)
+        is_full = self._readiness.is_full(index) and kind == FORWARD  # a backward makes room
         no_forward = started(FORWARD, index) == self._step.micro_batches
         return BACKWARD if is_full or no_forward else FORWARD
 

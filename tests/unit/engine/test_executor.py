@@ -352,6 +352,48 @@ def test_the_planned_order_decides_among_ready_tasks() -> None:
         assert [verb for verb, _ in order] == verbs
 
 
+class Told:
+    """A residence that writes down the tasks that it is told of, and those that are to follow."""
+
+    misses: int | None = 0
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[str, int, str]] = []
+
+    def begin(self, kind: str, micro_batch: int, following: str) -> None:
+        self.tasks.append((kind, micro_batch, following))
+
+    def end(self) -> None: ...
+
+    def transfers(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_residence_hears_of_the_task_that_follows(is_ordered: bool) -> None:
+    """By the order of the step, or, where there is none, by that of 1F1B with two in flight."""
+    stage = FakeStage(1)
+    stage.residence = told = Told()
+    executor, _ = make_executor([stage])
+    kinds = [FORWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, BACKWARD]
+    tasks = tuple((kind, 1) for kind in kinds) if is_ordered else ()
+    executor.begin(TRAIN, StepSchedule((2,) * 4, tasks=tasks))
+    buffers = Buffers()
+    feed(executor, 1, buffers, 4)
+    backwards = 0
+    for kind in kinds:
+        if kind == BACKWARD:
+            executor.put_gradient(1, backwards, buffers.arrival())
+            backwards += 1
+        assert executor.run_next()
+    assert [kind for kind, _, _ in told.tasks] == kinds
+    assert [following for _, _, following in told.tasks] == [*kinds[1:], FORWARD]
+    executor.begin(EVALUATE, SCHEDULE)
+    feed(executor, 1, buffers, 4)
+    run_all(executor)
+    assert [following for _, _, following in told.tasks[8:]] == [FORWARD] * 4
+
+
 def test_a_task_out_of_turn_waits_as_long_as_the_schedule_says() -> None:
     stages = [FakeStage(0, first=True), FakeStage(2)]
     executor, _ = make_executor(stages)
