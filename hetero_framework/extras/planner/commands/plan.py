@@ -34,7 +34,7 @@ from hetero_framework.errors import UserError
 _log = logging.getLogger(__name__)
 
 EXAMPLES = """
-    hetero plan --dry-run --model meta-llama/Llama-3.1-8B --device "local=RTX 4090" \\
+    hetero plan --dry-run --model meta-llama/Llama-3.1-8B --device "local=RTX 4090 +64GB" \\
         --device "1=RTX 3090" --device "2=Apple M2 Max 64GB" --bandwidth 1Gbit/s
     hetero plan --measure --config cluster.json
     hetero plan --measure --config cluster.json --save-profile fleet.json --write
@@ -58,8 +58,8 @@ OPTIONS = (
     repeated(
         "--device",
         "ID=NAME",
-        'with --dry-run: the device of a process, as in "1=RTX 3090" or "local=Apple M2 Max 64GB";'
-        " may be repeated",
+        'with --dry-run: the device of a process, as in "1=RTX 3090 +64GB", a card in a machine of'
+        ' 64 GB of memory (else 32 GB are assumed), or "local=Apple M2 Max 64GB"; may be repeated',
     ),
     option(
         "--adapter",
