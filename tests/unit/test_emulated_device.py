@@ -217,22 +217,30 @@ def test_states_and_stored_inputs_visit_beside_computing(rate: str, library: Pat
 
 KILLED = "a_worker_that_is_killed_in_a_backward_comes_back_and_the_result_is_the_same"
 INTEGRATION = (
-    f"recovery.py::test_{KILLED}",
-    "recovery.py::test_a_coordinator_that_is_killed_goes_on_with_the_same_command",
-    "islands.py::test_two_islands_of_any_plans_are_one_training",
-    "plan.py::test_measured_plan_is_written_and_trains_to_the_same_bits",
-    "resume.py::test_resume_under_other_plans_equals_the_uninterrupted_run",
-    "snapshot.py",
+    f"integration/test_recovery.py::test_{KILLED}",
+    "integration/test_recovery.py::test_a_coordinator_that_is_killed_goes_on_with_the_same_command",
+    "extras/islands/test_islands.py::test_two_islands_of_any_plans_are_one_training",
+    "extras/planner/test_plan_processes.py"
+    "::test_measured_plan_is_written_and_trains_to_the_same_bits",
+    "integration/test_resume.py::test_resume_under_other_plans_equals_the_uninterrupted_run",
+    "integration/test_snapshot.py",
+    "extras/host_memory/test_runs.py",
 )
 """Tests of several processes that compare runs on the device with one another."""
+
+
+def test_the_tests_of_several_processes_are_there() -> None:
+    for name in INTEGRATION:
+        file, _, test = name.partition("::")
+        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert f"def {test}" in text, name
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_lost_resumed_measured_or_summed_is_right(seed: int, library: Path) -> None:
     suite = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not faults")
-    tests = [f"tests/integration/test_{name}" for name in INTEGRATION]
-    tests.append("tests/extras/host_memory/test_runs.py")
+    tests = [f"tests/{name}" for name in INTEGRATION]
     run(library, *suite, *tests, seed=seed, HETERO_TEST_DEVICE="cuda:1")
 
 
