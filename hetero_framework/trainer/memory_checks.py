@@ -46,8 +46,8 @@ def with_one_memory(config: Config, local: Collection[str | int]) -> set[str | i
 
 def host_memory_lines(config: Config, one_memory: Collection[str | int]) -> list[str]:
     """A line for each setting of all stages that does nothing for the processes in `one_memory`,
-    whose device shares the machine's. Raises DeviceError where entries of their stages have one,
-    and ConfigError where host memory needs an extra that is not here."""
+    whose device shares the machine's memory. Raises DeviceError where an entry of their stages has
+    such a setting, and ConfigError where host memory needs an extra that is not here."""
     for k in range(len(config.shard_plan)):
         if config.uses_host_memory(k):
             registry.needed("stages", "host_memory", f"shard_plan[{k}]: host memory for tensors")

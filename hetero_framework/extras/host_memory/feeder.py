@@ -46,6 +46,11 @@ class Delivery:
         assert self._ends is not None
         return self._ends
 
+    def settle(self) -> None:
+        """Wait until the copy is over, whether it has failed or not."""
+        if self._known.wait(_LONGEST_S) and self._ends is not None:
+            self._ends[1].wait()
+
     def queued(self, ends: Ends) -> None:
         self._ends = ends
         self._known.set()

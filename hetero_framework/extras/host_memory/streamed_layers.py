@@ -231,7 +231,7 @@ class StreamedLayers:
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
         """End, once no copy is on its way; the modules without the streamed layers."""
         for delivery in self._arriving.values():
-            delivery.ends[1].wait()
+            delivery.settle()
         if self._feeder is not None:
             self._feeder.close()
         blocks = {k: block for k, block in modules.blocks.items() if k not in self._position}
@@ -243,17 +243,20 @@ class StreamedLayers:
 
     def _use(self, position: int) -> None:
         """Have what this thread queues from now on wait for a layer."""
-        if self._there.get(self._slot[position]) != position:
+        slot = self._slot[position]
+        if self._there.get(slot) != position:
             self.misses += 1
             self._fetch(position)
         if (delivery := self._arriving.pop(position, None)) is not None:
             asked = self._device.record_event()
+            del self._there[slot]  # a step that is done again must not find what has not come
             self.transfers += [(WEIGHTS, *delivery.ends), (AWAITED, asked, delivery.ends[1])]
             self._device.order_behind(delivery.ends[1])
+            self._there[slot] = position
 
     def _done(self, position: int) -> None:
         """All work with a layer in this direction is queued: its slot is for the next one."""
-        if position >= self._in_turn or self._there[self._slot[position]] != position:
+        if position >= self._in_turn or self._there.get(self._slot[position]) != position:
             return  # the model has left out a layer, and the next one is here already
         ahead = position + (self._shared if self._direction == FORWARD else -self._shared)
         if not 0 <= ahead < self._in_turn:
@@ -268,6 +271,7 @@ class StreamedLayers:
         slot = self._slot[position]
         copies = self._layers[position].copies_to(self._memory[slot])
         queued = self._device.record_event()
+        self._there.pop(slot, None)
         if self._feeder is not None:
             delivery = self._feeder.copy(copies, queued)
         else:

@@ -100,7 +100,7 @@ def factor() -> float:
 
 
 def host_memory() -> dict[str, float]:
-    """What is assumed of the memory of machines beside their cards'."""
+    """Assumptions about the host memory of machines with a card."""
     return dict(_table()["host_memory"])
 
 

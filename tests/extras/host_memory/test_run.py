@@ -46,7 +46,7 @@ def stages_of(config: Config) -> list[dict[str, Any]]:
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, free: int, host: int = 1 << 40) -> None:
-    """The device has so many bytes, and its host."""
+    """Device and host have these free bytes."""
     monkeypatch.setattr(Device, "memory", lambda self: Memory(free, free))
     monkeypatch.setattr(Device, "host_free", host)
 

@@ -15,6 +15,7 @@ from hetero_framework.core.spans import AWAITED, WEIGHTS
 from hetero_framework.engine.loading import load_stages, take_apart
 from hetero_framework.engine.stage import Stage
 from hetero_framework.errors import ConfigError, DeviceError
+from hetero_framework.extras.host_memory.feeder import Delivery
 from hetero_framework.extras.host_memory.residence import HostMemory
 from hetero_framework.extras.host_memory.streamed_layers import StreamedLayers
 from tests.extras.host_memory.stages import (
@@ -172,3 +173,28 @@ def test_slots_are_freed_when_a_stage_is_taken_apart(own_memory: None) -> None:
     kept = take_apart(stages, config)
     assert all(slot() is None for slot in slots)
     assert next(iter(kept._of.values())).blocks.keys() == {3}
+
+
+def test_a_layer_that_could_not_be_read_is_fetched_again(
+    own_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is done again, after a lack of memory say: its slot has another layer's weights."""
+    config = configuration(({"end": LAYERS, "offload": 6},), adapter=LORA)
+    right, stages = train(load(config)), load(config)
+    layers, copies = layers_of(stages[0]), Device.queue_copies
+    full, lost = MemoryError("full"), Delivery()
+    lost.failed(full)
+
+    def fail(self: Device, pairs: Any, *args: Any) -> Any:
+        pairs[0][0].fill_(255)
+        raise full
+
+    layers._arriving[0] = lost  # as the feeder's thread leaves it
+    layers._memory[layers._slot[0]].fill_(255)
+    with pytest.raises(MemoryError):
+        train(stages)
+    monkeypatch.setattr(Device, "queue_copies", fail)
+    with pytest.raises(MemoryError):
+        train(stages)
+    monkeypatch.setattr(Device, "queue_copies", copies)
+    assert same(train(stages), right)
