@@ -35,6 +35,8 @@ from hetero_framework.models.library import LIBRARY_ERRORS, OWN_CLASS_HINT
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"(?!\.)[^/\\:\0]+")
+_NAMED = "transformers_weights"
+_WEIGHTS = re.compile(_FILE_NAME.pattern + r"\.safetensors(\.index\.json)?")
 _MOST_PARTS = 4096
 _COUNT = re.compile(r"(?<!max_window_)(layers?|blocks?|depth|experts|num_labels)$")
 _SETTINGS = (repository.CONFIG, repository.GENERATION)
@@ -115,19 +117,37 @@ class Checkpoint:
         self.revision = revision
         self.used: set[str] = set()
         self._local = local
-        self.index = self.path(INDEX_FILE)
-        if self.index is not None:
+        self.index, name = self._first()
+        if name.endswith(".json"):
             self.files = _weight_map(self.index)
             return
-        self.index = self.path(SINGLE_FILE)
-        if self.index is None:
-            raise ModelError(
-                f"{platform.node()} finds neither {SINGLE_FILE} nor {INDEX_FILE} in model"
-                f" {source!r}",
-                hint=_CONVERT,
-            )
         with _open(self.index) as file:
-            self.files = dict.fromkeys(file.keys(), SINGLE_FILE)
+            self.files = dict.fromkeys(file.keys(), name)
+
+    def _first(self) -> tuple[Path, str]:
+        """The file that from_pretrained begins with, and its name: the one that config.json names,
+        else the single one, else the index."""
+        if self.path(repository.ADAPTER) is not None:
+            raise ModelError(
+                f"{self.source!r} holds an adapter beside the model, and from_pretrained would add"
+                " it to the weights",
+                hint=f"take {repository.ADAPTER} away, or merge the adapter with `hetero merge`",
+            )
+        config = self.path(repository.CONFIG)
+        named = repository.read_json(config, ModelError).get(_NAMED) if config is not None else None
+        if named is not None and not (isinstance(named, str) and _WEIGHTS.fullmatch(named)):
+            raise ModelError(
+                f"{config} has {_NAMED} {frames.brief(named)}, which is neither a safetensors file"
+                " beside it nor the index of several"
+            )
+        names = (SINGLE_FILE, INDEX_FILE) if named is None else (named,)
+        for name in names:
+            if (path := self.path(name)) is not None:
+                return path, name
+        raise ModelError(
+            f"{platform.node()} finds no {' and no '.join(names)} in model {self.source!r}",
+            hint=_CONVERT,
+        )
 
     def path(self, filename: str) -> Path | None:
         """The local path of a file of the model, downloaded if need be; None if there is none."""

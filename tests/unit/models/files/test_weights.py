@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hetero_framework.errors import ModelError
@@ -83,3 +87,86 @@ def test_a_folder_without_config_json_is_refused(model: Path) -> None:
 def test_a_misspelt_directory_is_refused() -> None:
     with pytest.raises(ModelError, match="model 'modle': no directory here, and as a name on the"):
         read_config("modle", None)
+
+
+LAYOUTS = {
+    "model.safetensors": "",
+    "model.safetensors.index.json": "",
+    "model.fp16.safetensors": "",
+    "model.safetensors.index.fp16.json": "",
+    "nested/model.safetensors": "",
+    "other.safetensors": "other.safetensors",
+    "other.safetensors.index.json": "other.safetensors.index.json",
+    "absent": "absent.safetensors",
+}
+"""Files of weights, and the one that config.json names for them."""
+
+
+def write_layout(folder: Path, base: Path, name: str, value: int) -> None:
+    """All weights filled with `value`, in a file `name`, or as a shard with the index `name`."""
+    config = json.loads((folder / "config.json").read_text())
+    if LAYOUTS[name]:
+        config["transformers_weights"] = LAYOUTS[name]
+        (folder / "config.json").write_text(json.dumps(config))
+    file = folder / (f"shard-of-{value}.safetensors" if name.endswith(".json") else name)
+    file.parent.mkdir(exist_ok=True)
+    tensors = {k: torch.full_like(t, value) for k, t in load_file(base).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    if name.endswith(".json"):
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, file.name)}
+        (folder / name).write_text(json.dumps(index))
+
+
+def value_read(source: str) -> float | None:
+    try:
+        with Checkpoint(source).slices("lm_head.weight".__eq__) as slices:
+            return float(slices["lm_head.weight"][0, 0])
+    except ModelError:
+        return None
+
+
+def value_of_library(source: str) -> float | None:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True)
+    except OSError:
+        return None
+    return float(model.lm_head.weight.detach()[0, 0])
+
+
+@pytest.mark.parametrize("on_hub", [False, True])
+def test_files_are_preferred_as_from_pretrained_prefers_them(
+    on_hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_model(tmp_path / "base")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    seen = set()
+    numbers = {layout: number for number, layout in enumerate(LAYOUTS)}
+    commit = "c0ffee" * 6 + "0000"
+    for one, other in itertools.combinations_with_replacement(LAYOUTS, 2):
+        name = f"{numbers[one]}-{numbers[other]}"
+        root = tmp_path / f"models--models--{name}"
+        folder = root / "snapshots" / commit
+        folder.mkdir(parents=True)
+        (root / "refs").mkdir()
+        (root / "refs" / "main").write_text(commit)
+        (folder / "config.json").write_text((base / "config.json").read_text())
+        for layout in {one, other}:
+            write_layout(folder, base / "model.safetensors", layout, numbers[layout])
+        source = f"models/{name}" if on_hub else str(folder)
+        assert value_read(source) == value_of_library(source), (one, other)
+        seen.add(value_read(source))
+    assert seen == {None, 0, 1, 5, 6}
+
+
+def test_an_adapter_beside_the_model_is_named(model: Path) -> None:
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "another"}')
+    with pytest.raises(ModelError, match=r"an adapter beside(.|\n)*hetero merge"):
+        Checkpoint(str(model))
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "pytorch_model.bin", 7])
+def test_weights_that_lie_elsewhere_are_refused(name: object, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
+    with pytest.raises(ModelError, match="transformers_weights"):
+        Checkpoint(str(model))
