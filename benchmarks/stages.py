@@ -24,6 +24,7 @@ from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.engine.stage_api import (
     GradientReport,
     Outcome,
+    Residence,
     StageInterface,
     StatePart,
     StepInfo,
@@ -275,7 +276,7 @@ class SleepStage:
     """A stage that takes its time and hands on tensors of the right size."""
 
     input_requires_grad = True
-    residence = None
+    residence = Residence()
     differentiates = True
     awaits_sums = False
     fingerprint: ClassVar[dict[str, str]] = {}

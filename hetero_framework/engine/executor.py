@@ -43,7 +43,9 @@ class _StageQueue:
 
     @property
     def misses(self) -> int | None:
-        return None if self.stage.residence is None else self.stage.residence.misses
+        """Those of the step."""
+        n = self.stage.residence.misses
+        return None if n is None else n - self.misses_before
 
     def note_queue(self) -> None:
         self.queue_peak = max(self.queue_peak, len(self.hidden) + len(self.gradients))
@@ -84,7 +86,7 @@ class Executor:
         for queue in self._queues.values():
             self._drop(queue)
             queue.stage.begin(info, take)
-            queue.queue_peak, queue.misses_before = 0, queue.misses or 0
+            queue.queue_peak, queue.misses_before = 0, queue.stage.residence.misses or 0
             differentiates = info.train and queue.stage.differentiates
             queue.has_backwards = differentiates and not queue.stage.is_last
         limits = {index: schedule.in_flight_limits[index] for index in self._queues}
@@ -180,11 +182,9 @@ class Executor:
         self._readiness.start(task, stores=task.kind == FORWARD and queue.has_backwards)
         began, residence = self._device.record_event(), queue.stage.residence
         try:
-            if residence is not None:
-                residence.begin(task.kind, k, self._following(queue, task.kind))
+            residence.begin(task.kind, k, self._following(queue, task.kind))
             send = self._backward(queue, k) if task.kind == BACKWARD else self._forward(queue, k)
-            if residence is not None:
-                residence.end()
+            residence.end()
             self._tasks.append((task, began, self._device.record_event()))
             send()  # may encode on the device
         except (*control.FAILURES, MemoryError) as error:
@@ -229,13 +229,13 @@ class Executor:
                 peak_memory_bytes=0,
                 arrive_forward_s=0.0,
                 arrive_backward_s=0.0,
-                prefetch_misses=None if (n := queue.misses) is None else n - queue.misses_before,
+                prefetch_misses=queue.misses,
             )
             for k, queue in self._queues.items()
         }
 
     def _record_visits(self, stage: api.StageInterface) -> None:
-        visits = stage.residence.transfers() if stage.residence is not None else ()
+        visits = stage.residence.transfers()
         for kind, *events in visits if self._recorder.enabled else ():
             began, ended = map(self._device.event_time, events)
             if ended > began:
@@ -332,8 +332,7 @@ class Executor:
                 arrival.release()
             waiting.clear()
         queue.inputs.clear()
-        if queue.stage.residence is not None:
-            queue.stage.residence.transfers()
+        queue.stage.residence.transfers()
 
 
 def _copied(results: Bundle, arrival: api.Arrival) -> Bundle:

@@ -71,7 +71,7 @@ def load_stages(
                 attach_adapter(shard, plan, seed)
                 return shard
 
-            if config.uses_host_memory(spec.index):
+            if config.uses_host_memory(spec.index) and not device.one_memory:
                 what = f"shard_plan[{spec.index}]: host memory for tensors of the device"
                 reside = registry.needed("stages", "host_memory", what)
                 shard, residence = reside(config, spec, device, load, span, there)

@@ -21,7 +21,7 @@ from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device, HostCopy
 from hetero_framework.engine.early_gradients import EarlyGradients
 from hetero_framework.engine.expectation import rows_and_tokens
-from hetero_framework.engine.optimizer import build_optimizer, load_state_tensors, state_tensors
+from hetero_framework.engine.optimizer import build_optimizer, state_tensors
 from hetero_framework.engine.stage_api import (
     GradientReport,
     Outcome,
@@ -72,7 +72,7 @@ class Stage:
         residence: Residence | None = None,
     ) -> None:
         training = config.training
-        self.residence = residence
+        self.residence = residence or Residence()
         self.index = spec.index
         self.is_first = spec.is_first
         self.is_last = spec.is_last
@@ -91,8 +91,7 @@ class Stage:
             shard.add_noise(training.neftune_noise_alpha)
         if config.checkpointing(spec.index) is True:
             shard.recompute_blocks()
-        if residence is not None:
-            residence.accompany(shard)
+        self.residence.accompany(shard)
         self._parameters = trainable_parameters(shard)
         # Targets, tied to a weight of an earlier place, never step; in order of places.
         self._targets = tied_parameters(shard)
@@ -124,10 +123,8 @@ class Stage:
         self._early.close()
         self._parameters, self._names, self._optimizer = [], {}, None
         self._targets, self._sources = {}, {}
-        modules = self._shard.dissolve()
-        if self.residence is not None:
-            modules = self.residence.dissolve(modules)
-            self.residence = None
+        modules = self.residence.dissolve(self._shard.dissolve())
+        self.residence = Residence()
         return self._shard.range, modules
 
     @property
@@ -309,15 +306,9 @@ class Stage:
                 group["lr"] = learning_rate
             if failpoints.is_due("optimizer-half"):
                 self._step_half(self._optimizer)
-            self._step(self._optimizer)
+            self.residence.step(self._optimizer)
         self._kept = None
         self.abort()
-
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.residence is not None:
-            self.residence.step(optimizer)
-        else:
-            optimizer.step()
 
     def _step_half(self, optimizer: torch.optim.Optimizer) -> None:
         """For a failpoint: the first half of the parameters makes the step before the others."""
@@ -326,7 +317,7 @@ class Stage:
         gradients = [parameter.grad for parameter in rest]
         for parameter in rest:
             parameter.grad = None
-        self._step(optimizer)
+        self.residence.step(optimizer)
         failpoints.hit("optimizer-half")
         for parameter in first:
             parameter.grad = None
@@ -347,8 +338,7 @@ class Stage:
         self._finite.clear()
         self._decoder = None
         self._early.begin(None)
-        if self.residence is not None:
-            self.residence.abort()
+        self.residence.abort()
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -379,8 +369,7 @@ class Stage:
         yield from in_parts((name, tensor, {}) for name, tensor in export_parts(self._shard))
 
     def _checkpoint_entries(self) -> Iterator[Entry]:
-        if self.residence is not None:
-            self.residence.settle()
+        self.residence.settle()
         states = state_tensors(self._optimizer, self._names) if self._optimizer else {}
         for name, parameter in self._parameters:
             tensors, plain = states.get(name, ({}, {}))
@@ -469,8 +458,7 @@ class Stage:
                 )
             if self._optimizer is not None:
                 state = {name: values for name, values in self._loading.items() if values}
-                load = load_state_tensors if self.residence is None else self.residence.load
-                load(self._optimizer, self._names, state)
+                self.residence.load(self._optimizer, self._names, state)
             self._loading = {}
 
     def tied_weights(self) -> Tensors:

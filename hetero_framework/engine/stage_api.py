@@ -17,12 +17,16 @@ from torch.optim import Optimizer
 from hetero_framework.core.devices import DeviceEvent
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Decoding, StageFigures
+from hetero_framework.engine.optimizer import load_state_tensors
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.shard import Shard
 from hetero_framework.models.cut.side import Bundle, Form
 
 Tensors = dict[str, Tensor]
 Loss = float | Tensor  # reading the number of a tensor waits for its device
+States = dict[str, dict[str, Any]]  # an optimizer's, by the name of the parameter
+Transfer = tuple[str, DeviceEvent, DeviceEvent]
+"""Kind (of `spans.VISITS`), beginning and end of a copy, or of a wait for one."""
 
 
 def _nothing() -> None:
@@ -154,11 +158,15 @@ class Snapshot(Protocol):
     def keep(self) -> None: ...
 
 
-class Residence(Protocol):
-    """Tensors of one stage that are in host memory and come to its device in time."""
+class Residence:
+    """The places of one stage's tensors: here its device, for all of them. Others may keep some in
+    host memory, from where they come to the device in time."""
 
-    misses: int | None
-    """How often a layer was used before its copy had been asked for; None where none streams."""
+    @property
+    def misses(self) -> int | None:
+        """How often a layer was used before its copy had been asked for; None where none
+        streams."""
+        return None
 
     def accompany(self, shard: Shard) -> None:
         """Hear of the use of this shard's layers from now on."""
@@ -175,21 +183,23 @@ class Residence(Protocol):
 
     def step(self, optimizer: Optimizer) -> None:
         """Step the optimizer."""
+        optimizer.step()
 
-    def load(
-        self, optimizer: Optimizer, names: Mapping[Any, str], state: dict[str, dict[str, Any]]
-    ) -> None:
+    def load(self, optimizer: Optimizer, names: Mapping[Any, str], state: States) -> None:
         """See `optimizer.load_state_tensors`."""
+        load_state_tensors(optimizer, names, state)
 
     def settle(self) -> None:
         """Wait until the optimizer's states may be read."""
 
-    def transfers(self) -> list[tuple[str, DeviceEvent, DeviceEvent]]:
-        """Kind (of `spans.VISITS`), beginning and end of each copy, and of each wait, since the
-        last call; waits for none. A wait that ends before it begins was none."""
+    def transfers(self) -> list[Transfer]:
+        """The copies, and waits for them, since the last call; waits for none. A wait that ends
+        before it begins was none."""
+        return []
 
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
         """End it; the modules that are whole on the device."""
+        return modules
 
 
 class StageInterface(Protocol):
@@ -200,8 +210,7 @@ class StageInterface(Protocol):
     is_last: bool
     input_requires_grad: bool
     """Whether something before this stage is trained: it then returns a gradient."""
-    residence: Residence | None
-    """None where all tensors are on the device."""
+    residence: Residence
 
     @property
     def fingerprint(self) -> Mapping[str, str]:

@@ -44,6 +44,7 @@ from hetero_framework.extras.host_memory import (
     optimizer_states,
     stored_inputs,
     streamed_layers,
+    visitors,
 )
 from hetero_framework.models.cut.introspect import BlockForm
 from hetero_framework.models.cut.reuse import ReusableModules
@@ -81,7 +82,7 @@ MUTATIONS = (
     Mutation(
         "a layer is used before it is there",
         streamed_layers,
-        "            self._device.order_behind(delivery.ends[1])\n",
+        "            self._device.order_behind(there)\n",
         "            pass\n",
     ),
     Mutation(
@@ -99,26 +100,26 @@ MUTATIONS = (
     Mutation(
         "states are fetched into memory that queued work still uses",
         optimizer_states,
-        '"states in", queued)',
-        '"states in")',
+        '"states in", pairs, queued)',
+        '"states in", pairs)',
     ),
     Mutation(
         "states are written back before the step",
         optimizer_states,
-        '"states out", stepped)',
-        '"states out")',
+        '"states out", pairs, stepped)',
+        '"states out", pairs)',
     ),
     Mutation(
-        "states are freed while they are written back",
-        optimizer_states,
-        "            self._device.order_behind(self._returning[0][1])\n",
+        "states are freed while they are written back, and inputs while they leave",
+        visitors,
+        "            self._device.order_behind(left)\n",
         "",
     ),
     Mutation(
         "states are fetched before the last step has written them back",
         optimizer_states,
         "        optimizer.state = states\n        self._let_go(0)\n",
-        "        optimizer.state = states\n        self._returning.clear()\n",
+        "        optimizer.state = states\n        self._leaving.clear()\n",
     ),
     Mutation(
         "states are read before they are written back",
@@ -129,14 +130,8 @@ MUTATIONS = (
     Mutation(
         "an input leaves before it is computed",
         stored_inputs,
-        '"inputs out", computed)',
-        '"inputs out")',
-    ),
-    Mutation(
-        "an input is freed while it leaves",
-        stored_inputs,
-        "            self._device.order_behind(stored.left)\n",
-        "",
+        ", computed)",
+        ")",
     ),
     Mutation(
         "an input is used before it is back",
@@ -147,19 +142,20 @@ MUTATIONS = (
     Mutation(
         "an input comes back into memory that queued work still uses",
         stored_inputs,
-        '"inputs in", queued)',
-        '"inputs in")',
+        '"inputs in", pairs, queued)',
+        '"inputs in", pairs)',
     ),
     Mutation(
         "host memory is given to another input before this one is back",
         stored_inputs,
-        '"inputs in", queued)\n',
-        '"inputs in", queued)\n        self._free[len(stored.memory)].append(stored.memory)\n',
+        '"inputs in", pairs, queued)\n',
+        '"inputs in", pairs, queued)\n'
+        "            self._free[len(stored.memory)].append(stored.memory)\n",
     ),
     Mutation(
         "a buffer is filled before its copy is done",
         feeder,
-        "            self._buffers[-1][1].wait()\n",
+        "                copied.wait()\n",
         "",
     ),
     Mutation(
@@ -485,7 +481,7 @@ def visiting_layers(device: Device) -> int:
         found, waiting, entered = [], deque[Any](), iter(entering)
         for kind, following in pairwise(tasks):
             if layers is not None:
-                layers.begin(kind, following)
+                layers.begin(kind, 0, following)
             if kind == FORWARD:
                 first = hidden = next(entered).clone().requires_grad_()
                 for forward in forwards:

@@ -66,19 +66,15 @@ def step(stages: list[Stage], device: Device, number: int, micro_batches: int) -
 
     def back() -> None:
         k, gradients = waiting.pop(0)
-        if first.residence is not None:
-            following = FORWARD if k + 2 < micro_batches else BACKWARD
-            first.residence.begin(BACKWARD, k, following if waiting else FORWARD)
+        following = FORWARD if k + 2 < micro_batches else BACKWARD
+        first.residence.begin(BACKWARD, k, following if waiting else FORWARD)
         first.backward(k, gradients)
-        if first.residence is not None:
-            first.residence.end()
+        first.residence.end()
 
     for k in range(micro_batches):
-        if first.residence is not None:
-            first.residence.begin(FORWARD, k, BACKWARD if k else FORWARD)
+        first.residence.begin(FORWARD, k, BACKWARD if k else FORWARD)
         left = first.forward(k, inputs, ())
-        if first.residence is not None:
-            first.residence.end()
+        first.residence.end()
         entered = tuple(t.detach().requires_grad_(t.requires_grad) for t in left)
         outcome, gradients = last.forward_backward(k, inputs, entered)
         found.append(outcome.loss)

@@ -6,7 +6,6 @@ soon as one is done, and must give the bits of the copy that has everything.
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import torch
@@ -16,11 +15,12 @@ from hetero_framework.core.cache import recall, remember
 from hetero_framework.core.devices import Device
 from hetero_framework.core.planned_order import FORWARD
 from hetero_framework.data.batches import num_items
+from hetero_framework.engine.stage_api import Residence
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.extras.host_memory.streamed_layers import HostLayer, StreamedLayers
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.partition import ranges_between
-from hetero_framework.models.cut.shard import Shard, build_shard
+from hetero_framework.models.cut.shard import build_shard
 from hetero_framework.models.cut.tiny import probe_inputs, shrink
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.models.rng import seed_cpu
@@ -48,45 +48,38 @@ def admit_streaming(config: PretrainedConfig) -> None:
 def try_streaming(tiny: PretrainedConfig) -> str:
     """The reason why a tiny model's layers cannot be streamed; empty where they can."""
     tiny = deterministic(tiny)
-    structure = introspect(tiny)
-    whole = ranges_between([0, structure.num_layers])[0]
-    results = []
-    with quiet_library():
-        for streams, again in itertools.product((False, True), repeat=2):
-            shard = build_shard(tiny, None, whole, dtype=torch.float32)
-            blocks = [shard.model.get_submodule(structure.blocks)[k] for k in range(whole.end)]
-            for parameter in itertools.chain(*(block.parameters() for block in blocks)):
-                parameter.requires_grad_(False)
-            if again:
-                shard.recompute_blocks()
-            layers = None
-            if streams:
-                hosts = {k: HostLayer(Device(), block) for k, block in enumerate(blocks)}
-                layers = StreamedLayers(Device(), hosts, is_last=True, in_turn=1)
-                shard.accompany_blocks(layers.around)
-            try:
-                results.append(_outcome(shard, layers, structure.ids_per_token))
-            except LIBRARY_ERRORS as error:
-                return f"it does not run ({briefly(error)})"
-    for plain, streamed in zip(results[:2], results[2:], strict=True):
-        if plain.keys() != streamed.keys():
-            return "no gradient reaches some of its weights"
+    for recomputes in (False, True):
+        try:
+            with quiet_library():
+                plain, streamed = (_outcome(tiny, recomputes, one) for one in (False, True))
+        except LIBRARY_ERRORS as error:
+            return f"it does not run ({briefly(error)})"
         for name, tensor in plain.items():
-            if not torch.equal(tensor, streamed[name]):
+            if name not in streamed or not torch.equal(tensor, streamed[name]):
                 return f"{name} differs: its layers are used out of order"
     return ""
 
 
-def _outcome(
-    shard: Shard, layers: StreamedLayers | None, ids_per_token: int
-) -> dict[str, torch.Tensor]:
+def _outcome(tiny: PretrainedConfig, recomputes: bool, streams: bool) -> dict[str, torch.Tensor]:
     """The losses of two micro-batches, and the gradients of all outside the layers."""
+    structure = introspect(tiny)
+    whole = ranges_between([0, structure.num_layers])[0]
+    shard = build_shard(tiny, None, whole, dtype=torch.float32)
+    blocks = dict(enumerate(shard.model.get_submodule(structure.blocks)))
+    for block in blocks.values():
+        block.requires_grad_(False)
+    if recomputes:
+        shard.recompute_blocks()
+    visitors = Residence()
+    if streams:
+        hosts = {k: HostLayer(Device(), block) for k, block in blocks.items()}
+        visitors = StreamedLayers(Device(), hosts, is_last=True, in_turn=1)
+    visitors.accompany(shard)
     shard.train(True)
     found = {}
     for k in range(2):
-        if layers is not None:
-            layers.begin(FORWARD, FORWARD)
-        inputs = probe_inputs(shard.config, k, ids_per_token=ids_per_token)
+        visitors.begin(FORWARD, k, FORWARD)
+        inputs = probe_inputs(tiny, k, ids_per_token=structure.ids_per_token)
         with torch.random.fork_rng(devices=[]):
             seed_cpu(k)  # some draw without a setting that turns it off
             loss = shard.loss(inputs, (), torch.tensor(num_items([inputs])))

@@ -7,8 +7,9 @@ to the device.
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -21,43 +22,18 @@ _BUFFER_BYTES = 16 << 20
 _LONGEST_S = 600.0
 
 Ends = tuple[DeviceEvent, DeviceEvent]
+"""Beginning and end of a copy."""
 
 
-class Delivery:
-    """A layer that has been asked for. It is known when it comes as soon as its copy is queued."""
-
-    def __init__(self, ends: Ends | None = None) -> None:
-        self._ends = ends
-        self._error: Exception | None = None
-        self._known = threading.Event()
-        if ends is not None:
-            self._known.set()
-
-    @property
-    def ends(self) -> Ends:
-        """Beginning and end of the copy; waits until it is queued. Raises what reading raised."""
-        if not self._known.wait(_LONGEST_S):
-            raise HeteroError(
-                f"a layer could not be read from host memory or its file within {_LONGEST_S:.0f} s",
-                hint="look at the disk that holds the model",
-            )
-        if self._error is not None:
-            raise self._error
-        assert self._ends is not None
-        return self._ends
-
-    def settle(self) -> None:
-        """Wait until the copy is over, whether it has failed or not."""
-        if self._known.wait(_LONGEST_S) and self._ends is not None:
-            self._ends[1].wait()
-
-    def queued(self, ends: Ends) -> None:
-        self._ends = ends
-        self._known.set()
-
-    def failed(self, error: Exception) -> None:
-        self._error = error
-        self._known.set()
+def ends_of(delivery: Future[Ends]) -> Ends:
+    """The ends of a copy; waits until it is queued. Raises what reading raised."""
+    try:
+        return delivery.result(_LONGEST_S)
+    except TimeoutError:
+        raise HeteroError(
+            f"a layer could not be read from host memory or its file within {_LONGEST_S:.0f} s",
+            hint="look at the disk that holds the model",
+        ) from None
 
 
 class Feeder:
@@ -65,18 +41,22 @@ class Feeder:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._buffers: list[tuple[Tensor, DeviceEvent]] = []
         self._thread = Sender(lambda error: None, _LONGEST_S)
+        self._buffers: deque[tuple[Tensor, DeviceEvent]] = deque()
+        for _ in range(2):
+            memory = device.pinned(_BUFFER_BYTES)
+            plain = torch.empty(_BUFFER_BYTES, dtype=torch.uint8) if memory is None else memory
+            self._buffers.append((plain, DeviceEvent()))
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: DeviceEvent) -> Delivery:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: DeviceEvent) -> Future[Ends]:
         """Copy the second tensor of each pair, bytes, into the first, behind `after`."""
-        delivery = Delivery()
+        delivery = Future[Ends]()
 
         def job() -> None:
             try:
-                delivery.queued(self._copied(pairs, after))
+                delivery.set_result(self._copied(pairs, after))
             except Exception as error:
-                delivery.failed(error)  # for the thread that waits for it
+                delivery.set_exception(error)  # for the thread that waits for it
 
         self._thread.submit(job)
         return delivery
@@ -89,19 +69,11 @@ class Feeder:
         for target, source in pairs:
             parts = zip(target.split(_BUFFER_BYTES), source.split(_BUFFER_BYTES), strict=True)
             for part, data in parts:
-                buffer = self._free_buffer()[: len(data)]
+                memory, copied = self._buffers[0]
+                copied.wait()
+                buffer = memory[: len(data)]
                 buffer.copy_(data)
                 ends += self._device.queue_copies([(part, buffer)], "weights", after)
-                self._buffers[-1] = self._buffers[-1][0], ends[-1]
+                self._buffers[0] = memory, ends[-1]
+                self._buffers.rotate()
         return ends[0], ends[-1]
-
-    def _free_buffer(self) -> Tensor:
-        """The buffer that was used longest ago; the last one of the list from now on."""
-        if len(self._buffers) < 2:
-            memory = self._device.pinned(_BUFFER_BYTES)
-            plain = torch.empty(_BUFFER_BYTES, dtype=torch.uint8) if memory is None else memory
-            self._buffers.append((plain, DeviceEvent()))
-        else:
-            self._buffers.reverse()
-            self._buffers[-1][1].wait()
-        return self._buffers[-1][0]

@@ -6,8 +6,9 @@ return. The device has memory for three groups, and only during the commit.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from torch.optim import Optimizer
 
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.engine.optimizer import load_state_tensors
-from hetero_framework.extras.host_memory.pinned import MOST_TRANSFERS, HostTensors, Transfers
+from hetero_framework.engine.stage_api import States
+from hetero_framework.extras.host_memory.visitors import Visitors
 from hetero_framework.models.sizing.streaming import STATES_GROUP_BYTES, STATES_OF_NUMBER
 
 _SMALL_BYTES = 1024  # states that stay: counters, tables of 8-bit optimizers
 _RETURNING = 1  # groups, behind the one that steps
+_States = Mapping[Tensor, dict[str, Any]]
+_Visiting = dict[tuple[Tensor, str], Tensor]
 
 
 def in_groups(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -37,37 +41,33 @@ def in_groups(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     return groups
 
 
-class OptimizerStates:
+class OptimizerStates(Visitors):
     """The states of one stage's optimizer. Between commits `optimizer.state` has them in host
     memory, in the same one for good."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
-        self._memory = HostTensors(device)
-        self._hosts: dict[tuple[Tensor, str], Tensor] = {}
-        self._returning: deque[tuple[list[Tensor], DeviceEvent]] = deque()
+        super().__init__(device)
+        self._hosts: _Visiting = {}
         self._returned = DeviceEvent()
-        self.transfers = Transfers(maxlen=MOST_TRANSFERS)
 
     def step(self, optimizer: Optimizer) -> None:
         """As `optimizer.step`. Gradients are gone afterwards."""
-        parameters = _parameters(optimizer)
-        gradients = {p: p.grad for p in parameters if p.grad is not None}
+        gradients = {p: p.grad for p in _parameters(optimizer) if p.grad is not None}
         for parameter in gradients:
             parameter.grad = None
         states, groups = optimizer.state, in_groups(gradients)
-        arrivals = deque(self._fetch(states, group) for group in groups[:1])
-        for k, group in enumerate(groups):
+        following = self._fetch(states, groups[0] if groups else [])
+        for group, next_group in pairwise([*groups, []]):
             self._let_go(_RETURNING)
-            arrivals.extend(self._fetch(states, following) for following in groups[k + 1 : k + 2])
-            there, arrival = arrivals.popleft()
+            there, arrival = following
+            following = self._fetch(states, next_group)
             self._device.order_behind(arrival)
-            for parameter, key in there:
-                states[parameter][key] = there[parameter, key]
+            for (parameter, key), tensor in there.items():
+                states[parameter][key] = tensor
             for parameter in group:
                 parameter.grad = gradients.pop(parameter)
             # Some optimizers look at all states that there are, and bring them to the device.
-            optimizer.state = _states({p: states[p] for p in group if p in states})
+            optimizer.state = defaultdict(dict, {p: states[p] for p in group if p in states})
             optimizer.step()
             states.update(optimizer.state)
             for parameter in group:
@@ -77,11 +77,9 @@ class OptimizerStates:
         self._let_go(0)
         self._memory.tell("optimizer states")
 
-    def load(
-        self, optimizer: Optimizer, names: Mapping[Any, str], state: dict[str, dict[str, Any]]
-    ) -> None:
+    def load(self, optimizer: Optimizer, names: Mapping[Any, str], state: States) -> None:
         """As `load_state_tensors`, which puts all that it loads onto the device."""
-        loaded = _states({})
+        loaded: defaultdict[Tensor, Any] = defaultdict(dict)
         for group in in_groups(_parameters(optimizer)):
             part = {names[p]: state[names[p]] for p in group if names[p] in state}
             load_state_tensors(optimizer, names, part)
@@ -92,12 +90,9 @@ class OptimizerStates:
         self._let_go(0)
 
     def settle(self) -> None:
-        """Wait until all states are in host memory."""
         self._returned.wait()
 
-    def _fetch(
-        self, states: Mapping[Tensor, dict[str, Any]], group: list[Tensor]
-    ) -> tuple[dict[tuple[Tensor, str], Tensor], DeviceEvent]:
+    def _fetch(self, states: _States, group: list[Tensor]) -> tuple[_Visiting, DeviceEvent]:
         """Queue the way of a group's states to the device, into memory of their own."""
         hosts = {
             (parameter, key): host
@@ -106,14 +101,12 @@ class OptimizerStates:
             if (host := self._hosts.get((parameter, key))) is state and host is not None
         }
         there = {at: torch.empty_like(host, device=at[0].device) for at, host in hosts.items()}
-        pairs = [(tensor, hosts[at]) for at, tensor in there.items()]
         # The memory may be in use until then, by work that is queued.
         queued = self._device.record_event()
-        began, arrival = self._device.queue_copies(pairs, "states in", queued)
-        self.transfers.append(("states in", began, arrival))
-        return there, arrival
+        pairs = [(tensor, hosts[at]) for at, tensor in there.items()]
+        return there, self._queue("states in", pairs, queued) if pairs else queued
 
-    def _send_back(self, states: Mapping[Tensor, dict[str, Any]], group: list[Tensor]) -> None:
+    def _send_back(self, states: _States, group: list[Tensor]) -> None:
         """Queue the way of a group's states to host memory, which `states` has from now on."""
         pairs = []
         for parameter in group:
@@ -127,24 +120,12 @@ class OptimizerStates:
                 pairs.append((host, tensor))
                 states[parameter][key] = host
         stepped = self._device.record_event()
-        began, self._returned = self._device.queue_copies(pairs, "states out", stepped)
-        self.transfers.append(("states out", began, self._returned))
-        self._returning.append(([tensor for _, tensor in pairs], self._returned))
-
-    def _let_go(self, most: int) -> None:
-        """Free the device's memory of all that return but the last `most`."""
-        while len(self._returning) > most:
-            # What takes the memory next is queued on this thread's stream.
-            self._device.order_behind(self._returning[0][1])
-            self._returning.popleft()
+        self._returned = self._queue("states out", pairs, stepped)
+        self._leaving.append(([tensor for _, tensor in pairs], self._returned))
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _states(states: dict[Tensor, dict[str, Any]]) -> defaultdict[Tensor, Any]:
-    return defaultdict(dict, states)
 
 
 def _travels(state: Any, parameter: Tensor) -> bool:

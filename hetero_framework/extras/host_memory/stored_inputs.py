@@ -7,7 +7,7 @@ again: from the last one of a backward to the first one of the next, while the t
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,37 +23,36 @@ from hetero_framework.core.buffers import size_class
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.extras.host_memory.pinned import MOST_TRANSFERS, HostTensors, Transfers
+from hetero_framework.extras.host_memory.visitors import Visitors
+from hetero_framework.models.cut.shard import Shard
 
 _LEAVING = 2  # inputs on their way out that the device holds
 
 
 @dataclass(eq=False)
 class _Stored:
-    """The input of one layer. `tensor` is it on the device, while it is there or on its way."""
+    """The input of one layer. `there` has it while it is on the device, or on its way there."""
 
-    at: tuple[int, int]  # micro-batch, layer
-    tensor: Tensor | None
+    at: tuple[int, int]  # micro-batch, layer below zero: in the order of their backwards
+    there: list[Tensor]
     memory: Tensor
     host: Tensor
-    left: DeviceEvent
     arrival: DeviceEvent | None = None
 
 
-class StoredInputs:
-    """The stored inputs of one stage's layers. For its computing thread, and the one that runs its
-    backward meanwhile."""
+class StoredInputs(Visitors):
+    """The stored inputs of one stage's layers."""
 
     def __init__(self, device: Device, spec: StageSpec) -> None:
-        self._device = device
+        super().__init__(device)
         # The last layer's backward follows at once; what was received is kept for its gradient.
         self._staying = [spec.end - 1] * spec.is_last + [spec.start] * (not spec.is_first)
-        self._memory = HostTensors(device)
         self._free: dict[int, list[Tensor]] = defaultdict(list)
-        self._stored: dict[int, dict[int, _Stored]] = {}  # by micro-batch and layer
-        self._leaving: deque[tuple[_Stored, Tensor]] = deque()
+        self._stored: dict[tuple[int, int], _Stored] = {}
         self._micro_batch, self._following = 0, FORWARD
-        self.transfers = Transfers(maxlen=MOST_TRANSFERS)
+
+    def accompany(self, shard: Shard) -> None:
+        shard.storing = self.storing
 
     def begin(self, kind: str, micro_batch: int, following: str) -> None:
         self._micro_batch, self._following = micro_batch, following
@@ -63,9 +62,8 @@ class StoredInputs:
 
     def abort(self) -> None:
         self._let_go(0)
-        for layers in self._stored.values():
-            for stored in layers.values():
-                self._free_host(stored)
+        for stored in self._stored.values():
+            self._free_host(stored)
         self._stored = {}
         self._memory.tell("stored inputs of layers")
 
@@ -85,23 +83,19 @@ class StoredInputs:
             )
 
     def _pack(self, index: int, hidden: weakref.ref[Tensor], tensor: Tensor) -> Any:
-        layers = self._stored.setdefault(self._micro_batch, {})
-        if (
-            tensor is not hidden()
-            or index in (*layers, *self._staying)
-            or not tensor.is_contiguous()
-        ):
+        at = self._micro_batch, -index
+        stays = index in self._staying or at in self._stored or not tensor.is_contiguous()
+        if stays or tensor is not hidden():
             return tensor
         self._let_go(_LEAVING - 1)
         source, free = tensor.detach(), self._free[size_class(tensor.nbytes)]
         memory = free.pop() if free else self._memory.take(size_class(tensor.nbytes))
         host = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         computed = self._device.record_event()
-        began, left = self._device.queue_copies([(host, source)], "inputs out", computed)
-        self.transfers.append(("inputs out", began, left))
-        layers[index] = _Stored((self._micro_batch, index), source, memory, host, left)
-        self._leaving.append((layers[index], source))
-        return layers[index]
+        left = self._queue("inputs out", [(host, source)], computed)
+        self._stored[at] = stored = _Stored(at, [source], memory, host)
+        self._leaving.append((stored.there, left))
+        return stored
 
     def _unpack(self, packed: Any) -> Tensor:
         tensor: Tensor = self._take(packed) if isinstance(packed, _Stored) else packed
@@ -112,10 +106,8 @@ class StoredInputs:
         """The input on the device; its host memory is free."""
         self._fetch(stored)
         self._free_host(stored)
-        micro_batch, index = stored.at
-        del self._stored[micro_batch][index]
-        tensor, stored.tensor = stored.tensor, None
-        assert tensor is not None
+        del self._stored[stored.at]
+        [tensor], stored.there = stored.there, []
         return tensor
 
     def _free_host(self, stored: _Stored) -> None:
@@ -126,26 +118,14 @@ class StoredInputs:
 
     def _fetch_next(self) -> None:
         """Have the next input of the backward on its way, or of the one that follows this task."""
-        self._stored = {k: layers for k, layers in self._stored.items() if layers}
         first = min(self._stored, default=None)
-        if first is not None and (first == self._micro_batch or self._following == BACKWARD):
-            self._fetch(self._stored[first][max(self._stored[first])])
+        if first is not None and (first[0] == self._micro_batch or self._following == BACKWARD):
+            self._fetch(self._stored[first])
 
     def _fetch(self, stored: _Stored) -> None:
-        if stored.tensor is not None:
-            return
-        stored.tensor = torch.empty_like(stored.host, device=self._device.torch_device)
-        pairs = [(stored.tensor, stored.host)]
-        # Work that is queued may use the memory; and it is behind the end of the copy out.
-        queued = self._device.record_event()
-        began, stored.arrival = self._device.queue_copies(pairs, "inputs in", queued)
-        self.transfers.append(("inputs in", began, stored.arrival))
-
-    def _let_go(self, most: int) -> None:
-        """Free the device's memory of all inputs on their way out but the last `most`."""
-        while len(self._leaving) > most:
-            stored, _ = self._leaving[0]
-            # What takes the memory next is queued on this thread's stream.
-            self._device.order_behind(stored.left)
-            self._leaving.popleft()
-            stored.tensor = None
+        if not stored.there:
+            stored.there = [torch.empty_like(stored.host, device=self._device.torch_device)]
+            # Work that is queued may use the memory; and it is behind the end of the copy out.
+            queued = self._device.record_event()
+            pairs = [(stored.there[0], stored.host)]
+            stored.arrival = self._queue("inputs in", pairs, queued)

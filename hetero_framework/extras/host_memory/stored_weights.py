@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
-from hetero_framework.extras.host_memory.pinned import FileBytes
 from hetero_framework.models.files.weights import Checkpoint, renaming
 from hetero_framework.repository import resolve_model_path
 
@@ -36,24 +35,24 @@ class Stored:
         rename = renaming(model, dict.fromkeys(names, True))
         self._keys = {rename(key): key for key in self._checkpoint.files}
 
-    def bytes_of(
+    def parts_of(
         self, block: nn.Module, path: str, places: Sequence[tuple[Any, str, Tensor, int]]
-    ) -> FileBytes:
-        """The bytes of a block's frozen tensors, each at its place. Raises ConfigError for one that
-        the files have not, or otherwise."""
+    ) -> list[tuple[int, Tensor]]:
+        """The place and the bytes of each of a block's frozen tensors. Raises ConfigError for one
+        that the files have not, or otherwise."""
         names = {id(parameter): name for name, parameter in block.named_parameters()}
         parts = []
         for holder, attribute, tensor, offset in places:
             name = f"{path}.{names.get(id(holder), attribute)}"
-            stored = self._tensor(name)
-            if stored is None or not _are_equal(stored, tensor):
+            stored, used = self._tensor(name), tensor.cpu()
+            if stored is None or stored.dtype != used.dtype or not torch.equal(stored, used):
                 raise ConfigError(
                     f"{name} is not used as the files of {self._checkpoint.source!r} have it, so"
                     " that it cannot be read from them at each visit",
                     hint=f"{_HINT}, or model.dtype and quantization, which change it",
                 )
             parts.append((offset, stored.view(torch.uint8).view(-1)))
-        return FileBytes(parts)
+        return parts
 
     def _tensor(self, name: str) -> Tensor | None:
         if (key := self._keys.get(name)) is None:
@@ -62,8 +61,3 @@ class Stored:
         with safe_open(path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(key)
         return tensor
-
-
-def _are_equal(stored: Tensor, tensor: Tensor) -> bool:
-    same = (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape)
-    return same and torch.equal(stored, tensor.to("cpu"))

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,14 +22,9 @@ from hetero_framework.core.devices import Device
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.core.spans import AWAITED, WEIGHTS
 from hetero_framework.errors import ConfigError
-from hetero_framework.extras.host_memory.feeder import Delivery, Feeder
-from hetero_framework.extras.host_memory.pinned import (
-    MOST_TRANSFERS,
-    FileBytes,
-    HostBytes,
-    Transfers,
-)
+from hetero_framework.extras.host_memory.feeder import Ends, Feeder, ends_of
 from hetero_framework.extras.host_memory.stored_weights import Stored
+from hetero_framework.extras.host_memory.visitors import Visitors, in_pieces
 from hetero_framework.models.adapters.trainable import trainable_parameters
 from hetero_framework.models.cut.introspect import BlockForm
 from hetero_framework.models.cut.partition import ShardRange
@@ -103,36 +100,25 @@ class HostLayer:
         self, device: Device, block: nn.Module, path: str = "", stored: Stored | None = None
     ) -> None:
         self._places: list[tuple[Any, str, Tensor, int]] = []
-        offsets: dict[int, int] = {}
-        end = 0
+        self.nbytes, offsets = 0, dict[int, int]()
         for holder, name, tensor in _frozen_tensors(block):
             if tensor.data_ptr() not in offsets:
-                offsets[tensor.data_ptr()] = end
-                end += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+                offsets[tensor.data_ptr()] = self.nbytes
+                self.nbytes += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
             self._places.append((holder, name, tensor, offsets[tensor.data_ptr()]))
-        self.nbytes = end
+        self.is_in_files, self.plain_bytes = stored is not None, self.nbytes
         if stored is not None:
-            self._host: HostBytes | FileBytes = stored.bytes_of(block, path, self._places)
+            self._parts = stored.parts_of(block, path, self._places)
         else:
-            staged = torch.empty(end, dtype=torch.uint8, device=device.torch_device)
+            staged = torch.empty(self.nbytes, dtype=torch.uint8, device=device.torch_device)
             for _, _, tensor, offset in self._places:
                 _view(staged, offset, tensor).copy_(tensor)
-            self._host = HostBytes(device, end)
-            self._host.fill(staged)
-        self._places = [
-            (holder, name, torch.empty_like(tensor, device="meta"), offset)
-            for holder, name, tensor, offset in self._places
-        ]
-        for holder, name, form, _ in self._places:
-            setattr(holder, name, torch.empty(0, dtype=form.dtype, device=device.torch_device))
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._host.pinned_bytes
-
-    @property
-    def is_in_files(self) -> bool:
-        return isinstance(self._host, FileBytes)
+            self._parts, self.plain_bytes = in_pieces(device, self.nbytes)
+            for part, piece in self.copies_to(staged):
+                piece.copy_(part)
+        for k, (holder, name, tensor, offset) in enumerate(self._places):
+            self._places[k] = (holder, name, torch.empty_like(tensor, device="meta"), offset)
+            setattr(holder, name, torch.empty(0, dtype=tensor.dtype, device=device.torch_device))
 
     def place_in(self, slot: Tensor) -> None:
         for holder, name, form, offset in self._places:
@@ -140,18 +126,19 @@ class HostLayer:
 
     def copies_to(self, slot: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(target, source) of all its bytes."""
-        return self._host.copies_to(slot)
+        return [(slot[begin : begin + len(part)], part) for begin, part in self._parts]
 
 
-class StreamedLayers:
-    """The streamed layers of one stage. For its computing thread, and the one that runs its
-    backward meanwhile."""
+class StreamedLayers(Visitors):
+    """The streamed layers of one stage."""
+
+    misses: int = 0
 
     def __init__(
         self, device: Device, hosts: dict[int, HostLayer], *, is_last: bool, in_turn: int = SLOTS
     ) -> None:
         """`in_turn` are the slots that layers share."""
-        self._device = device
+        super().__init__(device)
         self._is_last = is_last
         self._layers = [hosts[k] for k in sorted(hosts)]
         self._position = {k: position for position, k in enumerate(sorted(hosts))}
@@ -159,19 +146,20 @@ class StreamedLayers:
         self._shared, self._in_turn = in_turn, layers_in_turn(count, in_turn)
         self._slot = [slot_of(position, count, in_turn) for position in range(count)]
         sizes = slot_sizes([layer.nbytes for layer in self._layers], in_turn)
-        self._memory = [
+        self._slots = [
             torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device) for nbytes in sizes
         ]
         for layer, slot in zip(self._layers, self._slot, strict=True):
-            layer.place_in(self._memory[slot])
+            layer.place_in(self._slots[slot])
         self._there: dict[int, int] = {}  # slot: the layer that is in it, or on its way
-        self._arriving: dict[int, Delivery] = {}
-        self.transfers = Transfers(maxlen=MOST_TRANSFERS)
+        self._arriving: dict[int, Future[Ends]] = {}
         self._direction = self._following = FORWARD
-        self.misses = 0
-        is_pinned = all(layer.pinned_bytes >= layer.nbytes for layer in self._layers)
-        self._feeder = Feeder(device) if not is_pinned and device.is_async else None
+        self._plain_bytes = sum(layer.plain_bytes for layer in self._layers)
+        self._feeder = Feeder(device) if self._plain_bytes and device.is_async else None
         self.end()
+
+    def accompany(self, shard: Shard) -> None:
+        shard.accompany_blocks(self.around)
 
     def around(
         self, index: int, form: BlockForm, forward: Callable[..., Any]
@@ -199,24 +187,23 @@ class StreamedLayers:
 
     def tell(self) -> None:
         """Say in the log how much is where, and what to do where that is slow."""
-        total = sum(layer.nbytes for layer in self._layers)
-        plain = total - sum(min(layer.pinned_bytes, layer.nbytes) for layer in self._layers)
         in_files = any(layer.is_in_files for layer in self._layers)
         _log.info(
             "%s in %s: %s; %s of the device to visit",
             plural(len(self._layers), "layer"),
             "files" if in_files else "host memory",
-            *(size(total), size(sum(len(slot) for slot in self._memory))),
+            size(sum(layer.nbytes for layer in self._layers)),
+            size(sum(map(len, self._slots))),
         )
         if self._feeder is not None and not in_files:
             _log.warning(
                 "%s of it are not pinned, for the system gives no more: their copies are slower."
                 " Raise the limit of locked memory (ulimit -l; docker run --ulimit memlock=-1;"
                 " memory in .wslconfig under WSL 2), or keep fewer layers there",
-                size(plain),
+                size(self._plain_bytes),
             )
 
-    def begin(self, kind: str, following: str) -> None:
+    def begin(self, kind: str, micro_batch: int, following: str) -> None:
         self._direction, self._following = kind, following
 
     def end(self) -> None:
@@ -231,7 +218,8 @@ class StreamedLayers:
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
         """End, once no copy is on its way; the modules without the streamed layers."""
         for delivery in self._arriving.values():
-            delivery.settle()
+            with suppress(Exception):  # one that has failed is over, too
+                ends_of(delivery)[1].wait()
         if self._feeder is not None:
             self._feeder.close()
         blocks = {k: block for k, block in modules.blocks.items() if k not in self._position}
@@ -250,8 +238,9 @@ class StreamedLayers:
         if (delivery := self._arriving.pop(position, None)) is not None:
             asked = self._device.record_event()
             del self._there[slot]  # a step that is done again must not find what has not come
-            self.transfers += [(WEIGHTS, *delivery.ends), (AWAITED, asked, delivery.ends[1])]
-            self._device.order_behind(delivery.ends[1])
+            began, there = ends_of(delivery)
+            self._transfers += [(WEIGHTS, began, there), (AWAITED, asked, there)]
+            self._device.order_behind(there)
             self._there[slot] = position
 
     def _done(self, position: int) -> None:
@@ -269,13 +258,14 @@ class StreamedLayers:
     def _fetch(self, position: int) -> None:
         """Queue a layer's way into its slot, behind all that is queued with what is there now."""
         slot = self._slot[position]
-        copies = self._layers[position].copies_to(self._memory[slot])
+        copies = self._layers[position].copies_to(self._slots[slot])
         queued = self._device.record_event()
         self._there.pop(slot, None)
         if self._feeder is not None:
             delivery = self._feeder.copy(copies, queued)
         else:
-            delivery = Delivery(self._device.queue_copies(copies, "weights", queued))
+            delivery = Future[Ends]()
+            delivery.set_result(self._device.queue_copies(copies, "weights", queued))
         self._there[slot], self._arriving[position] = position, delivery
 
 

@@ -22,6 +22,7 @@ from hetero_framework.models.files.quantization import check_devices
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import estimate_memory
 from hetero_framework.security.access import Access
+from hetero_framework.trainer.memory_checks import host_memory_lines
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import (
     Sample,
@@ -82,6 +83,7 @@ class Talk:
         ) as cluster:
             facts = cluster.start(config.plan.owners)
             check_devices(config, model, {owner: f.no_four_bit for owner, f in facts.items()})
+            host_memory_lines(config, {o for o, f in facts.items() if f.host_free is None})
             if any(entry.offload == "auto" for entry in config.shard_plan):
                 memory = estimate_memory(config, model, max_in_flight=1, tokens=1)
                 config = fit_offload(Resolved.start(config), memory, facts)[0].config

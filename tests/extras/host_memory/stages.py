@@ -86,16 +86,14 @@ def _forward(stages: list[Stage], step: int, k: int, found: list[Any]) -> Any:
     received: Any = ()
     for stage in stages:
         following = BACKWARD if k and not stage.is_last else FORWARD
-        if stage.residence is not None:
-            stage.residence.begin(FORWARD, k, following)
+        stage.residence.begin(FORWARD, k, following)
         if stage.is_last:
             outcome, received = stage.forward_backward(k, inputs, received)
             found.append(outcome.loss)
         else:
             received = stage.forward(k, inputs, received)
             received = tuple(t.detach().requires_grad_(t.requires_grad) for t in received)
-        if stage.residence is not None:
-            stage.residence.end()
+        stage.residence.end()
     return received
 
 
@@ -103,11 +101,9 @@ def _backward(stages: list[Stage], k: int, gradients: Any) -> None:
     for stage in reversed(stages[:-1]):
         if not stage.differentiates:
             return
-        if stage.residence is not None:
-            stage.residence.begin(BACKWARD, k, FORWARD)
+        stage.residence.begin(BACKWARD, k, FORWARD)
         gradients = stage.backward(k, gradients)
-        if stage.residence is not None:
-            stage.residence.end()
+        stage.residence.end()
 
 
 def state(stages: list[Stage]) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 
 import pytest
@@ -39,7 +40,7 @@ def test_what_is_longer_than_its_buffers_comes_whole_and_the_thread_ends(
     sources = [torch.randint(0, 255, (n,), dtype=torch.uint8) for n in (1, 999, 1000, 4321)]
     targets = [torch.zeros_like(source) for source in sources]
     arrival = feeding.copy(list(zip(targets, sources, strict=True)), DeviceEvent())
-    arrival.ends[1].wait()
+    feeder.ends_of(arrival)[1].wait()
     assert all(map(torch.equal, targets, sources))
     # The next part is read while the last one is on its way.
     assert len({*device.read}) == 2
@@ -52,11 +53,11 @@ def test_an_error_reaches_the_thread_that_waits() -> None:
     feeding = Feeder(Device())
     short, long = torch.zeros(4, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="must match"):
-        assert feeding.copy([(short, long)], DeviceEvent()).ends
+        feeder.ends_of(feeding.copy([(short, long)], DeviceEvent()))
     feeding.close()
 
 
 def test_a_disk_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeder, "_LONGEST_S", 0.01)
     with pytest.raises(feeder.HeteroError, match="could not be read"):
-        assert feeder.Delivery().ends
+        feeder.ends_of(Future())

@@ -17,7 +17,7 @@ from hetero_framework.extras.host_memory.optimizer_states import (
     _travels,
     in_groups,
 )
-from hetero_framework.extras.host_memory.pinned import HostTensors
+from hetero_framework.extras.host_memory.visitors import HostTensors
 from tests.extras.host_memory.training import LORA, Training, config, differences, own_memory
 from tests.extras.host_memory.watched import Watched
 
@@ -149,7 +149,7 @@ def test_loaded_states_leave_the_device() -> None:
     optimizer, states = torch.optim.AdamW([weight]), OptimizerStates(Device())
     states.step(optimizer)
     states.load(optimizer, {weight: "w"}, {"w": dict(optimizer.state[weight])})
-    assert not states._returning
+    assert not states._leaving
 
 
 def test_a_snapshot_is_of_its_step_despite_later_steps() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from hetero_framework.engine.stage import Stage
 from hetero_framework.extras.host_memory.residence import HostMemory
+from hetero_framework.extras.host_memory.streamed_layers import StreamedLayers
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.sizing.memory import StageMemory, estimate_memory
@@ -34,5 +35,5 @@ def test_a_stage_holds_the_bytes_that_are_told(offload: int, own_memory: None) -
     assert held_bytes(stage) == told.weights
     if offload:
         assert isinstance(stage.residence, HostMemory)
-        assert stage.residence._layers is not None
+        assert isinstance(stage.residence._layers, StreamedLayers)
         assert sum(layer.nbytes for layer in stage.residence._layers._layers) == told.host

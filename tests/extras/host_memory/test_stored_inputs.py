@@ -92,7 +92,8 @@ def test_all_are_on_their_way_before_they_are_needed(monkeypatch: pytest.MonkeyP
     take = StoredInputs._take
 
     def noting(self: StoredInputs, stored: _Stored) -> Any:
-        taken.append((stored.at, stored.tensor is not None))
+        micro_batch, below_zero = stored.at
+        taken.append(((micro_batch, -below_zero), bool(stored.there)))
         return take(self, stored)
 
     monkeypatch.setattr(StoredInputs, "_take", noting)

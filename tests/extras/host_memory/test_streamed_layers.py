@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from hetero_framework.core.devices import Device
 from hetero_framework.core.spans import AWAITED, WEIGHTS
 from hetero_framework.engine.loading import load_stages, take_apart
 from hetero_framework.engine.stage import Stage
-from hetero_framework.errors import ConfigError, DeviceError
-from hetero_framework.extras.host_memory.feeder import Delivery
+from hetero_framework.errors import ConfigError
 from hetero_framework.extras.host_memory.residence import HostMemory
 from hetero_framework.extras.host_memory.streamed_layers import StreamedLayers
 from tests.extras.host_memory.stages import (
@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def layers_of(stage: Stage) -> StreamedLayers:
     assert isinstance(stage.residence, HostMemory)
-    assert stage.residence._layers is not None
+    assert isinstance(stage.residence._layers, StreamedLayers)
     return stage.residence._layers
 
 
@@ -72,7 +72,6 @@ def test_only_layers_that_are_not_there_are_copied(own_memory: None) -> None:
     train(stages, steps=1, micro_batches=3)
     # Of six layers two are in their slots when the direction turns, and when a task ends. The
     # first two are on their way from the start.
-    assert stage.residence is not None
     kinds = Counter(kind for kind, *_ in stage.residence.transfers())
     assert kinds == {WEIGHTS: 2 + 3 * (4 + 4), AWAITED: 2 + 3 * (4 + 4)}
     assert stage.residence.transfers() == []
@@ -88,12 +87,10 @@ def test_a_layer_that_nobody_expected_is_fetched_and_counted(own_memory: None) -
     assert layers.misses == 1
 
 
-def test_a_device_that_shares_the_machines_memory_refuses() -> None:
-    config = configuration(({"end": LAYERS, "offload": 4},), adapter=LORA)
-    with pytest.raises(
-        DeviceError, match=r"shard_plan\[0\].offload: cpu shares the machine's one memory"
-    ):
-        load_stages(config, config.plan.stages, Device())
+def test_a_device_that_shares_the_machines_memory_holds_everything() -> None:
+    """A run is refused before anything is loaded."""
+    [stage] = load(configuration(({"end": LAYERS, "offload": 4},), adapter=LORA))
+    assert not isinstance(stage.residence, HostMemory)
 
 
 def test_layers_that_are_trained_are_refused(own_memory: None) -> None:
@@ -169,7 +166,7 @@ def test_slots_are_freed_when_a_stage_is_taken_apart(own_memory: None) -> None:
     config = configuration(({"end": LAYERS, "offload": 6},), adapter=LORA)
     stages = load(config)
     train(stages, steps=1)
-    slots = [weakref.ref(slot) for slot in layers_of(stages[0])._memory]
+    slots = [weakref.ref(slot) for slot in layers_of(stages[0])._slots]
     kept = take_apart(stages, config)
     assert all(slot() is None for slot in slots)
     assert next(iter(kept._of.values())).blocks.keys() == {3}
@@ -182,15 +179,15 @@ def test_a_layer_that_could_not_be_read_is_fetched_again(
     config = configuration(({"end": LAYERS, "offload": 6},), adapter=LORA)
     right, stages = train(load(config)), load(config)
     layers, copies = layers_of(stages[0]), Device.queue_copies
-    full, lost = MemoryError("full"), Delivery()
-    lost.failed(full)
+    full, lost = MemoryError("full"), Future[Any]()
+    lost.set_exception(full)
 
     def fail(self: Device, pairs: Any, *args: Any) -> Any:
         pairs[0][0].fill_(255)
         raise full
 
     layers._arriving[0] = lost  # as the feeder's thread leaves it
-    layers._memory[layers._slot[0]].fill_(255)
+    layers._slots[layers._slot[0]].fill_(255)
     with pytest.raises(MemoryError):
         train(stages)
     monkeypatch.setattr(Device, "queue_copies", fail)

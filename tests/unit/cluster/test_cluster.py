@@ -32,7 +32,7 @@ from hetero_framework.core.messages import (
 )
 from hetero_framework.engine.hosts import DirectLost, HostEvent, LinkLost, StagesLost, WorkerLeaving
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
-from hetero_framework.engine.stage_api import StepInfo
+from hetero_framework.engine.stage_api import Residence, StepInfo
 from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, UserError
 from hetero_framework.security.access import Plaintext
 
@@ -155,7 +155,7 @@ class FakePipeline:
 
 
 class LocalStage:
-    index, input_requires_grad, residence = 0, True, None
+    index, input_requires_grad, residence = 0, True, Residence()
 
     def __init__(self) -> None:
         self.fingerprint: dict[str, str] = {}

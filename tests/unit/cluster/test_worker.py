@@ -62,7 +62,7 @@ from hetero_framework.core.session import Phase
 from hetero_framework.engine.messages import step_message
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
-from hetero_framework.engine.stage_api import GradientReport, StepInfo
+from hetero_framework.engine.stage_api import GradientReport, Residence, StepInfo
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -87,7 +87,7 @@ class StandIn:
     def __init__(self, spec: StageSpec) -> None:
         self.index, self.is_first, self.is_last = spec.index, spec.is_first, spec.is_last
         self.input_requires_grad = self.differentiates = True
-        self.residence = None
+        self.residence = Residence()
         self.weights = torch.zeros(8)
         self.fingerprint: dict[str, str] = {}
         self.ties: dict[str, str] = {}

@@ -36,6 +36,7 @@ from hetero_framework.engine.stage_api import (
     Arrival,
     GradientReport,
     Outcome,
+    Residence,
     StatePart,
     StepInfo,
     Tensors,
@@ -59,7 +60,7 @@ class FakeStage:
     def __init__(self, index: int, *, first: bool = False, last: bool = False) -> None:
         self.index, self.is_first, self.is_last = index, first, last
         self.input_requires_grad = not first
-        self.residence: Any = None
+        self.residence = Residence()
         self.differentiates = True
         self.fingerprint: dict[str, str] = {}
         self.ties: dict[str, str] = {}
@@ -352,21 +353,14 @@ def test_the_planned_order_decides_among_ready_tasks() -> None:
         assert [verb for verb, _ in order] == verbs
 
 
-class Told:
+class Told(Residence):
     """A residence that writes down the tasks that it is told of, and those that are to follow."""
-
-    misses: int | None = 0
 
     def __init__(self) -> None:
         self.tasks: list[tuple[str, int, str]] = []
 
     def begin(self, kind: str, micro_batch: int, following: str) -> None:
         self.tasks.append((kind, micro_batch, following))
-
-    def end(self) -> None: ...
-
-    def transfers(self) -> list[Any]:
-        return []
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])

@@ -7,22 +7,23 @@ import pytest
 import torch
 
 from hetero_framework.core.devices import Device
-from hetero_framework.extras.host_memory.pinned import HostBytes, HostTensors
+from hetero_framework.extras.host_memory.visitors import HostTensors, in_pieces
 
 
 class Pinning(Device):
     """Pins powers of two, as torch does, up to a limit."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, where: str = "cpu") -> None:
         super().__init__()
-        self.limit = limit
+        self.limit, self.taken, self.where = limit, 0, where
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:
         assert nbytes & (nbytes - 1) == 0
         if nbytes > self.limit:
             return None
         self.limit -= nbytes
-        return torch.empty(nbytes, dtype=torch.uint8)
+        self.taken += nbytes
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.where)
 
 
 def test_tensors_share_pieces_and_no_byte() -> None:
@@ -37,22 +38,23 @@ def test_tensors_share_pieces_and_no_byte() -> None:
 
 
 def test_little_is_lost_to_powers_of_two() -> None:
-    memory = HostTensors(Pinning(1 << 40))
+    device = Pinning(1 << 40)
+    memory = HostTensors(device)
     for _ in range(100):
         memory.take(540_000)
-    assert memory.pinned_bytes <= 1.2 * memory.nbytes
-    large = HostTensors(Pinning(1 << 40))
-    large._device.pinned = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="meta")  # type: ignore[method-assign]
-    large.take(3 << 30)
-    assert large.pinned_bytes == 4 << 30
+    assert device.taken <= 1.2 * memory.nbytes
+    device = Pinning(1 << 40, "meta")
+    HostTensors(device).take(3 << 30)
+    assert device.taken == 4 << 30
 
 
 def test_what_cannot_be_pinned_is_plain_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    memory = HostTensors(Pinning(1 << 20))
+    device = Pinning(1 << 20)
+    memory = HostTensors(device)
     assert len(memory.take(200_000)) == 200_000
-    assert memory.pinned_bytes == 1 << 20
+    assert device.taken == 1 << 20
     assert len(memory.take(5_000_000)) == 5_000_000
-    assert memory.pinned_bytes == 1 << 20
+    assert device.taken == 1 << 20
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             memory.tell("states")
@@ -63,7 +65,13 @@ def test_what_cannot_be_pinned_is_plain_and_said(caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_no_more_than_its_bytes_are_copied() -> None:
-    pairs = HostBytes(Device(), 100_000).copies_to(torch.zeros(200_000, dtype=torch.uint8))
-    assert sum(len(part) for part, _ in pairs) == 100_000
-    assert all(len(part) == len(piece) for part, piece in pairs)
+@pytest.mark.parametrize(("limit", "plain"), [(1 << 20, 0), (1 << 16, 34_464), (0, 100_000)])
+def test_pieces_have_each_byte_once_and_as_many_pinned_as_there_may_be(
+    limit: int, plain: int
+) -> None:
+    device = Pinning(limit)
+    pieces, unpinned = in_pieces(device, 100_000)
+    assert (device.taken, unpinned) == (min(limit, 1 << 17), plain)
+    ends = itertools.accumulate(len(piece) for _, piece in pieces)
+    assert [begin for begin, _ in pieces] == [0, *ends][:-1]
+    assert sum(len(piece) for _, piece in pieces) == 100_000

@@ -1,0 +1,101 @@
+"""Tensors that visit the device from host memory, which is pinned as far as the system allows."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hetero_framework.core.devices import Device, DeviceEvent
+from hetero_framework.engine.stage_api import Residence, Transfer
+from hetero_framework.units import size
+
+_LEAST_BYTES = 1 << 16
+_ALIGNED_BYTES = 512
+_LARGE_BYTES = 1 << 32
+_MOST_TRANSFERS = 10_000
+_log = logging.getLogger(__name__)
+
+
+class Visitors(Residence):
+    """Tensors of one kind of one stage. For its computing thread, and the one that runs its
+    backward meanwhile."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._memory = HostTensors(device)
+        self._leaving: deque[tuple[list[Tensor], DeviceEvent]] = deque()
+        self._transfers: deque[Transfer] = deque(maxlen=_MOST_TRANSFERS)
+
+    def transfers(self) -> list[Transfer]:
+        taken = [*self._transfers]
+        self._transfers.clear()
+        return taken
+
+    def _queue(
+        self, kind: str, pairs: Sequence[tuple[Tensor, Tensor]], *after: DeviceEvent
+    ) -> DeviceEvent:
+        """As `Device.queue_copies`; the end of the copies."""
+        began, ended = self._device.queue_copies(pairs, kind, *after)
+        self._transfers.append((kind, began, ended))
+        return ended
+
+    def _let_go(self, most: int) -> None:
+        """Free the device's memory of all that leave but the last `most`."""
+        while len(self._leaving) > most:
+            tensors, left = self._leaving[0]
+            # What takes the memory next is queued on this thread's stream.
+            self._device.order_behind(left)
+            self._leaving.popleft()
+            tensors.clear()
+
+
+class HostTensors:
+    """Host memory for tensors, in pieces of powers of two with room for several: each is in one
+    piece, and little is lost."""
+
+    def __init__(self, device: Device) -> None:
+        self.nbytes = self._plain_bytes = self._told_bytes = 0
+        self._device = device
+        self._rests: list[Tensor] = []
+
+    def take(self, nbytes: int) -> Tensor:
+        """As many bytes, for good."""
+        length = -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        self.nbytes += length
+        fitting = (k for k, rest in enumerate(self._rests) if len(rest) >= length)
+        if (place := next(fitting, None)) is None:
+            several = max(length, min(4 * length, _LARGE_BYTES), _LEAST_BYTES)
+            piece = self._device.pinned(1 << (several - 1).bit_length())
+            if piece is None:
+                piece = torch.empty(length, dtype=torch.uint8)
+                self._plain_bytes += length
+            place = len(self._rests)
+            self._rests.append(piece)
+        rest = self._rests[place]
+        self._rests[place] = rest[length:]
+        return rest[:nbytes]
+
+    def tell(self, contents: str) -> None:
+        """Say how much it is, once it has grown to the double of what was said."""
+        if self.nbytes > 2 * self._told_bytes:
+            self._told_bytes, plain = self.nbytes, self._plain_bytes
+            slower = f", {size(plain)} of it not pinned, which is slower" if plain else ""
+            _log.info("%s in host memory: %s%s", contents, size(self.nbytes), slower)
+
+
+def in_pieces(device: Device, nbytes: int) -> tuple[list[tuple[int, Tensor]], int]:
+    """Host memory for so many bytes: (where each piece begins, piece), and the bytes that are not
+    pinned. In powers of two, as torch pins them anyway: one piece would be rounded up to the next
+    one."""
+    pieces, begin = list[tuple[int, Tensor]](), 0
+    while (left := nbytes - begin) > 0:
+        piece = device.pinned(max(_LEAST_BYTES, 1 << (left.bit_length() - 1)))
+        if piece is None:
+            return [*pieces, (begin, torch.empty(left, dtype=torch.uint8))], left
+        pieces.append((begin, piece[:left]))
+        begin += len(piece)
+    return pieces, 0
