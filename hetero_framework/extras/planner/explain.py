@@ -5,9 +5,10 @@ A change is a changed profile of the same fleet; `hetero plan --allow` may searc
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from hetero_framework.config import layers_text, process_name
@@ -255,8 +256,8 @@ def _halved(value: Any) -> Any:
 def nothing_fits(
     rules: Rules, margins: Mapping[int | str, float], remedies: Iterable[Remedy] = ()
 ) -> PlanError:
-    """The missing things, with their places, and those of `remedies` that would do: the first one
-    of each kind."""
+    """The missing things, with their places, and those of `remedies`, from small to large within a
+    kind, that would do: the smallest one of each kind."""
     fleet, lines = rules.fleet, []
     for d in rules.devices:
         costs = fleet.costs[d]
@@ -275,11 +276,7 @@ def nothing_fits(
             f" room for {max(0, layers)} of {fleet.layers} layers, {size(each)} each{streams}"
             + (f", beside {beside}" if beside else "")
         )
-    if (
-        rules.pins
-        and _short_of(rules) is None
-        and Search(replace(rules, pins={})).run() is not None
-    ):
+    if rules.pins and _short_of(rules) is None and Search(replace(rules, pins={})).fits():
         pins = ", ".join(
             f"{process_name(fleet.ids[d])} {layers_text(*pin)}"
             for d, pin in sorted(rules.pins.items())
@@ -288,20 +285,25 @@ def nothing_fits(
             f"--pin: no plan keeps {pins}: the other layers cannot be held by the other processes",
             hint="without the pins a plan fits: pin fewer layers, or leave no process out",
         )
-    found: dict[str, str] = {}
-    for kind, text, changed in remedies:
-        if kind in found or (profile := changed()) is None:
-            continue
+    found = []
+
+    def would_fit(remedy: Remedy) -> bool:
+        if (profile := remedy[2]()) is None:
+            return False
         other = replace(rules, fleet=Fleet(profile, margins=margins))
-        if _short_of(other) is None and Search(other).run() is not None:
-            found[kind] = text
+        return _short_of(other) is None and Search(other).fits()
+
+    for _, of_kind in groupby(remedies, key=lambda remedy: remedy[0]):
+        ways = list(of_kind)  # what one does, all behind it do
+        least = bisect_left(ways, True, key=would_fit)
+        found += [text for _, text, _ in ways[least : least + 1]]
     shorter = "data.max_length" if fleet.profile.rows == 1 else "micro-batches or data.max_length"
     hint = (
         "add a device or host memory, train an adapter (in 4 bits) instead of all weights, or make"
         f" {shorter} smaller"
     )
     if found:
-        hint = f"it would fit with {', or '.join(found.values())}"
+        hint = f"it would fit with {', or '.join(found)}"
     elif not rules.checkpointing:
         hint = "allow checkpointing; or " + hint
     what = _what_is_in_the_way(rules)

@@ -55,6 +55,10 @@ class Search:
         best = self._simple([layout for layout in climbed if not has_chunks(layout)])
         return self._interleaved(climbed, best) if self._rules.interleaves else best
 
+    def fits(self) -> bool:
+        """Whether `run` would find a layout."""
+        return bool(self._climbed())
+
     def evened_s(self, layout: Layout) -> float:
         """The approximate step after moving layers between these stages, infinite where that does
         not fit; for comparing profiles, not for plans."""

@@ -26,6 +26,7 @@ from hetero_framework.models.sizing.memory import (
     StageMemory,
     experts_per_token,
     memory_of_parts,
+    shapes_of,
 )
 
 
@@ -60,7 +61,7 @@ def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
     nothing. Raises as `plan_adapter` and `introspect`."""
     assert config.model is not None
     plan = adapter_plan_of(config, model)
-    shapes = Shapes(model, config.model, plan, quantizes=config.quantizes)
+    shapes = shapes_of(config, model, plan, config.model.quantization)
     count = shapes.skeleton.structure.num_layers
     tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
     rows = config.training.train_rows
@@ -73,11 +74,15 @@ def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
     bounds = [(0, 0), *((k, k + 1) for k in range(count)), (count, count)]
     ranges = [ShardRange(a, b, k == 0, k == count + 1) for k, (a, b) in enumerate(bounds)]
     parts = []
+    known: dict[object, PartWork] = {}  # of layers, most of which are alike
     differentiates = False
     for rng, held in zip(ranges, memory, strict=True):
-        part = _PartShapes(shapes, rng, held)
-        differentiates |= part.trains
-        parts.append(part.work(rows, tokens, differentiates))
+        key = (shapes.form(rng), differentiates)
+        if key not in known:
+            part = _PartShapes(shapes, rng, held)
+            differentiates |= part.trains
+            known[key] = part.work(rows, tokens, differentiates)
+        parts.append(known[key])
     training = config.training
     return ModelWork(
         parts[0],

@@ -56,6 +56,12 @@ class AdapterPlan:
     remarks: tuple[str, ...] = ()
     task: Task = "causal-lm"
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """All of it that sizes depend on."""
+        settings = str(self.lora_config.to_dict()), self.autocast_adapter_dtype
+        return (*settings, self.modules, self.saved_modules)
+
     @cached_property
     def origin(self) -> str | None:
         """sha256, in hex, of the files that it starts from; None where it begins anew."""

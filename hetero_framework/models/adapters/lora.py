@@ -72,6 +72,8 @@ _NOT_STRUCTURE = frozenset(
 _ANY_LAYERS = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 """How PEFT finds the number of a layer where no layers_pattern says its name."""
 
+_planned: dict[tuple[str, str], AdapterPlan] = {}
+
 
 def plan_adapter(
     model_config: PretrainedConfig, adapter: AdapterConfig, base_dir: Path | None = None
@@ -82,7 +84,10 @@ def plan_adapter(
     from, that adapter's file lacks or adds tensors, or the initialisation is not local to a layer.
     """
     if adapter.init_from is None:
-        plan = _plan(model_config, _lora_config(adapter, model_config), None)
+        key = (model_config.to_json_string(), adapter.model_dump_json())
+        if key not in _planned:
+            _planned[key] = _plan(model_config, _lora_config(adapter, model_config), None)
+        plan = _planned[key]
     else:
         folder = Path(base_dir or "", os.path.expanduser(adapter.init_from))
         folder = Path(os.path.normpath(folder))

@@ -89,12 +89,9 @@ class Setting:
 
     @property
     def key(self) -> tuple[object, ...]:
-        plan, adapter = self.plan, None
-        if plan is not None:
-            settings = str(plan.lora_config.to_dict()), plan.autocast_adapter_dtype
-            adapter = (*settings, plan.modules, plan.saved_modules)
         return (
-            *(self.model.to_json_string(), self.model._attn_implementation, adapter),
+            *(self.model.to_json_string(), self.model._attn_implementation),
+            self.plan and self.plan.key,
             *(repr(vars(self.objective)), self.dtype, self.autocast, self.rows, self.tokens),
         )
 

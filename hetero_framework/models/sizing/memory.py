@@ -21,6 +21,7 @@ MALLOC_MMAP_THRESHOLD_=131072 at 1.31 and 2.57.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,7 +32,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConfig
+from hetero_framework.config import Config, Kind, ModelConfig, StageSpec, TrainingConfig
 from hetero_framework.core.buffers import size_class
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import adapter_plan_of
@@ -134,6 +135,11 @@ class StageMemory:
         weights = self.weights + self._saved(self.offload) - self._saved(count)
         return replace(self, offload=count, weights=weights)
 
+    def at(self, stage: StageSpec) -> StageMemory:
+        """The same of another stage that is alike."""
+        resident = self.resident and replace(self.resident, stage=stage)
+        return replace(self, stage=stage, resident=resident)
+
     def placed(self, device: str, *, one_memory: bool) -> StageMemory:
         """This stage on a device; in its memory with everything, where that is the machine's."""
         here = self
@@ -210,7 +216,6 @@ def estimate_memory(
     than a step has. `tokens` is the longest sample (default: data.max_length). Checkpointing "auto"
     counts as none.
     """
-    assert config.model is not None
     stages = config.plan.stages
     plan = plan or adapter_plan_of(config, model_config)
     if tokens is None:
@@ -218,23 +223,23 @@ def estimate_memory(
     if max_in_flight is None:
         max_in_flight = config.training.max_in_flight or 2 * len(stages)
     most = config.training.gradient_accumulation_steps
-    model = config.model
     shapes = config.per_quantization(
         config.plan.owners,
-        lambda owner: Shapes(
-            model_config,
-            model.quantized(config.quantization(owner)),
-            plan,
-            quantizes=config.quantizes,
-        ),
+        lambda owner: shapes_of(config, model_config, plan, config.quantization(owner)),
     )
     memory = []
+    known: dict[object, StageMemory] = {}  # of single layers, most of which are alike
     differentiates = False
     for spec, held in zip(stages, in_flight or [max_in_flight] * len(stages), strict=True):
         held = 1 if spec.is_last else min(held, most)
         shape = shapes[spec.owner]
-        differentiates |= any(shape.holds(name, ShardRange.of(spec)) for name in shape.trainable)
-        memory.append(_stage_memory(spec, shape, config, held, tokens, differentiates))
+        rng, trainable = ShardRange.of(spec), shape.trainable
+        differentiates = differentiates or any(shape.holds(name, rng) for name in trainable)
+        settings = config.shard_plan[spec.index].model_dump(exclude={"start", "end"})
+        key = (str(settings), held, differentiates, shape.form(rng))
+        if key not in known:
+            known[key] = _stage_memory(spec, shape, config, held, tokens, differentiates)
+        memory.append(known[key].at(spec))
     return memory
 
 
@@ -339,6 +344,22 @@ def in_flight_limits(
     return tuple(limits)
 
 
+_shapes: dict[tuple[object, ...], Shapes] = {}
+
+
+def shapes_of(
+    config: Config, model_config: PretrainedConfig, plan: AdapterPlan | None, kind: Kind | None
+) -> Shapes:
+    """The sizes of a model whose weights are held as `kind` says; computed once."""
+    assert config.model is not None
+    model, quantizes = config.model.quantized(kind), config.quantizes
+    given = (model_config.to_json_string(), model_config._attn_implementation, plan and plan.key)
+    key = (*given, model.dtype, kind, quantizes)
+    if key not in _shapes:
+        _shapes[key] = Shapes(model_config, model, plan, quantizes=quantizes)
+    return _shapes[key]
+
+
 class Shapes:
     """Sizes of everything in the whole model, to be asked by stage."""
 
@@ -390,6 +411,27 @@ class Shapes:
     def kinds(self) -> list[int]:
         """For each layer the first one of its kind."""
         return layer_kinds(self._config)
+
+    @cached_property
+    def _by_layer(self) -> dict[int | None, list[tuple[str, object]]]:
+        """The name, within its layer, and the size of everything; None: outside the layers."""
+        found: dict[int | None, list[tuple[str, object]]] = defaultdict(list)
+        for sizes in (self.weights, self.trainable, self.buffers):
+            for name, nbytes in sizes.items():
+                layer = self.skeleton.layer_of(name)
+                local = name.removeprefix(f"{self.skeleton.structure.blocks}.{layer}.")
+                found[layer].append((local, nbytes))
+        return found
+
+    def form(self, rng: ShardRange) -> object:
+        """Equal for shards of one layer that take the same memory."""
+        if rng.is_first or rng.is_last or rng.end != rng.start + 1:
+            return rng
+        layer, skeleton = rng.start, self.skeleton
+        outside = [name for name, _ in self._by_layer[None] if self.holds(name, rng)]
+        sides = skeleton.structure.sides_at(layer)
+        own = (*self._by_layer[layer], *outside, *skeleton.targets(rng))
+        return self.kinds[layer], sides, own
 
     def setting(self, config: Config, tokens: int) -> Setting:
         """The setting of micro-batches with `tokens` tokens per row."""

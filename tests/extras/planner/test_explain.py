@@ -378,7 +378,7 @@ def test_the_missing_memory_is_what_is_missing() -> None:
             assert (Search(rules).run() is not None) == fits
 
 
-def test_remedies_are_tried_until_one_of_each_kind_is_found() -> None:
+def test_the_smallest_remedy_of_each_kind_is_found_by_halving() -> None:
     profile = fleet_of(device("local", memory_bytes=3 * GB))
     large = fleet_of(device("local", memory_bytes=30 * GB))
     tried = []
@@ -387,10 +387,10 @@ def test_remedies_are_tried_until_one_of_each_kind_is_found() -> None:
         return text[0], text, lambda: tried.append(text) or then
 
     remedies = [remedy("a1", profile), remedy("a2", large), remedy("a3", large)]
-    remedies += [remedy("b1", None), remedy("c1", large)]
+    remedies += [*(remedy(f"b{k}", None) for k in range(7)), remedy("c1", large)]
     rules = rules_of(profile)
     assert explain.nothing_fits(rules, {}, remedies).hint == "it would fit with a2, or c1"
-    assert tried == ["a1", "a2", "b1", "c1"]
+    assert tried == ["a2", "a1", "b3", "b5", "b6", "c1"]
 
 
 def test_sizes_that_cannot_be_set_are_not_advised() -> None:

@@ -377,6 +377,35 @@ def test_states_and_stored_inputs_in_host_memory(
     assert stages(activation_offloading=True, gradient_checkpointing=False)[0].host == 0
 
 
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        None,
+        AdapterConfig(r=2, target_modules=("q_proj",), rank_pattern={r".*\.2\..*": 8}),
+        AdapterConfig(r=2, target_modules=("q_proj",), layers_to_transform=(1, 3)),
+    ],
+)
+def test_parts_that_are_alike_are_priced_once_and_others_apart(
+    adapter: AdapterConfig | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_model(tmp_path / "base")
+    config = config_of(base, (0, 4), adapter)
+    assert config.model is not None
+    model, priced = load_model_config(config.model, Path()), []
+
+    def noted(spec: StageSpec, *rest: Any) -> StageMemory:
+        priced.append(spec.start)
+        return stage_memory(spec, *rest)
+
+    stage_memory = sizes._stage_memory
+    monkeypatch.setattr(sizes, "_stage_memory", noted)
+    parts = sizes.memory_of_parts(config, model, 4)
+    assert len(priced) < 6
+    assert [part.stage.start for part in parts] == [0, 0, 1, 2, 3, 4]
+    monkeypatch.setattr(sizes.Shapes, "form", lambda shapes, rng: rng)
+    assert sizes.memory_of_parts(config, model, 4) == parts
+
+
 def test_stored_attention_in_one_row_is_over_all_its_tokens(tmp_path: Path) -> None:
     base = save_model(tmp_path)
 
