@@ -1101,18 +1101,14 @@ class Config(WholeFile):
         setting = self.shard_plan[index].offload_optimizer
         return self.training.offload_optimizer if setting is None else setting
 
-    def offloads_of(self, index: int) -> list[str]:
-        """The settings of a stage's own entry that keep some of it in host memory, whatever its
-        device has."""
-        entry = self.shard_plan[index]
-        asked = [("offload", entry.offload not in (0, "auto"))]
-        asked.append(("offload_optimizer", entry.offload_optimizer is True))
-        return [f"shard_plan[{index}].{name}" for name, value in asked if value]
+    def offloads_inputs(self, index: int) -> bool:
+        """Whether the stage of that index keeps its layers' stored inputs in host memory."""
+        return self.training.activation_offloading and self.checkpointing(index) is True
 
     def uses_host_memory(self, index: int) -> bool:
         """Whether some tensors of the stage of that index stay in host memory."""
-        stored = self.training.activation_offloading and self.checkpointing(index) is True
-        return bool(self.shard_plan[index].offload) or self.offloads_optimizer(index) or stored
+        streams = bool(self.shard_plan[index].offload)
+        return streams or self.offloads_optimizer(index) or self.offloads_inputs(index)
 
     def quantization(self, owner: int | str) -> Kind | None:
         """How a process holds the frozen weights of its stages; None: in full precision, or as the

@@ -52,7 +52,12 @@ def host_memory_lines(config: Config, one_memory: Collection[str | int]) -> list
         if config.uses_host_memory(k):
             registry.needed("stages", "host_memory", f"shard_plan[{k}]: host memory for tensors")
     here = [spec for spec in config.plan.stages if spec.owner in one_memory]
-    if named := {name: s.process for s in here for name in config.offloads_of(s.index)}:
+    named: dict[str, str] = {}
+    for spec in here:
+        entry, at = config.shard_plan[spec.index], f"shard_plan[{spec.index}]"
+        named |= {f"{at}.offload": spec.process} if entry.offload not in (0, "auto") else {}
+        named |= {f"{at}.offload_optimizer": spec.process} if entry.offload_optimizer else {}
+    if named:
         raise DeviceError(
             f"{', '.join(named)}: nothing is gained by keeping tensors in host memory where device"
             f" and host are one memory, as for {' and '.join(dict.fromkeys(named.values()))}",

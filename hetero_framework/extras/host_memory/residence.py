@@ -36,14 +36,14 @@ def reside(
     if entry.offload:
         assert isinstance(entry.offload, int)
         assert config.model is not None
-        admit_streaming(load_model_config(config.model, config.base_dir))
-        stored = Stored(config) if entry.offload_from == "file" else None
+        model = load_model_config(config.model, config.base_dir)
+        admit_streaming(model)
+        stored = Stored(config, model) if entry.offload_from == "file" else None
         shard, layers = load_streamed(load, rng, kept, device, entry.offload, stored)
     else:
         shard = load(rng, kept)
     states = OptimizerStates(device) if config.offloads_optimizer(spec.index) else None
-    is_stored = config.training.activation_offloading and config.checkpointing(spec.index) is True
-    inputs = StoredInputs(device, spec) if is_stored else None
+    inputs = StoredInputs(device, spec) if config.offloads_inputs(spec.index) else None
     return shard, HostMemory(layers, states, inputs)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
+from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.files.weights import Checkpoint, renaming
 from hetero_framework.repository import resolve_model_path
 
@@ -21,29 +24,27 @@ class Stored:
     """The tensors of a configuration's checkpoint, mapped into memory: they take none of it, and
     the system keeps of them what it has room for."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, model: PretrainedConfig) -> None:
         """Raises ConfigError for a model without files."""
-        model = config.model
-        if model is None or model.name_or_path is None:
+        asked = config.model
+        if asked is None or asked.name_or_path is None:
             raise ConfigError("a model without a checkpoint has no files to read", hint=_HINT)
-        source = resolve_model_path(str(model.name_or_path), config.base_dir)
-        self._checkpoint = Checkpoint(source, model.revision)
-        self._keys: dict[str, str] = {}
-
-    def learn_names(self, model: Any, names: Collection[str]) -> None:
-        """The names of tensors in the files, by those of the whole model."""
-        rename = renaming(model, dict.fromkeys(names, True))
+        source = resolve_model_path(str(asked.name_or_path), config.base_dir)
+        self._checkpoint = Checkpoint(source, asked.revision)
+        whole = meta_model(model)
+        rename = renaming(whole, dict.fromkeys(whole.state_dict(), True))
         self._keys = {rename(key): key for key in self._checkpoint.files}
+        self._blocks = introspect(model).blocks
 
     def parts_of(
-        self, block: nn.Module, path: str, places: Sequence[tuple[Any, str, Tensor, int]]
+        self, block: nn.Module, index: int, places: Sequence[tuple[Any, str, Tensor, int]]
     ) -> list[tuple[int, Tensor]]:
-        """The place and the bytes of each of a block's frozen tensors. Raises ConfigError for one
-        that the files have not, or otherwise."""
+        """The place and the bytes of each frozen tensor of a block, the model's `index`th. Raises
+        ConfigError for one that the files have not, or otherwise."""
         names = {id(parameter): name for name, parameter in block.named_parameters()}
         parts = []
         for holder, attribute, tensor, offset in places:
-            name = f"{path}.{names.get(id(holder), attribute)}"
+            name = f"{self._blocks}.{index}.{names.get(id(holder), attribute)}"
             stored, used = self._tensor(name), tensor.cpu()
             if stored is None or stored.dtype != used.dtype or not torch.equal(stored, used):
                 raise ConfigError(

@@ -62,11 +62,8 @@ def load_streamed(
         here = range(part.start, part.end)
         there = {k: kept.blocks[k] for k in here if k in kept.blocks}
         shard = load(part, ReusableModules(there, {}, kept.fingerprint))
-        if stored is not None:
-            stored.learn_names(shard.model, shard.names)
         # The adapter is attached while the layer is here: some begin with what they find in it.
         trained |= {name: p.detach().clone() for name, p in trainable_parameters(shard)}
-        paths = {k: f"{shard.blocks_path}.{k}" for k in here}
         modules = shard.dissolve()
         if absent := [k for k in here if k not in modules.blocks]:
             raise ConfigError(
@@ -77,7 +74,7 @@ def load_streamed(
             )
         for k in here:
             if k in chosen:
-                hosts[k] = HostLayer(device, modules.blocks[k], paths[k], stored)
+                hosts[k] = HostLayer(device, modules.blocks[k], k, stored)
         blocks |= modules.blocks
         read |= modules.fingerprint
         del shard, modules
@@ -94,10 +91,11 @@ def load_streamed(
 
 class HostLayer:
     """The frozen tensors of a block, in host memory or in files; `place_in` makes them views of a
-    slot. Raises ConfigError where a file has another tensor than the block at `path`."""
+    slot. Raises ConfigError where a file has another tensor than the block, the model's
+    `index`th."""
 
     def __init__(
-        self, device: Device, block: nn.Module, path: str = "", stored: Stored | None = None
+        self, device: Device, block: nn.Module, index: int = 0, stored: Stored | None = None
     ) -> None:
         self._places: list[tuple[Any, str, Tensor, int]] = []
         self.nbytes, offsets = 0, dict[int, int]()
@@ -108,7 +106,7 @@ class HostLayer:
             self._places.append((holder, name, tensor, offsets[tensor.data_ptr()]))
         self.is_in_files, self.plain_bytes = stored is not None, self.nbytes
         if stored is not None:
-            self._parts = stored.parts_of(block, path, self._places)
+            self._parts = stored.parts_of(block, index, self._places)
         else:
             staged = torch.empty(self.nbytes, dtype=torch.uint8, device=device.torch_device)
             for _, _, tensor, offset in self._places:

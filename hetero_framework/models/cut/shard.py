@@ -21,7 +21,7 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -425,16 +425,6 @@ class Shard:
     def ids_per_token(self) -> int:
         """See `ModelStructure.ids_per_token`."""
         return self._whole.structure.ids_per_token
-
-    @property
-    def names(self) -> Collection[str]:
-        """The names of the whole model's parameters."""
-        return self._whole.names
-
-    @property
-    def blocks_path(self) -> str:
-        """The path of the module that holds the blocks."""
-        return self._whole.structure.blocks
 
     def hidden_tokens(self, ids: int) -> int:
         """Tokens of a hidden state, for a micro-batch with `ids` ids per row."""
