@@ -7,6 +7,7 @@ import pytest
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.extras.host_memory import admission
 from hetero_framework.extras.host_memory.streamed_layers import StreamedLayers
+from hetero_framework.models.cut.shard import Shard
 from hetero_framework.models.cut.tiny import tiny_config
 
 
@@ -15,14 +16,23 @@ def test_architectures_with_side_tensors_experts_or_other_norms_pass(name: str) 
     assert admission.try_streaming(tiny_config(name)) == ""
 
 
-def test_layers_that_are_overwritten_too_early_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    use = StreamedLayers._use
+@pytest.mark.parametrize("recomputed", [0, 2])
+def test_layers_that_are_overwritten_too_early_are_seen(
+    recomputed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they are only in the last run, the second one whose layers are computed again."""
+    use, recompute, runs = StreamedLayers._use, Shard.recompute_blocks, list[Shard]()
+
+    def noting(self: Shard) -> None:
+        runs.append(self)
+        recompute(self)
 
     def early(self: StreamedLayers, position: int) -> None:
         use(self, position)
-        if position == 0:
+        if position == 0 and len(runs) >= recomputed:
             self._fetch(1)
 
+    monkeypatch.setattr(Shard, "recompute_blocks", noting)
     monkeypatch.setattr(StreamedLayers, "_use", early)
     monkeypatch.setattr(admission, "recall", lambda *_: None)
     with pytest.raises(ArchitectureError, match="cannot stay in host memory"):

@@ -49,7 +49,8 @@ def test_what_is_longer_than_its_buffers_comes_whole_and_the_thread_ends(
     assert threading.active_count() == before
 
 
-def test_an_error_reaches_the_thread_that_waits() -> None:
+def test_an_error_reaches_the_thread_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeder, "_LONGEST_S", 20.0)
     feeding = Feeder(Device())
     short, long = torch.zeros(4, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="must match"):

@@ -172,6 +172,15 @@ def test_a_snapshot_is_of_its_step_despite_later_steps() -> None:
     assert differences(([], expected), ([], found)) == []
 
 
+def test_a_snapshot_waits_for_states_that_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(config(offload_optimizer=True), Device())
+    training.step(0)
+    [states], waited = states_of(training), list[str]()
+    monkeypatch.setattr(states._returned, "wait", lambda: waited.append("here"))
+    training.state()
+    assert waited
+
+
 def test_an_aborted_attempt_changes_no_state() -> None:
     training = Training(config([2], offload_optimizer=True), Device())
     training.step(0)

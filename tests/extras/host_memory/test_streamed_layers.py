@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hetero_framework.core.devices import Device
+from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.core.spans import AWAITED, WEIGHTS
 from hetero_framework.engine.loading import load_stages, take_apart
 from hetero_framework.engine.stage import Stage
+from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import ConfigError
 from hetero_framework.extras.host_memory.residence import HostMemory
-from hetero_framework.extras.host_memory.streamed_layers import StreamedLayers
+from hetero_framework.extras.host_memory.streamed_layers import HostLayer, StreamedLayers
+from hetero_framework.models.cut.introspect import BlockForm
 from tests.extras.host_memory.stages import (
     LAYERS,
     LORA,
@@ -85,6 +89,42 @@ def test_a_layer_that_nobody_expected_is_fetched_and_counted(own_memory: None) -
     assert layers.misses == 1
     layers._use(5)
     assert layers.misses == 1
+
+
+def test_the_first_layers_come_while_the_head_evaluates(own_memory: None) -> None:
+    stage, *_ = load(configuration(({"end": LAYERS, "offload": 6},), adapter=LORA))
+    ids, layers = torch.arange(20).view(1, 20), layers_of(stage)
+    inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    stage.begin(StepInfo(0, 0, False, 1, 19))
+    layers.begin(FORWARD, 0, FORWARD)
+    stage.evaluate(0, inputs, ())
+    assert layers._arriving.keys() == {0, 1}
+
+
+def test_a_layer_of_which_a_side_is_differentiated_last_stays_until_then() -> None:
+    """A received hidden state, a leaf, is done before the side tensor."""
+    blocks = [nn.Linear(3, 3).requires_grad_(requires_grad=False) for _ in range(2)]
+    received, side = (torch.rand(2, 3).requires_grad_() for _ in range(2))
+    form = BlockForm(0, None, 1)
+
+    def gradients(layers: StreamedLayers | None) -> tuple[torch.Tensor, ...]:
+        hidden = received
+        if layers is not None:
+            layers.begin(FORWARD, 0, BACKWARD)
+        for k, block in enumerate(blocks):
+
+            def forward(hidden: torch.Tensor, block: nn.Module = block) -> torch.Tensor:
+                return hidden + block(side)
+
+            hidden = (forward if layers is None else layers.around(k, form, forward))(hidden)
+        if layers is not None:
+            layers.begin(BACKWARD, 0, BACKWARD)
+        return torch.autograd.grad((hidden * hidden).sum(), (received, side))
+
+    right = gradients(None)
+    hosts = {k: HostLayer(Device(), block) for k, block in enumerate(blocks)}
+    layers = StreamedLayers(Device(), hosts, is_last=False, in_turn=1)
+    assert same([*gradients(layers)], [*right])
 
 
 def test_a_device_that_shares_the_machines_memory_holds_everything() -> None:
@@ -158,16 +198,26 @@ def test_quantised_layers_visit_with_their_statistics(
 
     right, stages = train(load(made(0))), load(made(6))
     assert same(train(stages), right)
-    held = {name for _, name, _, _ in layers_of(stages[0])._layers[0]._places}
-    assert held == ({"data", "absmax"} if quantization == "nf4" else {"data", "CB", "SCB"})
+    held = Counter(name for _, name, _, _ in layers_of(stages[0])._layers[0]._places)
+    # Of seven matrices and two norms; double quantisation has statistics of statistics.
+    nf4, int8 = {"data": 9, "absmax": 14}, {"data": 9, "CB": 7, "SCB": 7}
+    assert held == (nf4 if quantization == "nf4" else int8)
 
 
-def test_slots_are_freed_when_a_stage_is_taken_apart(own_memory: None) -> None:
+def test_slots_are_freed_when_a_stage_is_taken_apart(
+    own_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = configuration(({"end": LAYERS, "offload": 6},), adapter=LORA)
     stages = load(config)
     train(stages, steps=1)
-    slots = [weakref.ref(slot) for slot in layers_of(stages[0])._slots]
+    layers, waited = layers_of(stages[0]), list[str]()
+    slots = [weakref.ref(slot) for slot in layers._slots]
+    layers._fetch(4)
+    [arriving] = layers._arriving.values()
+    monkeypatch.setattr(arriving.result()[1], "wait", lambda: waited.append("here"))
     kept = take_apart(stages, config)
+    assert waited
+    del layers
     assert all(slot() is None for slot in slots)
     assert next(iter(kept._of.values())).blocks.keys() == {3}
 

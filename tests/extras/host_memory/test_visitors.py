@@ -31,6 +31,7 @@ def test_tensors_share_pieces_and_no_byte() -> None:
     sizes = [300_000, 20_480, 540_000, 1, 100_000, 540_000, 700_000, 4096]
     taken = [memory.take(size) for size in sizes]
     assert [len(tensor) for tensor in taken] == sizes
+    assert all(tensor.storage_offset() % 512 == 0 for tensor in taken)  # of any type
     spans = sorted((tensor.data_ptr(), len(tensor)) for tensor in taken)
     for (begin, length), (following, _) in itertools.pairwise(spans):
         assert begin + length <= following

@@ -358,9 +358,14 @@ class Told(Residence):
 
     def __init__(self) -> None:
         self.tasks: list[tuple[str, int, str]] = []
+        self.ended = 0
 
     def begin(self, kind: str, micro_batch: int, following: str) -> None:
+        assert self.ended == len(self.tasks)
         self.tasks.append((kind, micro_batch, following))
+
+    def end(self) -> None:
+        self.ended += 1
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])
@@ -386,6 +391,7 @@ def test_a_residence_hears_of_the_task_that_follows(is_ordered: bool) -> None:
     feed(executor, 1, buffers, 4)
     run_all(executor)
     assert [following for _, _, following in told.tasks[8:]] == [FORWARD] * 4
+    assert told.ended == len(told.tasks)
 
 
 def test_a_task_out_of_turn_waits_as_long_as_the_schedule_says() -> None:
