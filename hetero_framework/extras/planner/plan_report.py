@@ -91,8 +91,8 @@ def compared_machines(
         length = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
         training = config.training
         tokens = length * training.train_rows * training.gradient_accumulation_steps
-    every = () if len(machines) > _COMPARED else compared(profile, **_read(profile, wishes))
-    return {"compared": [vars(one) for one in every], "tokens": tokens}
+    every = [] if len(machines) > _COMPARED else compared(profile, **_read(profile, wishes))
+    return {"compared": every, "tokens": tokens}
 
 
 def judge_plan(

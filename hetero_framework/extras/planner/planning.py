@@ -27,7 +27,7 @@ from hetero_framework.extras.planner.layout import (
 )
 from hetero_framework.extras.planner.layout_search import Search
 from hetero_framework.extras.planner.profile import FleetProfile, ids_text
-from hetero_framework.extras.planner.result import Compared, Result
+from hetero_framework.extras.planner.result import Result
 from hetero_framework.units import size
 
 CHECKPOINTING = "checkpointing"
@@ -79,9 +79,9 @@ def compared(
     excluded: Collection[WorkerId],
     margins: Mapping[WorkerId, float],
     allow: Collection[str],
-) -> list[Compared]:
-    """The step without each machine that may be left out, and that of the coordinator's machine
-    alone: one search for each."""
+) -> list[dict[str, Any]]:
+    """The step without each machine (its processes) that may be left out, and that of the
+    coordinator's machine alone; None where nothing fits. One search for each."""
     rules = _rules(Fleet(profile, margins=margins), pins, excluded, allow)
     machines: dict[str, list[int]] = {}
     for d in rules.devices:
@@ -94,8 +94,8 @@ def compared(
     found = []
     for named, left in fewer:
         best = Search(replace(rules, devices=tuple(left))).run()
-        ids = tuple(rules.fleet.ids[d] for d in named)
-        found.append(Compared(ids, named is left, None if best is None else best.seconds))
+        ids, step_s = [rules.fleet.ids[d] for d in named], best and best.seconds
+        found.append({"ids": ids, "alone": named is left, "step_s": step_s})
     return found
 
 

@@ -12,7 +12,7 @@ from hetero_framework.config import Config
 from hetero_framework.errors import HeteroError
 from hetero_framework.extras.planner.explain import Remedy
 from hetero_framework.extras.planner.profile import FleetProfile, bytes_of_parts
-from hetero_framework.extras.planner.work import ModelWork, model_work
+from hetero_framework.extras.planner.work import model_work
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import stored_quantization
 from hetero_framework.models.sizing.memory import DEFAULT_TOKENS
@@ -76,25 +76,14 @@ def _changed(
         model = load_model_config(other.model, other.base_dir)
         if "model" in sections and stored_quantization(model):
             return None
-        ids = [device.id for device in profile.devices]
+        ids, raw = [device.id for device in profile.devices], profile.to_dict()
         works = other.per_quantization(ids, lambda id: model_work(other.held_by(id), model))
-        needs = (
-            one.model_copy(update=_needs(works[one.id], not one.host_to_device_bytes_per_s))
-            for one in profile.devices
-        )
-        return profile.model_copy(update={"devices": tuple(needs)})
+        for device in raw["devices"]:
+            work = works[device["id"]]
+            one_memory = not device["host_to_device_bytes_per_s"]
+            device |= bytes_of_parts(work.memory, one_memory=one_memory)
+            again = [part.per_micro_batch for part in work.recomputing[1:-1]]
+            device["activation_bytes_recomputed"] = again
+            device["reserved_bytes"] = max(part.working for part in work.memory[:-1])
+        return FleetProfile.from_dict(raw)
     return None
-
-
-def _needs(work: ModelWork, one_memory: bool) -> dict[str, Any]:
-    """The bytes of a `DeviceProfile`."""
-    fields = bytes_of_parts(work.memory, one_memory=one_memory)
-    again = [part.per_micro_batch for part in work.recomputing[1:-1]]
-    fields |= {
-        "activation_bytes_recomputed": again,
-        "reserved_bytes": max(part.working for part in work.memory[:-1]),
-    }
-    return {
-        name: tuple(map(float, value)) if isinstance(value, list) else float(value)
-        for name, value in fields.items()
-    }

@@ -44,15 +44,6 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """The step without these processes, or of them `alone`; None where nothing fits."""
-
-    ids: tuple[WorkerId, ...]
-    alone: bool
-    step_s: float | None
-
-
-@dataclass(frozen=True)
 class Result:
     """A plan with its prediction. `changes` are the allowed changes of settings that it needs
     besides; `schedule` is the simulated one, `in_flight` the most forwards that each stage stores

@@ -212,18 +212,18 @@ def test_each_machine_is_compared_with_the_fleet_without_it() -> None:
     )
     options: dict[str, Any] = {"pins": {}, "excluded": (), "margins": {}, "allow": ALLOWED}
     found = compared(profile, **options)
-    assert [(one.ids, one.alone) for one in found] == [
-        *(((1, 2), False), ((3,), False)),
-        (("local",), True),
+    assert [(one["ids"], one["alone"]) for one in found] == [
+        *(([1, 2], False), ([3], False)),
+        (["local"], True),
     ]
     for one in found:
-        left = [d.id for d in profile.devices if (d.id in one.ids) == one.alone]
+        left = [d.id for d in profile.devices if (d.id in one["ids"]) == one["alone"]]
         others = {d.id for d in profile.devices} - {*left}
-        assert one.step_s == plan(profile, excluded=others).predicted_step_s
+        assert one["step_s"] == plan(profile, excluded=others).predicted_step_s
     pinned = compared(profile, **{**options, "pins": {3: (8, 12)}})
-    assert [one.ids for one in pinned] == [(1, 2)]
+    assert [one["ids"] for one in pinned] == [[1, 2]]
     small = fleet_of(device("local", memory_bytes=6 * GB), device(1, memory_bytes=6 * GB))
-    assert [one.step_s for one in compared(small, **options)] == [None, None]
+    assert [one["step_s"] for one in compared(small, **options)] == [None, None]
 
 
 # ---- layers in host memory
