@@ -44,6 +44,7 @@ from hetero_framework.models.files.export import (
     write_adapter,
     write_checkpoint,
 )
+from hetero_framework.models.files.weights import Checkpoint, as_loaded, whole_model
 from hetero_framework.repository import CONFIG, resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.metrics import METRICS_FILE
@@ -387,14 +388,21 @@ def load_result(files: Mapping[str, Path], **settings: Any) -> Any:
     if (adapter := files.get("adapter")) is not None:
         from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 
-        if not (adapter / CONFIG).exists():
+        about = PeftConfig.from_pretrained(str(adapter))
+        source, revision = str(about.base_model_name_or_path), about.revision or "main"
+        checkpoint = Checkpoint(source, revision)
+        is_alone = not (adapter / CONFIG).exists()
+        if is_alone and not checkpoint.is_stored_otherwise:
             return AutoPeftModelForCausalLM.from_pretrained(adapter, **settings)
-        config, about = (
-            AutoConfig.from_pretrained(adapter),
-            PeftConfig.from_pretrained(str(adapter)),
-        )
-        settings = {"revision": about.revision or "main", "config": config, **settings}
-        base = stock_class(config).from_pretrained(about.base_model_name_or_path, **settings)
+        named = (source, revision) if is_alone else (str(adapter), "main")
+        config = AutoConfig.from_pretrained(named[0], revision=named[1])
+        if checkpoint.is_stored_otherwise:
+            as_loaded(config)
+            dtype = settings.pop("dtype", None) or config.dtype
+            base = whole_model(stock_class(config), config, checkpoint, dtype, **settings)
+        else:
+            settings = {"revision": revision, "config": config, **settings}
+            base = stock_class(config).from_pretrained(source, **settings)
         return PeftModel.from_pretrained(base, adapter)
     raw = json.loads((files["model"] / CONFIG).read_text("utf-8"))
     if (family := family_named(raw["model_type"])) is not None:

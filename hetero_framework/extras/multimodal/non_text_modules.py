@@ -13,6 +13,7 @@ from hetero_framework import repository
 from hetero_framework.errors import ModelError
 from hetero_framework.extras.multimodal.missing_parts import AbsentPart
 from hetero_framework.models.cut.language import lies_in, on_meta, towers
+from hetero_framework.models.cut.shard import config_dtype
 from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.export import copy_processor
 from hetero_framework.models.files.weights import Checkpoint, checkpoint_form, renaming
@@ -27,7 +28,7 @@ class NonTextWeights:
     class, and the settings of its processor. Raises ModelError unless all are there."""
 
     def __init__(self, config: PretrainedConfig, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+        self._checkpoint, self._dtype = checkpoint, config_dtype(config)
         source, hint = (checkpoint.source, checkpoint.revision), "take that entry out of the file"
         repository.refuse_code(*source, repository.PROCESSORS, ModelError, hint)
         self._shapes, self._sources, missing = _placed(config, checkpoint)
@@ -42,7 +43,7 @@ class NonTextWeights:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(key, tensor) one at a time, as the file holds it."""
         for key, source in sorted(self._sources.items()):
-            with self._checkpoint.slices(source.__eq__) as slices:
+            with self._checkpoint.slices(source.__eq__, self._dtype) as slices:
                 shape = slices[source].get_shape()
                 if tuple(shape) != self._shapes.get(key, tuple(shape)):
                     raise ModelError(
@@ -91,7 +92,7 @@ def _placed(
     shapes = {key: tuple(t.shape) for key, t in checkpoint_form(model, state).items()}
     rename = renaming(model, dict.fromkeys(model.state_dict(), True))
     sources, empty = {}, set(absent)
-    for source in checkpoint.files:
+    for source in checkpoint.parts:
         keys = {source} & shapes.keys()
         if not keys:
             name = rename(source)

@@ -61,6 +61,7 @@ from hetero_framework.models.files.fingerprint import Fingerprint, fingerprint
 from hetero_framework.models.files.quantization import quantization_config
 from hetero_framework.models.files.weights import (
     Checkpoint,
+    as_loaded,
     check_quantizer,
     check_settings,
     read_config,
@@ -100,6 +101,7 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
     if (head := head_for(model.task)) is not None:
         head.enter(model, config)
     _check_built(config, place)
+    as_loaded(config)
     if model.tie_word_embeddings is not None:
         for part in (config, config.get_text_config()):
             part.tie_word_embeddings = model.tie_word_embeddings
@@ -244,7 +246,7 @@ def build_shard(
             wanted, lent = _key_filter(model, whole, checkpoint)
             new = _new_weights(model, new_names(whole, model, checkpoint), seed)
             quantized = quantization is not None or hasattr(config, "quantization_config")
-            with quiet_library(), checkpoint.slices(wanted) as slices:
+            with quiet_library(), checkpoint.slices(wanted, dtype, device) as slices:
                 model, report = cls.from_pretrained(  # type: ignore[misc]
                     None,
                     config=config,
@@ -309,7 +311,7 @@ def _key_filter(
     rename = renaming(model, known)
     lent: dict[str, str] = {}
     if whole.tied:
-        keys = {rename(key): key for key in checkpoint.files}
+        keys = {rename(key): key for key in checkpoint.parts}
         for target, source in reversed(whole.tied.items()):
             if source not in keys and target in keys:
                 lent = {k: s for k, s in lent.items() if s != source} | {keys[target]: source}
@@ -334,7 +336,7 @@ def new_names(whole: Skeleton, model: PreTrainedModel, checkpoint: Checkpoint) -
     if task_of(model.config) == "causal-lm":
         return []
     rename = renaming(model, dict.fromkeys(whole.names, True))
-    there, here = {rename(key) for key in checkpoint.files}, dict(model.named_parameters())
+    there, here = {rename(key) for key in checkpoint.parts}, dict(model.named_parameters())
     structure = whole.structure
     behind = [n for n, owner in structure.owner.items() if owner >= structure.num_layers]
     return [name for name in behind if name in here and name not in there]

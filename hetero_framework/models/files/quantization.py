@@ -20,7 +20,7 @@ from hetero_framework.core.devices import Device, open_device, without_four_bit
 from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.models.cut.language import on_meta
 from hetero_framework.models.cut.tiny import stock_class
-from hetero_framework.models.files.weights import check_quantizer
+from hetero_framework.models.files.weights import stored_format
 
 _WITHOUT = (
     'set "quantization": "none" (full precision) in its entry of the configuration, or give its'
@@ -73,11 +73,11 @@ def quantization_config(
 
 
 def stored_quantization(model_config: PretrainedConfig) -> str | None:
-    """How a checkpoint is quantised: "nf4", "fp4" or "int8"; None for full precision. Raises
-    ModelError for methods other than bitsandbytes'."""
-    if not (settings := stored_settings(model_config)):
+    """How bitsandbytes has quantised a checkpoint: "nf4", "fp4" or "int8"; None for weights that
+    are full once they are loaded."""
+    settings = stored_settings(model_config)
+    if not settings or stored_format(settings) is not None:
         return None
-    check_quantizer(settings, str(model_config.name_or_path))
     if settings.get("load_in_4bit") or settings.get("_load_in_4bit"):
         return str(settings.get("bnb_4bit_quant_type", "fp4"))
     return "int8"

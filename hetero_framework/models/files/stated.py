@@ -41,7 +41,7 @@ def as_held(model: ModelConfig, base_dir: Path) -> tuple[ModelConfig, list[str]]
     whole = meta_model(config)
     checkpoint = Checkpoint(resolve_model_path(model.name_or_path, base_dir), model.revision)
     rename = renaming(whole, dict.fromkeys(whole.state_dict(), True))
-    keys = {rename(key): key for key in checkpoint.files}
+    keys = {rename(key): key for key in checkpoint.parts}
     refuse_wrapped(checkpoint, whole.state_dict())
     gone = [name for name in keys if not lies_in(name, towers(config))]
     lines = list(_left_out(checkpoint, whole, config, gone))

@@ -5,14 +5,15 @@ Only files that hold a wanted tensor are opened or downloaded; a tensor's bytes 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 import re
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +27,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.hub import cached_file
 
-from hetero_framework import repository
+from hetero_framework import registry, repository
 from hetero_framework.core import frames
 from hetero_framework.errors import ModelError
 from hetero_framework.models.cut.family import family_of
@@ -40,6 +41,7 @@ _WEIGHTS = re.compile(_FILE_NAME.pattern + r"\.safetensors(\.index\.json)?")
 _MOST_PARTS = 4096
 _COUNT = re.compile(r"(?<!max_window_)(layers?|blocks?|depth|experts|num_labels)$")
 _SETTINGS = (repository.CONFIG, repository.GENERATION)
+_CPU = torch.device("cpu")
 _CODE_HINT = (
     "take a model that the installed transformers knows by itself; where it knows this one too,"
     " copy the folder and take that entry out of the file"
@@ -61,7 +63,7 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
                 f"the installed transformers has no model type {model_type!r} (model {source!r})",
                 hint=OWN_CLASS_HINT,
             )
-        check_quantizer(fields.get("quantization_config"), source)
+        check_quantizer(quantization_of(fields), source)
         # Code that lies beside a checkpoint is never run, the library's own is.
         config: PretrainedConfig = AutoConfig.from_pretrained(
             source, revision=revision, trust_remote_code=False
@@ -89,16 +91,65 @@ def check_settings(fields: dict[str, Any], where: str) -> None:
             )
 
 
+def quantization_of(fields: Mapping[str, Any]) -> Any:
+    """The `quantization_config` in a config.json, where some have it in the part for texts."""
+    text = fields.get("text_config")
+    inner = text.get("quantization_config") if isinstance(text, dict) else None
+    return fields.get("quantization_config") or fields.get("compression_config") or inner
+
+
+def stored_format(settings: Any) -> str | None:
+    """The name of the form in which a checkpoint's weights are stored, by its
+    `quantization_config`; None for full precision and for bitsandbytes, whose weights are used as
+    they are stored."""
+    if not isinstance(settings, dict):
+        settings = settings.to_dict() if hasattr(settings, "to_dict") else {}
+    method = settings.get("quant_method") or ("bitsandbytes" if settings else None)
+    name = str(method).rpartition(".")[2].lower()
+    return None if method is None or name.startswith("bitsandbytes") else name
+
+
 def check_quantizer(settings: Any, source: str) -> None:
-    """Raise ModelError for weights that another library than bitsandbytes has quantised."""
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    name = str(method or "bitsandbytes").rpartition(".")[2].lower()
-    if name != "bitsandbytes" and not name.startswith("bitsandbytes_"):
+    """Raise ModelError for weights in a form that cannot be read here."""
+    if (name := stored_format(settings)) is None:
+        return
+    if not registry.has("stored_formats", name):
+        known = ", ".join(["bitsandbytes", *registry.names("stored_formats")])
         raise ModelError(
-            f"the model {source!r} is quantised with {name!r}, which cannot be trained here",
-            hint="use a bitsandbytes checkpoint, or the full-precision model with "
-            '"model.quantization": "nf4"',
+            f"the model {source!r} is quantised with {name!r}, which cannot be read here; known"
+            f" are {known}",
+            hint='take one of these, or the full-precision model with "model.quantization": "nf4"',
         )
+    package = registry.facts("stored_formats", name).get("needs")
+    if package and importlib.util.find_spec(package.replace("-", "_")) is None:
+        raise ModelError(
+            f"the weights of the model {source!r} are stored by {name}, and its package is not"
+            f" installed on {platform.node()}",
+            hint=f"pip install {package}",
+        )
+
+
+def as_loaded(config: PretrainedConfig) -> None:
+    """Take the stored form of weights out of a configuration: they are full once they are
+    loaded."""
+    for part in (config, config.get_text_config()):
+        for name in ("quantization_config", "compression_config"):
+            if stored_format(getattr(part, name, None)) is not None:
+                delattr(part, name)
+
+
+class StoredFormat(Protocol):
+    """How the weights of a checkpoint are made of the tensors in its files."""
+
+    def weights(self, files: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """By the name of a weight in full precision its stored tensors, of those in `files`, by
+        their roles. Raises ModelError."""
+
+    def weight(
+        self, name: str, slices: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    ) -> Any:
+        """An unread slice of a weight of full precision, of unread `slices` of its stored tensors
+        by role. Raises ModelError."""
 
 
 _CONVERT = (
@@ -108,9 +159,9 @@ _CONVERT = (
 
 
 class Checkpoint:
-    """The safetensors files of a model, by tensor name. `local` downloads nothing. `used` are the
-    names of all tensors that `slices` has handed out. Raises ModelError for a file that is absent
-    or damaged."""
+    """The safetensors files of a model, by tensor name, and its weights (`parts`), each with the
+    tensors that it is made of. `local` downloads nothing. `used` are the names of all tensors that
+    `slices` has opened. Raises ModelError for a file that is absent or damaged."""
 
     def __init__(self, source: str, revision: str | None = None, *, local: bool = False) -> None:
         self.source = source
@@ -120,9 +171,16 @@ class Checkpoint:
         self.index, name = self._first()
         if name.endswith(".json"):
             self.files = _weight_map(self.index)
-            return
-        with _open(self.index) as file:
-            self.files = dict.fromkeys(file.keys(), name)
+        else:
+            with _open(self.index) as file:
+                self.files = dict.fromkeys(file.keys(), name)
+        self._form = self._stored_format()
+        self.is_stored_otherwise = self._form is not None
+        self.parts: Mapping[str, Mapping[str, str]] = (
+            {name: {"": name} for name in self.files}
+            if self._form is None
+            else self._form.weights(self.files)
+        )
 
     def _first(self) -> tuple[Path, str]:
         """The file that from_pretrained begins with, and its name: the one that config.json names,
@@ -148,6 +206,17 @@ class Checkpoint:
             f"{platform.node()} finds no {' and no '.join(names)} in model {self.source!r}",
             hint=_CONVERT,
         )
+
+    def _stored_format(self) -> StoredFormat | None:
+        path = self.path(repository.CONFIG)
+        if path is None:
+            return None
+        settings = quantization_of(repository.read_json(path, ModelError))
+        check_quantizer(settings, self.source)
+        if (name := stored_format(settings)) is None:
+            return None
+        form: StoredFormat = registry.find("stored_formats", name)(settings, self.source)
+        return form
 
     def path(self, filename: str) -> Path | None:
         """The local path of a file of the model, downloaded if need be; None if there is none."""
@@ -182,16 +251,31 @@ class Checkpoint:
         return path
 
     @contextmanager
-    def slices(self, wanted: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
-        """Unread slices of the wanted tensors; only files that hold one are fetched and opened."""
-        names = [name for name in self.files if wanted(name)]
+    def slices(
+        self,
+        wanted: Callable[[str], bool],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = _CPU,
+    ) -> Iterator[dict[str, Any]]:
+        """Unread slices of the wanted weights; only files that hold one are fetched and opened.
+        Those that are computed from several tensors are so in `dtype`, on `device`."""
+        parts = {name: parts for name, parts in self.parts.items() if wanted(name)}
+        names = {stored for tensors in parts.values() for stored in tensors.values()}
         self.used.update(names)
         with ExitStack() as stack:
             opened = {}
             for filename in sorted({self.files[name] for name in names}):
                 opened[filename] = stack.enter_context(_open(self._there(filename)))
             with _damage(self.source):
-                slices = {name: opened[self.files[name]].get_slice(name) for name in names}
+                tensors = {name: opened[self.files[name]].get_slice(name) for name in names}
+            slices = {}
+            for name, stored in parts.items():
+                by_role = {role: tensors[part] for role, part in stored.items()}
+                slices[name] = (
+                    tensors[name]
+                    if self._form is None
+                    else self._form.weight(name, by_role, dtype, device)
+                )
             yield slices
 
 
@@ -205,11 +289,20 @@ _WRAPPERS = {
 """Parts of names that wrappers of a model add: the wrapper, and the object to save instead."""
 
 
+def whole_model(
+    cls: Any, config: PretrainedConfig, checkpoint: Checkpoint, dtype: torch.dtype, **settings: Any
+) -> Any:
+    """A model of a class of the library, with all weights of a checkpoint in full precision.
+    `settings` are those of from_pretrained."""
+    with checkpoint.slices(lambda name: True, dtype) as slices:
+        return cls.from_pretrained(None, config=config, state_dict=slices, dtype=dtype, **settings)
+
+
 def refuse_wrapped(checkpoint: Checkpoint, known: Container[str]) -> None:
     """Raise ModelError for tensors that have one of the `known` names but for the additions of a
     wrapper."""
     for part, (wrapper, inner) in _WRAPPERS.items():
-        for name in sorted(checkpoint.files):
+        for name in sorted(checkpoint.parts):
             bare = name.replace(f"{part}.", "")
             if bare != name and name not in known and bare in known:
                 raise ModelError(

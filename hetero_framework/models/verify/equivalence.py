@@ -56,7 +56,7 @@ from hetero_framework.models.cut.tiny import (
     stock_class,
     task_of,
 )
-from hetero_framework.models.files.weights import Checkpoint
+from hetero_framework.models.files.weights import Checkpoint, whole_model
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.models.rng import seed_cpu
 
@@ -230,13 +230,7 @@ def build_both(
             model.save_pretrained(directory)
             checkpoint = Checkpoint(directory)
         shards = [build_shard(config, checkpoint, rng, dtype=torch.float32) for rng in ranges]
-        whole = stock.from_pretrained(
-            checkpoint.source,
-            config=config,
-            revision=checkpoint.revision or "main",
-            dtype=torch.float32,
-            use_safetensors=True,
-        )
+        whole = whole_model(stock, config, checkpoint, torch.float32)
         drawn = new_names(Skeleton(config, introspect(config)), whole, checkpoint)
     for shard in shards:  # a head that the checkpoint lacks: the library draws other numbers
         for name, parameter in shard.model.named_parameters():

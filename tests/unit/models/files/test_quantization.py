@@ -27,6 +27,7 @@ from hetero_framework.models.files.quantization import (
     quantization_config,
     stored_quantization,
 )
+from hetero_framework.models.files.weights import check_quantizer
 from tests.unit.adapter_helpers import (
     batch,
     chain_backward,
@@ -174,10 +175,9 @@ def test_contradicting_or_foreign_quantisation_is_refused(
     config = AutoConfig.from_pretrained(folder)
     with pytest.raises(ConfigError, match="quantised already"):
         quantization_config(other, config, torch.float32, open_device("cpu"))
-    config = AutoConfig.from_pretrained(llama)
-    config.quantization_config = json.loads('{"quant_method": "gptq", "bits": 4}')
-    with pytest.raises(ModelError, match="'gptq'"):
-        stored_quantization(config)
+    settings = json.loads('{"quant_method": "hqq", "bits": 4}')
+    with pytest.raises(ModelError, match="'hqq'"):
+        check_quantizer(settings, str(llama))
 
 
 def mixed(base: Path, *, worker: str | None = "none", **sections: Any) -> Config:

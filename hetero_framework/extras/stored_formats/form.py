@@ -1,0 +1,186 @@
+"""Weights that a checkpoint holds in several tensors, and how one is made of them.
+
+A form is a `quant_method` of config.json. It says which tensors belong to a weight, by the ends of
+their names, and computes rows of the weight. The numbers are a function of the files alone: each
+form rounds as the format's own library does, and only then to the dtype of the run.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hetero_framework.errors import ModelError
+
+Ends = Mapping[str, Sequence[str]]
+_NUMBERS_AT_ONCE = 1 << 23
+_ONE_AT_A_TIME = threading.Lock()  # the library reads on several threads, each with its own memory
+_FULL = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "BOOL"}
+# Ends of names by which other forms can be told.
+_FOREIGN = ("qweight", "weight_packed", "_blocks", "_scale_inv", "absmax", "SCB")
+
+
+class Form(ABC):
+    """How the weights of one checkpoint are stored."""
+
+    ends: ClassVar[Ends]
+    """By role, ends of the names of a weight's tensors. All have "values" and "scales"."""
+    target: ClassVar[str | None] = None
+    """The end of a weight's name, in place of that of its values; None where they are alike."""
+    unread: ClassVar[tuple[str, ...]] = ()
+    """Ends of names of tensors that only an inference engine reads."""
+    step: ClassVar[int] = 1
+    """Rows of a weight that are stored together."""
+
+    def __init__(self, settings: dict[str, Any], source: str) -> None:
+        """`settings` are the `quantization_config` of the model `source`. Raises ModelError for
+        those that the form does not have."""
+        self.settings, self.source = settings, source
+        self.files: Mapping[str, str] = {}
+        self.made: dict[str, dict[str, str]] = {}
+
+    def weights(self, files: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """See StoredFormat."""
+        self.files = files
+        for name in files:
+            base, end = self._split(name)
+            if base is None:
+                continue
+            parts = {"values": name}
+            for role, ends in self.ends.items():
+                if role != "values":
+                    found = [base + e for e in ends if base + e in files and base + e != name]
+                    parts |= {role: found[0]} if found else {}
+            if "scales" in parts:
+                self.made[base + (end if self.target is None else self.target)] = parts
+            elif self.target is not None:
+                raise self.error(
+                    name, "it has no scales: there is no " + base + self.ends["scales"][0]
+                )
+        taken = {part for parts in self.made.values() for part in parts.values()}
+        left = [name for name in files if name not in taken and not name.endswith(self.unread)]
+        for name in left:
+            if name.endswith(_FOREIGN):
+                raise self.error(
+                    name,
+                    "it belongs to another form than the quant_method of config.json,"
+                    f" {self.settings.get('quant_method')!r}, or to no weight",
+                )
+        return self.made | {name: {"": name} for name in left}
+
+    def _split(self, name: str) -> tuple[str | None, str]:
+        """The part of a name that all tensors of a weight have in common; None for a tensor that
+        holds no values."""
+        for end in self.ends["values"]:
+            if name.endswith(end):
+                return name.removesuffix(end), end
+        return None, ""
+
+    def weight(
+        self, name: str, slices: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    ) -> Any:
+        """See StoredFormat."""
+        if "" in slices:
+            if (stored := slices[""].get_dtype()) not in _FULL:
+                raise self.error(name, f"it is stored as {stored}, and no scales belong to it")
+            return slices[""]
+        return Weight(self, name, slices, dtype, device if device.type == "cuda" else _CPU)
+
+    def error(self, stored: str, why: str) -> ModelError:
+        """The error of a tensor in a file."""
+        return ModelError(
+            f"{stored} in {self.files[stored]} of the model {self.source!r}: {why}",
+            hint="the file is incomplete or damaged, or config.json is that of another model; copy"
+            " or download both again",
+        )
+
+    def refused(self, setting: str, known: str) -> ModelError:
+        """The error of a setting that the form does not have."""
+        return ModelError(
+            f"the model {self.source!r} has {setting} {self.settings.get(setting)!r} in its"
+            f" quantization_config; {known} can be read",
+            hint='take the full-precision model with "model.quantization": "nf4"',
+        )
+
+    @abstractmethod
+    def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+        """The shape of the weight of these slices. Raises ValueError where they do not fit each
+        other."""
+
+    @abstractmethod
+    def rows(self, parts: Mapping[str, Any], first: int, last: int, device: torch.device) -> Tensor:
+        """The rows first .. last - 1 of the weight; `first` is a multiple of `step`."""
+
+
+_CPU = torch.device("cpu")
+
+
+class Weight:
+    """A weight that is computed when it is read, some rows at a time. It is read as an unread slice
+    of safetensors is."""
+
+    def __init__(
+        self,
+        form: Form,
+        name: str,
+        parts: Mapping[str, Any],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._form, self._parts, self._dtype, self._device = form, parts, dtype, device
+        names = form.made[name]
+        try:
+            self._shape = form.shape(parts)
+        except ValueError as error:
+            raise form.error(names["values"], str(error)) from error
+        for role in ("scales", "global"):
+            if role in parts and (wrong := _unusable(parts[role][...])):
+                raise form.error(names[role], f"{wrong} of its numbers are zero, infinite or NaN")
+
+    def get_shape(self) -> list[int]:
+        """The sizes of the weight."""
+        return [*self._shape]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The rows of a slice, or (...) all."""
+        first, last, _ = (slice(None) if index is ... else index).indices(self._shape[0])
+        step, width = self._form.step, torch.Size(self._shape[1:]).numel()
+        size = max(1, _NUMBERS_AT_ONCE // width // step) * step
+        made = torch.empty(last - first, *self._shape[1:], dtype=self._dtype, device=self._device)
+        with _ONE_AT_A_TIME, torch.no_grad():
+            for begin in range(first - first % step, last, size):
+                end = min(begin + size, self._shape[0])
+                rows = self._form.rows(self._parts, begin, end, self._device)
+                low, high = max(begin, first), min(end, last)
+                made[low - first : high - first] = rows[low - begin : high - begin]
+        return made
+
+
+def _unusable(scales: Tensor) -> int:
+    if scales.dtype == torch.uint8:  # exponents of two; 255 is NaN
+        return int((scales == 255).sum())
+    wide = scales.to(torch.float32)
+    return int((~torch.isfinite(wide) | (wide == 0)).sum())
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """Whole numbers of `bits` each, packed into the 32-bit words along the first axis, the lowest
+    bits first; a number may lie in two words. [W, ...] -> uint8 [32 W / bits, ...]"""
+    each = bits // math.gcd(bits, 32)  # words after which the pattern repeats
+    words = words.unflatten(0, (-1, each))
+    count, mask = 32 * each // bits, (1 << bits) - 1
+    made = torch.empty(len(words), count, *words.shape[2:], dtype=torch.uint8, device=words.device)
+    for k in range(count):
+        word, shift = divmod(k * bits, 32)
+        number = words[:, word] >> shift  # the sign comes in from above, and is masked away
+        if shift + bits > 32:
+            low = (1 << (32 - shift)) - 1
+            number = (number & low) | (words[:, word + 1] << (32 - shift))
+        made[:, k] = number & mask
+    return made.flatten(0, 1)

@@ -1,0 +1,116 @@
+"""Weights in 8-bit floating point, scaled by tensor, by row, or by blocks of rows and columns.
+
+DeepSeek-V3's blocks are of 128 x 128 ("weight_scale_inv", which is the factor itself; the last
+block of a weight may be smaller), FBGEMM's scales are by row, Ministral's by tensor. Experts may be
+one weight for all of them. MXFP8 and DeepSeek-V4's experts have exponents of two for blocks of 32
+in a row, the latter with two 4-bit numbers (E2M1) in a byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hetero_framework.extras.stored_formats.form import Ends, Form
+
+# E2M1: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, 5.3.3).
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_PACKED = ("I8", "U8", "F4")
+
+
+class Fp8(Form):
+    """`quant_method` fp8, mxfp8 and fbgemm_fp8."""
+
+    ends: ClassVar[Ends] = {"values": ("",), "scales": ("_scale_inv", "_scale")}
+    unread = ("activation_scale", "input_scale", "input_scale_ub", "k_scale", "v_scale")
+
+    def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+        """See Form."""
+        sizes = values_shape(parts["values"])
+        _grid(tuple(sizes), tuple(parts["scales"].get_shape()), self.block)
+        return sizes
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns of a block, as config.json has them."""
+        given = self.settings.get("weight_block_size")
+        return (int(given[0]), int(given[1])) if given else None
+
+    def rows(self, parts: Mapping[str, Any], first: int, last: int, device: torch.device) -> Tensor:
+        """See Form. The product is in float32, as the library's own."""
+        values = numbers(parts["values"][first:last], device)
+        shape = self.shape(parts)
+        scales = factors(parts["scales"][...], device)
+        height, width, grid = _grid(shape, tuple(scales.shape), self.block)
+        scales = scales.reshape(grid)
+        if len(shape) > 2:  # of many experts: the first axis counts these
+            for k, expert in enumerate(range(first, last)):
+                _scale(values[k], scales[expert if len(scales) > 1 else 0], 0, height, width)
+        else:
+            _scale(values, scales[0], first, height, width)
+        return values
+
+
+def values_shape(values: Any) -> tuple[int, ...]:
+    """The shape of a weight, by an unread slice of its values."""
+    *rows, columns = values.get_shape()
+    return (*rows, columns * 2 if values.get_dtype() in _PACKED else columns)
+
+
+def numbers(values: Tensor, device: torch.device) -> Tensor:
+    """Values without their scales, in float32; of packed ones the low four bits come first."""
+    values = values.to(device)
+    if str(values.dtype) not in ("torch.int8", "torch.uint8", "torch.float4_e2m1fn_x2"):
+        return values.to(torch.float32)
+    table = torch.tensor(E2M1, dtype=torch.float32, device=device)
+    codes = values.view(torch.uint8).to(torch.int32)
+    return torch.stack((table[codes & 15], table[codes >> 4]), -1).flatten(-2)
+
+
+def factors(scales: Tensor, device: torch.device) -> Tensor:
+    """Scales in float32; bytes are exponents of two (E8M0)."""
+    scales = scales.to(device)
+    if scales.dtype == torch.uint8:
+        return (scales.to(torch.float32) - 127).exp2()
+    return scales.to(torch.float32)
+
+
+def _grid(
+    shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None
+) -> tuple[int, int, tuple[int, int, int]]:
+    """Rows and columns of a block, and the shape of the scales by expert, row and column. Raises
+    ValueError for scales that do not belong to these values."""
+    rows, columns = shape[-2:]
+    experts = math.prod(shape[:-2])
+    count = math.prod(scales)
+    if count in (1, experts):
+        return rows, columns, (count, 1, 1)
+    if count == experts * rows:
+        return 1, columns, (experts, rows, 1)
+    down, across = scales[-2:] if len(scales) > 1 else (0, 0)
+    if count == experts * down * across and down and across:
+        if block is not None and (-(-rows // block[0]), -(-columns // block[1])) == (down, across):
+            return *block, (experts, down, across)
+        if rows % down == 0 and columns % across == 0:
+            return rows // down, columns // across, (experts, down, across)
+    raise ValueError(
+        f"its scales have the shape {[*scales]}, which does not divide {[*shape]}"
+        + (f" into blocks of {block[0]} x {block[1]}" if block else "")
+    )
+
+
+def _scale(values: Tensor, scales: Tensor, first: int, height: int, width: int) -> None:
+    """Multiply rows of a weight, of which `first` is the first, by the scales of its blocks."""
+    last, columns = first + len(values), values.shape[1]
+    scales = scales[first // height : -(-last // height)]
+    if width < columns:
+        scales = scales.repeat_interleave(width, 1)[:, :columns]
+    if height == 1:
+        values *= scales
+        return
+    for k, row in enumerate(scales, first // height):
+        values[max(k * height - first, 0) : (k + 1) * height - first] *= row

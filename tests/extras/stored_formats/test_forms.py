@@ -1,0 +1,167 @@
+"""Each stored form, from files to shards: the weights are those that the files stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    GptOssConfig,
+    LlamaConfig,
+    Mxfp4Config,
+)
+
+from hetero_framework.errors import ModelError
+from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.shard import build_shard
+from hetero_framework.models.files.weights import Checkpoint, as_loaded, read_config
+from tests.extras.stored_formats import writing
+
+LLAMA = LlamaConfig(
+    vocab_size=96,
+    hidden_size=192,  # not a multiple of a block
+    intermediate_size=320,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+GPT_OSS = GptOssConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=4,
+    head_dim=16,
+)
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+Store = Callable[[str, Tensor], Any]
+
+
+def fp8(name: str, tensor: Tensor, *, end: str = "_scale_inv", height: int, width: int) -> Any:
+    if not writing.is_linear(name):
+        return None
+    rows, columns = tensor.shape
+    size = height or rows, width or columns
+    values, factors, weight = writing.fp8_blocks(tensor, *size)
+    return {name: values, name + end: factors}, weight
+
+
+def beside(name: str, tensor: Tensor, *, store: Callable[[Tensor], writing.Stored]) -> Any:
+    """Of a linear weight's tensors, with the names of its module."""
+    if not writing.is_linear(name):
+        return None
+    parts, weight = store(tensor)
+    return {name.removesuffix(".weight") + end: part for end, part in parts.items()}, weight
+
+
+def experts(name: str, tensor: Tensor) -> Any:
+    if not name.endswith("_proj"):
+        return None
+    parts, weight = writing.mxfp4(tensor)
+    return {name + end: part for end, part in parts.items()}, weight
+
+
+def gptq(bits: int, less: int, *, act_order: bool) -> tuple[dict[str, Any], Store]:
+    store = partial(writing.gptq, bits=bits, group=32, act_order=act_order, less=less)
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": act_order}
+    settings["checkpoint_format"] = ["gptq_v2", "gptq"][less]
+    return settings, partial(beside, store=store)
+
+
+FORMS: dict[str, tuple[dict[str, Any], Store]] = {
+    "fp8 in blocks": (BLOCKS, partial(fp8, height=128, width=128)),
+    "fp8 by tensor": ({"quant_method": "fp8"}, partial(fp8, height=0, width=0)),
+    "fp8 by row": ({"quant_method": "fbgemm_fp8"}, partial(fp8, end="_scale", height=1, width=0)),
+    "gptq 2": gptq(2, 1, act_order=False),
+    "gptq 3": gptq(3, 1, act_order=True),
+    "gptq 4": gptq(4, 1, act_order=False),
+    "gptq 4 in order of importance": gptq(4, 0, act_order=True),
+    "gptq 8": gptq(8, 0, act_order=False),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"},
+        partial(beside, store=partial(writing.awq, group=64)),
+    ),
+    "mxfp4": ({"quant_method": "mxfp4"}, experts),
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints in full precision."""
+    folders = {}
+    for name, config in {"llama": LLAMA, "gpt_oss": GPT_OSS}.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        folders[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folders[name])
+    return folders
+
+
+def stored(form: str, dense: dict[str, Path], folder: Path) -> dict[str, Tensor]:
+    settings, store = FORMS[form]
+    return writing.rewrite(
+        dense["gpt_oss" if form == "mxfp4" else "llama"], folder, settings, store
+    )
+
+
+def shards(folder: Path, dtype: torch.dtype, *starts: int) -> dict[str, Tensor]:
+    """The weights of all shards of a checkpoint that is cut before these layers."""
+    config = read_config(str(folder), None)
+    as_loaded(config)
+    ends = [*starts, config.num_hidden_layers]
+    held: dict[str, Tensor] = {}
+    for start, end in zip([0, *starts], ends, strict=True):
+        rng = ShardRange(start, end, start == 0, end == ends[-1])
+        shard = build_shard(config, Checkpoint(str(folder)), rng, dtype=dtype)
+        held |= dict(shard.model.named_parameters())
+        assert not hasattr(shard.model.config, "quantization_config")
+    return held
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_shards_hold_the_weights_that_the_files_stand_for(
+    form: str, dtype: torch.dtype, dense: dict[str, Path], tmp_path: Path
+) -> None:
+    weights = stored(form, dense, tmp_path / "stored")
+    held = shards(tmp_path / "stored", dtype, 1, 2)
+    assert weights.keys() <= held.keys()
+    for name, weight in weights.items():
+        assert torch.equal(held[name], weight.to(dtype)), name
+
+
+@pytest.mark.parametrize(
+    ("form", "how"),
+    [
+        ("fp8 by tensor", FineGrainedFP8Config(dequantize=True)),
+        ("mxfp4", Mxfp4Config(dequantize=True)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_those_of_the_library(
+    form: str, how: Any, dtype: torch.dtype, dense: dict[str, Path], tmp_path: Path
+) -> None:
+    stored(form, dense, tmp_path / "stored")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "stored", quantization_config=how, dtype=dtype
+    )
+    held = shards(tmp_path / "stored", dtype, 2)
+    for name, weight in model.named_parameters():
+        assert torch.equal(held[name], weight), name
+
+
+def test_a_form_that_nobody_knows_is_named_with_those_that_are_known(
+    dense: dict[str, Path], tmp_path: Path
+) -> None:
+    writing.rewrite(dense["llama"], tmp_path / "x", {"quant_method": "hqq"}, lambda *_: None)
+    with pytest.raises(ModelError, match="'hqq', which cannot be read here; known are bitsandb"):
+        read_config(str(tmp_path / "x"), None)
