@@ -434,7 +434,9 @@ def test_from_the_hub_only_needed_files_are_asked_for(
     }
     assert {repo for repo, _, _ in asked} == {"somebody/tiny"}
     assert {revision for _, _, revision in asked} == {"v2"}
-    assert {file for _, file, _ in asked} == needed | {"model.safetensors.index.json"}
+    looked_for = {"config.json", "adapter_config.json", "model.safetensors"}
+    looked_for |= {"model.safetensors.index.json"}
+    assert {file for _, file, _ in asked} == needed | looked_for
     assert needed < set(index.values())
 
 
