@@ -513,7 +513,7 @@ REFUSED: list[dict[str, Any]] = [
     {"text_config": {"auto_map": ["x--y.Z"]}},
     {"vision_config": {"attn_implementation": "somebody/kernel"}},
     {"trust_remote_code": True},
-    {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    {"quantization_config": {"quant_method": "hqq", "bits": 4}},
     {"num_hidden_layers": 10**9},
     {"num_hidden_layers": 1e30},
     {"vision_config": {"depth": 10**9}},
