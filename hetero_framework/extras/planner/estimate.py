@@ -253,14 +253,8 @@ def _named(option: str, name: str) -> KnownDevice:
     return _known(name, f"--device {option}")
 
 
-def _known(
-    name: str,
-    place: str,
-    advice: str = "",
-    memory: float | None = None,
-    host: float | None = None,
-) -> KnownDevice:
-    device = attempt(lambda: known_device(name, memory_bytes=memory, host_bytes=host))
+def _known(name: str, place: str, advice: str = "", **sizes: float) -> KnownDevice:
+    device = attempt(lambda: known_device(name, **sizes))
     if isinstance(device, UserError):
         raise UserError(f"{place}: {device.message}", hint=f"{advice}{device.hint}")
     return device
@@ -272,8 +266,8 @@ def _own_device(name: str) -> KnownDevice:
     if device.kind == "cpu":
         label += f", {psutil.cpu_count(logical=False) or psutil.cpu_count() or 1} cores"
     advice = "name one that is like it, as in --device local=...; "
-    host = float(psutil.virtual_memory().total)
-    return _known(label, f"this machine's {device.name}", advice, memory, host)
+    sizes = {"memory_bytes": memory, "host_bytes": psutil.virtual_memory().total}
+    return _known(label, f"this machine's {device.name}", advice, **sizes)
 
 
 def _rates(ids: Sequence[WorkerId], options: Sequence[str]) -> dict[WorkerId, float]:

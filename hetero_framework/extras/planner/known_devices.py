@@ -128,10 +128,9 @@ def known_device(
                 hint="say the memory of all, as in Apple M2 Max 64GB",
             )
         return device
-    given = float(said[1]) * _GIB if said is not None else host_bytes
-    assumed = given is None
-    there = host_memory()["assumed_gib"] * _GIB if given is None else given
-    return replace(device, host_bytes=there, host_is_assumed=assumed)
+    there = float(said[1]) * _GIB if said is not None else host_bytes
+    assumed = host_memory()["assumed_gib"] * _GIB if there is None else 0.0
+    return replace(device, host_bytes=there or assumed, host_is_assumed=there is None)
 
 
 def _device(text: str, memory_bytes: float | None) -> KnownDevice:
