@@ -35,7 +35,7 @@ class Form(ABC):
     """The end of a weight's name, in place of that of its values; None where they are alike."""
     unread: ClassVar[tuple[str, ...]] = ()
     """Ends of names of tensors that only an inference engine reads."""
-    step: ClassVar[int] = 1
+    step: int = 1
     """Rows of a weight that are stored together."""
 
     def __init__(self, settings: dict[str, Any], source: str) -> None:
@@ -59,9 +59,9 @@ class Form(ABC):
                     parts |= {role: found[0]} if found else {}
             if "scales" in parts:
                 self.made[base + (end if self.target is None else self.target)] = parts
-            elif self.target is not None:
+            elif self.target not in (None, end):
                 raise self.error(
-                    name, "it has no scales: there is no " + base + self.ends["scales"][0]
+                    name, f"it has no scales: there is no {base}{self.ends['scales'][0]}"
                 )
         taken = {part for parts in self.made.values() for part in parts.values()}
         left = [name for name in files if name not in taken and not name.endswith(self.unread)]
@@ -100,11 +100,11 @@ class Form(ABC):
             " or download both again",
         )
 
-    def refused(self, setting: str, known: str) -> ModelError:
-        """The error of a setting that the form does not have."""
+    def refused(self, setting: str, known: str, value: object = None) -> ModelError:
+        """The error of a setting that the form does not have; `value` is one of some part."""
         return ModelError(
-            f"the model {self.source!r} has {setting} {self.settings.get(setting)!r} in its"
-            f" quantization_config; {known} can be read",
+            f"the model {self.source!r} has {setting} {value or self.settings.get(setting)!r} in"
+            f" its quantization_config; {known} can be read",
             hint='take the full-precision model with "model.quantization": "nf4"',
         )
 
@@ -166,7 +166,10 @@ def _unusable(scales: Tensor) -> int:
     if scales.dtype == torch.uint8:  # exponents of two; 255 is NaN
         return int((scales == 255).sum())
     wide = scales.to(torch.float32)
-    return int((~torch.isfinite(wide) | (wide == 0)).sum())
+    wrong = ~torch.isfinite(wide)
+    if scales.dtype != torch.float8_e4m3fn:  # there a block of very small numbers may have zero
+        wrong |= wide == 0
+    return int(wrong.sum())
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
