@@ -35,7 +35,6 @@ from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import (
-    DEFAULT_TOKENS,
     StageMemory,
     estimate_memory,
     recomputing,
@@ -114,7 +113,7 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
             notes += mixed_lines(config)
             check_compiled(config, model_config)
             check_attention(config)
-            tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
+            tokens = config.row_tokens
             resolved = resolve_loss_chunk(resolved, model_config, tokens)
             config = resolved.config
             notes += [f"warning: {remark}" for remark in (plan.remarks if plan else ())]

@@ -118,6 +118,7 @@ _HAS_BEST = ReadIf(
 )
 _STOPS = ReadIf("early_stopping_patience")
 _DRAWN = ReadIf("visualize")
+_ROW_TOKENS = 1024  # where data.max_length is not set
 _RECOMPUTES = ReadIf("gradient_checkpointing or shard_plan.gradient_checkpointing=True")
 _Reporter = Annotated[str, NameOf("reporters", "training.report_to", ("all", "none"))]
 _HAS_ADAPTER = ReadIf("adapter")
@@ -1095,6 +1096,11 @@ class Config(WholeFile):
         """Whether the stage of that index computes its layers again backward."""
         setting = self.shard_plan[index].gradient_checkpointing
         return self.training.gradient_checkpointing if setting is None else setting
+
+    @property
+    def row_tokens(self) -> int:
+        """The most tokens of a row, as far as the settings tell."""
+        return (self.data.max_length if self.data else None) or _ROW_TOKENS
 
     def offloads_optimizer(self, index: int) -> bool:
         """Whether the stage of that index keeps its optimizer's states in host memory."""

@@ -39,7 +39,6 @@ from hetero_framework.extras.planner.work import ModelWork, PartWork, model_work
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, stored_quantization
-from hetero_framework.models.sizing.memory import DEFAULT_TOKENS
 from hetero_framework.units import bit_rate, share, size
 
 DEFAULT_BANDWIDTH = "1Gbit/s"
@@ -100,7 +99,7 @@ def _job(config: Config, model: PretrainedConfig, ids: Sequence[WorkerId]) -> di
         "adapter": None if adapter is None else {"r": adapter.r, "modules": adapter.target_modules},
         "weights": {str(id): config.quantization(id) or stored for id in ids},
         "rows": training.per_device_train_batch_size,
-        "max_length": (config.data.max_length if config.data else None) or DEFAULT_TOKENS,
+        "max_length": config.row_tokens,
         "micro_batches": training.gradient_accumulation_steps,
         "epoch_tokens": _epoch_tokens(config),
     }

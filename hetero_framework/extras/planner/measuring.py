@@ -48,7 +48,7 @@ from hetero_framework.models.cut.shard import load_shard
 from hetero_framework.models.cut.side import Bundle, returning
 from hetero_framework.models.files.quantization import stored_quantization
 from hetero_framework.models.sizing.footprint import Setting, bundle_at
-from hetero_framework.models.sizing.memory import DEFAULT_TOKENS, StageMemory
+from hetero_framework.models.sizing.memory import StageMemory
 
 _LEAST_RUNS, _MOST_RUNS = 3, 20
 
@@ -139,7 +139,7 @@ def _entering(config: Config, model: PretrainedConfig, layer: int, hidden_BSD: T
     training, all_random = config.training, family_of(model) is not None
     if not introspect(model).sides_at(layer) and not all_random:
         return (hidden_BSD,)
-    tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
+    tokens = config.row_tokens
     setting = Setting(
         *(model, None, objective_of(training), hidden_BSD.dtype, None),
         *(training.train_rows, tokens),
@@ -257,7 +257,7 @@ def _specs(kinds: Sequence[int]) -> list[StageSpec]:
 
 def _batch(config: Config, model: PretrainedConfig, device: Device) -> dict[str, Tensor]:
     """A micro-batch of the longest samples."""
-    tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
+    tokens = config.row_tokens
     rows = config.training.train_rows
     dice = torch.Generator().manual_seed(0)
     vocabulary = int(model.get_text_config().vocab_size)

@@ -86,11 +86,8 @@ def compared_machines(
         return {}
     tokens = None
     if config is not None:
-        from hetero_framework.models.sizing.memory import DEFAULT_TOKENS  # imports torch
-
-        length = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
         training = config.training
-        tokens = length * training.train_rows * training.gradient_accumulation_steps
+        tokens = config.row_tokens * training.train_rows * training.gradient_accumulation_steps
     every = [] if len(machines) > _COMPARED else compared(profile, **_read(profile, wishes))
     return {"compared": every, "tokens": tokens}
 

@@ -15,7 +15,6 @@ from hetero_framework.extras.planner.profile import FleetProfile, bytes_of_parts
 from hetero_framework.extras.planner.work import model_work
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import stored_quantization
-from hetero_framework.models.sizing.memory import DEFAULT_TOKENS
 
 _SHARES = (7 / 8, 3 / 4, 1 / 2, 1 / 4, 1 / 8)  # of the length of samples
 _LEAST_TOKENS = 64
@@ -37,7 +36,7 @@ def remedies_of(config: Config, profile: FleetProfile) -> Iterator[Remedy]:
         sizes = {"per_device_train_batch_size": fewer, "gradient_accumulation_steps": more}
         text = " and ".join(f"training.{name} {value}" for name, value in sizes.items())
         yield "batch", text, of(training=sizes)
-    length = (data.max_length if data else None) or DEFAULT_TOKENS
+    length = config.row_tokens
     for part in _SHARES:
         if shorter := int(part * length) // _LEAST_TOKENS * _LEAST_TOKENS:
             source = {} if data else {"train": "train.jsonl"}

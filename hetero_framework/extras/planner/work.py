@@ -21,7 +21,6 @@ from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.sizing.footprint import Setting, bundle_bytes
 from hetero_framework.models.sizing.memory import (
-    DEFAULT_TOKENS,
     Shapes,
     StageMemory,
     experts_per_token,
@@ -63,7 +62,7 @@ def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
     plan = adapter_plan_of(config, model)
     shapes = shapes_of(config, model, plan, config.model.quantization)
     count = shapes.skeleton.structure.num_layers
-    tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
+    tokens = config.row_tokens
     rows = config.training.train_rows
     memory, recomputing = (
         memory_of_parts(

@@ -63,7 +63,6 @@ from hetero_framework.models.sizing.streaming import (
 )
 from hetero_framework.units import size
 
-DEFAULT_TOKENS = 1024
 ACTIVATION_MARGIN = 1.4
 
 # bitsandbytes: numbers that share one scale, scales that share one scale of scales, and the
@@ -219,7 +218,7 @@ def estimate_memory(
     stages = config.plan.stages
     plan = plan or adapter_plan_of(config, model_config)
     if tokens is None:
-        tokens = (config.data.max_length if config.data else None) or DEFAULT_TOKENS
+        tokens = config.row_tokens
     if max_in_flight is None:
         max_in_flight = config.training.max_in_flight or 2 * len(stages)
     most = config.training.gradient_accumulation_steps
