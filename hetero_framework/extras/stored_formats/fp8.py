@@ -45,6 +45,8 @@ class Fp8(Form):
         values = numbers(parts["values"][first:last], device)
         shape = self.shape(parts)
         scales = factors(parts["scales"][...], device)
+        if "global" in parts:
+            scales = scales * factors(parts["global"][...], device)
         height, width, grid = _grid(shape, tuple(scales.shape), self.block)
         scales = scales.reshape(grid)
         if len(shape) > 2:  # of many experts: the first axis counts these
@@ -53,6 +55,27 @@ class Fp8(Form):
         else:
             _scale(values, scales[0], first, height, width)
         return values
+
+
+class ModelOpt(Fp8):
+    """`quant_method` modelopt: FP8, and NVFP4, where one scale of the tensor scales those of the
+    blocks of 16 first."""
+
+    ends: ClassVar[Ends] = {"values": ("",), "scales": ("_scale",), "global": ("_scale_2",)}
+
+    def __init__(self, settings: dict[str, Any], source: str) -> None:
+        super().__init__(settings, source)
+        known = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4")
+        if settings.get("quant_algo") not in known:
+            raise self.refused("quant_algo", ", ".join(known))
+
+    def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+        """See Form."""
+        if "global" in parts and math.prod(size := parts["global"].get_shape()) != 1:
+            raise ValueError(f"the scale of its scales has the shape {size}")
+        if "global" not in parts and parts["values"].get_dtype() in _PACKED:
+            raise ValueError("its scales have no scale (weight_scale_2)")
+        return super().shape(parts)
 
 
 def values_shape(values: Any) -> tuple[int, ...]:

@@ -104,7 +104,8 @@ def stored_format(settings: Any) -> str | None:
     they are stored."""
     if not isinstance(settings, dict):
         settings = settings.to_dict() if hasattr(settings, "to_dict") else {}
-    method = settings.get("quant_method") or ("bitsandbytes" if settings else None)
+    unsaid = "modelopt" if "quant_algo" in settings else "bitsandbytes" if settings else None
+    method = settings.get("quant_method") or unsaid
     name = str(method).rpartition(".")[2].lower()
     return None if method is None or name.startswith("bitsandbytes") else name
 
@@ -270,6 +271,8 @@ class Checkpoint:
                 tensors = {name: opened[self.files[name]].get_slice(name) for name in names}
             slices = {}
             for name, stored in parts.items():
+                if self._form is None and tensors[name].get_dtype().startswith("F8"):
+                    self._refuse_scaled(name)
                 by_role = {role: tensors[part] for role, part in stored.items()}
                 slices[name] = (
                     tensors[name]
@@ -277,6 +280,17 @@ class Checkpoint:
                     else self._form.weight(name, by_role, dtype, device)
                 )
             yield slices
+
+    def _refuse_scaled(self, name: str) -> None:
+        """Raise ModelError for numbers that stand for others by a scale that nothing names."""
+        for scale in (f"{name}_scale", f"{name}_scale_inv"):
+            if scale in self.files:
+                raise ModelError(
+                    f"{name} in {self.files[name]} of the model {self.source!r} has the scale"
+                    f" {scale}, and config.json has no quantization_config that says so",
+                    hint='add it there: of a file of ModelOpt, {"quant_method": "modelopt"} and'
+                    " the quant_algo that hf_quant_config.json has",
+                )
 
 
 _WRAPPERS = {

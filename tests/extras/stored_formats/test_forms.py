@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,28 @@ def gptq(bits: int, less: int, *, act_order: bool) -> tuple[dict[str, Any], Stor
     return settings, partial(beside, store=store)
 
 
+def modelopt(name: str, tensor: Tensor, *, algorithm: str) -> Any:
+    if not writing.is_linear(name):
+        return None
+    if algorithm == "FP8":
+        parts, weight = fp8(name, tensor, end="_scale", height=0, width=0)
+        parts[name + "_scale"] = parts[name + "_scale"].reshape(())
+    else:
+        *made, weight = writing.nvfp4(tensor)
+        parts = dict(zip((name, name + "_scale", name + "_scale_2"), made, strict=True))
+    return parts | {name.replace("weight", "input_scale"): torch.ones(())}, weight
+
+
+def auto_round(packing: str) -> tuple[dict[str, Any], Store]:
+    settings = {"quant_method": "auto-round", "bits": 4, "packing_format": packing}
+    settings["extra_config"] = {"lm_head": {"bits": 16}}
+    less = 1 if packing == "auto_round:auto_gptq" else 0
+    pack = partial(writing.gptq, bits=4, group=32, less=less)
+    return settings, partial(
+        beside, store=partial(writing.awq, group=64) if "awq" in packing else pack
+    )
+
+
 FORMS: dict[str, tuple[dict[str, Any], Store]] = {
     "fp8 in blocks": (BLOCKS, partial(fp8, height=128, width=128)),
     "fp8 by tensor": ({"quant_method": "fp8"}, partial(fp8, height=0, width=0)),
@@ -91,6 +114,17 @@ FORMS: dict[str, tuple[dict[str, Any], Store]] = {
         partial(beside, store=partial(writing.awq, group=64)),
     ),
     "mxfp4": ({"quant_method": "mxfp4"}, experts),
+    "modelopt fp8": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        partial(modelopt, algorithm="FP8"),
+    ),
+    "modelopt nvfp4, without its name": (
+        {"quant_algo": "NVFP4"},
+        partial(modelopt, algorithm="NVFP4"),
+    ),
+    "auto-round of gptq": auto_round("auto_round:auto_gptq"),
+    "auto-round of gptq, zeros as they are": auto_round("auto_round"),
+    "auto-round of awq": auto_round("auto_round:auto_awq"),
 }
 
 
@@ -165,3 +199,33 @@ def test_a_form_that_nobody_knows_is_named_with_those_that_are_known(
     writing.rewrite(dense["llama"], tmp_path / "x", {"quant_method": "hqq"}, lambda *_: None)
     with pytest.raises(ModelError, match="'hqq', which cannot be read here; known are bitsandb"):
         read_config(str(tmp_path / "x"), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:fake"}, "'auto_round:fake'"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "extra_config": {"x": {"bits": 8}}},
+            r"with 4 bits, and \[8\] in its extra_config",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_read_are_named(
+    settings: dict[str, Any], why: str, dense: dict[str, Path], tmp_path: Path
+) -> None:
+    writing.rewrite(dense["llama"], tmp_path / "x", settings, lambda *_: None)
+    with pytest.raises(ModelError, match=why):
+        Checkpoint(str(tmp_path / "x"))
+
+
+def test_numbers_with_scales_that_config_json_does_not_name_are_refused(
+    dense: dict[str, Path], tmp_path: Path
+) -> None:
+    stored("modelopt fp8", dense, tmp_path / "x")
+    fields = json.loads((tmp_path / "x" / "config.json").read_text())
+    del fields["quantization_config"]
+    (tmp_path / "x" / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=r"weight_scale, and config\.json has no quantization"):
+        shards(tmp_path / "x", torch.bfloat16)

@@ -130,3 +130,18 @@ def mxfp4(tensor: Tensor) -> Stored:
     blocks = (codes[..., 0::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
     parts = {"_blocks": blocks, "_scales": (exponents + 127).to(torch.uint8)}
     return parts, weight.flatten(-2).transpose(1, 2)
+
+
+def nvfp4(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ModelOpt's values of a weight [out, in], the scales of its blocks, the scale of these, and
+    the weight."""
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    blocks = tensor.float().unflatten(-1, (-1, 16))
+    whole = blocks.abs().max() / (6 * 448)
+    scales = (blocks.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+    factors = scales.float() * whole
+    codes = ((blocks / factors[..., None]).abs()[..., None] - table).abs().argmin(-1)
+    weight = table[codes] * blocks.sign() * factors[..., None]
+    codes = (codes + 8 * (blocks < 0)).flatten(-2)
+    values = (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
+    return values, scales, whole, weight.flatten(-2)
