@@ -367,6 +367,8 @@ class AdapterConfig(Section):
     lora_modules_to_save."""
     bias: Annotated[Literal["none", "all", "lora_only"], ON_CARD] = "none"
     """Which biases are trained."""
+    lora_bias: Annotated[bool, ON_CARD] = False
+    """The update has a bias of its own. `hetero merge` folds it into that of the layer, if any."""
     use_rslora: Annotated[bool, ON_CARD] = False
     """Scale by lora_alpha / sqrt(r). Elsewhere: rslora, peft_use_rslora."""
     use_dora: Annotated[bool, ON_CARD] = False

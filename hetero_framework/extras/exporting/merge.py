@@ -16,7 +16,7 @@ from hetero_framework import repository
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.tokenizer import read_tokenizer
-from hetero_framework.errors import DataError, ModelError
+from hetero_framework.errors import ConfigError, DataError, ModelError
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.lora import plan_saved_adapter
 from hetero_framework.models.adapters.trainable import attach_adapter
@@ -79,6 +79,12 @@ def merge_adapter(
             hint="give the full-precision model that the quantised one was made from",
         )
     plan = plan_saved_adapter(config, Path(adapter_dir).expanduser())
+    if plan.unmergeable:
+        raise ConfigError(
+            f"the adapter has biases of its own (lora_bias), and {plan.unmergeable} of its layers"
+            " have no bias to fold them into",
+            hint="use it beside its model, with PEFT or `hetero chat`",
+        )
     untie = _adapts_a_tied_end(config, plan)
     out_config = copy.deepcopy(config)
     if untie:

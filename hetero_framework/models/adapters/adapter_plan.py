@@ -39,7 +39,8 @@ class AdapterPlan:
     whole model's order; `tensors` the adapter file's keys. Of these, `embedding_tensors` are frozen
     base embeddings, which PEFT writes and need not read. `weights` is the file to start from.
     `autocast_adapter_dtype` is the setting of that name. `towers` are those of the model
-    (`language.py`), which have no part in it. `remarks` are for the user: entries without effect.
+    (`language.py`), which have no part in it. `unmergeable` counts the updates with a bias whose
+    layers have none. `remarks` are for the user: entries without effect.
     `task` is the model's.
     """
 
@@ -53,6 +54,7 @@ class AdapterPlan:
     weights: Path | None = None
     autocast_adapter_dtype: bool | None = None
     towers: tuple[str, ...] = ()
+    unmergeable: int = 0
     remarks: tuple[str, ...] = ()
     task: Task = "causal-lm"
 

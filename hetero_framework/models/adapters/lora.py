@@ -19,6 +19,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -290,6 +291,7 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
     model = meta_model(model_config)
     names = [name for name, _ in model.named_modules() if name]
     parameters = [name for name, _ in model.named_parameters()]
+    rows = _embeddings(model)
     asked = copy.deepcopy(config)
     try:
         tuner = _inject(model, config, seed=0)
@@ -309,11 +311,17 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
     if asked.layers_to_transform and asked.target_parameters:
         text = "does not hold for target_parameters, which get an update in every layer (PEFT)"
         remarks.append(f"adapter.layers_to_transform {text}")
+    layers: list[Any] = [model.get_submodule(name) for name in tuner.targeted_module_names]
+    bare = [m for m in layers if getattr(m.get_base_layer(), "bias", None) is None]
+    unmergeable = len(bare) if config.lora_bias else 0
+    if unmergeable:
+        text = f"{unmergeable} of the layers have no bias, and merging has nowhere to put theirs"
+        remarks.append(f"adapter.lora_bias: {text}")
 
     plain = _file_tensors(model, frozenset())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*save_embedding_layers.*")
-        full = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME)
+        full = get_peft_model_state_dict(model, model.state_dict(), ADAPTER_NAME)
     embeddings = {PEFT_PREFIX + key: t for key, t in full.items() if PEFT_PREFIX + key not in plain}
     saved = [n for n, m in model.named_modules() if isinstance(m, ModulesToSaveWrapper)]
     plan = AdapterPlan(
@@ -326,12 +334,27 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         embedding_tensors=frozenset(embeddings),
         weights=weights,
         towers=towers(model_config),
+        unmergeable=unmergeable,
         remarks=tuple(remarks),
         task=task_of(model_config),
     )
     if weights is not None:
-        _check_file(weights, plan)
+        _check_file(weights, plan, parameters, rows)
     return plan
+
+
+def _embeddings(model: PreTrainedModel) -> dict[str, int]:
+    """The rows of embedding and head, by the keys that their weights would have in a file."""
+    ends: list[Any] = []
+    for end in (model.get_input_embeddings, model.get_output_embeddings):
+        with suppress(NotImplementedError):
+            ends.append(end())
+    return {
+        f"{PEFT_PREFIX}{name}{inner}.weight": len(module.weight)
+        for name, module in model.named_modules()
+        for inner in ("", ".base_layer")
+        if any(module is end for end in ends) and hasattr(module, "weight")
+    }
 
 
 def _check_rewriting(config: PretrainedConfig, model: Any, tuner: LoraModel) -> None:
@@ -471,23 +494,46 @@ def _module_hint(model: nn.Module) -> str:
     return "modules that can be named: " + ", ".join(sorted(leaves))
 
 
-def _check_file(weights: Path, plan: AdapterPlan) -> None:
-    """Compare an adapter file's header with the plan; reads no tensor."""
+def _check_file(
+    weights: Path, plan: AdapterPlan, parameters: list[str], rows: Mapping[str, int]
+) -> None:
+    """Compare an adapter file's header with the plan; reads no tensor. `parameters` are those of
+    the bare model, `rows` its `_embeddings`."""
     with _open(weights) as file:
         sizes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    missing = sorted(set(plan.tensors) - plan.embedding_tensors - set(sizes))
-    extra = sorted(set(sizes) - set(plan.tensors))
-    if missing or extra:
+    own = sorted(k for k in rows.keys() & sizes.keys() if sizes[k] != plan.tensors.get(k))
+    if own:
+        raise ConfigError(
+            f"{weights} has embeddings of its own, as PEFT saves them of a resized vocabulary or"
+            f" with save_embedding_layers: {', '.join(own)} with {sizes[own[0]][0]} rows, the"
+            f" model's {rows[own[0]]}",
+            hint="put them into the model once, with PEFT's unload(), as docs/models.md shows",
+        )
+    kinds: dict[str, list[str]] = {}
+    for key in sorted(set(plan.tensors) - plan.embedding_tensors - set(sizes)):
+        kinds.setdefault("are missing", []).append(key)
+    for key in sorted(set(sizes) - set(plan.tensors)):
+        kinds.setdefault(_kind(key, parameters), []).append(key)
+    if kinds:
         problems = "; ".join(
             f"{len(keys)} tensors {what}: {', '.join(keys[:4])}{', ...' if keys[4:] else ''}"
-            for what, keys in (("are missing", missing), ("belong to no layer", extra))
-            if keys
+            for what, keys in kinds.items()
         )
         hint = "adapter.init_from must be an adapter of this very model"
         raise ConfigError(f"{weights} does not fit the model: {problems}", hint=hint)
     for key, shape in sizes.items():
         if shape != (needed := plan.tensors[key]):
             raise ConfigError(f"{weights}: {key} has shape {shape}, the model needs {needed}")
+
+
+def _kind(key: str, parameters: list[str]) -> str:
+    """The kind of a tensor that its settings do not ask for."""
+    if key.removeprefix(PEFT_PREFIX).replace(".base_layer", "") in parameters:
+        return "are the model's own, which neither modules_to_save nor bias names"
+    for end, setting in (("lora_B.bias", "lora_bias"), ("lora_magnitude_vector", "use_dora")):
+        if key.endswith(end):
+            return f"are of an adapter whose {setting} is true, and its settings say false"
+    return "belong to no layer"
 
 
 def _open(weights: Path) -> Any:
@@ -524,6 +570,7 @@ def _inject(
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
         warnings.filterwarnings("ignore", message="target_parameters=.* were set but no parameter")
         warnings.filterwarnings("ignore", message="You have passed exclude_modules")
+        warnings.filterwarnings("ignore", message="`lora_bias=True` was passed but")
         warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")
         on_meta = any(p.is_meta for p in model.parameters())
         with torch.device("meta" if on_meta else "cpu"):
@@ -557,9 +604,9 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
 
 
 def _file_tensors(model: nn.Module, embedding_keys: frozenset[str]) -> dict[str, torch.Tensor]:
-    peft = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
+    state = model.state_dict()  # given, PEFT does not take biases of updates for damage
+    peft = get_peft_model_state_dict(model, state, ADAPTER_NAME, save_embedding_layers=False)
     tensors = {PEFT_PREFIX + key: tensor for key, tensor in peft.items()}
-    state = model.state_dict() if embedding_keys else {}
     for key in sorted(embedding_keys):
         if (name := key.removeprefix(PEFT_PREFIX)) in state:
             tensors[key] = state[name]

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 
 from hetero_framework.config import AdapterConfig, Config
-from hetero_framework.errors import CheckpointError, DataError, ModelError
+from hetero_framework.errors import CheckpointError, ConfigError, DataError, ModelError
 from hetero_framework.extras.exporting.merge import merge_adapter
 from hetero_framework.extras.verify.verifying import verify_model
 from hetero_framework.models.files.export import OutputDirectory, write_adapter
@@ -36,6 +36,7 @@ def saved_adapter(base: Path, folder: Path, adapter: AdapterConfig) -> Path:
         ("llama", {"target_modules": "all-linear", "use_dora": True}),
         ("llama", {"modules_to_save": ("lm_head",), "target_modules": ("q_proj", "embed_tokens")}),
         ("gpt2", {"bias": "all"}),
+        ("gpt2", {"lora_bias": True}),
         ("mixtral", {"target_modules": ("q_proj", "w1", "w2", "w3")}),
     ],
 )
@@ -103,6 +104,14 @@ def test_merge_into_a_quantised_model_says_to_give_the_full_one(tmp_path: Path) 
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="full-precision model"):
         merge_adapter(tmp_path / "adapter", str(base), OutputDirectory(tmp_path / "merged"))
+
+
+def test_biases_of_updates_are_merged_into_biases_only(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    settings = AdapterConfig(lora_bias=True, target_modules=("q_proj",))
+    adapter = saved_adapter(base, tmp_path / "adapter", settings)
+    with pytest.raises(ConfigError, match=r"lora_bias\), and 4 of its layers have no bias"):
+        merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
 
 
 def test_tokenizer_that_names_code_is_refused_and_nothing_runs(

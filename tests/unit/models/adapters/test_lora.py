@@ -65,6 +65,8 @@ CASES = {
         "gpt2",
         {"target_modules": r".*\.h\.[13]\.attn\.c_attn", "use_rslora": True, "bias": "all"},
     ),
+    "biases of the update": ("gpt2", {"lora_bias": True, "target_modules": ("c_attn", "c_fc")}),
+    "biases where the base has none": ("llama", {"lora_bias": True, "bias": "lora_only"}),
     "one layer only": ("llama", {"layers_to_transform": (2,), "target_modules": ("q_proj",)}),
     "patterns": (
         "llama",
@@ -135,6 +137,7 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 @pytest.mark.parametrize("case", CASES)
 def test_adapter_trained_on_shards_loads_into_stock_model_bit_equal(
     case: str, tmp_path: Path
@@ -463,15 +466,56 @@ def test_adapter_file_with_missing_or_foreign_tensors_is_refused(
     tensors = load_file(saved / "adapter_model.safetensors")
     key = f"{PREFIX}model.layers.2.self_attn.q_proj.lora_A.weight"
     tensor = tensors.pop(key)
+    bias = key.replace("lora_A.weight", "lora_B.bias")
+    norm = f"{PREFIX}model.norm.weight"
+    scale = key.replace("lora_A.weight", "lora_magnitude_vector")
     adapter = AdapterConfig(init_from=str(tmp_path))
     for changed, said in (
         (tensors, "missing: .*layers.2"),
         ({**tensors, key: tensor, key.replace("2", "7"): tensor.clone()}, "no layer: .*layers.7"),
         ({**tensors, key: tensor[:2].contiguous()}, r"has shape \(2, 64\)"),
+        ({**tensors, key: tensor, bias: tensor[0].clone()}, "lora_bias is true.*lora_B.bias"),
+        ({**tensors, key: tensor, norm: tensor[0].clone()}, "modules_to_save.*norm.weight"),
+        ({**tensors, key: tensor, scale: tensor[0].clone()}, "use_dora is true.*magnitude"),
     ):
         save_file(changed, tmp_path / "adapter_model.safetensors")
         with pytest.raises(ConfigError, match=said):
             plan_adapter(config, adapter)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
+@pytest.mark.parametrize("model_type", ["llama", "gemma"])
+@pytest.mark.parametrize("targets", [("q_proj",), ("q_proj", "embed_tokens")])
+@pytest.mark.parametrize("rows", [96, 103])
+def test_adapter_with_embeddings_of_its_own_is_used_as_the_error_says(
+    model_type: str, targets: tuple[str, ...], rows: int, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", model_type)
+    theirs = stock(base)
+    theirs.resize_token_embeddings(rows)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=list(targets))
+    model = get_peft_model(theirs, lora)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            parameter.data.normal_(std=0.1)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    adapter = AdapterConfig(init_from=str(tmp_path / "adapter"))
+    if rows == 96 and "embed_tokens" in targets:  # PEFT saves them always, and they fit
+        parts = shards(base, 0, 2, 4, adapter=adapter)
+        assert torch.equal(chain_logits(parts), stock_logits(model))
+        return
+    with pytest.raises(ConfigError, match=rf"{rows} rows, the model's 96(.|\n)*unload\(\)"):
+        plan_adapter(AutoConfig.from_pretrained(base), adapter)
+    larger = stock(base)
+    larger.resize_token_embeddings(rows)
+    loaded = PeftModel.from_pretrained(larger, str(tmp_path / "adapter"))
+    expected = stock_logits(loaded)  # PEFT leaves the head out where the embedding is a target
+    loaded.save_pretrained(tmp_path / "without", save_embedding_layers=False)
+    loaded.unload().save_pretrained(tmp_path / "larger")
+    adapter = AdapterConfig(init_from=str(tmp_path / "without"))
+    parts = shards(tmp_path / "larger", 0, 2, 4, adapter=adapter)
+    assert torch.equal(chain_logits(parts), expected)
 
 
 def test_adapter_directory_that_is_absent_or_broken_is_an_error(
@@ -495,7 +539,7 @@ def test_adapter_directory_that_is_absent_or_broken_is_an_error(
         ("init_lora_weights", "pissa_niter_4", "its random numbers are in no file"),
         ("init_lora_weights", "mica", "frozen matrices"),
         ("init_lora_weights", "new", 'adapter_config.json: init_lora_weights: .*"new"'),
-        ("lora_bias", True, "the adapter uses lora_bias, which is not supported"),
+        ("ensure_weight_tying", True, "the adapter uses ensure_weight_tying, which is not supp"),
         ("use_bdlora", {"nblocks": 2}, "the adapter uses use_bdlora"),
         ("trainable_token_indices", [1], "the adapter uses trainable_token_indices"),
         ("peft_type", "LOHA", "holds a LOHA adapter"),
