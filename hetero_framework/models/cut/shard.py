@@ -310,6 +310,7 @@ def _key_filter(
     known = dict.fromkeys(whole.names, True)
     rename = renaming(model, known)
     lent: dict[str, str] = {}
+    above_blocks = f"{whole.structure.blocks}."
     if whole.tied:
         keys = {rename(key): key for key in checkpoint.parts}
         for target, source in reversed(whole.tied.items()):
@@ -320,8 +321,9 @@ def _key_filter(
         name = lent.get(key) or rename(key)
         if lies_in(name, whole.towers):
             return False
-        # Quantisation keeps its statistics beside a weight, under longer names.
-        while name and name not in known:
+        # Quantisation keeps its statistics beside a weight, under longer names. A block behind the
+        # model's own, which predicts later tokens, is no such thing.
+        while name and name not in known and not above_blocks.startswith(f"{name}."):
             if name in whole.modules and any(n.startswith(f"{name}.") for n in names):
                 return True
             name = name.rpartition(".")[0]
