@@ -31,7 +31,9 @@ class NonTextWeights:
         self._checkpoint, self._dtype = checkpoint, config_dtype(config)
         source, hint = (checkpoint.source, checkpoint.revision), "take that entry out of the file"
         repository.refuse_code(*source, repository.PROCESSORS, ModelError, hint)
-        self._shapes, self._sources, missing = _placed(config, checkpoint)
+        self._model = on_meta(stock_class(config), config)
+        self._names = {*self._model.state_dict()}
+        self._shapes, self._sources, missing = _placed(self._model, towers(config), checkpoint)
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise ModelError(
@@ -44,14 +46,15 @@ class NonTextWeights:
         """(key, tensor) one at a time, as the file holds it."""
         for key, source in sorted(self._sources.items()):
             with self._checkpoint.slices(source.__eq__, self._dtype) as slices:
-                shape = slices[source].get_shape()
-                if tuple(shape) != self._shapes.get(key, tuple(shape)):
-                    raise ModelError(
-                        f"{source} of the checkpoint {self._checkpoint.source!r} has the shape"
-                        f" {shape}; its config.json says {list(self._shapes[key])}",
-                        hint="put the config.json there that belongs to these weights",
-                    )
                 tensor = slices[source][...]
+            if source != key and source in self._names:  # in the class's own form
+                tensor = checkpoint_form(self._model, {source: tensor})[key]
+            if (shape := tuple(tensor.shape)) != self._shapes.get(key, shape):
+                raise ModelError(
+                    f"{source} of the checkpoint {self._checkpoint.source!r} has the shape"
+                    f" {list(shape)}; its config.json says {list(self._shapes[key])}",
+                    hint="put the config.json there that belongs to these weights",
+                )
             yield key, tensor
 
     def copy_processor(self, folder: Path) -> None:
@@ -75,13 +78,11 @@ def non_text_weights(
 
 
 def _placed(
-    config: PretrainedConfig, checkpoint: Checkpoint
+    model: Any, gone: tuple[str, ...], checkpoint: Checkpoint
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list[str]]:
     """By key of a checkpoint of the class: shapes, and the keys in `checkpoint`; and what is
     absent. The stand-in for a part that this machine cannot build has no names and shapes: its
     tensors keep those of the file."""
-    model: Any = on_meta(stock_class(config), config)
-    gone = towers(config)
     absent = [name for name, part in model.named_modules() if isinstance(part, AbsentPart)]
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     state = {

@@ -74,6 +74,20 @@ def test_a_checkpoint_is_the_librarys_own_byte_for_byte(name, size, tmp_path) ->
     original(name, target)
 
 
+def test_towers_under_the_names_of_the_class_are_converted_for_the_result(tmp_path) -> None:
+    """That class has its attention's rows in another order than the checkpoints that it reads."""
+    name = "MistralLarge4ForConditionalGeneration"
+    base = save_multimodal(tmp_path / "base", name)
+    config = load_model_config(settings(base), base)
+    published = dict(weights_beside(settings(base), base, config).tensors())
+    tensors = original(name, base).state_dict()
+    tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    found = dict(weights_beside(settings(base), base, config).tensors())
+    assert found.keys() == published.keys()
+    assert all(torch.equal(found[key], published[key]) for key in published)
+
+
 def test_trained_weights_stand_beside_untouched_towers(tmp_path) -> None:
     name = "LlavaNextForConditionalGeneration"
     base = save_multimodal(tmp_path / "base", name)
