@@ -422,9 +422,9 @@ class DataConfig(Section):
     read_if = ReadIf(objectives_of_texts)
 
     train: Annotated[str | tuple[str, ...], _ALWAYS]
-    """Training data: file(s) (.json, .jsonl, .parquet, .txt), a folder of them, one saved by
-    `datasets`, a dataset name, or Megatron's .bin and .idx by their prefix, also a blend: ["0.3",
-    "a", "0.7", "b"]. Relative paths start at this file's folder. Elsewhere: train_file,
+    """Training data: file(s) (.json, .jsonl, .parquet, .txt, .csv, .arrow), a folder of them, one
+    saved by `datasets`, a dataset name, or Megatron's .bin and .idx by their prefix, also a blend:
+    ["0.3", "a", "0.7", "b"]. Relative paths start at this file's folder. Elsewhere: train_file,
     train_files, train_data, dataset, dataset_name, dataset_path, datasets."""
     eval: Annotated[str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None, _EVALUATES] = (
         None
@@ -434,10 +434,14 @@ class DataConfig(Section):
     eval_file, eval_files, eval_data, eval_dataset, validation, validation_file, validation_files,
     val_data, test_datasets, data.test, data.valid."""
     format: Annotated[
-        Literal["auto", "text", "prompt_completion", "messages", "alpaca", "preference"], ON_CARD
+        Literal["auto", "text", "prompt_completion", "messages", "alpaca", "tokens", "preference"],
+        ON_CARD,
     ] = "auto"
     """Layout of a sample. auto: by the columns that are present. Elsewhere: dataset_type,
     dataset_format."""
+    columns: dict[Name, Name] | None = None
+    """Columns to rename before the layout is told: {"prompt": "question"} takes the column question
+    for prompt. Elsewhere: column_mapping, rename_columns."""
     dataset_config: str | None = None
     """Configuration (subset) name for a dataset of the hub or a folder with a README."""
     train_split: Name = "train"
@@ -499,6 +503,13 @@ class DataConfig(Section):
                 if other != f"the set {shown(name)}":
                     text = f"eval_{name}_{metric} would be a metric of {other} too"
                     raise ValueError(f"{text}; call the set {shown(name)} otherwise")
+        return value
+
+    @field_validator("columns")
+    @classmethod
+    def _columns_have_one_name(cls, value: dict[str, str] | None) -> dict[str, str] | None:
+        if value and len({*value.values()}) < len(value):
+            raise ValueError("gives one column two names")
         return value
 
     @property

@@ -4,6 +4,7 @@
     prompt_completion  {"prompt": ..., "completion": ...}       the completion
     messages           {"messages": [{"role", "content"}, ..]}  the assistant's turns
     alpaca             {"instruction", "input", "output"}       the output
+    tokens             {"input_ids", "labels" or a mask}        labels that are not -100
 
 Token ids and labels equal those of TRL's SFTTrainer (1.16): the end-of-sequence token is appended
 where it is missing, prompts are tokenised together with their completions, and the end of an
@@ -51,8 +52,9 @@ ALPACA_WITHOUT_INPUT = (
 )
 
 _FORMATS_HINT = (
-    "formats are text; prompt and completion; messages; instruction, input and output; "
-    "rename the fields, or set data.dataset_text_field for plain text under another name"
+    "formats are text; prompt and completion; messages; instruction, input and output; input_ids; "
+    'rename the fields with data.columns {"prompt": "question"}, or set data.dataset_text_field for'
+    " plain text under another name"
 )
 
 _MESSAGES = ("messages", "conversations")
@@ -85,6 +87,8 @@ _NOT_SFT = {
     "data of stepwise supervision": ({"completions", "labels"}, "keep the good completions"),
 }
 
+_LABELS = ("labels", "completion_mask", "assistant_masks")
+
 Tokens = tuple[list[int], list[bool]]
 
 
@@ -92,6 +96,8 @@ def detect_format(fields: dict[str, Any], where: str, text_field: str) -> str:
     """The format of an example by the names of its fields, first of those that are not null;
     DataError when none fits."""
     for names in ([name for name in fields if fields[name] is not None], list(fields)):
+        if "input_ids" in names:
+            return "tokens"
         if "prompt" in names and "completion" in names:
             return "prompt_completion"
         if "messages" in names or "conversations" in names:
@@ -281,6 +287,51 @@ class Formatter:
             dialogues.append(replace(prompt, messages=prompt.messages + answer.messages))
         return prompt, dialogues
 
+    def _tokens(self, records: list[Record]) -> list[Tokens]:
+        return [self._tokenised(record) for record in records]
+
+    def _tokenised(self, record: Record) -> Tokens:
+        """An example that is tokenised already. Raises DataError for one whose parts do not fit."""
+        given = {
+            name: record.fields.get(name) for name in ("input_ids", "attention_mask", *_LABELS)
+        }
+        lists = {name: value for name, value in given.items() if value is not None}
+        self.use(record, *given, has_parts=False)
+        for name, value in lists.items():
+            if not isinstance(value, list) or not all(type(n) in (int, bool) for n in value):
+                raise DataError(f"{record.where}: {name} must be a list of whole numbers")
+        ids: list[int] = lists["input_ids"]
+        if wrong := [name for name, value in lists.items() if len(value) != len(ids)]:
+            raise DataError(
+                f"{record.where}: {wrong[0]} has {len(lists[wrong[0]])} numbers, input_ids"
+                f" {len(ids)}"
+            )
+        if min(ids, default=0) < 0 or not all(lists.get("attention_mask", ())):
+            raise DataError(
+                f"{record.where}: input_ids hold padding, or numbers below 0",
+                hint="leave padding out; it is put there for each micro-batch",
+            )
+        trained = [True] * len(ids)
+        for name in _LABELS:
+            value = lists.get(name, trained)
+            learned = [n != -100 for n in value] if name == "labels" else list(map(bool, value))
+            if (
+                name == "labels"
+                and name in lists
+                and any(
+                    label != token
+                    for label, token, on in zip(value, ids, learned, strict=True)
+                    if on
+                )
+            ):
+                raise DataError(
+                    f"{record.where}: a label is neither -100 nor the token at its place",
+                    hint="labels are not shifted: each stands where its token stands",
+                )
+            if name != "completion_mask" or self.options.completion_only_loss is not False:
+                trained = [a and b for a, b in zip(trained, learned, strict=True)]
+        return ids, trained
+
     def _pairs(self, pairs: list[tuple[str, str]]) -> list[Tokens]:
         if self.options.assistant_only_loss:
             raise DataError(
@@ -353,6 +404,7 @@ _FORMATS: dict[str, Callable[[Formatter, list[Record]], list[Tokens]]] = {
     "prompt_completion": Formatter._prompt_completion,
     "messages": Formatter._messages,
     "alpaca": Formatter._alpaca,
+    "tokens": Formatter._tokens,
 }
 
 

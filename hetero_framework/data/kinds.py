@@ -74,7 +74,7 @@ def _formatter(first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConf
     return Formatter(kind, tokenizer, data)
 
 
-_FORMATS = ("text", "prompt_completion", "messages", "alpaca")
+_FORMATS = ("text", "prompt_completion", "messages", "alpaca", "tokens")
 TEXT = ExampleKind("examples", _FORMATS, _formatter, lambda examples, *_: examples, collate)
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import glob
 import gzip
 import io
+import lzma
 import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +44,8 @@ _MAGIC = (
 )
 _NUMBER = re.compile(r"[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?", re.IGNORECASE)
 _HEAD_BYTES = 512
-_ABOUT = ("readme.md", "license", "license.md", "license.txt")
+_ABOUT = ("readme.md", "license", "license.md", "license.txt", "dataset_info.json")
+_COMPRESSED = (".gz", ".xz", ".zst")
 ONE_A_LINE = "in a .jsonl file each line is one object; a JSON list goes into a .json file"
 
 
@@ -162,9 +164,11 @@ def _may_be_on_hub(entry: str, path: Path) -> bool:
     """Whether a name that is no file can be a hub name, without asking the hub: a misspelt file
     name must not end in minutes of connection attempts."""
     suffix = path.suffix.lower()
-    if suffix in {*registry.names("files"), *PICKLED_SUFFIXES, ".gz"} or not _HUB_NAME.fullmatch(
-        entry
-    ):
+    if suffix in {
+        *registry.names("files"),
+        *PICKLED_SUFFIXES,
+        *_COMPRESSED,
+    } or not _HUB_NAME.fullmatch(entry):
         return False
     return not path.parent.is_dir() if "/" in entry else not suffix
 
@@ -194,7 +198,10 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def _suffix(path: Path) -> str:
-    return Path(path.name.lower().removesuffix(".gz")).suffix
+    name = path.name.lower()
+    for end in _COMPRESSED:
+        name = name.removesuffix(end)
+    return Path(name).suffix
 
 
 def open_source(entry: str, path: Path) -> Source:
@@ -206,25 +213,24 @@ def open_source(entry: str, path: Path) -> Source:
         raise DataError(
             f"{entry} is a pickled format, which can run code when it is read", hint=_how()
         )
-    if suffix in (".csv", ".tsv") and not registry.has("files", suffix):
-        raise DataError(
-            f"{entry} is a table of text, in which no cell has a type; it is not read here",
-            hint="convert it: datasets.load_dataset('csv', data_files=...)['train'].to_json(...)",
-        )
     head = _head(path)
     if not registry.has("files", _by_content(head) or suffix):
         raise DataError(f"{entry}: unknown kind of file {suffix or '(no suffix)'}", hint=_how())
-    zipped = _magic(head) == "gzip"
+    zipped = _magic(head) in _OPENED
     if zipped:
         with reading(path) as file:
             head = file.read(_HEAD_BYTES)
     if (kind := _by_content(head)) is None:
         kind = suffix
-        _check_content(entry, head, kind)
+        if registry.facts("files", kind).get("binary"):
+            if zipped:
+                raise DataError(f"{entry} is a compressed table", hint="decompress it first")
+        else:
+            _check_content(entry, head, kind)
     if begin := registry.facts("files", kind).get("begins"):
         name = kind[1:].capitalize()
         if zipped:
-            raise DataError(f"{entry} is compressed {name}", hint="decompress it with gunzip")
+            raise DataError(f"{entry} is compressed {name}", hint="decompress it first")
         if not head.startswith(begin.encode()):
             raise DataError(f"{entry} is not a {name} file (it does not begin with {begin})")
     return Source(entry, kind, path)
@@ -272,10 +278,25 @@ def _head(path: Path) -> bytes:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open for reading bytes; a gzip file is recognised by its first bytes, not by its name."""
-    if _magic(_head(path)) == "gzip":
-        return cast(BinaryIO, gzip.open(path, "rb"))
+    """Open for reading bytes; a compressed file is recognised by its first bytes, not by its
+    name."""
+    compression = _magic(_head(path))
+    if compression in _OPENED:
+        return cast(BinaryIO, _OPENED[compression](path))
     return path.open("rb")
+
+
+def _zstandard(path: Path) -> Any:
+    import pyarrow  # has what Python has from 3.14 on
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
+
+
+_OPENED: dict[str | None, Callable[[Path], Any]] = {
+    "gzip": gzip.open,
+    "xz": lzma.open,
+    "zstandard": _zstandard,
+}
 
 
 def lines(path: Path, *, of_text: bool = False) -> Iterator[tuple[int, str]]:
@@ -307,8 +328,8 @@ def reading(path: Path) -> Iterator[BinaryIO]:
     try:
         with _open(path) as file:
             yield file
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: damaged gzip file ({error})") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"{path}: damaged {_magic(_head(path))} file ({error})") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 

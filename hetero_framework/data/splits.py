@@ -44,10 +44,18 @@ class SplitReader:
     split: str
     whole: tuple[str, ...] = ("train",)
     dataset_config: str | None = None
+    columns: Mapping[str, str] | None = None
+    """New names of columns, each with its old one."""
 
     def read(self, sources: Sequence[Source], say: Callable[[str], None]) -> Iterator[Record]:
         """Stream the examples; `say` is told of files that are not read. Raises DataError, with
         file and line, for anything that is not an example."""
+        records = self._records(sources, say)
+        if not self.columns:
+            return records
+        return (_renamed(record, self.columns) for record in records)
+
+    def _records(self, sources: Sequence[Source], say: Callable[[str], None]) -> Iterator[Record]:
         for are_files, group in groupby(sources, key=lambda source: source.is_file):
             if are_files:
                 files = list(group)
@@ -122,6 +130,25 @@ class SplitReader:
                 raise DataError(
                     f"{name} has no split {split!r}, only {listed(map(repr, splits))}", hint=hint
                 )
+
+
+def _renamed(record: Record, columns: Mapping[str, str]) -> Record:
+    fields = dict(record.fields)
+    found = {}
+    for new, old in columns.items():
+        if old not in fields:
+            raise DataError(
+                f"{record.where}: data.columns names the column {old}, and the columns are"
+                f" {listed(record.fields)}"
+            )
+        found[new] = fields.pop(old)
+    if both := sorted(found.keys() & fields.keys()):
+        raise DataError(
+            f"{record.where}: data.columns calls {columns[both[0]]} {both[0]}, and there is such a"
+            " column",
+            hint="give that column another name in data.columns, too",
+        )
+    return replace(record, fields={**fields, **found})
 
 
 def _files(sources: Sequence[Source], names: Mapping[str, tuple[str, ...]] | None = None) -> _Split:

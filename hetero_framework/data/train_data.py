@@ -257,9 +257,12 @@ class _Reader:
         if self.kind.labels is None:
             return
         sources = find_sources(self.data.train, self.base_dir)
-        reader = SplitReader(self.data.train_split, ("train",), self.data.dataset_config)
+        reader = self._splits(self.data.train_split, ("train",))
         records = islice(reader.read(sources, lambda note: None), self.most)
         self.labels = self.kind.labels.find(records, stated)
+
+    def _splits(self, split: str, whole: tuple[str, ...]) -> SplitReader:
+        return SplitReader(split, whole, self.data.dataset_config, self.data.columns)
 
     @property
     def kind(self) -> ExampleKind:
@@ -318,7 +321,7 @@ class _Reader:
         """The examples, what to say of them, and whether another day gives the same."""
         whole = ("train",) if name == "train" else ("test", "train")
         notes: list[str] = []
-        reader = SplitReader(split, whole, self.data.dataset_config)
+        reader = self._splits(split, whole)
         records = self.kind.records(reader.read(sources, notes.append))
         first = next(records)
         kind = self.training.data_kind

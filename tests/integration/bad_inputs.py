@@ -300,7 +300,7 @@ ROWS = [
     row("64-parquet", r"x\.jsonl is not|x\.jsonl.*[Pp]arquet", **data(b"PAR1....PAR1")),
     row("64-gzip", r"x\.jsonl: damaged gzip", **data(gzip.compress(TEXT.encode())[:20])),
     row("64-zip", r"x\.jsonl holds zip data", **data(b"PK\x03\x04....")),
-    row("64-csv", r"x\.csv is a table of text", **data("a,b\n", "x.csv")),
+    row("64-csv", r"x\.csv:2: a row of 1 cells", **data("a,b\n1\n", "x.csv")),
     row("65-name", r"x\.pkl is a pickled format", **data(b"", "x.pkl")),
     row("65-bin", r"x\.bin is a pickled format", **data(b"", "x.bin")),
     row("65-magic", r"x\.jsonl holds pickle data", **data(b"\x80\x04}.")),

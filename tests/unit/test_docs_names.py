@@ -68,6 +68,7 @@ OTHERS = {
     " TORCH_INDEX VARIANT",
     "the Makefile": "TORCH_SPEC=... VENV=DIR",
     "file names that a user may choose": "data/train.json data/train.parquet data/train.txt"
+    " data/train.csv data/train.arrow"
     " data/part-*.jsonl data/validation-00000-of-00001.parquet test/a.txt runs/chaos"
     " runs/default/adapter a.jsonl b.parquet cluster.json corpus.bin corpus.idx meta-llama/*",
     "shapes of names": "test_<thing>_<condition>_<result> model.layers.17..."
@@ -260,7 +261,7 @@ def _name(span: str) -> bool:
 # Files of others, which are only read, and words that look like files.
 NOT_WRITTEN = """
 .bin .cache .ckpt .csv .gz .id .idx .ip .ipynb .joblib .local .ndjson .npz .offload .parquet
-.pickle .pkl .port .pt .pth .quantization .start .text .tsv .txt .weight .yaml .yml
+.pickle .pkl .port .pt .pth .quantization .start .text .tsv .txt .weight .xz .yaml .yml .zst
 arrow.json chat_template.json dataset_dict.json alias_names.json alias_settings.json
 alias_....json dataset_info.json
 known_devices.json preprocessor_config.json processor_config.json state.json tokenizer.json

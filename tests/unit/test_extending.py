@@ -110,8 +110,8 @@ def test_a_command(tmp_path: Path) -> None:
 
 def test_a_kind_of_file(tmp_path: Path) -> None:
     copy = extended(tmp_path, "A kind of data file")
-    (copy / "texts.csv").write_text('text,other\n"a line, and more",1\nsecond,2\n')
-    found = hetero(copy, "check", "--config", configuration(copy), "--set", "data.train=texts.csv")
+    (copy / "texts.bars").write_text('text|other\n"a line | and more"|1\nsecond|2\n')
+    found = hetero(copy, "check", "--config", configuration(copy), "--set", "data.train=texts.bars")
     assert "2 examples" in found
 
 

@@ -143,6 +143,62 @@ def test_token_ids_and_labels_equal_sft_trainer(tmp_path, rows, template, settin
     assert [labels.tolist() for _, labels in examples] == list(theirs["labels"])
 
 
+@pytest.mark.parametrize(
+    ("rows", "settings"),
+    [
+        ([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 5, 4]}], {}),
+        ([{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}], {}),
+        (
+            [{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}],
+            {"completion_only_loss": True},
+        ),
+        (
+            [{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 1, 1, 1]}],
+            {"completion_only_loss": True, "max_length": 3},
+        ),
+        (
+            [{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}],
+            {"completion_only_loss": False},
+        ),
+        ([{"input_ids": [5, 6, 7, 8], "assistant_masks": [0, 1, 0, 1]}], {}),
+    ],
+)
+def test_tokens_that_are_given_equal_a_batch_of_sft_trainer(tmp_path, rows, settings):
+    trainer = sft_trainer(rows, tiny_tokenizer(), tmp_path, **settings)
+    data = ours(rows, tiny_tokenizer(), tmp_path, **settings)
+    theirs = trainer.data_collator([trainer.train_dataset[k] for k in range(len(rows))])
+    for k in range(len(rows)):
+        ids, labels = data.examples[k]
+        length = len(ids)
+        assert ids.tolist() == theirs["input_ids"][k, :length].tolist()
+        assert labels.tolist() == theirs["labels"][k, :length].tolist()
+
+
+def test_a_completion_mask_that_is_given_counts_by_itself(tmp_path):
+    """In TRL it does only where completion_only_loss is set."""
+    rows = [{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}]
+    assert ours(rows, tiny_tokenizer(), tmp_path).examples[0][1].tolist() == [-100, -100, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": [5, 6], "labels": [5]}, "labels has 1 numbers, input_ids 2"),
+        ({"input_ids": [5, 6], "labels": [6, -100]}, "neither -100 nor the token at its place"),
+        ({"input_ids": [5, -1]}, "hold padding, or numbers below 0"),
+        ({"input_ids": [5, 0], "attention_mask": [1, 0]}, "hold padding"),
+        ({"input_ids": [5, 10**6]}, "the model has only"),
+        ({"input_ids": "5 6"}, "input_ids must be a list of whole numbers"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 1]}, "the field loss_mask of an example"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(tmp_path, row, message):
+    write_jsonl(tmp_path / "rows.jsonl", [row])
+    config = make_config(tmp_path, {"train": "rows.jsonl"})
+    with pytest.raises(DataError, match=rf"rows.jsonl:1: .*{message}"):
+        load_data(config, tiny_tokenizer(), vocab_size=100)
+
+
 @pytest.mark.filterwarnings("ignore:.*keep_end.*:FutureWarning")
 def test_truncation_keep_end_equals_sft_trainer(tmp_path):
     theirs = sft_trainer(

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import re
 from pathlib import Path
 
 import datasets
+import pyarrow
 import pytest
 from trl.trainer.utils import remove_none_values
 
@@ -28,6 +30,13 @@ def read(
     return [record.fields for record in records]
 
 
+def zstandard(content: bytes) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
 def as_jsonl(rows: list[dict]) -> str:
     return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
 
@@ -41,6 +50,8 @@ def as_jsonl(rows: list[dict]) -> str:
         ("crlf.jsonl", as_jsonl(ROWS).replace("\n", "\r\n").encode() + b"\r\n"),
         ("blank.jsonl", as_jsonl(ROWS).replace("\n", "\n\n  \n").encode() + b"\n\n"),
         ("a.jsonl.gz", gzip.compress(as_jsonl(ROWS).encode(), mtime=0)),
+        ("a.jsonl.xz", lzma.compress(as_jsonl(ROWS).encode())),
+        ("a.jsonl.zst", zstandard(as_jsonl(ROWS).encode())),
         ("renamed_gzip.jsonl", gzip.compress(as_jsonl(ROWS).encode(), mtime=0)),
         ("list.json", json.dumps(ROWS, indent=2).encode()),
         ("list_in_a_line.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
@@ -144,7 +155,6 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
         ("a.jsonl", b" \n\n", r"a\.jsonl holds no example"),
         ("a.json", b"[]", r"a\.json holds no example"),
         ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), r"a\.parquet\.gz is compressed Parquet"),
-        ("a.tsv", b"text\nhello", r"a\.tsv is a table of text"),
         ("a.jsonl", b'{"t": ' + b"1" * 5000 + b"}", r"a\.jsonl:1: too deep or too long a value"),
         ("a.json", b'[{"t": ' + b"1" * 5000 + b"}]", r"a\.json:1: too deep or too long a value"),
         ("a.jsonl", b"\xff\xfe{\x00", r"UTF-16"),
@@ -163,6 +173,16 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
             gzip.compress(b'{"t": 1}' * 99, mtime=0)[:-9],
             r"a\.jsonl\.gz: damaged gzip",
         ),
+        (
+            "a.jsonl.xz",
+            lzma.compress(b'{"t": 1}' * 99)[:-9],
+            r"a\.jsonl\.xz: damaged xz file",
+        ),
+        (
+            "a.jsonl.zst",
+            zstandard(b'{"t": 1}\n' * 9999)[:-9],
+            r"a\.jsonl\.zst: Truncated compressed stream",
+        ),
         ("a.parquet", b"PAR1 and nothing else", r"a\.parquet: damaged Parquet file"),
         ("a.parquet", b"hello", r"a\.parquet is not a Parquet file"),
         ("a.jsonl", b"\x80\x04}\x94.", r"a\.jsonl holds pickle data"),
@@ -170,7 +190,6 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
         ("a.pkl", b"", r"pickled format, which can run code"),
         ("a.pt", b"PK\x03\x04", r"pickled format, which can run code"),
         ("a.xlsx", b"PK", r"a\.xlsx: unknown kind of file \.xlsx"),
-        ("a.csv", b"text\nhello", r"a\.csv is a table of text.*load_dataset\('csv'"),
     ],
 )
 def test_read_records_bad_file_names_file_and_line(tmp_path, name, content, message):
@@ -390,18 +409,34 @@ def test_rows_of_a_selection_that_was_saved_are_its_own(tmp_path):
     assert read("saved", tmp_path, "train[2:]") == chosen.to_list()[2:]
 
 
+def test_columns_take_the_names_of_a_format(tmp_path):
+    rows = [{"question": "One?", "answer": "Two.", "prompt": 1, "id": 7}]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+
+    def renamed(**columns: str) -> list[dict]:
+        reader = SplitReader("train", columns=columns)
+        return [r.fields for r in reader.read(find_sources("a.jsonl", tmp_path), print)]
+
+    expected = {"prompt": "One?", "completion": "Two.", "number": 1, "id": 7}
+    assert renamed(prompt="question", completion="answer", number="prompt") == [expected]
+    with pytest.raises(DataError, match=r"a.jsonl:1: data.columns calls question prompt"):
+        renamed(prompt="question")
+    with pytest.raises(DataError, match=r"a.jsonl:1: .* the column q, and the columns are q"):
+        renamed(prompt="q")
+
+
 def test_a_kind_of_file_is_one_entry_of_the_registry(tmp_path, monkeypatch):
-    """Also one that is refused otherwise; an unknown kind is refused with those that there are."""
-    (tmp_path / "a.csv").write_text("one\ntwo\n")
-    with pytest.raises(DataError, match="a table of text"):
-        find_sources("a.csv", tmp_path)
+    """An unknown kind is refused with those that there are."""
+    (tmp_path / "a.bars").write_text("one\ntwo\n")
+    with pytest.raises(DataError, match="unknown kind of file"):
+        find_sources("a.bars", tmp_path)
     monkeypatch.setattr(registry, "_registered", {})
 
     def records(path):
         return (Record(str(path), {"text": line}) for line in path.read_text().split())
 
-    registry.register("files", ".csv", records)
-    assert read("a.csv", tmp_path) == [{"text": "one"}, {"text": "two"}]
+    registry.register("files", ".bars", records)
+    assert read("a.bars", tmp_path) == [{"text": "one"}, {"text": "two"}]
     (tmp_path / "a.odd").write_text("one")
-    with pytest.raises(DataError, match=r"unknown kind of file \.odd\n.*\.jsonl, .*\.txt, .*\.csv"):
+    with pytest.raises(DataError, match=r"kind of file \.odd\n.*\.jsonl, .*\.txt, .*\.bars"):
         find_sources("a.odd", tmp_path)

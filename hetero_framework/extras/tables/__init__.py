@@ -1,0 +1,1 @@
+"""Tables as data: comma- and tab-separated text, Arrow and Feather."""
