@@ -21,14 +21,13 @@ def spread(count: int, start: int, end: int) -> list[int]:
 def layers_in_turn(count: int, shared: int = SLOTS) -> int:
     """How many of `count` streamed layers share slots. Neighbours in the order, from the last one
     to the first too, have different slots; where the count is odd, one layer thus keeps a slot to
-    itself."""
-    return count - count % shared if count > shared else 0
+    itself, and so does each of few."""
+    return count - count % shared if count >= 2 * shared else 0
 
 
 def slots_of(count: int, shared: int = SLOTS) -> int:
     """Slots for `count` streamed layers."""
-    turns = layers_in_turn(count, shared)
-    return min(turns, shared) + count - turns
+    return min(count, shared + count % shared)
 
 
 def slot_of(position: int, count: int, shared: int = SLOTS) -> int:

@@ -82,6 +82,14 @@ def test_only_layers_that_are_not_there_are_copied(own_memory: None) -> None:
     assert layers_of(stage).misses == 0
 
 
+def test_layers_with_a_slot_for_each_are_copied_once(own_memory: None) -> None:
+    upper = {**LORA, "layers_to_transform": [5, 6]}  # below them forwards follow one another
+    entries = ({"end": 5, "offload": 3}, {"end": LAYERS})
+    stage, *_ = stages = load(configuration(entries, adapter=upper))
+    train(stages)
+    assert Counter(kind for kind, *_ in stage.residence.transfers())[WEIGHTS] == 3
+
+
 def test_a_layer_that_nobody_expected_is_fetched_and_counted(own_memory: None) -> None:
     stage, *_ = load(configuration(({"end": LAYERS, "offload": 6},), adapter=LORA))
     layers = layers_of(stage)
