@@ -70,9 +70,16 @@ def device_uses(plan: Evaluated) -> tuple[DeviceUse, ...]:
                 limit = "link"
         layers, streamed = sum(p.end - p.start for p in own), sum(p.offload for p in own)
         costs = fleet.costs[d]
-        host = sum(costs.streamed_bytes(p.start, p.end, p.offload)[0] for p in own if p.offload)
+        in_memory = () if costs.in_files else (part for part in own if part.offload)
+        host = sum(costs.streamed_bytes(p.start, p.end, p.offload)[0] for p in in_memory)
         sizes = busy[d], int(needed), limit, layers, int(free), streamed, int(host)
-        uses.append(DeviceUse(fleet.ids[d], *sizes, fleet.micro_batches * (work_s - before_s)))
+        longer_s = fleet.micro_batches * (work_s - before_s)
+        stored = sum(
+            fleet.stored_bytes(layout, k, count)
+            for k, count in enumerate(step.peak_in_flight)
+            if layout[k].device == d
+        )
+        uses.append(DeviceUse(fleet.ids[d], *sizes, longer_s, int(stored)))
     return tuple(uses)
 
 
@@ -270,7 +277,8 @@ def nothing_fits(
         layers = _rooms(rules, d)[len(rules.devices) == 1]
         kept = margins.get(fleet.ids[d], 0.0)
         margin = f", {size(kept)} of it kept free" if kept else ""
-        streams = f", from {size(costs.host_bytes)} of host memory" if costs.streams else ""
+        source = "files" if costs.in_files else f"{size(costs.host_bytes)} of host memory"
+        streams = f", from {source}" if costs.streams else ""
         lines.append(
             f"{process_name(fleet.ids[d])} has {size(max(0.0, costs.device.memory_bytes))}{margin}:"
             f" room for {max(0, layers)} of {fleet.layers} layers, {size(each)} each{streams}"

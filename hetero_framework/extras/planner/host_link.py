@@ -7,15 +7,18 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import torch
 
 from hetero_framework.core.devices import Device
+from hetero_framework.errors import is_out_of_memory
 
 _FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 26
 _COPIES_S = 0.05  # about as long does a measurement of copies take
 _RUNS = 3
+_MOST_S = 3.0  # after that long nothing is measured again
 _MOST_COPIES = 4096
 Rate = Annotated[float, 1.0, 1e15]
 Times = Annotated[float, 1.0, 1e3]
@@ -34,12 +37,25 @@ class HostLink:
 
 
 def measured_link(device: Device, compute: Callable[[], object]) -> HostLink | None:
-    """The link of a device; None where memory is one, or the system pins none. `compute` queues the
-    work that is timed while copies go on."""
-    most = [None, None] if device.one_memory else [device.pinned(_MOST_BYTES) for _ in range(2)]
-    if most[0] is None or most[1] is None:
-        return None
-    there = [torch.zeros(_MOST_BYTES, dtype=torch.uint8, device=device.torch_device) for _ in most]
+    """The link of a device; None where memory is one, is full, or copies take seconds. `compute`
+    queues the work that is timed while copies go on. Memory that the system does not pin is
+    measured as it is."""
+    nbytes = 0 if device.one_memory else _MOST_BYTES
+    while nbytes >= _FIRST_BYTES:
+        try:
+            return _measured(device, compute, nbytes)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            nbytes //= 8
+    return None
+
+
+def _measured(device: Device, compute: Callable[[], object], most_bytes: int) -> HostLink | None:
+    pinned = [device.pinned(most_bytes) for _ in range(2)]
+    most = [torch.empty(most_bytes, dtype=torch.uint8) if one is None else one for one in pinned]
+    ends = time.monotonic() + _MOST_S
+    there = [torch.zeros(most_bytes, dtype=torch.uint8, device=device.torch_device) for _ in most]
     ways = {"in": (there[0], most[0]), "out": (most[1], there[1])}
 
     def queue(way: str, nbytes: int, count: int = 1) -> None:
@@ -54,12 +70,19 @@ def measured_link(device: Device, compute: Callable[[], object]) -> HostLink | N
         device.synchronize()
         return max(time.perf_counter() - began, 1e-9)
 
+    def least_s(measure: Callable[[], float]) -> float:
+        times = [measure()]
+        while len(times) < _RUNS and time.monotonic() < ends:
+            times.append(measure())
+        return min(times)
+
     seconds(_FIRST_BYTES, *ways)  # wakes what sleeps
-    rate = _FIRST_BYTES / min(seconds(_FIRST_BYTES, *ways) for _ in range(_RUNS))
-    nbytes = int(max(_FIRST_BYTES, min(_MOST_BYTES, rate * _COPIES_S)))
+    if time.monotonic() > ends:
+        return None
+    rate = _FIRST_BYTES / least_s(lambda: seconds(_FIRST_BYTES, *ways))
+    nbytes = int(max(_FIRST_BYTES, min(most_bytes, rate * _COPIES_S)))
     there_s, back_s, both_s = (
-        min(seconds(nbytes, *chosen) for _ in range(_RUNS))
-        for chosen in (("in",), ("out",), ("in", "out"))
+        least_s(partial(seconds, nbytes, *chosen)) for chosen in (("in",), ("out",), ("in", "out"))
     )
 
     def computing_s(copies: int) -> float:
@@ -72,9 +95,9 @@ def measured_link(device: Device, compute: Callable[[], object]) -> HostLink | N
         device.synchronize()
         return max(device.seconds(began, ended), 1e-9)
 
-    alone_s = min(computing_s(0) for _ in range(_RUNS))
+    alone_s = least_s(lambda: computing_s(0))
     copies = min(_MOST_COPIES, 2 + math.ceil(2 * alone_s / there_s))  # longer than the computing
-    beside_s = min(computing_s(copies) for _ in range(_RUNS))
+    beside_s = least_s(lambda: computing_s(copies))
     return HostLink(
         nbytes / there_s,
         nbytes / back_s,

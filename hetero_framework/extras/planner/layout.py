@@ -14,7 +14,12 @@ from typing import NamedTuple
 from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.engine.schedule.tuning import TunedSchedule, tune
 from hetero_framework.extras.planner.profile import DeviceProfile, FleetProfile
-from hetero_framework.models.sizing.streaming import slot_sizes, slots_of, spread
+from hetero_framework.models.sizing.streaming import (
+    VISITING_INPUTS,
+    slot_sizes,
+    slots_of,
+    spread,
+)
 
 WorkerId = int | str
 _EXACTLY = 1e-9  # of bytes: tolerance for sums in another order
@@ -84,19 +89,24 @@ class _Costs:
         self.layer_bytes = sums(device.layer_bytes)
         kept = of_layers(device.activation_bytes_per_layer)
         self.kept_bytes = sums(kept)
-        self.recomputed_bytes = sums(device.activation_bytes_recomputed)
-        self.largest_bytes = max(kept)
+        inputs, again = of_layers(device.layer_input_bytes), device.activation_bytes_recomputed
+        self.input_bytes, self.largest_input = sums(inputs), max(inputs)
+        pairs = zip(of_layers(again), inputs, strict=True)
+        self.recomputed_bytes = sums([max(0.0, stored - leaving) for stored, leaving in pairs])
+        self.largest_bytes = max(kept) + VISITING_INPUTS * self.largest_input
         self._frozen = of_layers(device.layer_frozen_bytes)
         self._is_even = min(self._frozen) == max(self._frozen)
         rate, self.host_bytes = device.host_to_device_bytes_per_s, device.host_bytes
+        self.in_files = device.offload_from == "file"
         self.states_bytes = sums(device.layer_host_bytes)
         ends = device.embedding_host_bytes + device.head_host_bytes
         self.host_states_bytes = self.states_bytes[-1] + ends
-        self.streams = rate > 0 and self.host_bytes > 0 and max(self._frozen) > 0
+        has_room = self.in_files or self.host_bytes > 0
+        self.streams = rate > 0 and has_room and max(self._frozen) > 0
 
     def streamed_bytes(self, start: int, end: int, count: int) -> tuple[float, float]:
-        """(bytes in host memory, bytes of the device that they save) with `count` streamed layers
-        of a stage; (infinite, 0) where one of them may not be streamed."""
+        """(bytes that visit, bytes of the device that they save) with `count` streamed layers of a
+        stage; (infinite, 0) where one of them may not be streamed."""
         if self._is_even:
             return count * self._frozen[0], (count - slots_of(count)) * self._frozen[0]
         sizes = [int(self._frozen[k]) for k in spread(count, start, end)]
@@ -108,7 +118,8 @@ class _Costs:
         even = range(LEAST_STREAMED, end - start + 1 if self.streams else 0, 2)
         sizes = partial(self.streamed_bytes, start, end)
         least = bisect_left(even, needed * (1 - _EXACTLY), key=lambda count: sizes(count)[1])
-        fits = least < len(even) and sizes(even[least])[0] <= self.host_bytes
+        most = math.inf if self.in_files else self.host_bytes
+        fits = least < len(even) and sizes(even[least])[0] <= most
         return even[least] if fits else None
 
 
@@ -155,17 +166,24 @@ class Fleet:
         backward_s = costs.recompute_s if part.recompute else costs.backward_s
         forward_s = costs.forward_s[part.end] - costs.forward_s[part.start]
         back_s = backward_s[part.end] - backward_s[part.start]
-        if not part.offload:
+        inputs = self.inputs_away(part)
+        if not part.offload and not inputs:
             return forward_s, back_s
         more, fetch_s = costs.device.copy_slowdown - 1, self.fetch_s(part)
         turns = fetch_s and self.stores(part)
         ends = 1 / part.offload + 1 / (part.end - part.start) if turns else 0.0
+        device, out_s, in_s = costs.device, 0.0, 0.0
+        if inputs and device.device_to_host_bytes_per_s and device.host_to_device_bytes_per_s:
+            out_s = inputs / device.device_to_host_bytes_per_s
+            in_s = inputs / device.host_to_device_bytes_per_s
 
-        def taken_s(computing_s: float) -> float:
-            slowed_s = computing_s + more * min(computing_s, fetch_s)
-            return max(slowed_s, fetch_s + ends * computing_s)
+        def taken_s(computing_s: float, copying_s: float) -> float:
+            slowed_s = computing_s + more * min(computing_s, copying_s)
+            return max(slowed_s, copying_s + ends * computing_s)
 
-        return taken_s(forward_s), taken_s(back_s) if back_s else 0.0
+        both = device.both_ways if fetch_s and out_s else 1.0
+        forward_s = taken_s(forward_s, both * max(fetch_s, out_s))
+        return forward_s, taken_s(back_s, fetch_s + in_s) if back_s else 0.0
 
     def fetch_s(self, part: Part) -> float:
         """Seconds in which a pass fetches streamed layers: all but those that the turn of direction
@@ -251,10 +269,28 @@ class Fleet:
         return layer + 1 > self._trained_from
 
     def activation_bytes(self, part: Part) -> float:
-        """Bytes that a stage stores of one micro-batch."""
+        """Bytes that a stage stores of one micro-batch on its device."""
         costs = self.costs[part.device]
+        if not self.stores(part):
+            return 0.0
         sums = costs.recomputed_bytes if part.recompute else costs.kept_bytes
-        return sums[part.end] - sums[part.start] if self.stores(part) else 0.0
+        total = sums[part.end] - sums[part.start]
+        if part.recompute and costs.largest_input:
+            total += self._inputs_here(part) * costs.largest_input
+        return total
+
+    def _inputs_here(self, part: Part) -> int:
+        """How many stored inputs of layers stay: that which the stage was given, and that of the
+        last layer of all, whose backward follows at once."""
+        return min(part.end - part.start, (part.start > 0) + (part.end == self.layers))
+
+    def inputs_away(self, part: Part) -> float:
+        """Bytes of one micro-batch that a stage stores in its machine's memory."""
+        costs = self.costs[part.device]
+        if not part.recompute or not costs.largest_input or not self.stores(part):
+            return 0.0
+        every = costs.input_bytes[part.end] - costs.input_bytes[part.start]
+        return every - self._inputs_here(part) * costs.largest_input
 
     def kept_bytes(self, layout: Layout, device: int) -> float:
         """Bytes that a device holds all the time: weights, gradients, optimizer, and while a layer
@@ -304,28 +340,44 @@ class Fleet:
                 return None
             fits = int(spare / each) if each else self.micro_batches
             most[device] = max(1, min(fits, self.micro_batches))
+        if any(map(self.inputs_away, layout)):
+            counts = range(1, max(most.values()) + 1)
+            fits = bisect_left(counts, True, key=lambda n: self.short_host(layout, n) is not None)
+            most = {device: min(count, fits) for device, count in most.items()}
         limits = [most[part.device] if self.stores(part) else self.micro_batches for part in layout]
         return (*limits[:-1], 1)
 
-    def short_host(self, layout: Layout) -> tuple[int, float] | None:
-        """The first device of which the machine has no room for the layers and states that visit
-        it, and the bytes that it is short of: infinite where its layers may not be streamed."""
+    def short_host(self, layout: Layout, in_flight: int = 1) -> tuple[int, float] | None:
+        """The first device of which the machine has no room for the layers, states and inputs, of
+        so many micro-batches, that visit it, and the bytes that it is short of: infinite where its
+        layers may not be streamed."""
         used: dict[str, float] = {}
         for k, part in enumerate(layout):
             costs, name = self.costs[part.device], self.machines[part.device]
-            if not part.offload and not costs.host_states_bytes:
+            needed = self.stored_bytes(layout, k, in_flight)
+            if not part.offload and not needed:
                 continue
-            needed = costs.states_bytes[part.end] - costs.states_bytes[part.start]
-            needed += 0.0 if k else costs.device.embedding_host_bytes
-            needed += costs.device.head_host_bytes if k == len(layout) - 1 else 0.0
             if part.offload:
                 if not costs.streams:
                     return part.device, math.inf
-                needed += costs.streamed_bytes(part.start, part.end, part.offload)[0]
+                visiting = costs.streamed_bytes(part.start, part.end, part.offload)[0]
+                needed += 0.0 if costs.in_files and visiting < math.inf else visiting
             used[name] = used.get(name, 0.0) + needed
             if used[name] > costs.host_bytes:
                 return part.device, used[name] - costs.host_bytes
         return None
+
+    def stored_bytes(self, layout: Layout, k: int, in_flight: int) -> float:
+        """Bytes of optimizer states, and of inputs of so many micro-batches, that a stage has in
+        its machine's memory."""
+        part, last = layout[k], len(layout) - 1
+        costs, count = self.costs[part.device], 1 if k == last else in_flight
+        nbytes = count * self.inputs_away(part)
+        if costs.host_states_bytes:
+            nbytes += costs.states_bytes[part.end] - costs.states_bytes[part.start]
+            nbytes += 0.0 if k else costs.device.embedding_host_bytes
+            nbytes += costs.device.head_host_bytes if k == last else 0.0
+        return nbytes
 
     def streamed(self, layout: Layout) -> list[Layout]:
         """The layout with the fewest streamed layers that make room for one micro-batch in flight,

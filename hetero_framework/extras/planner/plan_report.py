@@ -20,6 +20,7 @@ from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
 from hetero_framework.extras.planner.explain import Remedy
 from hetero_framework.extras.planner.planning import ALLOWED, compared
+from hetero_framework.extras.planner.profile import FILE_BYTES_PER_S
 from hetero_framework.extras.planner.result import save_plan
 from hetero_framework.security.access import Access
 from hetero_framework.tables import Part, lines, table
@@ -221,9 +222,11 @@ def _streamed_text(device: Mapping[str, Any], step_s: float) -> str:
     """What streaming costs a device beside holding all of its layers."""
     bound = "copying" if device["limit"] == "streaming" else "computing"
     held = f"{device['streamed']} of {plural(device['layers'], 'layer')}"
+    files = f"read from files, at {FILE_BYTES_PER_S / 1e9:g} GB/s at most (assumed)"
+    where = size(device["host_bytes"]) if device["host_bytes"] else files
     hidden = " (hidden)" if device["streaming_s"] < _HIDDEN * step_s else ""
     return (
-        f"{process_name(device['id'])}: {held}, {size(device['host_bytes'])}; its work of a step is"
+        f"{process_name(device['id'])}: {held}, {where}; its work of a step is"
         f" {seconds(device['streaming_s'])} longer than with all of them on the device{hidden}, and"
         f" {bound} bounds it"
     )
@@ -329,6 +332,10 @@ def _step_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     ]
     if direct:
         yield f"direct: {', '.join(direct)}"
+    for device in facts["devices"]:
+        if stored := device["stored_bytes"]:
+            name = process_name(device["id"])
+            yield f"{name} has {size(stored)} of optimizer states and stored inputs in host memory"
     if facts["changes"]:
         yield f"it needs {json.dumps(facts['changes'])}"
 

@@ -162,6 +162,11 @@ def _result(rules: Rules, best: Evaluated, changes: Mapping[str, Any]) -> Result
         seconds=0.0,
         schedule=best.schedule,
         in_flight=best.schedule.forecast.peak_in_flight,
+        host_rates={
+            str(device.id): device.host_to_device_bytes_per_s
+            for device in fleet.profile.devices
+            if device.host_bytes and device.offload_from == "memory"
+        },
     )
 
 
@@ -173,6 +178,8 @@ def _entries(fleet: Fleet, layout: Layout) -> tuple[dict[str, Any], ...]:
             entry["links"] = "direct" if part.direct else "relay"
         if part.offload:
             entry["offload"] = part.offload
+            if fleet.costs[part.device].in_files:
+                entry["offload_from"] = "file"
         entries.append(entry)
     return tuple(entries)
 

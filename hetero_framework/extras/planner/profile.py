@@ -55,8 +55,10 @@ _NONE = (0.0,)
 _OF_LAYERS = (
     *("layer_forward_s", "layer_backward_s", "layer_recompute_s", "layer_bytes"),
     *("activation_bytes_per_layer", "activation_bytes_recomputed", "layer_frozen_bytes"),
-    "layer_host_bytes",
+    *("layer_host_bytes", "layer_input_bytes"),
 )
+FILE_BYTES_PER_S = 3e9
+"""Assumed of a disk (NVMe) that layers are read from."""
 
 
 class DeviceProfile(Section):
@@ -99,8 +101,13 @@ class DeviceProfile(Section):
     """Those of the embedding."""
     head_host_bytes: Bytes = 0.0
     """Those of the head."""
+    layer_input_bytes: BytesOfLayers = _NONE
+    """A layer's stored input, which is in the machine's memory until its backward where activations
+    are computed again; 0: it stays on the device."""
+    offload_from: Literal["memory", "file"] = "memory"
+    """"file": layers that visit are read from files, and take none of the machine's memory."""
     host_to_device_bytes_per_s: Rate = 0.0
-    """Rate of copies from pinned memory of the machine."""
+    """Rate of copies from pinned memory of the machine, or of reading the files."""
     device_to_host_bytes_per_s: Rate = 0.0
     """Rate of copies back."""
     both_ways: Annotated[float, with_unit("times as long", ge=1, le=1e3)] = 1.0
@@ -185,7 +192,14 @@ def bytes_of_parts(memory: Sequence[StageMemory], *, one_memory: bool = False) -
         "layer_host_bytes": [part.host_states for part in layers],
         "embedding_host_bytes": embedding.host_states,
         "head_host_bytes": head.host_states,
+        "layer_input_bytes": [part.input_bytes for part in layers],
     }
+
+
+def source_of(offload_from: str, rate: float) -> dict[str, Any]:
+    """Fields of a `DeviceProfile`: streamed layers come from there; `rate` is that of memory."""
+    rate = min(rate, FILE_BYTES_PER_S) if offload_from == "file" else rate
+    return {"offload_from": offload_from, "host_to_device_bytes_per_s": rate}
 
 
 def load_profile(path: str | Path) -> FleetProfile:

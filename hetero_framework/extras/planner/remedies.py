@@ -11,6 +11,7 @@ from hetero_framework.commands.init import LORA, QLORA
 from hetero_framework.config import Config
 from hetero_framework.errors import HeteroError
 from hetero_framework.extras.planner.explain import Remedy
+from hetero_framework.extras.planner.known_devices import usable_host_bytes
 from hetero_framework.extras.planner.profile import FleetProfile, bytes_of_parts
 from hetero_framework.extras.planner.work import model_work
 from hetero_framework.models.cut.shard import load_model_config
@@ -19,7 +20,6 @@ from hetero_framework.models.files.quantization import stored_quantization
 _SHARES = (7 / 8, 3 / 4, 1 / 2, 1 / 4, 1 / 8)  # of the length of samples
 _LEAST_TOKENS = 64
 _HOST_GIB = (32, 64, 128, 256, 512)
-_FREE = 0.8  # of a machine's memory
 
 
 def remedies_of(config: Config, profile: FleetProfile) -> Iterator[Remedy]:
@@ -43,12 +43,12 @@ def remedies_of(config: Config, profile: FleetProfile) -> Iterator[Remedy]:
             text = f"data.max_length {shorter}"
             yield "max_length", text, of(data={"max_length": shorter, **source})
     cards = any(device.host_to_device_bytes_per_s for device in profile.devices)
-    if cards and not training.offload_optimizer:
-        sizes = {"offload_optimizer": True}
-        yield "offload_optimizer", "training.offload_optimizer true", of(training=sizes)
+    for name in ("offload_optimizer", "activation_offloading") if cards else ():
+        if not getattr(training, name):
+            yield name, f"training.{name} true", of(training={name: True})
     for gib in _HOST_GIB if cards else ():
         text = f"{gib} GiB of memory in each machine with a card, for offload"
-        yield "offload", text, partial(_with_host_memory, profile, _FREE * gib * 2**30)
+        yield "offload", text, partial(_with_host_memory, profile, usable_host_bytes(gib * 2**30))
     adapter = {} if config.adapter else {"adapter": dict(LORA)}
     if adapter:
         yield "adapter", "a LoRA adapter", of(**adapter)

@@ -26,7 +26,7 @@ from hetero_framework.extras import planner
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.layout import Fleet
 from hetero_framework.extras.planner.planning import CHUNKS
-from hetero_framework.extras.planner.profile import bytes_of_parts
+from hetero_framework.extras.planner.profile import bytes_of_parts, source_of
 from hetero_framework.extras.planner.replan.measured_fleet import LayerWork, Observed, PartBytes
 from hetero_framework.extras.planner.replan.replan_policy import (
     Judge,
@@ -35,6 +35,7 @@ from hetero_framework.extras.planner.replan.replan_policy import (
     Stages,
     tuned,
 )
+from hetero_framework.extras.planner.result import host_rates
 from hetero_framework.log import event
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model
@@ -45,7 +46,7 @@ from hetero_framework.trainer.run_checkpoint import plan_entries
 
 NEVER, ASK = "never", "ask"
 _LEAST_GAIN = 0.02
-_ASSUMED_RATE = 12e9  # bytes a second from host memory, of which steps show nothing: PCIe 3
+_ASSUMED_RATE = 12e9  # bytes a second from host memory, where nothing was measured: PCIe 3
 _log = logging.getLogger(__name__)
 
 
@@ -199,6 +200,17 @@ class Replanning(Plans):
         return {entry.id for entry in self._prepared.resolved.given.shard_plan if entry.offload}
 
     @cached_property
+    def _sources(self) -> dict[WorkerId, dict[str, Any]]:
+        """Where each process streams layers from, by the user's plan, and the rate: measured for
+        that plan, or assumed."""
+        given = self._prepared.resolved.given
+        known = host_rates(given)
+        return {
+            entry.id: source_of(entry.offload_from, known.get(str(entry.id), _ASSUMED_RATE))
+            for entry in given.shard_plan
+        }
+
+    @cached_property
     def _part_bytes(self) -> dict[WorkerId, PartBytes]:
         """The bytes of the parts on each process. Made when needed: it takes seconds for large
         models."""
@@ -239,9 +251,10 @@ class Replanning(Plans):
         config, parts = self._prepared.config, self._part_bytes[owner]
         streams, free_there = owner in self._streaming, self.facts[owner].host_free
         if free_there and (streams or config.training.offload_optimizer):
-            rate = {"host_to_device_bytes_per_s": _ASSUMED_RATE} if streams else {}
             name = machine_of(config, config.machine(owner))
-            parts = {**parts, **rate, "host_bytes": free_there, "machine": name}
+            parts = {**parts, "host_bytes": free_there, "machine": name}
+            if streams:
+                parts |= self._sources[owner]
         kind = config.quantization(owner)
         others = {s.index for s in config.plan.stages if config.quantization(s.owner) != kind}
         if not others:
@@ -271,11 +284,13 @@ class Replanning(Plans):
         setting of the run, and a process that streams layers streams as few as it has to."""
         given = {entry.id: entry for entry in self._prepared.resolved.given.shard_plan}
         kept = ("gradient_checkpointing", "offload_optimizer")
+        files = {entry.id for entry in given.values() if entry.offload_from == "file"}
         return [
             {
                 **{name: entry[name] for name in ("id", "start", "end")},
                 **{name: getattr(given.get(entry["id"]), name, None) for name in kept},
                 "offload": "auto" if entry["id"] in self._streaming else 0,
+                "offload_from": "file" if entry["id"] in files else "memory",
             }
             for entry in entries
         ]

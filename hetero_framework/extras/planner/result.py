@@ -22,7 +22,8 @@ class DeviceUse:
     """One process of a plan: `busy` is the share of the step in which it computes, `memory_bytes`
     its need in all, `free_bytes` the rest, and `limit` the reason why it does not do more:
     "compute", "streaming", "memory" or "link". `streamed` of its layers are in `host_bytes` of its
-    machine's memory, which makes its work of a step `streaming_s` longer."""
+    machine's memory (0: they come from files), which makes its work of a step `streaming_s` longer;
+    `stored_bytes` of states and inputs are there, too."""
 
     id: WorkerId
     busy: float
@@ -33,6 +34,7 @@ class DeviceUse:
     streamed: int = 0
     host_bytes: int = 0
     streaming_s: float = 0.0
+    stored_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Alone:
 class Result:
     """A plan with its prediction. `changes` are the allowed changes of settings that it needs
     besides; `schedule` is the simulated one, `in_flight` the most forwards that each stage stores
-    in it, and `seconds` the time of the search."""
+    in it, and `seconds` the time of the search. `host_rates` are bytes per second from the memory
+    of each process's machine to its device."""
 
     shard_plan: tuple[Mapping[str, Any], ...]
     gradient_checkpointing: Mapping[str, bool]
@@ -62,6 +65,7 @@ class Result:
     seconds: float
     schedule: TunedSchedule = field(repr=False)
     in_flight: tuple[int, ...] = ()
+    host_rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def pipeline(self) -> Profile:
@@ -114,6 +118,16 @@ def planned(config: Config) -> Planned | None:
         return Planned(float(kept["predicted_step_s"]), profile) if fits else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def host_rates(config: Config) -> dict[str, float]:
+    """Measured bytes per second from host memory to the devices of a run, by process, as far as its
+    plan was made for measured machines."""
+    try:
+        kept = json.loads((config.output_dir / PLAN_FILE).read_bytes())
+        return {owner: float(rate) for owner, rate in kept["host_rates"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _profile(raw: Mapping[str, Any]) -> Profile:

@@ -58,6 +58,7 @@ from hetero_framework.models.sizing.streaming import (
     SLOTS,
     STATES_GROUP_BYTES,
     STATES_OF_NUMBER,
+    VISITING_INPUTS,
     slot_sizes,
     spread,
 )
@@ -80,7 +81,6 @@ _STATES_PER_WEIGHT = (
 )
 _ADAM_STATES = 2.0
 
-_VISITING_INPUTS = 3
 ONE_MEMORY = ("cpu", "mps")
 """Kinds of devices whose memory is the machine's."""
 
@@ -99,8 +99,9 @@ class StageMemory:
     The sizes are those on the device. `frozen` are the frozen bytes of each layer, `offload` is how
     many layers stream theirs from host memory (from files, with `in_files`), which also has the
     optimizer's `host_states` and `host_inputs` of each micro-batch; `visiting` are the states that
-    are on the device while the optimizer steps. `resident` is the stage with all states and inputs
-    on its device, where some are not.
+    are on the device while the optimizer steps, `input_bytes` those of one layer's stored input
+    that may leave it. `resident` is the stage with all states and inputs on its device, where some
+    are not.
     """
 
     stage: StageSpec
@@ -121,6 +122,7 @@ class StageMemory:
     in_files: bool = False
     host_states: int = 0
     host_inputs: int = 0
+    input_bytes: int = 0
     visiting: int = 0
     resident: StageMemory | None = None
 
@@ -575,19 +577,19 @@ def _partly_away(
             host_states=memory.optimizer,
             resident=resident,
         )
-    stored = config.training.activation_offloading and config.checkpointing(spec.index) is True
-    inputs = spec.end - spec.start - spec.is_last - (not spec.is_first)
-    if stored and differentiates and inputs > _VISITING_INPUTS:
+    if config.training.activation_offloading and differentiates:
         shape, dtype, _ = bundle_forms(shapes.setting(config, tokens), spec.start)[0]
         each = math.prod(shape) * dtype.itemsize
-        memory = replace(
-            memory,
-            activations=memory.activations - memory.in_flight * inputs * each,
-            per_micro_batch=memory.per_micro_batch - inputs * each,
-            working=memory.working + _VISITING_INPUTS * each,
-            host_inputs=inputs * size_class(each),
-            resident=resident,
-        )
+        memory = replace(memory, input_bytes=each, resident=resident)
+        inputs = spec.end - spec.start - spec.is_last - (not spec.is_first)
+        if config.checkpointing(spec.index) is True and inputs > VISITING_INPUTS:
+            memory = replace(
+                memory,
+                activations=memory.activations - memory.in_flight * inputs * each,
+                per_micro_batch=memory.per_micro_batch - inputs * each,
+                working=memory.working + VISITING_INPUTS * each,
+                host_inputs=inputs * size_class(each),
+            )
     entry = config.shard_plan[spec.index]
     memory = replace(memory, in_files=entry.offload_from == "file")
     return memory.offloading(entry.offload if isinstance(entry.offload, int) else 0)

@@ -9,6 +9,8 @@ SLOTS = 2
 STATES_GROUP_BYTES = 128 << 20
 """Of the states of a group, as far as it has more than one parameter."""
 STATES_OF_NUMBER = 8  # bytes, as Adam has them
+VISITING_INPUTS = 3
+"""Stored inputs of layers that are on the device, in use or on their way."""
 
 
 def spread(count: int, start: int, end: int) -> list[int]:

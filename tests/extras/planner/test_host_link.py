@@ -70,9 +70,44 @@ def test_rates_each_way_and_both_and_the_slowdown_of_computing(
     assert vars(found).keys() <= DeviceProfile.model_fields.keys()
 
 
-def test_a_device_without_memory_of_its_own_or_pinned_memory_has_no_link(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_without_memory_of_its_own_has_no_link() -> None:
     assert measured_link(Device(), lambda: None) is None
-    monkeypatch.setattr(Clocked, "pinned", lambda self, nbytes: None)
-    assert measured_link(Clocked(), lambda: None) is None
+
+
+def test_memory_that_is_not_pinned_is_measured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Clocked()
+    monkeypatch.setattr(host_link.time, "perf_counter", lambda: device.now)
+    monkeypatch.setattr(device, "rates", {"in": 1e9, "out": 1e9})
+    monkeypatch.setattr(device, "pinned", lambda nbytes: None)
+    found = measured_link(device, device.compute)
+    assert found is not None
+    assert found.host_to_device_bytes_per_s == pytest.approx(1e9)
+
+
+def test_a_slow_link_is_measured_once_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rate, is_measured in ((1e6, True), (1e5, False)):
+        device = Clocked()
+        for clock in ("perf_counter", "monotonic"):
+            monkeypatch.setattr(host_link.time, clock, lambda device=device: device.now)
+        monkeypatch.setattr(device, "rates", {"in": rate, "out": rate})
+        found = measured_link(device, device.compute)
+        assert (found is not None) == is_measured
+        assert device.now < 16.0
+
+
+def test_where_memory_is_short_less_of_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, asked = Clocked(), []
+
+    def pinned(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        if nbytes > room:
+            raise torch.OutOfMemoryError("out of memory")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(host_link.time, "perf_counter", lambda: device.now)
+    monkeypatch.setattr(device, "pinned", pinned)
+    room = 1 << 23
+    assert measured_link(device, device.compute) is not None
+    assert asked == [1 << 26, 1 << 23, 1 << 23]
+    room = 0
+    assert measured_link(device, device.compute) is None

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hetero_framework.engine.schedule.simulator import Edge
@@ -226,6 +228,46 @@ def test_slots_are_as_large_as_the_largest_layer_in_them() -> None:
     fleet = Fleet(fleet_of(card("local", layer_frozen_bytes=[GB, 0.5 * GB] * 6), layers=12))
     assert fleet.costs[0].streamed_bytes(0, 12, 12) == (9 * GB, 7.5 * GB)
     assert fleet.costs[0].fewest_streamed(0, 12, 6 * GB) == 12
+
+
+def test_layers_in_files_take_no_host_memory() -> None:
+    fleet = Fleet(fleet_of(card("local", host_bytes=0, offload_from="file"), layers=12))
+    assert fleet.short_host((Part(0, 0, 12, offload=12),)) is None
+    assert fleet.costs[0].fewest_streamed(0, 12, 8 * GB) == 10
+
+
+def storing(name: int | str, **changes: Any) -> dict[str, Any]:
+    """A card of which host memory has the 10 MB that a recomputed layer stores; they come back in
+    1 ms, and leave in 2."""
+    rates = {"host_to_device_bytes_per_s": 10 * GB, "device_to_host_bytes_per_s": 5 * GB}
+    return card(name, **rates, layer_input_bytes=0.01 * GB, **changes)
+
+
+def test_stored_inputs_leave_but_for_those_at_the_ends() -> None:
+    fleet = Fleet(fleet_of(storing("local"), storing(1), layers=24))
+    for recompute, here, away in ((False, 1.2 * GB, 0.0), (True, 0.0, 0.12 * GB)):
+        first, last = Part(0, 0, 12, recompute), Part(1, 12, 24, recompute)
+        assert fleet.activation_bytes(first) == pytest.approx(here)
+        assert fleet.inputs_away(first) == pytest.approx(away)
+        assert fleet.activation_bytes(last) == pytest.approx(here + 0.02 * GB * recompute)
+        assert fleet.inputs_away(last) == pytest.approx(max(0.0, away - 0.02 * GB))
+    # All the inputs of the first stage, three of which visit while a layer is computed again.
+    assert fleet.kept_bytes((first, last), 0) == pytest.approx(12.13 * GB)
+
+
+def test_a_pass_takes_as_long_as_the_copies_of_stored_inputs() -> None:
+    fleet = Fleet(fleet_of(storing("local"), layers=12))
+    assert fleet.seconds(Part(0, 0, 12)) == pytest.approx((0.012, 0.024))
+    # 11 inputs leave in 22 ms; they return in 11, while 36 are computed.
+    assert fleet.seconds(Part(0, 0, 12, True)) == pytest.approx((0.022, 0.036))
+
+
+def test_host_memory_limits_the_micro_batches_of_which_it_has_inputs() -> None:
+    layout = Part(0, 0, 12, True), Part(1, 12, 24, True)
+    for host_gb, limits in ((100, (8, 1)), (0.4, (3, 1)), (0.1, None)):
+        cards = storing("local", host_bytes=host_gb * GB), storing(1)
+        fleet = Fleet(fleet_of(*cards, layers=24, micro_batches=8))
+        assert fleet.memory_limits(layout) == limits
 
 
 def test_cards_that_share_a_machine_are_another_kind() -> None:

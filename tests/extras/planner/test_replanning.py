@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.cluster.cluster import MachineFacts
-from hetero_framework.config import Config, StageSpec
+from hetero_framework.config import PLAN_FILE, Config, StageSpec
 from hetero_framework.engine.schedule.simulator import Profile
 from hetero_framework.errors import ConfigError, PlanError
 from hetero_framework.extras.planner import replanning
@@ -197,3 +198,22 @@ def test_a_process_that_streams_layers_streams_as_few_as_it_has_to(make: Make) -
     for host_free, fits in ((1 << 40, True), (3 * short, False), (None, False)):
         run.facts[2] = replace(plenty, device="cuda:0", memory_free=free, host_free=host_free)
         assert (tuned(Fleet(run._fleet(run._judge.observed, (1,))), stages) is not None) == fits
+
+
+def test_streamed_layers_come_from_where_the_user_said_at_the_measured_rate(
+    make: Make,
+) -> None:
+    plenty = MachineFacts("cpu", "cpu", 1 << 40, 1 << 40, None, 1 << 40)
+    facts = dict.fromkeys(("local", 1, 2), plenty)
+    settings = {1: {"offload": "auto"}, 2: {"offload": "auto", "offload_from": "file"}}
+    for rates, found in (({}, (12e9, 3e9)), ({"1": 20e9, "2": 2e9}, (20e9, 2e9))):
+        run = make("auto", facts=dict(facts), plan=settings)
+        folder = run._prepared.resolved.given.output_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / PLAN_FILE).write_text(json.dumps({"host_rates": rates}))
+        devices = run._fleet(run._judge.observed).devices
+        (folder / PLAN_FILE).unlink()
+        assert [d.host_to_device_bytes_per_s for d in devices] == [0.0, *found]
+        assert [d.offload_from for d in devices] == ["memory", "memory", "file"]
+        entries = run._with_settings(run._home)
+        assert [entry["offload_from"] for entry in entries] == ["memory", "memory", "file"]

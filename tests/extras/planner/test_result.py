@@ -10,8 +10,8 @@ import pytest
 from hetero_framework.config import PLAN_FILE, Config
 from hetero_framework.errors import ResourceError
 from hetero_framework.extras.planner import Result, evaluate
-from hetero_framework.extras.planner.result import Alone, planned, save_plan
-from tests.extras.planner.fleets import device, fleet_of
+from hetero_framework.extras.planner.result import Alone, host_rates, planned, save_plan
+from tests.extras.planner.fleets import GB, card, device, fleet_of
 
 HALVES = [{"id": "local", "start": 0, "end": 4}, {"id": "box", "start": 4, "end": 8}]
 
@@ -48,6 +48,15 @@ def test_alone_is_none_where_no_device_could_do_it(result: Result) -> None:
 def test_the_pipeline_is_the_simulated_one(result: Result) -> None:
     assert result.pipeline is result.schedule.profile
     assert result.pipeline.forward_s == pytest.approx((0.004, 0.004))
+
+
+def test_measured_rates_of_host_memory_are_saved_with_a_plan(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    assert host_rates(made) == {}
+    save_plan(made, evaluate(fleet_of(card("local"), card(1, offload_from="file")), PLAN))
+    assert host_rates(made) == {"local": 2000 * GB}
+    (made.output_dir / PLAN_FILE).write_text("[]")
+    assert host_rates(made) == {}
 
 
 PLAN = [{"id": "local", "start": 0, "end": 4}, {"id": 1, "start": 4, "end": 8}]

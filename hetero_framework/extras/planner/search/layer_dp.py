@@ -241,7 +241,8 @@ class LayerProgramme:
             return None
         end = bisect_right(sums, sums[start] + spare_s + slack, start, limit + 1) - 1
         kept = costs.recomputed_bytes if recompute else costs.kept_bytes
-        free -= costs.largest_bytes if recompute else 0.0
+        if recompute:  # the inputs at a stage's ends stay
+            free -= costs.largest_bytes + held * costs.largest_input * ((start > 0) + last)
 
         def needs(end: int) -> float:
             stored = held if self._fleet.stores_layer(end - 1) else 0

@@ -97,7 +97,7 @@ def balanced(programme: LayerProgramme, order: Sequence[int], step_s: float) -> 
     high = step_s
     while (layout := programme.along(order, high)) is None:
         high *= 1.25
-        if high > 2 * step_s:
+        if high >= 2 * step_s:  # also of one that is infinite
             return None
     low = 0.8 * high
     for _ in range(_HALVINGS):

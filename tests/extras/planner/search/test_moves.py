@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -8,7 +9,9 @@ from hypothesis import strategies as st
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.layout import Part
 from hetero_framework.extras.planner.search.initial_layouts import beginnings
+from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
 from hetero_framework.extras.planner.search.moves import (
+    balanced,
     closed,
     interleaved,
     joined,
@@ -85,3 +88,8 @@ def test_a_stage_is_split_to_every_other_place_and_joined_again() -> None:
     for found in split(rules, layout):
         together = [tuple(p.end - p.start for p in one) for one in joined(rules, found)]
         assert (2, 2, 2) in together
+
+
+def test_nothing_is_looked_for_without_a_step_to_begin_with() -> None:
+    rules = rules_of(fleet_of(device("local", memory_bytes=2 * GB)))
+    assert balanced(LayerProgramme(rules), [0], math.inf) is None
