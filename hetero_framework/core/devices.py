@@ -197,11 +197,16 @@ class Device:
 
     def allocate_pinned(self, nbytes: int) -> memoryview:
         """The same of any size, for memory that is used in every step."""
-        return memoryview(bytearray(nbytes))
+        return memoryview(self.host_bytes(nbytes).numpy().data)  # the view keeps the tensor alive
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:
         """Bytes of pinned host memory; None where the system gives none."""
         return None
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        """Bytes of host memory, pinned where the system gives it."""
+        pinned = self.pinned(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8) if pinned is None else pinned
 
     def buffers(self) -> BufferPool:
         """A pool of memory from `allocate_host`."""
@@ -480,13 +485,6 @@ class AcceleratorDevice(Device):
 
     def buffers(self) -> BufferPool:
         return BufferPool(self.allocate_host, rounding=pinned_size_class)
-
-    def allocate_pinned(self, nbytes: int) -> memoryview:
-        """Pinned memory; plain memory where the system gives no more that is pinned."""
-        pinned = self.pinned(nbytes)
-        if pinned is None:
-            return super().allocate_pinned(nbytes)
-        return memoryview(pinned.numpy().data)  # the view keeps the tensor alive
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:
         try:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-import torch
 from torch import Tensor
 
 from hetero_framework.core.devices import Device, DeviceEvent
@@ -42,11 +41,7 @@ class Feeder:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._thread = Sender(lambda error: None, _LONGEST_S)
-        self._buffers: deque[tuple[Tensor, DeviceEvent]] = deque()
-        for _ in range(2):
-            memory = device.pinned(_BUFFER_BYTES)
-            plain = torch.empty(_BUFFER_BYTES, dtype=torch.uint8) if memory is None else memory
-            self._buffers.append((plain, DeviceEvent()))
+        self._buffers = deque((device.host_bytes(_BUFFER_BYTES), DeviceEvent()) for _ in range(2))
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: DeviceEvent) -> Future[Ends]:
         """Copy the second tensor of each pair, bytes, into the first, behind `after`."""
