@@ -8,8 +8,8 @@ to the device.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 
 from torch import Tensor
 
@@ -33,6 +33,13 @@ def ends_of(delivery: Future[Ends]) -> Ends:
             f"a layer could not be read from host memory or its file within {_LONGEST_S:.0f} s",
             hint="look at the disk that holds the model",
         ) from None
+
+
+def settle(deliveries: Iterable[Future[Ends]]) -> None:
+    """Wait until copies are over. What has failed is not raised: its frames hold the slots."""
+    for delivery in wait(deliveries, _LONGEST_S).done:
+        if delivery.exception() is None:
+            delivery.result()[1].wait()
 
 
 class Feeder:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from hetero_framework.core.devices import Device
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.core.spans import AWAITED, WEIGHTS
 from hetero_framework.errors import ConfigError
-from hetero_framework.extras.host_memory.feeder import Ends, Feeder, ends_of
+from hetero_framework.extras.host_memory.feeder import Ends, Feeder, ends_of, settle
 from hetero_framework.extras.host_memory.stored_weights import Stored
 from hetero_framework.extras.host_memory.visitors import Visitors, in_pieces
 from hetero_framework.models.adapters.trainable import trainable_parameters
@@ -215,9 +214,7 @@ class StreamedLayers(Visitors):
 
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
         """End, once no copy is on its way; the modules without the streamed layers."""
-        for delivery in self._arriving.values():
-            with suppress(Exception):  # one that has failed is over, too
-                ends_of(delivery)[1].wait()
+        settle(self._arriving.values())
         if self._feeder is not None:
             self._feeder.close()
         blocks = {k: block for k, block in modules.blocks.items() if k not in self._position}
@@ -272,7 +269,7 @@ def _frozen_tensors(block: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
     its statistics too. What is small (tables, buffers) or not in one piece stays on the device."""
     for module in block.modules():
         for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad or not parameter.is_contiguous() or not parameter.numel():
+            if not parameter.is_contiguous() or not parameter.numel():
                 continue
             yield parameter, "data", parameter.data
             state = getattr(parameter, "quant_state", None)  # bitsandbytes: 4 bits, then 8 bits
