@@ -52,8 +52,7 @@ def measured_link(device: Device, compute: Callable[[], object]) -> HostLink | N
 
 
 def _measured(device: Device, compute: Callable[[], object], most_bytes: int) -> HostLink | None:
-    pinned = [device.pinned(most_bytes) for _ in range(2)]
-    most = [torch.empty(most_bytes, dtype=torch.uint8) if one is None else one for one in pinned]
+    most = [device.host_bytes(most_bytes) for _ in range(2)]
     ends = time.monotonic() + _MOST_S
     there = [torch.zeros(most_bytes, dtype=torch.uint8, device=device.torch_device) for _ in most]
     ways = {"in": (there[0], most[0]), "out": (most[1], there[1])}

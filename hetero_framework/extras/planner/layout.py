@@ -16,6 +16,7 @@ from hetero_framework.engine.schedule.tuning import TunedSchedule, tune
 from hetero_framework.extras.planner.profile import DeviceProfile, FleetProfile
 from hetero_framework.models.sizing.streaming import (
     VISITING_INPUTS,
+    layers_in_turn,
     slot_sizes,
     slots_of,
     spread,
@@ -190,7 +191,7 @@ class Fleet:
         finds on the device."""
         costs, count = self.costs[part.device], part.offload
         total, _ = costs.streamed_bytes(part.start, part.end, count) if count else (0.0, 0.0)
-        stays = slots_of(count) if self.stores(part) else count % 2
+        stays = slots_of(count) if self.stores(part) else count - layers_in_turn(count)
         moved = total * (count - stays) / max(1, count)
         return moved / costs.device.host_to_device_bytes_per_s if moved else 0.0
 

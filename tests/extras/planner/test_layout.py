@@ -173,6 +173,7 @@ def test_what_nothing_is_trained_in_or_below_is_fetched_whole_forward() -> None:
     frozen = {"layer_backward_s": [0] * 12 + [0.001], "host_to_device_bytes_per_s": 400 * GB}
     fleet = Fleet(fleet_of(card("local", **frozen), layers=13))
     assert fleet.seconds(Part(0, 0, 12, offload=8)) == pytest.approx((0.020, 0.0))
+    assert [fleet.fetch_s(Part(0, 0, 12, offload=few)) for few in (1, 2, 3)] == [0.0] * 3
 
 
 def test_streamed_layers_have_two_slots() -> None:
