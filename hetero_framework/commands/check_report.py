@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from hetero_framework.models.sizing.memory import (
     estimate_memory,
     recomputing,
 )
+from hetero_framework.models.sizing.streaming import BUS_RATE, FILE_RATE
 from hetero_framework.models.verify.boundary_contents import check_codec, crossing_lines
 from hetero_framework.tables import Part, lines, table
 from hetero_framework.trainer.given import COMPUTE
@@ -51,7 +52,7 @@ from hetero_framework.trainer.setup import (
     read_data,
     resolve_loss_chunk,
 )
-from hetero_framework.units import plural, share, size
+from hetero_framework.units import plural, seconds, share, size
 
 WorkerId = int | str
 _LARGE_BUBBLE = 0.2
@@ -131,6 +132,7 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
             return [m.placed(m.device, one_memory=m.stage.owner in one) for m in estimate]
 
         memory = placed(estimate(config, in_flight=held))
+        notes += _copy_lines(memory)
         for remarks in asked("notes", config):
             notes += remarks(config, sum(m.trained for m in memory))
         if (least := recomputing(config)) != config:
@@ -195,6 +197,29 @@ def forecast(config: Config) -> dict[str, Any]:
         "max_in_flight": choice.max_in_flight,
         "held": list(choice.in_flight_limits),
     }
+
+
+def _copy_lines(memory: Sequence[StageMemory]) -> Iterator[str]:
+    """The bytes that stages copy between host memory and device, and the time of that."""
+    for m in memory:
+        copied = {
+            "of layers for each pass of a micro-batch": (
+                m.fetched,
+                FILE_RATE if m.in_files else BUS_RATE,
+            ),
+            "of stored inputs of a micro-batch, out and in": (2 * m.host_inputs, BUS_RATE),
+            "of optimizer states in a step, in and out": (2 * m.host_states, BUS_RATE),
+        }
+        said = [
+            f"{size(nbytes)} {what} ({seconds(nbytes / rate)} at {rate / 1e9:g} GB/s)"
+            for what, (nbytes, rate) in copied.items()
+            if nbytes
+        ]
+        if said:
+            yield (
+                f"stage {m.index} copies {'; '.join(said)}: hidden as far as computing takes longer"
+                " (`hetero bench` measures both)"
+            )
 
 
 def text(facts: dict[str, Any]) -> str:

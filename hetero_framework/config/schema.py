@@ -1258,6 +1258,17 @@ class Config(WholeFile):
                 for worker in idle
             ),
         ]
+        for k, entry in enumerate(self.shard_plan):
+            if entry.offload in (1, 2, 3):
+                warnings.append(
+                    f"shard_plan[{k}].offload {entry.offload} saves no memory, since two of its"
+                    " layers have a place on the device; 4 is the least that does"
+                )
+            if entry.offload_from == "file" and not entry.offload:
+                warnings.append(
+                    f'shard_plan[{k}].offload_from "file" has no effect without offload: say there'
+                    ' how many layers are read from the files, or "auto"'
+                )
         stages, m = len(self.shard_plan), self.training.gradient_accumulation_steps
         if m < stages:
             warnings.append(
@@ -1301,8 +1312,16 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
     of_texts = training is None or training.reads_text
     if not of_texts and parts.get("adapter") is not None:
         yield Problem("adapter", "is for models of texts; take it out")
+    if not of_texts and training is not None and training.activation_offloading:
+        yield Problem("training.activation_offloading", "is for models of texts; set it to false")
     adapter = parts.get("adapter")
     rewrites = adapter is not None and adapter.init_lora_weights in REWRITING_INITS
+    changes = 'bias "all" trains' if adapter is not None and adapter.bias == "all" else ""
+    changes = changes or "init_lora_weights rewrites" * rewrites
+    for index, entry in enumerate(plan or ()):
+        if changes and entry.offload not in (0, "auto"):
+            text = f"only frozen layers can stay in host memory, and adapter.{changes} theirs"
+            yield Problem(f"shard_plan[{index}].offload", f"{text}; set offload to 0")
     smooths = training is not None and training.label_smoothing_factor
     if smooths and model is not None and model.router_aux_loss_coef:
         yield Problem(

@@ -16,7 +16,12 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.errors import DeviceError, PlanError, attempt
 from hetero_framework.models.cut.objective import ChunkedObjective
 from hetero_framework.models.cut.objectives import objective_of
-from hetero_framework.models.sizing.memory import ONE_MEMORY, StageMemory, offload_layers
+from hetero_framework.models.sizing.memory import (
+    ONE_MEMORY,
+    StageMemory,
+    keeps_states,
+    offload_layers,
+)
 from hetero_framework.models.verify.equivalence import why_not_chunked
 from hetero_framework.units import size
 
@@ -45,9 +50,10 @@ def with_one_memory(config: Config, local: Collection[str | int]) -> set[str | i
 
 
 def host_memory_lines(config: Config, one_memory: Collection[str | int]) -> list[str]:
-    """A line for each setting of all stages that does nothing for the processes in `one_memory`,
-    whose device shares the machine's memory. Raises DeviceError where an entry of their stages has
-    such a setting, and ConfigError where host memory needs an extra that is not here."""
+    """A line for each setting of all stages that does nothing: with this optimizer, or for the
+    processes in `one_memory`, whose device shares the machine's memory. Raises DeviceError where an
+    entry of their stages has such a setting, and ConfigError where host memory needs an extra that
+    is not here."""
     for k in range(len(config.shard_plan)):
         if config.uses_host_memory(k):
             registry.needed("stages", "host_memory", f"shard_plan[{k}]: host memory for tensors")
@@ -64,10 +70,18 @@ def host_memory_lines(config: Config, one_memory: Collection[str | int]) -> list
             hint="take that out of shard_plan",
         )
     owners = ", ".join(dict.fromkeys(spec.process for spec in here))
+    optim, stages = config.training.optim, config.plan.stages
+    stay = keeps_states(optim) and any(config.offloads_optimizer(s.index) for s in stages)
     return [
-        f"training.{name} does nothing for {owners}: device and host are one memory"
-        for name in ("offload_optimizer", "activation_offloading")
-        if getattr(config.training, name) and here
+        *(
+            [f"offload_optimizer does nothing with {optim}, whose states stay where they are"]
+            * stay
+        ),
+        *(
+            f"training.{name} does nothing for {owners}: device and host are one memory"
+            for name in ("offload_optimizer", "activation_offloading")
+            if getattr(config.training, name) and here
+        ),
     ]
 
 

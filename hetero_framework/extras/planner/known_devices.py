@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.errors import UserError
+from hetero_framework.models.sizing.streaming import BUS_RATE
 from hetero_framework.units import size
 
 FILE = Path(__file__).with_name("known_devices.json")
@@ -22,7 +23,6 @@ _FIGURES = re.compile(
 )
 _MEMORY = re.compile(r"\b(\d+) *gi?b\b", re.IGNORECASE)
 _HOST = re.compile(r"\+ *(\d+(?:\.\d+)?) *gi?b\b", re.IGNORECASE)
-_USUAL_LINK = 25.0  # 10^9 bytes a second: PCIe 4 with 16 lanes
 _CORES = re.compile(r"\b(\d+)[ -]?cores?\b", re.IGNORECASE)
 _CPU = re.compile(
     r"\b(cpu|processor|xeon|epyc|ryzen|threadripper|core (i[3579]|ultra)|pentium|celeron|graviton"
@@ -73,8 +73,8 @@ class KnownDevice:
     def host_link(self) -> float:
         """Bytes per second of copies from the machine's memory; 0 where memory is one."""
         links = _table()["host_links"].items()
-        rates = (float(gbs) for gbs, names in links if re.fullmatch(names, self.name))
-        return next(rates, _USUAL_LINK) * 1e9 if self.kind == "gpu" else 0.0
+        rates = (float(gbs) * 1e9 for gbs, names in links if re.fullmatch(names, self.name))
+        return next(rates, BUS_RATE) if self.kind == "gpu" else 0.0
 
     @property
     def efficiency(self) -> Efficiency:

@@ -20,8 +20,8 @@ from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
 from hetero_framework.extras.planner.explain import Remedy
 from hetero_framework.extras.planner.planning import ALLOWED, compared
-from hetero_framework.extras.planner.profile import FILE_BYTES_PER_S
 from hetero_framework.extras.planner.result import save_plan
+from hetero_framework.models.sizing.streaming import FILE_RATE
 from hetero_framework.security.access import Access
 from hetero_framework.tables import Part, lines, table
 from hetero_framework.units import count, plural, seconds, share, size
@@ -222,7 +222,7 @@ def _streamed_text(device: Mapping[str, Any], step_s: float) -> str:
     """What streaming costs a device beside holding all of its layers."""
     bound = "copying" if device["limit"] == "streaming" else "computing"
     held = f"{device['streamed']} of {plural(device['layers'], 'layer')}"
-    files = f"read from files, at {FILE_BYTES_PER_S / 1e9:g} GB/s at most (assumed)"
+    files = f"read from files, at {FILE_RATE / 1e9:g} GB/s at most (assumed)"
     where = size(device["host_bytes"]) if device["host_bytes"] else files
     hidden = " (hidden)" if device["streaming_s"] < _HIDDEN * step_s else ""
     return (

@@ -18,6 +18,7 @@ from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.config.section import WholeFile, WorkerId, with_unit
 from hetero_framework.config.strict_json import read_object
 from hetero_framework.errors import ConfigError
+from hetero_framework.models.sizing.streaming import FILE_RATE
 
 if TYPE_CHECKING:
     from hetero_framework.models.sizing.memory import StageMemory
@@ -57,8 +58,6 @@ _OF_LAYERS = (
     *("activation_bytes_per_layer", "activation_bytes_recomputed", "layer_frozen_bytes"),
     *("layer_host_bytes", "layer_input_bytes"),
 )
-FILE_BYTES_PER_S = 3e9
-"""Assumed of a disk (NVMe) that layers are read from."""
 
 
 class DeviceProfile(Section):
@@ -198,7 +197,7 @@ def bytes_of_parts(memory: Sequence[StageMemory], *, one_memory: bool = False) -
 
 def source_of(offload_from: str, rate: float) -> dict[str, Any]:
     """Fields of a `DeviceProfile`: streamed layers come from there; `rate` is that of memory."""
-    rate = min(rate, FILE_BYTES_PER_S) if offload_from == "file" else rate
+    rate = min(rate, FILE_RATE) if offload_from == "file" else rate
     return {"offload_from": offload_from, "host_to_device_bytes_per_s": rate}
 
 

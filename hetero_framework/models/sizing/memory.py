@@ -168,6 +168,11 @@ class StageMemory:
         return streamed + self.host_states + inputs
 
     @property
+    def fetched(self) -> int:
+        """Bytes of streamed layers that come in each pass: all but those that are there."""
+        return self._saved(self.offload)
+
+    @property
     def index(self) -> int:
         return self.stage.index
 
@@ -566,7 +571,8 @@ def _partly_away(
     largest parameter. Three inputs of recomputed layers are there, in use or on their way, and that
     which the stage was given, and that of the last layer of all, whose backward follows at once."""
     spec, resident = memory.stage, memory
-    if memory.optimizer and config.offloads_optimizer(spec.index):
+    moves = not keeps_states(config.training.optim)
+    if memory.optimizer and moves and config.offloads_optimizer(spec.index):
         largest = max(count for count, _ in trained.values()) * STATES_OF_NUMBER
         largest = max(largest, STATES_GROUP_BYTES)
         memory = replace(
@@ -593,6 +599,12 @@ def _partly_away(
     entry = config.shard_plan[spec.index]
     memory = replace(memory, in_files=entry.offload_from == "file")
     return memory.offloading(entry.offload if isinstance(entry.offload, int) else 0)
+
+
+def keeps_states(optim: str) -> bool:
+    """Whether the states of an optimizer stay where they are with offload_optimizer: those of
+    torchao are tensors of a class of its own, and paged ones are in host memory already."""
+    return "paged" in optim or optim in ("adamw_torch_4bit", "adamw_torch_8bit")
 
 
 def _optimizer_bytes(

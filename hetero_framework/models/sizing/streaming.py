@@ -9,6 +9,8 @@ SLOTS = 2
 STATES_GROUP_BYTES = 128 << 20
 """Of the states of a group, as far as it has more than one parameter."""
 STATES_OF_NUMBER = 8  # bytes, as Adam has them
+BUS_RATE, FILE_RATE = 25e9, 3e9
+"""Bytes a second over PCIe 4, and of a disk (NVMe), assumed where nothing was measured."""
 VISITING_INPUTS = 3
 """Stored inputs of layers that are on the device, in use or on their way."""
 

@@ -398,10 +398,35 @@ def test_streamed_layers_are_frozen_and_in_the_stage() -> None:
     assert "shard_plan[1].offload: is 17, but the stage has 16 layers" in message(raw, PlanError)
     raw["shard_plan"][1]["offload"] = layers
     assert Config.from_dict(raw).uses_host_memory(1)
+    for name, value in (("bias", "all"), ("init_lora_weights", "pissa")):
+        raw["adapter"] = {"r": 2, name: value}
+        assert f"only frozen layers can stay in host memory, and adapter.{name}" in message(raw)
     raw["adapter"] = None
     assert "shard_plan[1].offload: only frozen layers can stay in host memory" in message(raw)
     raw["shard_plan"][1] |= {"offload": 0, "offload_optimizer": True}
     assert Config.from_dict(raw).uses_host_memory(1)
+
+
+def test_settings_of_streaming_without_effect_are_warned_of() -> None:
+    raw = {**changed("shard_plan[1].offload_from", "file"), "adapter": {"r": 2}}
+    for offload, said in (
+        (0, ['shard_plan[1].offload_from "file" has no effect without offload']),
+        (3, ["shard_plan[1].offload 3 saves no memory"]),
+        (4, []),
+        ("auto", []),
+    ):
+        raw["shard_plan"][1]["offload"] = offload
+        lines = [line for line in Config.from_dict(raw).warnings() if "offload" in line]
+        assert len(lines) == len(said)
+        assert all(line.startswith(text) for line, text in zip(lines, said, strict=True))
+
+
+@needs("pictures")
+def test_inputs_of_a_chain_stay() -> None:
+    raw = changed("training.activation_offloading", True)
+    assert Config.from_dict(raw).training.activation_offloading
+    raw["training"]["objective"] = "image-classification"
+    assert "training.activation_offloading: is for models of texts" in message(raw)
 
 
 def test_plan_is_compared_with_the_models_layers() -> None:

@@ -173,3 +173,16 @@ def test_devices_with_one_memory_are_known_by_their_kind() -> None:
         " memory"
     ]
     assert host_memory_lines(cfg, set()) == []
+
+
+@needs("host_memory")
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "paged_adamw_8bit"])
+def test_states_that_stay_are_counted_on_the_device_and_told_of(optim: str) -> None:
+    cfg = config(optim=optim)
+    plain = memory_of(cfg)
+    assert host_memory_lines(cfg, set()) == []
+    cfg = config(optim=optim, offload_optimizer=True)
+    assert memory_of(cfg) == plain
+    assert [line.partition(",")[0] for line in host_memory_lines(cfg, set())] == [
+        f"offload_optimizer does nothing with {optim}"
+    ]
