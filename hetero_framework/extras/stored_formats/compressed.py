@@ -101,33 +101,35 @@ class CompressedTensors(Form):
 
     def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
         """See Form."""
-        args, stored = parts["scheme"].weights, parts["values"].get_shape()
-        bits = {"I32": 32, "U8": 8}.get(parts["values"].get_dtype())  # of a word of several numbers
-        shape = stored if bits is None else [*stored[:-1], stored[-1] * bits // args.num_bits]
+        args, values = parts["scheme"].weights, parts["values"]
+        found = {role: parts[role].get_shape() for role in self.ends if role in parts}
+        bits = {"I32": 32, "U8": 8}.get(values.get_dtype(), args.num_bits)  # of a stored number
+        shape = [*found["values"][:-1], found["values"][-1] * bits // args.num_bits]
         if "sizes" in parts:
             shape = parts["sizes"][...].tolist()
-        if len(stored) != 2 or len(shape) != 2 or shape[0] != stored[0]:
-            raise ValueError(f"its shape is {stored}, and {shape} without packing")
-        if bits is not None and -(-shape[1] * args.num_bits // bits) != stored[1]:
-            raise ValueError(f"{shape[1]} numbers of {args.num_bits} bits are no {stored[1]} words")
+        if len(shape) != 2:
+            raise ValueError(f"its shape is {shape}; rows and columns are expected")
         height, width = _block(args, shape)
         grid = [-(-shape[0] // height), -(-shape[1] // width)]
-        found = {role: parts[role].get_shape() for role in ("scales", "zeros") if role in parts}
-        expected = {"scales": grid, "zeros": grid}
-        if "zeros" in parts and parts["zeros"].get_dtype() == "I32":
-            expected["zeros"] = [-(-grid[0] * args.num_bits // 32), grid[1]]
-        for role, sizes in found.items():
-            if sizes != expected[role] and (args.strategy != "tensor" or math.prod(sizes) != 1):
-                raise ValueError(f"its {role} have the shape {sizes}, not {expected[role]}")
+        words = [-(-grid[0] * args.num_bits // 32), grid[1]]
+        is_packed = "zeros" in parts and parts["zeros"].get_dtype() == "I32"
+        expected = {
+            "values": [shape[0], -(-shape[1] * args.num_bits // bits)],
+            "scales": grid,
+            "zeros": words if is_packed else grid,
+            "order": [shape[1]],
+        }
+        for role, sizes in expected.items():
+            has = found.get(role, sizes)
+            if has != sizes and (args.strategy != "tensor" or math.prod(has) != 1):
+                raise ValueError(f"its {role} have the shape {has}, not {sizes}")
         if args.strategy != "block" and shape[1] % width:
             raise ValueError(f"its {shape[1]} columns do not divide into groups of {width}")
         if "zeros" not in parts and not args.symmetric:
             raise ValueError("it has no zeros (weight_zero_point)")
-        if "order" in parts:
-            order = parts["order"][...]
-            if [*order.shape] != [shape[1]] or order.max() >= grid[1]:
-                raise ValueError(f"its order is none of {shape[1]} columns in {grid[1]} groups")
-        return tuple(shape)
+        if "order" in parts and parts["order"][...].max() >= grid[1]:
+            raise ValueError(f"its order (weight_g_idx) has more than {grid[1]} groups")
+        return shape[0], shape[1]
 
     def rows(self, parts: Mapping[str, Any], first: int, last: int, device: torch.device) -> Tensor:
         """See Form."""

@@ -23,7 +23,7 @@ _NUMBERS_AT_ONCE = 1 << 23
 _ONE_AT_A_TIME = threading.Lock()  # the library reads on several threads, each with its own memory
 _FULL = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "BOOL"}
 # Ends of names by which other forms can be told.
-_FOREIGN = ("qweight", "weight_packed", "_blocks", "_scale_inv", "absmax", "SCB")
+_FOREIGN = ("qweight", "weight_packed", "_blocks", "_scale_inv", "absmax", "SCB", "_qdata")
 
 
 class Form(ABC):

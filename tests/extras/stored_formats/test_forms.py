@@ -100,6 +100,14 @@ def auto_round(packing: str) -> tuple[dict[str, Any], Store]:
     )
 
 
+def int4(name: str, tensor: Tensor) -> Any:
+    """Of torchao, as its Int4Tensor."""
+    if not writing.is_linear(name):
+        return None
+    parts, weight = writing.int4(tensor, 64)
+    return {name.replace(".weight", "._weight") + end: part for end, part in parts.items()}, weight
+
+
 FORMS: dict[str, tuple[dict[str, Any], Store]] = {
     "fp8 in blocks": (BLOCKS, partial(fp8, height=128, width=128)),
     "fp8 by tensor": ({"quant_method": "fp8"}, partial(fp8, height=0, width=0)),
@@ -125,6 +133,7 @@ FORMS: dict[str, tuple[dict[str, Any], Store]] = {
     "auto-round of gptq": auto_round("auto_round:auto_gptq"),
     "auto-round of gptq, zeros as they are": auto_round("auto_round"),
     "auto-round of awq": auto_round("auto_round:auto_awq"),
+    "torchao int4": ({"quant_method": "torchao"}, int4),
 }
 
 

@@ -145,3 +145,17 @@ def nvfp4(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     codes = (codes + 8 * (blocks < 0)).flatten(-2)
     values = (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
     return values, scales, whole, weight.flatten(-2)
+
+
+def int4(tensor: Tensor, group: int) -> Stored:
+    """torchao's Int4Tensor of a weight [out, in]."""
+    groups = tensor.float().unflatten(-1, (-1, group))
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low).clamp(min=1e-6) / 15).to(tensor.dtype)
+    zeros = (low + scales.float() * 8).to(tensor.dtype)
+    numbers = ((groups - low[..., None]) / scales.float()[..., None]).round().clamp(0, 15) - 8
+    weight = numbers * scales.float()[..., None] + zeros.float()[..., None]
+    numbers = numbers.flatten(-2).to(torch.int8)
+    values = (numbers[:, 0::2] & 15) | (numbers[:, 1::2] << 4)
+    parts = {"_qdata": values, "_scale": scales.t(), "_zero_point": zeros.t()}
+    return parts, weight.flatten(-2)
