@@ -43,7 +43,7 @@ def rewrite(
 
 def is_linear(name: str) -> bool:
     """Whether quantisers take the weight of this name."""
-    return name.endswith("proj.weight")
+    return name.endswith(("proj.weight", "proj_with_mqa.weight"))
 
 
 def fp8_blocks(tensor: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
