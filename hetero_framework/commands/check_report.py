@@ -33,6 +33,7 @@ from hetero_framework.models.cut.language import tower_lines
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
+from hetero_framework.models.files.stated import stored_lines
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import (
     StageMemory,
@@ -121,6 +122,8 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
             check_codec(config, model_config, plan, tokens)
             notes += crossing_lines(config, model_config, tokens)
             notes += tower_lines(model_config)
+            assert config.model is not None
+            notes += stored_lines(config.model, config.base_dir)
         tokenizer = _look_at_data(config, model_config, here, notes)
     if schedule is not None and model_config is not None:
         held = schedule["held"]

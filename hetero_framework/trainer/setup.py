@@ -39,7 +39,7 @@ from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.export import base_generation, weights_beside
 from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
-from hetero_framework.models.files.stated import as_held, few, new_weights
+from hetero_framework.models.files.stated import as_held, few, new_weights, stored_lines
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import (
     StageMemory,
@@ -170,7 +170,8 @@ def prepare(
     with suppress(DeviceError):  # a missing device is reported later
         here = {"local": open_device(config.coordinator.device).name}
     check_attention(config, here)
-    for line in (*mixed_lines(config), *tower_lines(model_config)):
+    stored = stored_lines(config.model, config.base_dir)
+    for line in (*mixed_lines(config), *tower_lines(model_config), *stored):
         say(line)
     if config.adapter is None:
         weights_beside(config.model, config.base_dir, model_config)  # or raises

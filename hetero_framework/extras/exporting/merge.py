@@ -37,7 +37,7 @@ from hetero_framework.models.files.export import (
     write_checkpoint,
 )
 from hetero_framework.models.files.quantization import stored_quantization
-from hetero_framework.models.files.stated import as_held
+from hetero_framework.models.files.stated import as_held, stored_lines
 from hetero_framework.models.files.weights import read_config
 from hetero_framework.repository import resolve_model_path
 
@@ -72,6 +72,8 @@ def merge_adapter(
     settings, warned = as_held(settings, base_dir)
     for line in warned:
         _log.warning("%s", line)
+    for line in stored_lines(settings, base_dir):
+        _log.info("%s", line)
     config = load_model_config(settings, base_dir)
     if stored := stored_quantization(config):
         raise ModelError(

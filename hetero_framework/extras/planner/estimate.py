@@ -39,6 +39,7 @@ from hetero_framework.extras.planner.work import ModelWork, PartWork, model_work
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, stored_quantization
+from hetero_framework.models.files.stated import stored_lines
 from hetero_framework.units import bit_rate, share, size
 
 DEFAULT_BANDWIDTH = "1Gbit/s"
@@ -77,7 +78,9 @@ def estimate_fleet(
         _links(config, ids, rates),
         {id: (d.usable_host_bytes, _link(d)) for id, d in known.items() if d.host_bytes},
     )
-    return profile, {**_about(known, rates, works["local"]), "job": _job(config, model, ids)}
+    about = _about(known, rates, works["local"])
+    about["assumed"] += stored_lines(config.model, config.base_dir)
+    return profile, {**about, "job": _job(config, model, ids)}
 
 
 def _link(device: KnownDevice) -> HostLink:

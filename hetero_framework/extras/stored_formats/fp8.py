@@ -20,6 +20,7 @@ from hetero_framework.extras.stored_formats.form import Ends, Form
 # E2M1: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, 5.3.3).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _PACKED = ("I8", "U8", "F4")
+_EIGHT_BITS = ("F8_E4M3", "F8_E5M2")
 
 
 class Fp8(Form):
@@ -28,17 +29,22 @@ class Fp8(Form):
     ends: ClassVar[Ends] = {"values": ("",), "scales": ("_scale_inv", "_scale")}
     unread = ("activation_scale", "input_scale", "input_scale_ub", "k_scale", "v_scale")
 
+    def __init__(self, settings: dict[str, Any], source: str) -> None:
+        super().__init__(settings, source)
+        self.block: tuple[int, int] | None = None
+        if given := settings.get("weight_block_size"):
+            rows, columns = given if isinstance(given, list) and len(given) == 2 else (0, 0)
+            if not (isinstance(rows, int) and isinstance(columns, int) and min(rows, columns) > 0):
+                raise self.refused("weight_block_size", "two numbers above 0")
+            self.block = rows, columns
+
     def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
         """See Form."""
+        if (stored := parts["values"].get_dtype()) not in (*_EIGHT_BITS, *_PACKED):
+            raise ValueError(f"it is stored as {stored}, and has scales")
         sizes = values_shape(parts["values"])
         _grid(tuple(sizes), tuple(parts["scales"].get_shape()), self.block)
         return sizes
-
-    @property
-    def block(self) -> tuple[int, int] | None:
-        """Rows and columns of a block, as config.json has them."""
-        given = self.settings.get("weight_block_size")
-        return (int(given[0]), int(given[1])) if given else None
 
     def rows(self, parts: Mapping[str, Any], first: int, last: int, device: torch.device) -> Tensor:
         """See Form. The product is in float32, as the library's own."""

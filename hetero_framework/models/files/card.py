@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -15,10 +16,12 @@ from huggingface_hub import EvalResult, ModelCardData, metadata_load, try_to_loa
 from transformers import PretrainedConfig
 
 from hetero_framework._version import __version__
+from hetero_framework.errors import ModelError
 from hetero_framework.models.cut.family import as_saved, family_of
 from hetero_framework.models.cut.tiny import stock_class, task_of
 from hetero_framework.models.files.export import CARD
-from hetero_framework.repository import resolve_model_path
+from hetero_framework.models.files.weights import quantization_of, stored_format
+from hetero_framework.repository import CONFIG, read_json, resolve_model_path
 from hetero_framework.versions import installed
 
 _TEXT = """---
@@ -58,7 +61,7 @@ _VERSIONS = {"PEFT": "peft", "Transformers": "transformers", "Pytorch": "torch"}
 
 
 def model_card(
-    base: tuple[str | None, Mapping[str, str]],
+    base: tuple[str | None, Mapping[str, str], str | None],
     config: PretrainedConfig,
     *,
     adapter: bool,
@@ -68,7 +71,7 @@ def model_card(
 ) -> str:
     """The text of a card. `base` is `base_facts`; `lists` are headings and what stands below each;
     `datasets` are names on the hub."""
-    name, terms = base
+    name, terms, form = base
     config = as_saved(config)
     shown, loader = name or "a model that is not on the hub", stock_class(config).__name__
     classifies = (task := task_of(config)) != "causal-lm"
@@ -92,6 +95,10 @@ def model_card(
         **terms,  # type: ignore[arg-type]
     )
     versions = [f"{name} {installed(package)}" for name, package in _VERSIONS.items()]
+    if form is not None:
+        made = "trained on" if adapter else "made from"
+        text = f"{form}; this was {made} its weights in full precision, as {form} stands for them"
+        lists = {**lists, "### Stored form of the base model": [text]}
     lists = {**lists, "### Framework versions": [f"hetero_framework {__version__}", *versions]}
     return _TEXT.format(
         metadata=metadata.to_yaml(),
@@ -120,19 +127,26 @@ def is_hub_name(name: str) -> bool:
 
 def base_facts(
     name_or_path: str | None, revision: str | None, base_dir: Path
-) -> tuple[str | None, dict[str, str]]:
-    """A model's name on the hub, None for a directory, and its licence as its own card says it, if
-    that is on this machine. Nothing for a model that begins at random."""
+) -> tuple[str | None, dict[str, str], str | None]:
+    """A model's name on the hub, None for a directory, its licence as its own card says it, and
+    the form in which its weights are stored (`stored_format`), as far as its files are on this
+    machine. Nothing for a model that begins at random."""
     if name_or_path is None:
-        return None, {}
+        return None, {}, None
     source = resolve_model_path(name_or_path, base_dir)
     is_here = Path(source).is_dir()
-    cached = None if is_here else try_to_load_from_cache(source, CARD, revision=revision)
-    card = cached if isinstance(cached, str) else Path(source, CARD)
+
+    def found(name: str) -> Path:
+        cached = None if is_here else try_to_load_from_cache(source, name, revision=revision)
+        return Path(cached) if isinstance(cached, str) else Path(source, name)
+
     try:
-        data = metadata_load(card) or {}
+        data = metadata_load(found(CARD)) or {}
     except (OSError, ValueError, yaml.YAMLError):  # none, or one that nobody can read
         data = {}
     terms = {key: data.get(key) for key in ("license", "license_name")}
     kept = {key: value for key, value in terms.items() if isinstance(value, str)}
-    return source if not is_here and is_hub_name(source) else None, kept
+    form = None
+    with suppress(ModelError):  # not here
+        form = stored_format(quantization_of(read_json(found(CONFIG), ModelError)))
+    return source if not is_here and is_hub_name(source) else None, kept, form

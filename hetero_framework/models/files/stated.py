@@ -20,16 +20,24 @@ from hetero_framework.models.cut.family import family_asked
 from hetero_framework.models.cut.introspect import introspect, tied_names
 from hetero_framework.models.cut.language import lies_in, meta_model, towers
 from hetero_framework.models.cut.partition import Skeleton
-from hetero_framework.models.cut.shard import config_dtype, load_model_config, new_names
+from hetero_framework.models.cut.shard import config_dtype, load_model_config, new_names, stated
 from hetero_framework.models.cut.tiny import task_of
-from hetero_framework.models.files.weights import Checkpoint, refuse_wrapped, renaming
+from hetero_framework.models.files.weights import (
+    Checkpoint,
+    quantization_of,
+    refuse_wrapped,
+    renaming,
+    stored_format,
+)
 from hetero_framework.repository import resolve_model_path
+from hetero_framework.units import seconds, size
 
 _CHUNK_BYTES = 1 << 26
 # Tensors that the library ignores where the model makes them itself.
 _MADE = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 _OF_8_BITS = ("SCB", "weight_format")
 _SHOWN = 4
+_A_SECOND = 150e6  # numbers of FP8 on one core (benchmarks/stored_forms.py)
 
 
 def as_held(model: ModelConfig, base_dir: Path) -> tuple[ModelConfig, list[str]]:
@@ -79,6 +87,35 @@ def new_weights(model: ModelConfig, base_dir: Path) -> list[str]:
         return family.new_weights(config)
     checkpoint = Checkpoint(resolve_model_path(model.name_or_path, base_dir), model.revision)
     return new_names(Skeleton(config, introspect(config)), meta_model(config), checkpoint)
+
+
+def stored_lines(model: ModelConfig, base_dir: Path) -> list[str]:
+    """A line on weights that a checkpoint stores in a form of few bits: the bytes of their files,
+    as far as they are known without a download, those in full, and the time for all. Raises
+    ModelError where tensors that are on this machine do not belong to each other."""
+    if model.name_or_path is None or family_asked(model) is not None:
+        return []
+    form = stored_format(quantization_of(stated(model, base_dir)[0].to_dict()))
+    if form is None:
+        return []
+    source, files = resolve_model_path(str(model.name_or_path), base_dir), None
+    try:
+        checkpoint = Checkpoint(source, model.revision, local=True)
+        checkpoint.check_headers()
+        files = checkpoint.file_bytes()
+    except ModelError:
+        if Path(source).is_dir():
+            raise
+    config = load_model_config(model, base_dir)
+    dtype = config_dtype(config) if model.dtype == "auto" else getattr(torch, model.dtype)
+    numbers = sum(weight.numel() for weight in meta_model(config).parameters())
+    held = "their files" if files is None else f"{size(files)} of files"
+    full, name = size(numbers * dtype.itemsize), str(dtype).removeprefix("torch.")
+    return [
+        f"weights stored as {form} are made full as each stage loads its own: {held} become {full}"
+        f" of {name} (or what model.quantization makes of it), in {seconds(numbers / _A_SECOND)} in"
+        f" one process (assumed: {_A_SECOND / 1e6:.0f} million numbers a second)"
+    ]
 
 
 def _left_out(checkpoint: Checkpoint, whole: Any, config: Any, names: list[str]) -> Iterator[str]:

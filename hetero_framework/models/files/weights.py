@@ -146,6 +146,10 @@ class StoredFormat(Protocol):
         """By the name of a weight in full precision its stored tensors, of those in `files`, by
         their roles. Raises ModelError."""
 
+    def fits(self, name: str, slices: Mapping[str, Any]) -> None:
+        """Raise ModelError where the shapes and types of a weight's tensors do not belong to each
+        other; `slices` as for `weight`."""
+
     def weight(
         self, name: str, slices: Mapping[str, Any], dtype: torch.dtype, device: torch.device
     ) -> Any:
@@ -291,6 +295,30 @@ class Checkpoint:
                     hint='add it there: of a file of ModelOpt, {"quant_method": "modelopt"} and'
                     " the quant_algo that hf_quant_config.json has",
                 )
+
+    def file_bytes(self) -> int | None:
+        """The bytes of its weights as they are stored; None where that takes a download."""
+        if self.index.suffix == ".json":
+            about = repository.read_json(self.index, ModelError).get("metadata")
+            total = about.get("total_size") if isinstance(about, dict) else None
+            if isinstance(total, (int, float)):
+                return int(total)
+        paths = [self.path(name) for name in {*self.files.values()}]
+        return sum(path.stat().st_size for path in paths if path) if all(paths) else None
+
+    def check_headers(self) -> None:
+        """Raise ModelError for stored weights whose tensors do not belong to each other, of those
+        whose files are on this machine."""
+        if self._form is None:
+            return
+        paths = {name: self.path(name) for name in sorted({*self.files.values()})}
+        with ExitStack() as stack:
+            opened = {name: stack.enter_context(_open(p)) for name, p in paths.items() if p}
+            there = {name for file in opened.values() for name in file.keys()}  # noqa: SIM118
+            for weight, parts in self.parts.items():
+                if there.issuperset(parts.values()):
+                    tensors = {r: opened[self.files[n]].get_slice(n) for r, n in parts.items()}
+                    self._form.fits(weight, tensors)
 
 
 _WRAPPERS = {

@@ -198,7 +198,10 @@ def _measured(arguments: argparse.Namespace) -> tuple[Any, Any]:
     check_coordinator(config, arguments)
     _find_model(config)
     from hetero_framework.extras.planner.fleet import measure_fleet
+    from hetero_framework.models.files.stated import stored_lines
 
+    for line in stored_lines(config.model, config.base_dir) if config.model else ():
+        _log.info("%s", line)
     access = access_for(config, "local", arguments)
     return measure_fleet(config, access=access, anew=arguments.anew), config
 

@@ -1,0 +1,138 @@
+"""Files whose tensors do not belong together: each refused with its file and tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hetero_framework.config import ModelConfig
+from hetero_framework.errors import ModelError
+from hetero_framework.models.files.stated import stored_lines
+from hetero_framework.models.files.weights import Checkpoint
+from tests.extras.stored_formats.test_forms import dense, shards, stored
+
+__all__ = ["dense"]
+
+Tensors = dict[str, Tensor]
+MODULE = "model.layers.1.mlp.down_proj"
+FP8, SCALE = f"{MODULE}.weight", f"{MODULE}.weight_scale_inv"
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
+
+
+def without(name: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({name: change(tensors[name]).contiguous()})
+
+
+def first(name: str, value: float) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors[name].view(-1)[:1].fill_(value)
+
+
+def seven_groups(tensors: Tensors) -> None:
+    tensors.pop(f"{MODULE}.g_idx")
+    for end in ("scales", "qzeros"):
+        tensors[f"{MODULE}.{end}"] = tensors[f"{MODULE}.{end}"][:7].contiguous()
+
+
+BLOCKS, GPTQ = "fp8 in blocks", "gptq 4 in order of importance"
+# Form, a change of the files, tensor and reason, and whether headers show it.
+CASES: dict[str, tuple[str, Callable[[Tensors], Any], str, bool]] = {
+    "no scales": (BLOCKS, without(SCALE), f"{FP8} .*F8_E4M3, and no scales", True),
+    "other blocks": (
+        BLOCKS,
+        changed(SCALE, lambda t: torch.ones(5, 7)),
+        rf"{FP8} .*\[5, 7\], which does not divide \[192, 320\] into blocks of 128",
+        True,
+    ),
+    "zero": (BLOCKS, first(SCALE, 0.0), f"{SCALE} .*1 of its numbers are zero", False),
+    "nan": (BLOCKS, first(SCALE, float("nan")), f"{SCALE} .*1 of its numbers are zero", False),
+    "full values": (BLOCKS, changed(FP8, Tensor.float), f"{FP8} .*F32, and has scales", True),
+    "a vector": (BLOCKS, changed(FP8, Tensor.flatten), f"{FP8} .*no matrix", True),
+    "no zeros": (GPTQ, without(f"{MODULE}.qzeros"), rf"{MODULE}\.qweight .*no zeros", True),
+    "no scales of groups": (GPTQ, without(f"{MODULE}.scales"), r"qweight .*no scales", True),
+    "groups that do not divide": (GPTQ, seven_groups, "320 inputs do not divide into 7", True),
+    "no such group": (GPTQ, first(f"{MODULE}.g_idx", 99), "g_idx .*1 of its groups", False),
+    "zero scale of a group": (GPTQ, first(f"{MODULE}.scales", 0), r"scales .*1 of its", False),
+    "exponent of NaN": ("mxfp4", first(f"{EXPERTS}_scales", 255), "_scales .*1 of its", False),
+    "scales of fewer groups": (
+        "mxfp4",
+        changed(f"{EXPERTS}_scales", lambda t: t[..., :2]),
+        f"{EXPERTS}_blocks .*that of its scales",
+        True,
+    ),
+    "two forms": (
+        BLOCKS,
+        lambda tensors: tensors.update({f"{MODULE}.qweight": torch.zeros(2, 2)}),
+        r"qweight .*belongs to another form .*'fp8'",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tensors_that_do_not_belong_together_are_named(
+    case: str, dense: dict[str, Path], tmp_path: Path
+) -> None:
+    form, change, reason, shows = CASES[case]
+    folder = tmp_path / "stored"
+    stored(form, dense, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model = ModelConfig(name_or_path=str(folder))
+    if shows:
+        with pytest.raises(ModelError, match=reason) as caught:
+            stored_lines(model, tmp_path)
+        assert "model.safetensors" in str(caught.value)
+    else:
+        assert len(stored_lines(model, tmp_path)) == 1
+    with pytest.raises(ModelError, match=reason):
+        shards(folder, torch.float32)
+
+
+@pytest.mark.parametrize("size", ["x", [128], [0, 128], [128, "x"]])
+def test_blocks_that_are_no_sizes_are_refused(
+    size: Any, dense: dict[str, Path], tmp_path: Path
+) -> None:
+    stored(BLOCKS, dense, tmp_path / "stored")
+    set_quantization(tmp_path / "stored", weight_block_size=size)
+    with pytest.raises(ModelError, match=r"has weight_block_size .* in its quantization_config"):
+        Checkpoint(str(tmp_path / "stored"))
+
+
+def test_eight_bits_without_their_settings_are_refused(
+    dense: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "stored"
+    stored(BLOCKS, dense, folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"has the scale .*, and config\.json has no"):
+        shards(folder, torch.float32)
+
+
+def set_quantization(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_what_becomes_of_the_weights_is_said_without_a_download(
+    dense: dict[str, Path], tmp_path: Path
+) -> None:
+    stored(BLOCKS, dense, tmp_path / "stored")
+    (line,) = stored_lines(ModelConfig(name_or_path="stored", dtype="float32"), tmp_path)
+    assert line.startswith("weights stored as fp8 are made full as each stage loads its own: ")
+    assert " of files become 3.52 MiB of float32 " in line
+    assert stored_lines(ModelConfig(name_or_path=str(dense["llama"])), tmp_path) == []
