@@ -86,24 +86,11 @@ class Form(ABC):
         self, name: str, slices: Mapping[str, Any], dtype: torch.dtype, device: torch.device
     ) -> Any:
         """See StoredFormat."""
-        self.fits(name, slices)
-        if "" in slices:
-            return slices[""]
-        return Weight(self, name, slices, dtype, device if device.type == "cuda" else _CPU)
-
-    def fits(self, name: str, slices: Mapping[str, Any]) -> None:
-        """See StoredFormat."""
         if "" in slices:
             if (stored := slices[""].get_dtype()) not in _FULL:
                 raise self.error(name, f"it is stored as {stored}, and no scales belong to it")
-            return
-        stored = self.made[name]["values"]
-        if len(slices["values"].get_shape()) < 2:
-            raise self.error(stored, "it is no matrix")
-        try:
-            self.shape(slices)
-        except ValueError as error:
-            raise self.error(stored, str(error)) from error
+            return slices[""]
+        return Weight(self, name, slices, dtype, device if device.type == "cuda" else _CPU)
 
     def error(self, stored: str, why: str) -> ModelError:
         """The error of a tensor in a file."""
@@ -148,14 +135,15 @@ class Weight:
     ) -> None:
         self._form, self._parts, self._dtype, self._device = form, parts, dtype, device
         names = form.made[name]
-        self._shape = form.shape(parts)
+        if len(parts["values"].get_shape()) < 2:
+            raise form.error(names["values"], "it is no matrix")
+        try:
+            self._shape = form.shape(parts)
+        except ValueError as error:
+            raise form.error(names["values"], str(error)) from error
         for role in ("scales", "global"):
             if role in parts and (wrong := _unusable(parts[role][...])):
                 raise form.error(names[role], f"{wrong} of its numbers are zero, infinite or NaN")
-        if "order" in parts:
-            order, groups = parts["order"][...], parts["scales"].get_shape()[0]
-            if wrong := int(((order < 0) | (order >= groups)).sum()):
-                raise form.error(names["order"], f"{wrong} of its groups are none of {groups}")
 
     def get_shape(self) -> list[int]:
         """The sizes of the weight."""

@@ -57,6 +57,10 @@ class Gptq(Form):
         order = parts["order"].get_shape() if "order" in parts else [inputs]
         if order != [inputs] or ("order" not in parts and inputs % groups[0]):
             raise ValueError(f"its {inputs} inputs do not divide into {groups[0]} groups")
+        if "order" in parts:
+            of = parts["order"][...]
+            if wrong := int(((of < 0) | (of >= groups[0])).sum()):
+                raise ValueError(f"{wrong} inputs (g_idx) are in none of its {groups[0]} groups")
         return out, inputs
 
     def rows(self, parts: Mapping[str, Any], first: int, last: int, device: torch.device) -> Tensor:

@@ -101,7 +101,7 @@ def stored_lines(model: ModelConfig, base_dir: Path) -> list[str]:
     source, files = resolve_model_path(str(model.name_or_path), base_dir), None
     try:
         checkpoint = Checkpoint(source, model.revision, local=True)
-        checkpoint.check_headers()
+        checkpoint.check_stored()
         files = checkpoint.file_bytes()
     except ModelError:
         if Path(source).is_dir():

@@ -146,10 +146,6 @@ class StoredFormat(Protocol):
         """By the name of a weight in full precision its stored tensors, of those in `files`, by
         their roles. Raises ModelError."""
 
-    def fits(self, name: str, slices: Mapping[str, Any]) -> None:
-        """Raise ModelError where the shapes and types of a weight's tensors do not belong to each
-        other; `slices` as for `weight`."""
-
     def weight(
         self, name: str, slices: Mapping[str, Any], dtype: torch.dtype, device: torch.device
     ) -> Any:
@@ -306,9 +302,9 @@ class Checkpoint:
         paths = [self.path(name) for name in {*self.files.values()}]
         return sum(path.stat().st_size for path in paths if path) if all(paths) else None
 
-    def check_headers(self) -> None:
+    def check_stored(self) -> None:
         """Raise ModelError for stored weights whose tensors do not belong to each other, of those
-        whose files are on this machine."""
+        whose files are on this machine. Reads scales, and no weights."""
         if self._form is None:
             return
         paths = {name: self.path(name) for name in sorted({*self.files.values()})}
@@ -318,7 +314,7 @@ class Checkpoint:
             for weight, parts in self.parts.items():
                 if there.issuperset(parts.values()):
                     tensors = {r: opened[self.files[n]].get_slice(n) for r, n in parts.items()}
-                    self._form.fits(weight, tensors)
+                    self._form.weight(weight, tensors, torch.float32, _CPU)
 
 
 _WRAPPERS = {
