@@ -68,8 +68,11 @@ class Gptq(Form):
         words = slice(first * self.bits // 32, -(-last * self.bits // 32))
         values = unpacked(parts["values"][:, first:last].to(device), self.bits)
         scales = parts["scales"][:, first:last].to(device)
-        zeros = unpacked(parts["zeros"][:, words].to(device).t(), self.bits).t()
-        zeros = (zeros[:, : last - first].to(torch.int16) + self.less) & ((1 << self.bits) - 1)
+        zeros, less = parts["zeros"][:, words].to(device), self.less
+        if self.bits != 3:  # taken from whole words: a zero of 0 borrowed from the one above it
+            zeros, less = zeros + less * sum(1 << k for k in range(0, 32, self.bits)), 0
+        zeros = unpacked(zeros.t(), self.bits).t()[:, : last - first].to(torch.int16) + less
+        zeros &= (1 << self.bits) - 1
         inputs = len(values)
         if "order" in parts:
             order = parts["order"][...].to(device).long()

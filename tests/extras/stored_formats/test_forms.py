@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hetero_framework.errors import ModelError
+from hetero_framework.extras.stored_formats.gptq import Gptq
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import build_shard
 from hetero_framework.models.files.weights import Checkpoint, as_loaded, read_config
@@ -208,6 +209,23 @@ def test_a_form_that_nobody_knows_is_named_with_those_that_are_known(
     writing.rewrite(dense["llama"], tmp_path / "x", {"quant_method": "hqq"}, lambda *_: None)
     with pytest.raises(ModelError, match="'hqq', which cannot be read here; known are bitsandb"):
         read_config(str(tmp_path / "x"), None)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_zeros_of_gptq_are_less_one_even_those_of_0(bits: int) -> None:
+    most = (1 << bits) - 1
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(0, most + 1, (64, 32), generator=generator)
+    zeros = torch.randint(0, most + 1, (2, 32), generator=generator)
+    if bits == 3:  # a number may lie in two words, and each is less one by itself
+        packed = writing.pack(((zeros - 1) & most).t(), bits).t()
+    else:
+        packed = writing.pack(zeros.t(), bits).t() - sum(1 << k for k in range(0, 32, bits))
+    scales = torch.rand(2, 32, generator=generator).to(torch.float16)
+    parts = {"values": writing.pack(numbers, bits), "zeros": packed, "scales": scales}
+    form = Gptq({"bits": bits}, "x")
+    weight = (numbers - zeros.repeat_interleave(32, 0)) * scales.repeat_interleave(32, 0)
+    assert torch.equal(form.rows(parts, 0, 32, torch.device("cpu")), weight.t())
 
 
 @pytest.mark.parametrize(
