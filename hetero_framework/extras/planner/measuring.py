@@ -38,7 +38,7 @@ from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.host_link import HostLink, measured_link
-from hetero_framework.extras.planner.profile import bytes_of_parts, source_of
+from hetero_framework.extras.planner.profile import bytes_of_parts, from_files
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
@@ -339,11 +339,8 @@ def profile_of(
         }
         for id, cost in costs.items()
     ]
-    for entry in config.shard_plan if config.is_planned else ():
-        for device in (d for d in devices if entry.offload_from == "file" and d["id"] == entry.id):
-            device |= source_of("file", device.get("host_to_device_bytes_per_s", 0.0))
     local = costs["local"]
-    return FleetProfile.from_dict(
+    profile = FleetProfile.from_dict(
         {
             "version": 1,
             "layers": len(local.kinds),
@@ -357,6 +354,8 @@ def profile_of(
         },
         name="what was found",
     )
+    entries = config.shard_plan if config.is_planned else ()
+    return from_files(profile, [entry.model_dump() for entry in entries])
 
 
 def _wire_bytes(cost: ModelCost, codec: str) -> int:

@@ -26,7 +26,7 @@ from hetero_framework.extras.planner.layout import (
     evaluated,
 )
 from hetero_framework.extras.planner.layout_search import Search
-from hetero_framework.extras.planner.profile import FleetProfile, ids_text
+from hetero_framework.extras.planner.profile import FleetProfile, from_files, ids_text
 from hetero_framework.extras.planner.result import Result
 from hetero_framework.units import size
 
@@ -114,7 +114,7 @@ def evaluate(
     margins = margins or {}
     if problems := list(_option_problems(profile, {}, (), margins, ())):
         raise UserError(_listed(problems))
-    fleet = Fleet(profile, margins=margins)
+    fleet = Fleet(from_files(profile, shard_plan), margins=margins)
     layout = _layout(fleet, shard_plan, gradient_checkpointing or {})
     step = evaluated(fleet, layout, max_in_flight=max_in_flight)
     if step is None:

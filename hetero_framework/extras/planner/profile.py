@@ -7,7 +7,7 @@ Everything is per micro-batch, in seconds and bytes. Fields that are left out ar
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -193,6 +193,18 @@ def bytes_of_parts(memory: Sequence[StageMemory], *, one_memory: bool = False) -
         "head_host_bytes": head.host_states,
         "layer_input_bytes": [part.input_bytes for part in layers],
     }
+
+
+def from_files(profile: FleetProfile, entries: Iterable[Mapping[str, Any]]) -> FleetProfile:
+    """The profile with layers from files where the entries of a plan say so."""
+    files = {entry.get("id") for entry in entries if entry.get("offload_from") == "file"}
+    devices = (
+        one.model_copy(update=source_of("file", one.host_to_device_bytes_per_s))
+        if one.id in files
+        else one
+        for one in profile.devices
+    )
+    return profile.model_copy(update={"devices": tuple(devices)}) if files else profile
 
 
 def source_of(offload_from: str, rate: float) -> dict[str, Any]:
