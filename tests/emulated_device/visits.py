@@ -173,7 +173,7 @@ def step_seconds(device: Device) -> tuple[float, float]:
     optimizer = torch.optim.AdamW(parameters, foreach=False)
     states = optimizer_states.OptimizerStates(device)
     seconds = []
-    for _ in range(3):
+    for _ in range(7):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         device.synchronize()
