@@ -165,7 +165,7 @@ PROGRAMS: tuple[Callable[[Device], int], ...] = (visiting_states, visiting_input
 
 def step_seconds(device: Device) -> tuple[float, float]:
     """Of a step whose states are in host memory, and of their copies one way."""
-    count, numbers = 40, 1 << 16
+    count, numbers = 40, 1 << 18
     nbytes = 2 * 4 * numbers
     optimizer_states.STATES_GROUP_BYTES = nbytes
     new = torch.empty(0, device=device.torch_device).new_ones
@@ -173,7 +173,7 @@ def step_seconds(device: Device) -> tuple[float, float]:
     optimizer = torch.optim.AdamW(parameters, foreach=False)
     states = optimizer_states.OptimizerStates(device)
     seconds = []
-    for _ in range(7):
+    for _ in range(4):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         device.synchronize()
