@@ -481,6 +481,15 @@ class DataConfig(Section):
     padding_free: Annotated[bool, ROUNDING] = False
     """Put the samples of a micro-batch one after another into one row instead of padding them;
     checked on a tiny copy of the model before training."""
+    packing: bool = False
+    """Put samples together into rows of about max_length tokens before training, as TRL does."""
+    packing_strategy: Annotated[Literal["bfd", "bfd_split", "wrapped"], ReadIf("data.packing")] = (
+        "bfd"
+    )
+    """How rows are filled. bfd: whole samples, cut at max_length; bfd_split: longer ones are split;
+    wrapped: one stream of tokens, in which samples see each other."""
+    eval_packing: Annotated[bool | None, ReadIf("data.packing")] = None
+    """Pack evaluation data too. null: as packing."""
 
     @field_validator("train", "eval")
     @classmethod
@@ -528,7 +537,23 @@ class DataConfig(Section):
     def _pads_or_not(self) -> DataConfig:
         if self.padding_free and self.pad_to_multiple_of is not None:
             raise ValueError("padding_free leaves nothing to pad; remove pad_to_multiple_of")
+        if self.packing and self.max_length is None:
+            raise ValueError("packing fills rows up to max_length; set it to a number")
+        if self.packing and self.truncation_mode == "keep_end":
+            raise ValueError("packing keeps the start of a long sample; remove truncation_mode")
+        if self.packing and self.packing_strategy == "wrapped" and self.padding_free:
+            raise ValueError('rows of packing_strategy "wrapped" are full; remove padding_free')
         return self
+
+    @property
+    def one_row(self) -> bool:
+        """Whether a micro-batch is one row, in which samples do not see each other."""
+        return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
+
+    def packs(self, name: str) -> bool:
+        """Whether the set of this name ("train", "eval" or "eval.NAME") is packed."""
+        given = self.eval_packing if name != "train" else None
+        return self.packing if given is None else self.packing and given
 
 
 _REFUSED = {

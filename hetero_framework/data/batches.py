@@ -230,7 +230,8 @@ def pack(examples: Rows, indices: Sequence[int] | np.ndarray) -> MicroBatch:
     no attention mask, a model tells the examples apart by positions that begin at 0. The first
     label of each is -100, so that the token before it does not learn to predict it.
     """
-    rows = [examples[int(index)] for index in indices]
+    of_row = getattr(examples, "pieces", lambda index: [examples[index]])
+    rows = [piece for index in indices for piece in of_row(int(index))]
     for _, labels in rows:
         labels[0] = IGNORE_INDEX
     return {

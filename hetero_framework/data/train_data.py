@@ -123,7 +123,7 @@ class TrainData:
         place = self.order.largest(
             self.examples.lengths,
             first_step,
-            packed=self.settings.padding_free,
+            packed=self.settings.one_row,
             multiple=self.settings.pad_to_multiple_of or 1,
         )
         if place is None:
@@ -144,7 +144,7 @@ class TrainData:
 
     def collate(self, examples: ExampleSet, rows: np.ndarray) -> MicroBatch:
         """The micro-batch of these examples, by their numbers."""
-        if self.settings.padding_free:
+        if self.settings.one_row:
             batch = pack(cast(Rows, examples), rows)
         else:
             multiple = self.settings.pad_to_multiple_of
@@ -171,10 +171,10 @@ def load_data(
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
     report: list[str] = []
-    if config.training.data_kind != "text" and data.padding_free:
+    if config.training.data_kind != "text" and (data.padding_free or data.packing):
+        setting = "packing" if data.packing else "padding_free"
         raise DataError(
-            f"data.padding_free is for texts, and training.objective is"
-            f" {config.training.objective!r}",
+            f"data.{setting} is for texts, and training.objective is {config.training.objective!r}",
             hint="leave it out",
         )
     reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report, most, config.training)
@@ -199,7 +199,7 @@ def load_data(
         if train.fingerprint == eval_sets[name].fingerprint:
             which = f"evaluation data {name}".strip()
             report.append(f"warning: the {which} are the training data")
-    if data.padding_free:
+    if data.one_row:
         pad_token_id, sentence = 0, "no padding: the samples of a micro-batch make one row"
     else:
         pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
@@ -272,6 +272,12 @@ class _Reader:
         examples = self._read(name, spec, split)
         if isinstance(examples, Corpus):
             return examples
+        if self.data.packs(name):
+            rows, line = registry.needed("packing", "rows", "data.packing")(
+                name, examples, self.data
+            )
+            self.report.append(line)
+            return cast(Rows, rows)
         labels = [self.labels] * (self.labels is not None)
         return self.kind.kept(examples, self.data, self.training, *labels)
 
@@ -298,6 +304,11 @@ class _Reader:
         return examples
 
     def _corpus(self, kind: str, name: str, sources: list[Source], split: str) -> Corpus:
+        if self.data.packing:
+            raise DataError(
+                f"data.{name} names {kind}'s files, whose samples are rows already",
+                hint="remove data.packing",
+            )
         if not registry.has("corpora", kind):
             raise DataError(
                 f"data.{name} names {kind}'s files, which need the extra"
@@ -351,7 +362,8 @@ class _Reader:
     ) -> Examples:
         """Counts the examples read, cut to max_length and left out ("dropped")."""
         builder = ExamplesBuilder()
-        most = self.data.max_length
+        packs = self.data.packs(name)
+        most = None if packs else self.data.max_length
         with TokenizersErrors(), display(f"tokenising data.{name}") as show:
             while batch := list(islice(records, _CHUNK)):
                 made = zip(batch, formatter.rows(batch), formatter.targets(batch), strict=True)
@@ -368,7 +380,7 @@ class _Reader:
                         counts["cut"] += 1
                         part = kept_part(self.data)
                         rows = [(ids[part], trained[part]) for ids, trained in rows]
-                    if formatter.teaches(rows):
+                    if formatter.teaches(rows) or (packs and rows[0][0]):
                         counts["kept"] += 1
                         formatter.judge(record, rows, targets)
                         builder.add_targets(targets)

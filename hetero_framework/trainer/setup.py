@@ -197,8 +197,9 @@ def prepare(
             admit_adapter(model_config, adapter_plan)
     check_objective(config, model_config, adapter_plan)
     _admit_cut(config, model_config, say)
-    if data.settings.padding_free:
-        settle = registry.needed("packing", "settle", "data.padding_free")
+    if data.settings.one_row:
+        what = "data.packing" if data.settings.packing else "data.padding_free"
+        settle = registry.needed("packing", "settle", what)
         resolved = settle(resolved, model_config)
     if own is None:
         resolved = resolve_loss_chunk(resolved, model_config, data.row_tokens)
@@ -262,7 +263,7 @@ def replanned(prepared: Prepared, plan: Entries, facts: Facts, reason: str) -> P
             hint="layers move between machines of one kind of quantization only",
         )
     _admit_cut(config, prepared.model_config)
-    if prepared.data.settings.padding_free:
+    if prepared.data.settings.one_row:
         registry.find("packing", "admit")(prepared.model_config, shard_ranges(config))
     memory = _stage_memory(config, prepared.model_config, prepared.data, prepared.adapter_plan)
     return fit_devices(replace(prepared, resolved=resolved, memory=memory), facts)

@@ -38,10 +38,13 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
     if data is None or count < 1:
         return []
     sources = find_sources(data.train, config.base_dir)
+    if data.packing:
+        packed: Any = load_data(config, tokenizer).examples
+        return [_packed(packed, k, tokenizer) for k in range(min(count, len(packed)))]
     if any(source.is_parted for source in sources):
         rows: Any = load_data(config, tokenizer).examples
         return [_row(rows, k, tokenizer) for k in range(min(count, len(rows)))]
-    reader = SplitReader(data.train_split, ("train",), data.dataset_config)
+    reader = SplitReader(data.train_split, ("train",), data.dataset_config, data.columns)
     kind = config.training.data_kind
     records = kind_of(kind).records(reader.read(sources, lambda note: None))
     chosen = list(islice(records, count))
@@ -55,6 +58,17 @@ def _row(rows: Any, number: int, tokenizer: PreTrainedTokenizerBase) -> Shown:
     ids = rows[number][0].tolist()
     pieces = _pieces(tokenizer, ids, [True] * len(ids))
     return Shown(rows.where(number), len(ids), len(ids), pieces, [])
+
+
+def _packed(rows: Any, number: int, tokenizer: PreTrainedTokenizerBase) -> Shown:
+    """A packed row, with a bar where one example ends and the next begins."""
+    pieces: Pieces = []
+    parts = [(ids.tolist(), labels >= 0) for ids, labels in rows.pieces(number)]
+    for ids, trained in parts:
+        pieces += [(" | ", False)] * bool(pieces) + _pieces(tokenizer, ids, trained.tolist())
+    tokens, learned = sum(len(ids) for ids, _ in parts), sum(int(bits.sum()) for _, bits in parts)
+    where = f"packed row {number + 1} of {len(rows):,}, {len(parts)} examples"
+    return Shown(where, tokens, learned, pieces, [])
 
 
 def _views(

@@ -76,7 +76,7 @@ def _question_of(config: Config, model: PretrainedConfig, device: Device) -> str
             ],
             "link": not device.one_memory,
             "adapter": config.adapter.model_dump(mode="json") if config.adapter else None,
-            "rows": config.data and [config.data.max_length, config.data.padding_free],
+            "rows": config.data and [config.data.max_length, config.data.one_row],
             "training": {
                 name: value
                 for name, value in training.items()

@@ -131,7 +131,7 @@ def is_chat(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
     if data is None:
         return True
     try:
-        reader = SplitReader(data.train_split, ("train",), data.dataset_config)
+        reader = SplitReader(data.train_split, ("train",), data.dataset_config, data.columns)
         first = next(reader.read(find_sources(data.train, config.base_dir), lambda note: None))
         kind = formatter_for("text", first, tokenizer, data).name
     except DataError:  # no longer here, or Megatron's

@@ -99,7 +99,7 @@ def verify_model(
     starts = [rng.start for rng in ranges[1:]]
     crossing = tiny_crossing(introspect(model_config), starts)
     result = Verified(**vars(compared), crossing=crossing, towers=towers(model_config))
-    wanted = config is not None and config.data is not None and config.data.padding_free
+    wanted = config is not None and config.data is not None and config.data.one_row
     is_asked = wanted or (config is None and task == "causal-lm")
     if not (result.passed and is_asked and registry.installed("packing")):
         return result

@@ -442,7 +442,7 @@ class Shapes:
     def setting(self, config: Config, tokens: int) -> Setting:
         """The setting of micro-batches with `tokens` tokens per row."""
         training, rows = config.training, config.training.train_rows
-        if config.data is not None and config.data.padding_free:
+        if config.data is not None and config.data.one_row:
             rows, tokens = 1, rows * tokens
         half = torch.float16 if training.fp16 else None
         return Setting(
@@ -665,7 +665,7 @@ def _estimated_bytes(
     batch_tokens = training.train_rows * tokens
     c = 2 if training.bf16 or training.fp16 else shapes.number_bytes
     hidden = batch_tokens * int(shapes.text.hidden_size) * c
-    one_row = config.data is not None and config.data.padding_free
+    one_row = config.data is not None and config.data.one_row
     row_tokens = batch_tokens if one_row else tokens
     span = range(spec.start, spec.end)
     layers = [_layer_bytes(layer, shapes, c, row_tokens) * batch_tokens for layer in span]

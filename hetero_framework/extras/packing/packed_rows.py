@@ -1,0 +1,81 @@
+"""Rows of several examples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hetero_framework.config import DataConfig
+from hetero_framework.data.examples import Examples
+from hetero_framework.extras.packing.bins import Parts, parts_of
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows that are put together of parts of examples."""
+
+    examples: Examples
+    found: Parts
+    ends: np.ndarray
+    """int64 [rows + 1]: row i has the parts ends[i]:ends[i + 1]."""
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def pieces(self, index: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Token ids and labels of each part of a row."""
+        for _, example, begin, end in self.found[self.ends[index] : self.ends[index + 1]].tolist():
+            ids, labels = self.examples[example]
+            yield ids[begin:end], labels[begin:end]
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and labels of a whole row."""
+        ids, labels = zip(*self.pieces(index), strict=True)
+        return np.concatenate(ids), np.concatenate(labels)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row."""
+        sizes = self.found[:, 3] - self.found[:, 2]
+        return np.add.reduceat(sizes, self.ends[:-1]) if len(self) else sizes
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.lengths.max(initial=0))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256, in hex, of the examples and of the parts."""
+        parts = np.ascontiguousarray(self.found.astype("<i8"))
+        digest = hashlib.sha256(b"packed 1" + self.examples.fingerprint.encode())
+        digest.update(parts.tobytes())
+        return digest.hexdigest()
+
+
+def pack(name: str, examples: Examples, data: DataConfig) -> tuple[PackedRows, str]:
+    """Rows of the examples of a set, and a line on them."""
+    assert data.max_length is not None
+    found = parts_of(examples.lengths, data.max_length, data.packing_strategy)
+    starts = np.flatnonzero(np.diff(found[:, 0], prepend=-1))
+    rows = PackedRows(examples, found, np.append(starts, len(found)))
+    filled = rows.tokens / max(1, len(rows) * data.max_length)
+    line = f"{name}: packed into {len(rows):,} rows ({data.packing_strategy}), {filled:.1%} filled"
+    long = examples.lengths > data.max_length
+    if data.packing_strategy == "bfd" and (count := int(long.sum())):
+        lost = examples.tokens - rows.tokens
+        line += (
+            f"; {count:,} examples were longer than max_length={data.max_length} and lost {lost:,}"
+            ' tokens at their end (packing_strategy "bfd_split" keeps them)'
+        )
+    elif data.packing_strategy == "bfd_split" and (count := int(long.sum())):
+        line += f"; {count:,} examples were longer than max_length={data.max_length} and were split"
+    return rows, line
