@@ -88,7 +88,7 @@ class HostTensors:
 
 
 def in_pieces(device: Device, nbytes: int) -> tuple[list[tuple[int, Tensor]], int]:
-    """Host memory for so many bytes: (where each piece begins, piece), and the bytes that are not
+    """Host memory for these bytes: (where each piece begins, piece), and the bytes that are not
     pinned. In powers of two, as torch pins them anyway: one piece would be rounded up to the next
     one."""
     pieces, begin = list[tuple[int, Tensor]](), 0
