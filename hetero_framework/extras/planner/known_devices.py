@@ -103,7 +103,7 @@ def host_memory() -> dict[str, float]:
 
 
 def usable_host_bytes(host_bytes: float) -> float:
-    """What layers can fill of so much host memory: the system and others keep the rest."""
+    """Bytes of a host memory that layers can fill: the system and others keep the rest."""
     about = host_memory()
     kept = max(about["kept_gib"] * _GIB, about["kept_share"] * host_bytes)
     return max(0.0, host_bytes - kept)
