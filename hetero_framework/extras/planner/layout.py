@@ -369,7 +369,7 @@ class Fleet:
         return None
 
     def stored_bytes(self, layout: Layout, k: int, in_flight: int) -> float:
-        """Bytes of optimizer states, and of inputs of so many micro-batches, that a stage has in
+        """Bytes of optimizer states, and of inputs of its micro-batches, that a stage has in
         its machine's memory."""
         part, last = layout[k], len(layout) - 1
         costs, count = self.costs[part.device], 1 if k == last else in_flight
