@@ -350,7 +350,7 @@ class Fleet:
 
     def short_host(self, layout: Layout, in_flight: int = 1) -> tuple[int, float] | None:
         """The first device of which the machine has no room for the layers, states and inputs, of
-        so many micro-batches, that visit it, and the bytes that it is short of: infinite where its
+        its micro-batches, that visit it, and the bytes that it is short of: infinite where its
         layers may not be streamed."""
         used: dict[str, float] = {}
         for k, part in enumerate(layout):
