@@ -1,4 +1,4 @@
-"""Which parts of which examples make a row: a function of the examples' lengths alone.
+"""The parts of examples that make a row: a function of the examples' lengths alone.
 
 The rows are those of TRL's `pack_dataset` (1.16), which packs each 1,000 examples of a data set by
 themselves. "bfd" and "bfd_split" are Best Fit Decreasing: the longest part first, each into the row
