@@ -55,10 +55,9 @@ class CompressedTensors(Form):
         settings = copy.deepcopy(settings)
         try:
             for group in settings["config_groups"].values():
-                # Of the orders the library knows only those in which groups lie in a row; of
-                # the other, the tensors weight_g_idx say it.
-                if isinstance(group, dict) and group.get("weights"):
-                    group["weights"].pop("actorder", None)
+                for args in group.values() if isinstance(group, dict) else ():
+                    if isinstance(args, dict):  # weight_g_idx tells the orders the library dropped
+                        args.pop("actorder", None)
             config = QuantizationConfig.model_validate(settings)
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(
@@ -73,8 +72,8 @@ class CompressedTensors(Form):
                 continue
             form = next((f for f in (scheme.format, config.format) if f not in _UNSAID), None)
             form = str(getattr(form or infer_module_format(nn.Linear, scheme), "value", form))
-            if not form.endswith("-quantized") or form not in BaseCompressor.registered_names():
-                known = [f for f in BaseCompressor.registered_names() if f.endswith("-quantized")]
+            known = [f for f in BaseCompressor.registered_names() if f.endswith("-quantized")]
+            if form not in known:
                 raise self.refused("format", ", ".join(known), form)
             if args.strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
                 raise self.refused("strategy", "tensor, channel, group and block", args.strategy)
@@ -133,13 +132,13 @@ class CompressedTensors(Form):
 
     def rows(self, parts: Mapping[str, Any], first: int, last: int, device: torch.device) -> Tensor:
         """See Form."""
-        scheme, (rows, columns) = parts["scheme"], self.shape(parts)
+        scheme, shape = parts["scheme"], self.shape(parts)
         args, values = scheme.weights, parts["values"][first:last].to(device)
-        height, _ = _block(args, (rows, columns))
+        height, _ = _block(args, shape)
         whole = slice(first // height, -(-last // height))
         words = slice(first * args.num_bits // 32, -(-last * args.num_bits // 32))
         state = {"weight": values, "weight_packed": values}  # each format takes its own
-        state["weight_shape"] = torch.tensor([last - first, columns])
+        state["weight_shape"] = torch.tensor([last - first, shape[1]])
         for role in ("scales", "zeros", "global"):
             if role in parts:
                 part = parts[role]
@@ -148,11 +147,11 @@ class CompressedTensors(Form):
                 state[self.ends[role][0]] = part[at].to(device)
         if values.dtype == torch.int32 and not args.symmetric and args.strategy != "tensor":
             zeros = state["weight_zero_point"]
-            if zeros.dtype != torch.int32:  # as versions before 0.10 wrote them
+            if zeros.dtype != torch.int32:  # as versions before 0.9 wrote them
                 zeros = pack_to_int32(zeros.to(torch.int8), args.num_bits, 0)
             # The library takes the bytes of a transposed copy, but makes none of a single row.
-            zeros = zeros.t().clone(memory_format=torch.contiguous_format).t()
-            state["weight_zero_point"] = zeros
+            zeros = zeros.t().clone(memory_format=torch.contiguous_format)
+            state["weight_zero_point"] = zeros.t()
         if args.type == "float" and args.num_bits == 8 and "experts" in parts["name"].split("."):
             state["weight_scale"] = state["weight_scale"].float()
         order = parts["order"][...].to(device).long() if "order" in parts else None

@@ -224,6 +224,8 @@ def test_inputs_may_be_of_groups_that_do_not_lie_in_a_row(
         return {base + end: part for end, part in parts.items()}, weight[:, back]
 
     given = settings(("pack-quantized", args | {"actorder": "group"}, ["Linear"]))
+    dynamic = {"num_bits": 8, "dynamic": True, "strategy": "token", "actorder": "group"}
+    given["config_groups"]["group_0"]["input_activations"] = dynamic
     read(dense, tmp_path / "x", given, store)
 
     def row(name: str, tensor: Tensor, order: Tensor) -> Any:
