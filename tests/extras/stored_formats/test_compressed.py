@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaConfig, Qwen3MoeConfig
 
 from hetero_framework.errors import ModelError
-from hetero_framework.models.files.weights import Checkpoint
+from hetero_framework.models.files.weights import Checkpoint, read_config
 from tests.extras.stored_formats import writing
 from tests.extras.stored_formats.test_forms import LLAMA, shards
 
@@ -278,6 +278,17 @@ def test_full_weights_may_have_the_scales_beside_them_that_they_were_trained_for
     given = settings(("dense", FP8 | {"strategy": "tensor"}, ["Linear"]))
     given |= {"quant_method": "sparseml", "quantization_status": "frozen"}
     read(dense, tmp_path / "x", given, store)
+
+
+def test_a_missing_package_is_named_with_the_pip_line(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = settings(("float-quantized", FP8 | {"strategy": "tensor"}, ["Linear"]))
+    writing.rewrite(dense, tmp_path / "x", given, lambda *_: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="its package is not installed") as refused:
+        read_config(str(tmp_path / "x"), None)
+    assert refused.value.hint == "pip install compressed-tensors"
 
 
 @pytest.mark.parametrize(
