@@ -19,7 +19,7 @@ from torch import Tensor
 from hetero_framework.errors import ModelError
 
 Ends = Mapping[str, Sequence[str]]
-_NUMBERS_AT_ONCE = 1 << 23
+_NUMBERS_AT_ONCE = 1 << 19  # stay in a processor's cache, and in memory that is used again
 _ONE_AT_A_TIME = threading.Lock()  # the library reads on several threads, each with its own memory
 _FULL = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "BOOL"}
 # Ends of names by which other forms can be told.

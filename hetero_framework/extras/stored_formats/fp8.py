@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hetero_framework.extras.stored_formats.form import Ends, Form
 
@@ -93,11 +93,25 @@ def values_shape(values: Any) -> tuple[int, ...]:
 def numbers(values: Tensor, device: torch.device) -> Tensor:
     """Values without their scales, in float32; of packed ones the low four bits come first."""
     values = values.to(device)
+    if values.dtype == torch.float8_e4m3fn and device.type == "cpu":
+        return _wide(values)
     if str(values.dtype) not in ("torch.int8", "torch.uint8", "torch.float4_e2m1fn_x2"):
         return values.to(torch.float32)
-    table = torch.tensor(E2M1, dtype=torch.float32, device=device)
-    codes = values.view(torch.uint8).to(torch.int32)
-    return torch.stack((table[codes & 15], table[codes >> 4]), -1).flatten(-2)
+    table, codes = torch.tensor(E2M1, device=device), torch.arange(256, device=device)
+    pairs = torch.stack((table[codes & 15], table[codes >> 4]), -1)
+    return nn.functional.embedding(values.view(torch.uint8).to(torch.int32), pairs).flatten(-2)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Numbers of E4M3 in float32, at several times the speed of torch's conversion: the bits of
+    exponent and mantissa are moved to their places, and the bias of the exponent made up for."""
+    codes = values.view(torch.int8)
+    if len(codes) == 0 or int((codes & 127).max()) == 127:  # NaN, which has no such bits
+        return values.to(torch.float32)
+    moved = (
+        codes.to(torch.int32).bitwise_left_shift_(20).bitwise_and_(-0x78100000)
+    )  # the sign and 7 bits
+    return moved.view(torch.float32).mul_(2.0**120)
 
 
 def factors(scales: Tensor, device: torch.device) -> Tensor:

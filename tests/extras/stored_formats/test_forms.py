@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hetero_framework.errors import ModelError
+from hetero_framework.extras.stored_formats.fp8 import E2M1, numbers
 from hetero_framework.extras.stored_formats.gptq import Gptq
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import build_shard
@@ -259,3 +260,18 @@ def test_numbers_with_scales_that_config_json_does_not_name_are_refused(
     (tmp_path / "x" / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ModelError, match=r"weight_scale, and config\.json has no quantization"):
         shards(tmp_path / "x", torch.bfloat16)
+
+
+def test_numbers_of_eight_and_four_bits_are_those_of_torch() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        finite = codes[codes.view(dtype).float().isfinite()].view(dtype)
+        made = numbers(finite, torch.device("cpu"))
+        assert torch.equal(made.view(torch.int32), finite.float().view(torch.int32))
+    assert int(numbers(codes.view(torch.float8_e4m3fn), torch.device("cpu")).isnan().sum()) == 2
+    low, high = torch.tensor(E2M1)[codes.int() & 15], torch.tensor(E2M1)[codes.int() >> 4]
+    made = numbers(codes, torch.device("cpu"))
+    assert torch.equal(
+        made.view(torch.int32),
+        torch.stack((low, high), -1).flatten().view_as(made).view(torch.int32),
+    )
