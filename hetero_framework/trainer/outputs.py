@@ -35,6 +35,7 @@ from hetero_framework.file_trust import other_writers, refuse_link
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.family import as_saved, family_named, family_of
+from hetero_framework.models.cut.shard import config_dtype
 from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.export import (
     MODEL_WEIGHTS,
@@ -398,7 +399,9 @@ def load_result(files: Mapping[str, Path], **settings: Any) -> Any:
         config = AutoConfig.from_pretrained(named[0], revision=named[1])
         if checkpoint.is_stored_otherwise:
             as_loaded(config)
-            dtype = settings.pop("dtype", None) or config.dtype
+            dtype = settings.pop("dtype", "auto")
+            if isinstance(dtype, str):
+                dtype = config_dtype(config) if dtype == "auto" else getattr(torch, dtype)
             base = whole_model(stock_class(config), config, checkpoint, dtype, **settings)
         else:
             settings = {"revision": revision, "config": config, **settings}

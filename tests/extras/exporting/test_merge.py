@@ -21,8 +21,8 @@ from tests.unit.models.files.test_export import load_cleanly, parts_of
 from tests.unit.models.files.test_stated import own_head, rewritten
 
 
-def saved_adapter(base: Path, folder: Path, adapter: AdapterConfig) -> Path:
-    pieces = shards(base, 0, 2, 4, adapter=adapter)
+def saved_adapter(base: Path, folder: Path, adapter: AdapterConfig, layers: int = 4) -> Path:
+    pieces = shards(base, 0, 2, layers, adapter=adapter)
     randomise(pieces)
     assert pieces[0].adapter is not None
     write_adapter(OutputDirectory(folder), parts_of(pieces), pieces[0].adapter.plan, str(base))
