@@ -19,6 +19,7 @@ from transformers import (
     Mxfp4Config,
 )
 
+from hetero_framework import registry
 from hetero_framework.errors import ModelError
 from hetero_framework.extras.stored_formats.fp8 import E2M1, numbers
 from hetero_framework.extras.stored_formats.gptq import Gptq
@@ -275,3 +276,9 @@ def test_numbers_of_eight_and_four_bits_are_those_of_torch() -> None:
         made.view(torch.int32),
         torch.stack((low, high), -1).flatten().view_as(made).view(torch.int32),
     )
+
+
+def test_the_page_has_every_form() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    table = page.partition("## Checkpoints in fewer bits")[2].partition("##")[0]
+    assert [name for name in registry.names("stored_formats") if f"`{name}`" not in table] == []
