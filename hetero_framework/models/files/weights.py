@@ -266,8 +266,7 @@ class Checkpoint:
         with ExitStack() as stack:
             opened = {}
             for filename in sorted({self.files[name] for name in names}):
-                file = _open(self._there(filename), mapped=self._form is None)
-                opened[filename] = stack.enter_context(file)
+                opened[filename] = stack.enter_context(_open(self._there(filename)))
             with _damage(self.source):
                 tensors = {name: opened[self.files[name]].get_slice(name) for name in names}
             slices = {}
@@ -397,12 +396,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     return dict(files)
 
 
-def _open(path: Path, *, mapped: bool = True) -> Any:
-    """A safetensors file, mapped into memory where it may be: what is read of it and computed with
-    is in memory twice then, until the file is closed."""
+def _open(path: Path) -> Any:
+    """A safetensors file, mapped into memory."""
     with _damage(path):
-        if sys.platform == "win32" or not mapped:
-            # On Windows a mapped file cannot be deleted or replaced; its size is charged at once.
+        if sys.platform == "win32":
+            # There a mapped file cannot be deleted or replaced, and its size is charged at once.
             with suppress(TypeError):  # safetensors without a choice of backend
                 return safe_open(str(path), framework="pt", backend="pread")
         return safe_open(str(path), framework="pt")
