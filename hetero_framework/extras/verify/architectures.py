@@ -163,6 +163,8 @@ Each architecture, tiny and random, was trained for {steps} steps in one piece a
 shards; loss, every gradient and every weight were compared.
 A name of a class (`...ForConditionalGeneration`) is a multimodal model trained on text.
 {counts}
+Checkpoints in fewer bits (FP8, MXFP4, GPTQ, AWQ, ...) are of these architectures once they are \
+loaded: [models.md](models.md#checkpoints-in-fewer-bits) lists the forms.
 
 ## Passed, bit-equal
 

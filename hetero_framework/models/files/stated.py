@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hetero_framework import registry
 from hetero_framework.config import ModelConfig
 from hetero_framework.errors import ModelError
 from hetero_framework.models.cut.family import family_asked
@@ -111,10 +112,12 @@ def stored_lines(model: ModelConfig, base_dir: Path) -> list[str]:
     numbers = sum(weight.numel() for weight in meta_model(config).parameters())
     held = "their files" if files is None else f"{size(files)} of files"
     full, name = size(numbers * dtype.itemsize), str(dtype).removeprefix("torch.")
+    tested = registry.facts("stored_formats", form).get("tested", "nothing that is known here")
     return [
         f"weights stored as {form} are made full as each stage loads its own: {held} become {full}"
         f" of {name} (or what model.quantization makes of it), in {seconds(numbers / _A_SECOND)} in"
-        f" one process (assumed: {_A_SECOND / 1e6:.0f} million numbers a second)"
+        f" one process (assumed: {_A_SECOND / 1e6:.0f} million numbers a second); the form is"
+        f" tested against {tested}"
     ]
 
 
