@@ -44,6 +44,15 @@ def check() -> None:
         raise UserError(f"this is too old for hetero_framework: {listed}", hint=upgrade)
 
 
+def has(requirement: str) -> bool:
+    """Whether a package is installed as new as a requirement of pip says."""
+    from packaging.requirements import Requirement
+
+    needed = Requirement(requirement)
+    here = installed(needed.name)
+    return here is not None and needed.specifier.contains(here, prereleases=True)
+
+
 def installed(package: str) -> str | None:
     """The version of an installed package."""
     try:

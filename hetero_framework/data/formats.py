@@ -53,8 +53,7 @@ ALPACA_WITHOUT_INPUT = (
 
 _FORMATS_HINT = (
     "formats are text; prompt and completion; messages; instruction, input and output; input_ids; "
-    'rename the fields with data.columns {"prompt": "question"}, or set data.dataset_text_field for'
-    " plain text under another name"
+    'rename fields with data.columns {"prompt": "question"}'
 )
 
 _MESSAGES = ("messages", "conversations")

@@ -182,9 +182,11 @@ class Executor:
         self._readiness.start(task, stores=task.kind == FORWARD and queue.has_backwards)
         began, residence = self._device.record_event(), queue.stage.residence
         try:
-            residence.begin(task.kind, k, self._following(queue, task.kind))
+            if residence.streams:
+                residence.begin(task.kind, k, self._following(queue, task.kind))
             send = self._backward(queue, k) if task.kind == BACKWARD else self._forward(queue, k)
-            residence.end()
+            if residence.streams:
+                residence.end()
             self._tasks.append((task, began, self._device.record_event()))
             send()  # may encode on the device
         except (*control.FAILURES, MemoryError) as error:

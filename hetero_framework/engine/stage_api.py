@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -161,6 +161,9 @@ class Snapshot(Protocol):
 class Residence:
     """The places of one stage's tensors: here its device, for all of them. Others may keep some in
     host memory, from where they come to the device in time."""
+
+    streams: ClassVar[bool] = False
+    """Whether tensors come and go while tasks run, so that it has to hear of each task."""
 
     @property
     def misses(self) -> int | None:

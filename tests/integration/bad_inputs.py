@@ -99,6 +99,7 @@ def index(name: str) -> Change:
     def write(folder: Path) -> None:
         content = {"weight_map": {"lm_head.weight": name}}
         (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(content))
+        (folder / "model" / "model.safetensors").unlink()  # it would be read instead
 
     return write
 

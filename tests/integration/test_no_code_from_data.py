@@ -61,7 +61,7 @@ REPOSITORIES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "quantizer": (
         lambda folder: edit(folder / "config.json", quantization_config={"quant_method": "evil"}),
-        "quantised with 'evil', which cannot be trained here",
+        "quantised with 'evil', which cannot be read here",
     ),
     "tokenizer": (
         lambda folder: edit(folder / "tokenizer_config.json", auto_map=CLASSES),

@@ -50,6 +50,8 @@ def reside(
 class HostMemory(Residence):
     """Layers, optimizer states and stored inputs, each where the plan keeps them."""
 
+    streams = True
+
     def __init__(
         self,
         layers: StreamedLayers | None,

@@ -158,8 +158,8 @@ class CompressedTensors(Form):
         if order is not None and order.min() >= 0:  # each input is a group then, of numbers its own
             for name in {"weight_scale", "weight_zero_point"} & state.keys():
                 state[name] = state[name][:, order]
-            alone = {"weights": args.model_copy(update={"group_size": 1})}
-            scheme = scheme.model_copy(update=alone)
+            scheme, alone = copy.copy(scheme), copy.copy(args)
+            scheme.weights, alone.group_size = alone, 1
         made: Tensor = parts["compressor"].decompress(state, scheme)["weight"]
         return made
 

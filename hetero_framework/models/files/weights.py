@@ -5,7 +5,6 @@ Only files that hold a wanted tensor are opened or downloaded; a tensor's bytes 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import platform
 import re
@@ -27,7 +26,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.hub import cached_file
 
-from hetero_framework import registry, repository
+from hetero_framework import registry, repository, versions
 from hetero_framework.core import frames
 from hetero_framework.errors import ModelError
 from hetero_framework.models.cut.family import family_of
@@ -121,12 +120,12 @@ def check_quantizer(settings: Any, source: str) -> None:
             f" are {known}",
             hint='take one of these, or the full-precision model with "model.quantization": "nf4"',
         )
-    package = registry.facts("stored_formats", name).get("needs")
-    if package and importlib.util.find_spec(package.replace("-", "_")) is None:
+    needed = registry.facts("stored_formats", name).get("needs")
+    if needed and not versions.has(needed):
         raise ModelError(
-            f"the weights of the model {source!r} are stored by {name}, and its package is not"
-            f" installed on {platform.node()}",
-            hint=f"pip install {package}",
+            f"the weights of the model {source!r} are stored by {name}, and {platform.node()} does"
+            f" not have {needed}",
+            hint=f"pip install '{needed}'",
         )
 
 

@@ -356,6 +356,8 @@ def test_the_planned_order_decides_among_ready_tasks() -> None:
 class Told(Residence):
     """A residence that writes down the tasks that it is told of, and those that are to follow."""
 
+    streams = True
+
     def __init__(self) -> None:
         self.tasks: list[tuple[str, int, str]] = []
         self.ended = 0
@@ -721,7 +723,7 @@ def test_statistics_count_the_longest_queue_of_the_step() -> None:
 
 def test_statistics_count_the_prefetch_misses_of_a_step() -> None:
     stage = FakeStage(1)
-    stage.residence = SimpleNamespace(misses=2, transfers=list)
+    stage.residence = SimpleNamespace(misses=2, transfers=list, streams=False)
     executor, _, _ = executor_of(stage)
     stage.residence.misses = 5
     assert executor.statistics()[1].prefetch_misses == 3
@@ -842,7 +844,7 @@ def test_visits_from_host_memory_are_recorded_with_their_step() -> None:
         noted.clear()
         return taken
 
-    stage.residence = SimpleNamespace(misses=0, transfers=take)
+    stage.residence = SimpleNamespace(misses=0, transfers=take, streams=False)
     executor, _ = make_executor([stage], device=device, recorder=recorder)
     for step in range(3):
         note("inputs in")  # of an attempt that was given up
