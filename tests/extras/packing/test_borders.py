@@ -37,7 +37,7 @@ def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 def model_of(config: PretrainedConfig) -> torch.nn.Module:
     torch.manual_seed(0)
-    return stock_class(config)._from_config(config, dtype=torch.float32).eval()
+    return stock_class(config)._from_config(config, dtype=torch.float32).train(False)
 
 
 @pytest.mark.parametrize(
