@@ -302,8 +302,8 @@ class Checkpoint:
         return sum(path.stat().st_size for path in paths if path) if all(paths) else None
 
     def check_stored(self) -> None:
-        """Raise ModelError for stored weights whose tensors do not belong to each other, of those
-        whose files are on this machine. Reads scales, and no weights."""
+        """Raise ModelError where tensors of a stored weight do not belong to each other. It looks
+        at the files that are on this machine, and reads the scales alone."""
         if self._form is None:
             return
         paths = {name: self.path(name) for name in sorted({*self.files.values()})}

@@ -89,8 +89,8 @@ def settings(*groups: tuple[str, dict[str, Any], list[str]], form: str = "") -> 
 
 
 def compress(tensor: Tensor, form: str, given: dict[str, Any], *, exact: bool) -> writing.Stored:
-    """What the library makes of a weight, and what it makes of that again; with `exact`, of scales
-    in float32."""
+    """The tensors that the library stores for a weight, and the weight that it restores from them;
+    with `exact` from scales in float32."""
     scheme = QuantizationScheme(targets=["Linear"], weights=given)
     args = scheme.weights
     rows, columns = tensor.shape

@@ -1,4 +1,4 @@
-"""What is made of a model that is stored in fewer bits: quantised anew, written, merged, loaded."""
+"""Results of a model that is stored in fewer bits: quantised anew, written, merged, loaded."""
 
 from __future__ import annotations
 
