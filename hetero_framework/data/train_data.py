@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice, pairwise
@@ -26,7 +26,7 @@ from hetero_framework.data.batches import (
 )
 from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder, ExampleSet, Rows
-from hetero_framework.data.formats import Formatter
+from hetero_framework.data.formats import Formatter, Tokens
 from hetero_framework.data.kinds import ExampleKind, Labels, formatter_for, kind_of
 from hetero_framework.data.sources import (
     Record,
@@ -177,7 +177,7 @@ def load_data(
             f"data.{setting} is for texts, and training.objective is {config.training.objective!r}",
             hint="leave it out",
         )
-    reader = _Reader(data, config.base_dir, tokenizer, vocab_size, report, most, config.training)
+    reader = Reader(data, config.base_dir, tokenizer, vocab_size, report, most, config.training)
     reader.know_labels(stated)
     found = reader.read("train", data.train, data.train_split)
     train: Rows
@@ -240,7 +240,7 @@ def kept_part(data: DataConfig) -> slice:
 
 
 @dataclass
-class _Reader:
+class Reader:
     """Reads one set of examples after another with the same options."""
 
     data: DataConfig
@@ -363,38 +363,18 @@ class _Reader:
         """Counts the examples read, cut to max_length and left out ("dropped")."""
         builder = ExamplesBuilder()
         packs = self.data.packs(name)
-        most = None if packs else self.data.max_length
         with TokenizersErrors(), display(f"tokenising data.{name}") as show:
             while batch := list(islice(records, _CHUNK)):
-                made = zip(batch, formatter.rows(batch), formatter.targets(batch), strict=True)
-                for record, rows, targets in made:
-                    given = [ids for ids, _ in rows[: len(rows) - formatter.label_rows]]
-                    for ids in given:
-                        self._check_ids(ids, record)
-                    for token in dict.fromkeys(chain.from_iterable(map(self._twice, given))):
-                        formatter.notes.add(_TWICE.format(token), record.where)
-                    if most is not None and any(len(ids) > most for ids, _ in rows):
-                        if formatter.keeps_whole:
-                            counts["long"] += 1
-                            continue
-                        counts["cut"] += 1
-                        part = kept_part(self.data)
-                        rows = [(ids[part], trained[part]) for ids, trained in rows]
-                    if formatter.teaches(rows) or (packs and rows[0][0]):
-                        counts["kept"] += 1
-                        formatter.judge(record, rows, targets)
-                        builder.add_targets(targets)
-                        for row in rows:
-                            builder.add(*row)
-                    else:
-                        counts["dropped"] += 1
-                counts["read"] += len(batch)
+                for _, rows, targets in self.kept(batch, formatter, counts, packs):
+                    builder.add_targets(targets)
+                    for row in rows:
+                        builder.add(*row)
                 show(f"{counts['read']:,} examples")
         counts["cut"] += formatter.num_cut
         if not len(builder):
             hint = "an example needs two tokens, and a trained one among the later"
             if counts["cut"] or counts["long"]:
-                hint = f"data.max_length={most} cuts off all of it; raise it"
+                hint = f"data.max_length={self.data.max_length} cuts off all of it; raise it"
             raise DataError(
                 f"data.{name}: none of the {counts['read']:,} examples has a token to learn from",
                 hint=hint,
@@ -405,6 +385,34 @@ class _Reader:
                 hint="compare answers and data.max_length with `hetero check --show 3`",
             )
         return builder.build()
+
+    def kept(
+        self, batch: list[Record], formatter: Formatter, counts: Counter[str], packs: bool = False
+    ) -> Iterator[tuple[Record, list[Tokens], Sequence[float]]]:
+        """The rows and targets of the records that teach something; counts as `_tokenise`. With
+        `packs` rows are not cut, and those without a label are kept, too."""
+        most = None if packs else self.data.max_length
+        made = zip(batch, formatter.rows(batch), formatter.targets(batch), strict=True)
+        counts["read"] += len(batch)
+        for record, rows, targets in made:
+            given = [ids for ids, _ in rows[: len(rows) - formatter.label_rows]]
+            for ids in given:
+                self._check_ids(ids, record)
+            for token in dict.fromkeys(chain.from_iterable(map(self._twice, given))):
+                formatter.notes.add(_TWICE.format(token), record.where)
+            if most is not None and any(len(ids) > most for ids, _ in rows):
+                if formatter.keeps_whole:
+                    counts["long"] += 1
+                    continue
+                counts["cut"] += 1
+                part = kept_part(self.data)
+                rows = [(ids[part], trained[part]) for ids, trained in rows]
+            if formatter.teaches(rows) or (packs and rows[0][0]):
+                counts["kept"] += 1
+                formatter.judge(record, rows, targets)
+                yield record, rows, targets
+            else:
+                counts["dropped"] += 1
 
     def _check_ids(self, ids: list[int], record: Record) -> None:
         if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
