@@ -176,7 +176,7 @@ def _look_at_data(
     elif here and "local" not in here:
         notes.append("the data are not looked for: only the coordinator needs them")
     else:
-        for spec in config.data.sources:
+        for spec in config.data.origins:
             find_sources(spec, config.base_dir)
         if model_config is not None:
             tokenizer, data = read_data(config, model_config, most=MOST_EXAMPLES)

@@ -372,7 +372,7 @@ def model(view: MachineView) -> Problems:
 def data(view: MachineView) -> Problems:
     if not view.is_coordinator or view.config.data is None:
         return
-    for spec in view.config.data.sources:
+    for spec in view.config.data.origins:
         found = attempt(partial(find_sources, spec, view.config.base_dir))
         yield from _told(found, "correct data.train or data.eval")
 

@@ -75,7 +75,7 @@ def _data(config: Config) -> Iterator[UserError]:
         return
     if config.model is not None and config.model.tokenizer is not None:
         yield from _raised(partial(tokenizer_place, config))
-    for spec in config.data.sources:
+    for spec in config.data.origins:
         yield from _raised(partial(find_sources, spec, config.base_dir))
     template = config.data.chat_template_path
     if template is not None and not config.path(template).is_file():

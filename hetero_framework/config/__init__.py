@@ -16,6 +16,7 @@ from hetero_framework.config.schema import (
     COORDINATOR_PORT,
     EVALUATED,
     LIGHTHOUSE_PORT,
+    MOST_SOURCES,
     RESULT_DIRS,
     TOKEN_METRICS,
     WORKER_PORT,

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from hetero_framework import registry
 from hetero_framework.config.aliases import OWNERS, is_harmless, meant, own_name, refusal_of
-from hetero_framework.config.section import sections_of
+from hetero_framework.config.section import section_at, sections_of
 from hetero_framework.config.strict_json import join_path, json_type
 
 
@@ -93,8 +93,8 @@ def _real_path(loc: Sequence[str | int], raw: Any) -> tuple[list[str | int], boo
     is_union = False
     value = raw
     for position, key in enumerate(loc):
-        if isinstance(value, dict) and isinstance(key, str):
-            keys.append(key)  # of a missing key, too
+        if isinstance(value, dict) and isinstance(key, str) and not key[:1].isupper():
+            keys.append(key)  # of a missing key, too; a tag is the name of a class
             value = value.get(key)
         elif isinstance(value, (list, tuple)) and isinstance(key, int):
             keys.append(key)
@@ -168,7 +168,7 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
     for place, model in {"the top level": root, **sections}.items():
         if key in model.model_fields:
             return f'unknown key here; it belongs in "{place}"'
-    fields = sections.get(section, root).model_fields
+    fields = section_at(root, keys).model_fields
     names = [field.alias or name for name, field in fields.items()]
     near = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.75)
     if near:
@@ -182,7 +182,7 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
 
 
 def _description(root: type[BaseModel], keys: Sequence[str | int]) -> str:
-    section = sections_of(root)[str(keys[0])] if len(keys) > 1 else root
+    section = section_at(root, keys)
     fields = {field.alias or name: field for name, field in section.model_fields.items()}
     text = fields[str(keys[-1])].description or ""
     return " ".join(text.split()).split(". ")[0].rstrip(".")

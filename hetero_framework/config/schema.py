@@ -16,16 +16,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
     ConfigDict,
+    Discriminator,
     Field,
     PlainSerializer,
     PrivateAttr,
     StrictBool,
     StrictInt,
+    Tag,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -73,6 +75,7 @@ from hetero_framework.config.section import (
     WholeFile,
     WorkerId,
     checked_id,
+    whole_samples,
     whole_steps,
     with_unit,
 )
@@ -82,6 +85,8 @@ from hetero_framework.errors import ConfigError, PlanError
 _log = logging.getLogger(__name__)
 
 AUTO = "auto"
+MOST_SOURCES = 64
+"""Sources whose losses are told apart."""
 RESULT_DIRS = ("model", "adapter")
 """In output_dir: where a run that trains all weights puts its result, and one with an adapter."""
 """In place of shard_plan's entries: a run plans by itself."""
@@ -415,28 +420,81 @@ class AdapterConfig(Section):
         return value
 
 
+_Paths = str | tuple[str, ...]
+_Format = Literal["auto", "text", "prompt_completion", "messages", "alpaca", "tokens", "preference"]
+_MIXES = "data.mixing=interleave"
+SAMPLES_OR_SHARE = "samples, or a share of all when below 1"
+
+
+class DataSource(Section):
+    """One of several sources of data.train. What it leaves out is as data has it."""
+
+    path: _Paths
+    """Its data, of the same forms as data.train."""
+    name: str | None = None
+    """Name in metrics and on the screen. null: that of its first file or folder."""
+    weight: Annotated[float | None, Field(gt=0)] = None
+    """Its share of the samples when sources are interleaved, in proportion to the others'."""
+    max_samples: Samples | None = None
+    """Take at most the first samples. null: all."""
+    split: Name | None = None
+    """Split, or a slice of one. null: data.train_split."""
+    dataset_config: str | None = None
+    """Configuration (subset) name. null: data.dataset_config."""
+    format: _Format | None = None
+    """Layout of a sample. null: data.format."""
+    columns: dict[Name, Name] | None = None
+    """Columns to rename. null: data.columns."""
+
+    @property
+    def label(self) -> str:
+        """Its name, given or not."""
+        if self.name is not None:
+            return self.name
+        first = self.path if isinstance(self.path, str) else self.path[0]
+        last = first.rstrip("/\\*").replace("\\", "/").rpartition("/")[2]
+        return re.sub(r"[^\w.-]", "_", last.partition(".")[0] or last).lstrip(".-") or "data"
+
+
+_Entry = Annotated[
+    Annotated[str, Tag("Path")] | Annotated[DataSource, Tag("DataSource")],
+    Discriminator(lambda entry: "Path" if isinstance(entry, str) else "DataSource"),
+]
+
+
 class DataConfig(Section):
     """Training and evaluation data; names follow TRL's SFTConfig where it has them."""
 
     scope = PER_ISLAND
     read_if = ReadIf(objectives_of_texts)
 
-    train: Annotated[str | tuple[str, ...], _ALWAYS]
+    train: Annotated[str | tuple[_Entry, ...], _ALWAYS]
     """Training data: file(s) (.json, .jsonl, .parquet, .txt, .csv, .arrow), a folder of them, one
     saved by `datasets`, a dataset name, or Megatron's .bin and .idx by their prefix, also a blend:
-    ["0.3", "a", "0.7", "b"]. Relative paths start at this file's folder. Elsewhere: train_file,
-    train_files, train_data, dataset, dataset_name, dataset_path, datasets."""
-    eval: Annotated[str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None, _EVALUATES] = (
-        None
-    )
+    ["0.3", "a", "0.7", "b"]. Or several sources: [{"path": "a.jsonl", "weight": 2}, "b.jsonl"], of
+    settings path, name, weight, max_samples, split, dataset_config, format, columns. Relative paths
+    start at this file's folder. Elsewhere: train_file, train_files, train_data, dataset,
+    dataset_name, dataset_path, datasets."""
+    mixing: Literal["concatenate", "interleave"] = "concatenate"
+    """Several sources one after another, or by turns; drawn by their weights where they have some.
+    The order of samples is then drawn from all, unless train_sampling_strategy is sequential."""
+    stopping_strategy: Annotated[
+        Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"],
+        ReadIf(_MIXES),
+    ] = "first_exhausted"
+    """When interleaving ends, as in datasets.interleave_datasets: at the end of the first source,
+    or of all (shorter ones begin again, unless without replacement)."""
+    eval: Annotated[_Paths | dict[str, _Paths] | None, _EVALUATES] = None
     """Evaluation data, of the same forms; see training.eval_steps. Or several sets by their names:
     {"math": "m.jsonl", "chat": "c.jsonl"} gives eval_math_loss, eval_chat_loss, ... Elsewhere:
     eval_file, eval_files, eval_data, eval_dataset, validation, validation_file, validation_files,
     val_data, test_datasets, data.test, data.valid."""
-    format: Annotated[
-        Literal["auto", "text", "prompt_completion", "messages", "alpaca", "tokens", "preference"],
-        ON_CARD,
-    ] = "auto"
+    val_set_size: Annotated[
+        float | None, with_unit(SAMPLES_OR_SHARE, gt=0), AfterValidator(whole_samples), _EVALUATES
+    ] = None
+    """Hold out this many samples of the training data, or this share of them, for evaluation, drawn
+    by the seed. Elsewhere: val_size, test_size, test_split_size."""
+    format: Annotated[_Format, ON_CARD] = "auto"
     """Layout of a sample. auto: by the columns that are present. Elsewhere: dataset_type,
     dataset_format."""
     columns: dict[Name, Name] | None = None
@@ -496,8 +554,20 @@ class DataConfig(Section):
     def _names_something(cls, value: Any) -> Any:
         for part in value.values() or [()] if isinstance(value, dict) else [value]:
             names = part if isinstance(part, tuple) else (part,)
-            if not names or "" in names:
+            paths = [name.path if isinstance(name, DataSource) else name for name in names]
+            if not names or "" in paths or () in paths:
                 raise ValueError("names no data; give a file, a list of files or a dataset name")
+        return value
+
+    @field_validator("train")
+    @classmethod
+    def _sources_have_names_of_their_own(cls, value: Any) -> Any:
+        sources = _sources(value)
+        labels = [checked_id(source.label, "the name of a source") for source in sources]
+        if twice := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"two sources are called {shown(twice[0])}; give one another name")
+        if len(sources) > MOST_SOURCES:
+            raise ValueError(f"names {len(sources)} sources, and at most {MOST_SOURCES} are mixed")
         return value
 
     @field_validator("eval")
@@ -522,16 +592,39 @@ class DataConfig(Section):
         return value
 
     @property
-    def eval_sets(self) -> dict[str, str | tuple[str, ...]]:
+    def eval_sets(self) -> dict[str, _Paths]:
         """Evaluation data by the names of the sets; "" where there is one without."""
         if isinstance(self.eval, dict):
             return self.eval
         return {} if self.eval is None else {"": self.eval}
 
     @property
-    def sources(self) -> list[str | tuple[str, ...]]:
+    def evaluates(self) -> bool:
+        """Whether there are evaluation data."""
+        return self.eval is not None or self.val_set_size is not None
+
+    @property
+    def sources(self) -> list[DataSource]:
+        """Those of data.train, if it names sources and not just their paths."""
+        return _sources(self.train)
+
+    @property
+    def parts(self) -> list[DataConfig]:
+        """These settings for each source of data.train, whose `train` is its path: `paths`."""
+        if not self.sources:
+            return [self]
+        values = self.model_dump(exclude={"mixing", "stopping_strategy", "val_set_size", "eval"})
+        return [type(self).model_validate(values | _overrides(source)) for source in self.sources]
+
+    @property
+    def paths(self) -> _Paths:
+        """`train` where it names no sources."""
+        return cast(_Paths, self.train)
+
+    @property
+    def origins(self) -> list[_Paths]:
         """All that the data are read from."""
-        return [self.train, *self.eval_sets.values()]
+        return [*(part.paths for part in self.parts), *self.eval_sets.values()]
 
     @model_validator(mode="after")
     def _pads_or_not(self) -> DataConfig:
@@ -545,6 +638,21 @@ class DataConfig(Section):
             raise ValueError('rows of packing_strategy "wrapped" are full; remove padding_free')
         return self
 
+    @model_validator(mode="after")
+    def _mixes(self) -> DataConfig:
+        weighted = [source.weight is not None for source in self.sources]
+        if any(weighted) and self.mixing == "concatenate":
+            raise ValueError(
+                'weights of sources are for mixing "interleave"; set it, or remove them'
+            )
+        if any(weighted) and not all(weighted):
+            raise ValueError("some sources have a weight and some have none; give each one")
+        if self.mixing == "interleave" and len(self.sources) < 2:
+            raise ValueError('mixing "interleave" needs two sources: {"path": ...} in data.train')
+        if self.val_set_size is not None and self.eval is not None:
+            raise ValueError("val_set_size holds out training data; remove it, or eval")
+        return self
+
     @property
     def one_row(self) -> bool:
         """Whether a micro-batch is one row, in which samples do not see each other."""
@@ -552,8 +660,23 @@ class DataConfig(Section):
 
     def packs(self, name: str) -> bool:
         """Whether the set of this name ("train", "eval" or "eval.NAME") is packed."""
-        given = self.eval_packing if name != "train" else None
+        given = self.eval_packing if name.startswith("eval") else None
         return self.packing if given is None else self.packing and given
+
+
+def _sources(train: Any) -> list[DataSource]:
+    """Those that data.train names, if it names one by its settings."""
+    entries = train if isinstance(train, tuple) else ()
+    if not any(isinstance(entry, DataSource) for entry in entries):
+        return []
+    return [DataSource(path=entry) if isinstance(entry, str) else entry for entry in entries]
+
+
+def _overrides(source: DataSource) -> dict[str, Any]:
+    names = {"train_split": "split"}
+    names |= {name: name for name in ("dataset_config", "format", "columns")}
+    values = {name: getattr(source, own) for name, own in names.items()}
+    return {"train": source.path} | {k: v for k, v in values.items() if v is not None}
 
 
 _REFUSED = {
@@ -606,7 +729,9 @@ class TrainingConfig(Section):
     per_device_train_batch_size: Annotated[Samples, IDENTITY, PER_ISLAND, ON_CARD] = 8
     """Samples in a micro-batch. Elsewhere: batch_size, micro_batch_size, train_batch_size,
     per_device_batch_size, per_gpu_train_batch_size."""
-    per_device_eval_batch_size: Annotated[Samples, FREE, ReadIf("data.eval")] = 8
+    per_device_eval_batch_size: Annotated[
+        Samples, FREE, ReadIf("data.eval or data.val_set_size")
+    ] = 8
     """Samples in an evaluation micro-batch. Elsewhere: eval_batch_size, per_gpu_eval_batch_size."""
     gradient_accumulation_steps: Annotated[
         MicroBatches, IDENTITY, PER_ISLAND, ON_CARD, TIMELESS
@@ -1259,7 +1384,7 @@ class Config(WholeFile):
         if of_objective is None:
             known += ["token_loss", "perplexity"]
             known += [*TOKEN_METRICS, "num_tokens"] * training.token_metrics
-        if self.data is not None and "" not in self.data.eval_sets:
+        if self.data is not None and self.data.eval_sets and "" not in self.data.eval_sets:
             known = [f"{name}_{metric}" for name in self.data.eval_sets for metric in known]
         is_known = of_objective is not None or training.objective == "sft"
         metric = training.metric if is_known and not computes else None
@@ -1361,7 +1486,7 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
     reads = of_texts and data is not None
     if reads and model is not None and model.from_config and not model.tokenizer:
         yield Problem("model.tokenizer", "is needed: from_config brings no tokenizer")
-    if training is not None and "data" in parts and data is not None and data.eval is None:
+    if training is not None and "data" in parts and data is not None and not data.evaluates:
         for name, given in (
             ("eval_steps", training.eval_steps is not None),
             ("eval_strategy", training.eval_strategy in ("steps", "epoch")),

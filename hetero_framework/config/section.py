@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Self
@@ -100,11 +100,18 @@ class NameOf:
         return {"enum": self.names, **handler(schema)}
 
 
-def whole_steps(value: float) -> float:
+def whole_steps(value: float, counted: str = "steps") -> float:
     """`value` itself. Raises ValueError unless it is a whole number or a share."""
     if value >= 1 and value != int(value):
-        raise ValueError("must be a whole number of steps, or a share of all steps below 1")
+        raise ValueError(
+            f"must be a whole number of {counted}, or a share of all {counted} below 1"
+        )
     return value
+
+
+def whole_samples(value: float | None) -> float | None:
+    """As `whole_steps`."""
+    return value if value is None else whole_steps(value, "samples")
 
 
 IDENTITY, RESULT, ROUNDING, FREE = Effect
@@ -142,6 +149,23 @@ def sections_of(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 classes[name] = kind
     return classes
+
+
+def section_at(root: type[BaseModel], keys: Sequence[str | int]) -> type[BaseModel]:
+    """The class of what the last of these keys stands in."""
+    found = root
+    for key in keys[:-1]:
+        field = next((f for n, f in found.model_fields.items() if key in (n, f.alias)), None)
+        if field is not None:
+            found = next(_classes(field.annotation), found)
+    return found
+
+
+def _classes(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _classes(part)
 
 
 class Section(BaseModel):

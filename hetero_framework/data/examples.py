@@ -74,6 +74,34 @@ class Examples:
         """Tokens in the longest example."""
         return int(self.lengths.max(initial=0))
 
+    @staticmethod
+    def joined(sets: Sequence[Examples]) -> Examples:
+        """The rows of some sets one after another."""
+        ends = np.cumsum([0, *(examples.tokens for examples in sets)])
+        moved = [part.offsets[1:] + end for part, end in zip(sets, ends[:-1], strict=True)]
+        targets = [part.targets for part in sets if part.targets is not None]
+        return Examples(
+            np.concatenate([part.ids for part in sets]),
+            np.concatenate([part.trained for part in sets]),
+            np.concatenate([np.zeros(1, np.int64), *moved]),
+            np.concatenate(targets) if targets else None,
+        )
+
+    def taken(self, numbers: np.ndarray, each: int = 1) -> Examples:
+        """Examples of `each` rows by their numbers, in this order."""
+        rows = (numbers[:, None] * each + np.arange(each)).ravel()
+        begins, lengths = self.offsets[rows], self.lengths[rows]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        ids = np.empty(offsets[-1], self.ids.dtype)
+        trained = np.empty(offsets[-1], self.trained.dtype)
+        for begin, length, at in zip(
+            *map(np.ndarray.tolist, (begins, lengths, offsets[:-1])), strict=True
+        ):
+            ids[at : at + length] = self.ids[begin : begin + length]
+            trained[at : at + length] = self.trained[begin : begin + length]
+        targets = None if self.targets is None else self.targets[numbers]
+        return Examples(ids, trained, offsets, targets)
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256, in hex, of token ids, labels, the bounds of the rows and targets."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -69,6 +69,23 @@ class Corpus(ABC):
         """Those of an evaluation."""
 
 
+class Mixture(Protocol):
+    """Examples of several sources."""
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Of the losses of the sources."""
+
+    def mark(
+        self, batch: MicroBatch, of_train: bool, rows: Sequence[Sequence[tuple[int, int]]]
+    ) -> None:
+        """Add to a micro-batch the source of each token. `rows` has (example, tokens) of each part
+        of its rows."""
+
+    def losses(self, named: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """The losses of the sources, from what the last stage gave of some micro-batches."""
+
+
 @dataclass
 class TrainData:
     """Tokenised data and the order in which a run sees them; `report` is lines for the user."""
@@ -81,6 +98,7 @@ class TrainData:
     report: list[str]
     labels: Labels | None = None
     pads_left: bool = False
+    mixture: Mixture | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -149,11 +167,22 @@ class TrainData:
         else:
             multiple = self.settings.pad_to_multiple_of
             batch = self._kind.collate(examples, rows, self.pad_token_id, multiple)
+        if self.mixture is not None:
+            parts = _parts(examples, rows)
+            told = [[*chain(*parts)]] if self.settings.one_row else parts
+            self.mixture.mark(batch, examples is self.examples, told)
         return padded_left(batch) if self.pads_left else batch
 
     @cached_property
     def _kind(self) -> ExampleKind:
         return kind_of(self.order.training.data_kind)
+
+
+def _parts(examples: ExampleSet, rows: np.ndarray) -> list[list[tuple[int, int]]]:
+    """(example, tokens) of each part of these rows."""
+    lengths = examples.lengths
+    of_row = getattr(examples, "parts", lambda row: [(row, int(lengths[row]))])
+    return [of_row(int(row)) for row in rows]
 
 
 def load_data(
@@ -179,16 +208,24 @@ def load_data(
         )
     reader = Reader(data, config.base_dir, tokenizer, vocab_size, report, most, config.training)
     reader.know_labels(stated)
-    found = reader.read("train", data.train, data.train_split)
     train: Rows
     order: SampleOrder
+    mixture = None
+    eval_sets: dict[str, ExampleSet] = {}
+    found: Rows | Corpus
+    if data.sources or data.val_set_size is not None:
+        mixture = reader.mixed()
+        found = reader.kept("train", mixture.train)
+        if mixture.held_out is not None:
+            eval_sets[""] = reader.kept("eval", mixture.held_out)
+    else:
+        found = reader.read("train", data.paths, data.train_split)
     if isinstance(found, Corpus):
         train, order = found.train(config.training)
         reader.look_at(train)
     else:
         train, order = found, SampleOrder(len(found), config.training, found.lengths)
         report += reader.kind.remarks(found, config.training)
-    eval_sets: dict[str, ExampleSet] = {}
     for name, spec in data.eval_sets.items():
         held_out = reader.read(f"eval.{name}" if name else "eval", spec, data.eval_split)
         if isinstance(held_out, Corpus):
@@ -206,7 +243,8 @@ def load_data(
     # As the Trainer pads rows for classifiers; GPT-2's positions depend on the side.
     pads_left = reader.labels is not None and tokenizer.padding_side == "left"
     said = [*report, sentence + ", on the left" * pads_left]
-    return TrainData(train, eval_sets, order, data, pad_token_id, said, reader.labels, pads_left)
+    told = reader.labels, pads_left, mixture if reader.tells_sources else None
+    return TrainData(train, eval_sets, order, data, pad_token_id, said, *told)
 
 
 def _unused(name: str, fields: dict[str, Any]) -> Iterator[str]:
@@ -250,16 +288,27 @@ class Reader:
     report: list[str]
     most: int | None = None
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    limit: int | None = None
     labels: Labels | None = None
 
     def know_labels(self, stated: Any) -> None:
         """Find the labels of the training data, for kinds that have some."""
-        if self.kind.labels is None:
-            return
-        sources = find_sources(self.data.train, self.base_dir)
+        if self.kind.labels is not None:
+            records = chain.from_iterable(part.records() for part in self.parts())
+            self.labels = self.kind.labels.find(records, stated)
+
+    def parts(self) -> Iterator[Reader]:
+        """A reader for each source of the training data."""
+        limits = [source.max_samples for source in self.data.sources] or [None]
+        for data, limit in zip(self.data.parts, limits, strict=True):
+            given = [most for most in (self.most, limit) if most is not None]
+            yield replace(self, data=data, most=min(given, default=None), limit=limit)
+
+    def records(self) -> Iterator[Record]:
+        """The training data as they are read."""
+        sources = find_sources(self.data.paths, self.base_dir)
         reader = self._splits(self.data.train_split, ("train",))
-        records = islice(reader.read(sources, lambda note: None), self.most)
-        self.labels = self.kind.labels.find(records, stated)
+        return islice(reader.read(sources, lambda note: None), self.most)
 
     def _splits(self, split: str, whole: tuple[str, ...]) -> SplitReader:
         return SplitReader(split, whole, self.data.dataset_config, self.data.columns)
@@ -270,14 +319,45 @@ class Reader:
 
     def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Rows | Corpus:
         examples = self._read(name, spec, split)
-        if isinstance(examples, Corpus):
-            return examples
+        return examples if isinstance(examples, Corpus) else self.kept(name, examples)
+
+    @property
+    def tells_sources(self) -> bool:
+        """Whether there are losses of several sources."""
+        return len(self.data.sources) > 1 and self.training.data_kind == "text"
+
+    def mixed(self) -> Any:
+        """The mixture of all sources, of which some examples may be held out."""
+        asking = "data.train with several sources" if self.data.sources else "data.val_set_size"
+        mix = registry.needed("mixtures", "mix", asking)
+        names = [source.label for source in self.data.sources] or [""]
+        sets, each = [], 1
+        for name, part in zip(names, self.parts(), strict=True):
+            called = f"train ({name})" if name else "train"
+            found = part._read(called, part.data.paths, part.data.train_split)
+            if isinstance(found, Corpus):
+                raise DataError(
+                    f"data.{called} names samples with an order of their own, which are not mixed",
+                    hint='write weights before the prefixes: ["0.3", "a", "0.7", "b"]',
+                )
+            sets.append(found)
+            each = max(1, len(found) // len(part._kept(found)))
+        seed = self.training.seed if self.training.data_seed is None else self.training.data_seed
+        mixture = mix(sets, names, self.data, each, seed)
+        self.report += mixture.lines
+        return mixture
+
+    def kept(self, name: str, examples: Examples) -> Rows:
+        """The rows that a run sees of these examples."""
         if self.data.packs(name):
             rows, line = registry.needed("packing", "rows", "data.packing")(
                 name, examples, self.data
             )
             self.report.append(line)
             return cast(Rows, rows)
+        return self._kept(examples)
+
+    def _kept(self, examples: Examples) -> Rows:
         labels = [self.labels] * (self.labels is not None)
         return self.kind.kept(examples, self.data, self.training, *labels)
 
@@ -286,7 +366,11 @@ class Reader:
         self.report += _twice(name, sources)
         if kind := next((source.kind for source in sources if source.is_parted), None):
             return self._corpus(kind, name, sources, split)
-        options = self.data.model_dump(exclude={"train", "eval"})
+        options = self.data.model_dump(
+            exclude={"train", "eval", "val_set_size", "mixing", "stopping_strategy"}
+        )
+        if self.limit is not None:
+            options["max_samples"] = self.limit
         kind, labels = self.training.data_kind, self.labels
         settings = [name, split, options, self.vocab_size, *[kind] * (kind != "text")]
         if labels is not None:
@@ -340,7 +424,7 @@ class Reader:
         counts: Counter[str] = Counter()
         looked_at = islice(chain([first], records), self.most)
         examples = self._tokenise(name, looked_at, formatter, counts)
-        rest = self.most is not None and next(records, None) is not None
+        rest = self.most not in (None, self.limit) and next(records, None) is not None
         if rest:
             notes.append(f"{name}: only the first {self.most:,} examples were looked at")
         origin = _first_names(sources)

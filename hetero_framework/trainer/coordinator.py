@@ -348,7 +348,7 @@ class Coordinator:
         run = RunStart(
             *(self._placed, self._cluster.run_id, total, logging_steps, is_resumed, goes_on),
             unit=self._objective.unit,
-            measures=self._objective.shown,
+            measures=(*self._objective.shown, *self._source_metrics()),
         )
         self._epoch = self._epoch_before(self._state)
         self._tell(Observer.begin, self._state, run, self._due)
@@ -806,11 +806,18 @@ class Coordinator:
             self._stop_early()
         self._tell(Observer.sampled, self._state, samples)
 
+    def _source_metrics(self) -> tuple[str, ...]:
+        mixture = self._data.mixture
+        return () if mixture is None else mixture.metric_names
+
     def _measured(self) -> dict[str, float]:
         """The objective's metrics of the micro-batches that were computed last."""
         pipeline = self._cluster.pipeline
         with pipeline.judging_outcomes():
-            return self._objective.metrics([outcome.named for outcome in pipeline.outcomes])
+            named = [outcome.named for outcome in pipeline.outcomes]
+            mixture = self._data.mixture
+            of_sources = mixture.losses(named) if mixture is not None else {}
+            return {**self._objective.metrics(named), **of_sources}
 
     def _tokens(self) -> dict[str, int]:
         """The tokens that were trained on so far, where they are wanted."""

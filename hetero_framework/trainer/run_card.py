@@ -23,7 +23,8 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
     assert model is not None
     data = config.data
     sets = data.eval_sets if data is not None else {}
-    trained = _hub_names(config, data.train) if data is not None else []
+    parts = data.parts if data is not None else []
+    trained = [name for part in parts for name in _hub_names(config, part.paths)]
     tested = {name: _hub_names(config, spec) for name, spec in sets.items()}
     last = _last_figures(config, step)
     figures = [

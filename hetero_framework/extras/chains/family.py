@@ -52,7 +52,7 @@ class Chains(Family):
         model = ChainSettings.of(config.model)
         if model.chain_forms is not None or control.named(str(data.train)) is None:
             return config
-        forms = OwnExamples("train", data.train, config.training.seed).forms
+        forms = OwnExamples("train", data.paths, config.training.seed).forms
         modules = modules_of(model.chain) if model.chain is not None else None
         settings = {"chain_forms": forms, "chain_modules": modules}
         return config.with_changes(model=settings, data={"max_length": 1})

@@ -160,7 +160,12 @@ def load_own_data(config: Config) -> OwnData:
     data, seed = config.data, config.training.seed
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
-    sets = {"train": data.train, **{f"eval.{n}".rstrip("."): s for n, s in data.eval_sets.items()}}
+    if data.sources or data.val_set_size is not None:
+        raise DataError(
+            "data.train names one data set of a file of --import here, which nothing is held out of",
+            hint="mix and split the data in that file",
+        )
+    sets = {"train": data.paths, **{f"eval.{n}".rstrip("."): s for n, s in data.eval_sets.items()}}
     found = {name: OwnExamples(name, spec, seed) for name, spec in sets.items()}
     train = found.pop("train")
     report = [f"train: {len(train):,} examples, {shown_forms(train.forms)}"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +37,26 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
     data = config.data
     if data is None or count < 1:
         return []
-    sources = find_sources(data.train, config.base_dir)
     if data.packing:
         packed: Any = load_data(config, tokenizer).examples
         return [_packed(packed, k, tokenizer) for k in range(min(count, len(packed)))]
+    labels = None
+    if kind_of(config.training.data_kind).labels is not None:
+        labels = load_data(config, tokenizer, most=count).labels
+    each = max(1, count // len(data.parts))
+    names = [f"{source.label}: " for source in data.sources] or [""]
+    return [
+        replace(shown, where=name + shown.where)
+        for name, part in zip(names, data.parts, strict=True)
+        for shown in _of_source(config, part, tokenizer, each, labels)
+    ]
+
+
+def _of_source(
+    config: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, count: int, labels: Any
+) -> list[Shown]:
+    """The first examples of one source."""
+    sources = find_sources(data.paths, config.base_dir)
     if any(source.is_parted for source in sources):
         rows: Any = load_data(config, tokenizer).examples
         return [_row(rows, k, tokenizer) for k in range(min(count, len(rows)))]
@@ -48,8 +64,6 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
     kind = config.training.data_kind
     records = kind_of(kind).records(reader.read(sources, lambda note: None))
     chosen = list(islice(records, count))
-    has_labels = kind_of(kind).labels is not None
-    labels = load_data(config, tokenizer, most=count).labels if has_labels else None
     formatter = formatter_for(kind, chosen[0], tokenizer, data, labels)
     return [shown for record in chosen for shown in _views(record, formatter, tokenizer, data)]
 

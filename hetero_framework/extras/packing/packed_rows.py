@@ -32,6 +32,11 @@ class PackedRows:
             ids, labels = self.examples[example]
             yield ids[begin:end], labels[begin:end]
 
+    def parts(self, index: int) -> list[tuple[int, int]]:
+        """Example and tokens of each part of a row."""
+        found = self.found[self.ends[index] : self.ends[index + 1]].tolist()
+        return [(example, end - begin) for _, example, begin, end in found]
+
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and labels of a whole row."""
         ids, labels = zip(*self.pieces(index), strict=True)

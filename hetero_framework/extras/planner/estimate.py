@@ -115,7 +115,9 @@ def _epoch_tokens(config: Config) -> int | None:
     if data is None or name is None or not config.path(name).is_dir():
         return None
     try:
-        paths = [source.path for source in find_sources(data.train, config.base_dir)]
+        specs = [part.paths for part in data.parts]
+        found = [source for spec in specs for source in find_sources(spec, config.base_dir)]
+        paths = [source.path for source in found]
         if any(path is None or path.stat().st_size > _COUNTED_BYTES for path in paths):
             return None
         only_train = config.with_changes(data={"eval": None}, training=_NO_EVALUATION)

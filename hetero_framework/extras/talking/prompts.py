@@ -127,12 +127,12 @@ def is_chat(config: Config, tokenizer: PreTrainedTokenizerBase) -> bool:
     conversations, as far as they can be read here."""
     if not tokenizer.chat_template:
         return False
-    data = config.data
-    if data is None:
+    if config.data is None:
         return True
+    data = config.data.parts[0]
     try:
         reader = SplitReader(data.train_split, ("train",), data.dataset_config, data.columns)
-        first = next(reader.read(find_sources(data.train, config.base_dir), lambda note: None))
+        first = next(reader.read(find_sources(data.paths, config.base_dir), lambda note: None))
         kind = formatter_for("text", first, tokenizer, data).name
     except DataError:  # no longer here, or Megatron's
         return data.format in ("auto", "messages")

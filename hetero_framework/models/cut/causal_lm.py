@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
+from hetero_framework import registry
 from hetero_framework.config import TOKEN_METRICS
 from hetero_framework.data.batches import MicroBatch, num_items
 from hetero_framework.data.examples import IGNORE_INDEX
@@ -67,7 +68,11 @@ class CausalLM(ChunkedObjective):
             divisor = predicted.ne(IGNORE_INDEX).sum().clamp(min=1)
             differentiate = _divided(backward, num_items)
         sums = TokenSums() if self.metric_names else None
-        look = _every([part.look for part in (sums, predictions) if part is not None])
+        sources = None
+        if "sources" in inputs:
+            sources = registry.needed("mixtures", "losses", "data.train with several sources")()
+        parts = (sums, predictions, sources)
+        look = _every([part.look for part in parts if part is not None])
         limit = chunk_tokens(self._loss_chunk_tokens, shard.config)
         if predictions is not None and predictions.wants_all:
             limit = None
@@ -94,6 +99,8 @@ class CausalLM(ChunkedObjective):
         named = {} if sums is None or sums.total is None else {SUMS: sums.total}
         if predictions is not None:
             named |= predictions.named(inputs["labels"], chunks)
+        if sources is not None:
+            named |= sources.named(inputs["sources"], inputs["labels"], chunks)
         return loss if divisor is num_items else loss / num_items, named
 
     def metrics(self, named: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:

@@ -77,9 +77,10 @@ class Objective(ABC):
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
         """Of a micro-batch's tensors those that a stage needs. Here: tokens in front and where its
-        layers read them, labels at the end, others everywhere."""
+        layers read them, labels and their sources at the end, others everywhere."""
         reads = not self._id_layers.isdisjoint(range(spec.start, spec.end))
-        needed = {"input_ids": spec.is_first or reads, "labels": spec.is_last}
+        needed = {"input_ids": spec.is_first or reads}
+        needed |= dict.fromkeys(("labels", "sources"), spec.is_last)
         return [name for name in names if needed.get(name, True)]
 
     @abstractmethod

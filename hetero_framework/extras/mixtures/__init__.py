@@ -1,0 +1,1 @@
+"""Training data of several sources, and examples that are held out of them."""
