@@ -162,7 +162,7 @@ def load_own_data(config: Config) -> OwnData:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
     if data.sources or data.val_set_size is not None:
         raise DataError(
-            "data.train names one data set of a file of --import here, which nothing is held out of",
+            "data.train is one data set of a file of --import, which nothing is held out of",
             hint="mix and split the data in that file",
         )
     sets = {"train": data.paths, **{f"eval.{n}".rstrip("."): s for n, s in data.eval_sets.items()}}

@@ -1,0 +1,164 @@
+"""Mixtures against `datasets` and the Trainer's collator."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from hetero_framework.data import load_data
+from hetero_framework.data.train_data import TrainData
+from hetero_framework.errors import ConfigError, DataError
+from tests.unit.data_helpers import make_config, tiny_tokenizer, write_jsonl
+
+SIZES = {"chat": 7, "code": 23, "math": 12}
+STOPS = ("first_exhausted", "all_exhausted", "all_exhausted_without_replacement")
+
+
+def loaded(folder: Path, data: dict[str, Any], **training: Any) -> TrainData:
+    """Of sources whose texts are their names with numbers."""
+    for name, size in SIZES.items():
+        write_jsonl(folder / f"{name}.jsonl", rows(name, size))
+    return load_data(make_config(folder, data, **training), tiny_tokenizer())
+
+
+def rows(name: str, size: int) -> list[dict[str, Any]]:
+    return [{"text": f"{name} number {k}"} for k in range(size)]
+
+
+def sources(*weights: float) -> list[dict[str, Any]]:
+    parts = [{"path": f"{name}.jsonl"} for name in SIZES]
+    return [part | {"weight": w} for part, w in itertools.zip_longest(parts, weights)]
+
+
+def texts(data: TrainData, examples: Any = None) -> list[str]:
+    examples = data.examples if examples is None else examples
+    tokenizer = tiny_tokenizer()
+    found = (
+        tokenizer.decode(examples[k][0], skip_special_tokens=True) for k in range(len(examples))
+    )
+    return [text.strip() for text in found]
+
+
+def theirs() -> list[datasets.Dataset]:
+    return [datasets.Dataset.from_list(rows(name, size)) for name, size in SIZES.items()]
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("weights", [(), (1.0, 1.0, 1.0), (0.2, 0.5, 0.3), (3.0, 0.5, 11.0)])
+@pytest.mark.parametrize("seed", [3, 42])
+def test_order_is_that_of_interleave_datasets(tmp_path: Path, stop, weights, seed) -> None:
+    section = {"train": sources(*weights), "mixing": "interleave", "stopping_strategy": stop}
+    data = loaded(tmp_path, section, seed=seed)
+    shares = [weight / sum(weights) for weight in weights]
+    expected = datasets.interleave_datasets(
+        theirs(), probabilities=shares or None, seed=seed, stopping_strategy=stop
+    )
+    assert texts(data) == expected["text"][:]
+
+
+@pytest.mark.parametrize("size", [0.25, 5])
+def test_examples_are_held_out_as_by_train_test_split(tmp_path: Path, size: float) -> None:
+    data = loaded(tmp_path, {"train": sources(), "val_set_size": size}, data_seed=9)
+    expected = datasets.concatenate_datasets(theirs()).train_test_split(size, seed=9)
+    assert texts(data) == expected["train"]["text"][:]
+    assert texts(data, data.eval_sets[""]) == expected["test"]["text"][:]
+
+
+def test_no_example_is_both_trained_and_held_out(tmp_path: Path) -> None:
+    section = {
+        "train": sources(),
+        "mixing": "interleave",
+        "stopping_strategy": "all_exhausted",
+        "val_set_size": 9,
+    }
+    data = loaded(tmp_path, section)
+    held_out = texts(data, data.eval_sets[""])
+    assert len(held_out) == 9
+    assert not set(held_out) & set(texts(data))
+    assert len(set(held_out) | set(texts(data))) == sum(SIZES.values())
+
+
+def test_a_source_has_settings_of_its_own(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "qa.jsonl", [{"q": f"Q{k}", "a": f" A{k}"} for k in range(5)])
+    named = {"prompt": "q", "completion": "a"}
+    section = {
+        "train": [
+            {"path": "qa.jsonl", "columns": named, "max_samples": 2},
+            {"path": "chat.jsonl", "split": "train[1:3]", "name": "talk"},
+            "code.jsonl",
+        ]
+    }
+    data = loaded(tmp_path, section)
+    expected = ["Q0 A0", "Q1 A1", "chat number 1", "chat number 2"]
+    assert texts(data)[:4] == expected
+    (line,) = [line for line in data.report if "concatenated" in line]
+    assert line == (
+        "train: 27 examples, concatenated: qa 7.4% (2 of 2), talk 7.4% (2 of 2),"
+        " code 85.2% (23 of 23)"
+    )
+
+
+@pytest.mark.parametrize("packing", [{}, {"packing": True}, {"padding_free": True}])
+def test_each_token_of_a_micro_batch_is_marked(tmp_path: Path, packing) -> None:
+    section = {"train": sources(), "max_length": 48, "val_set_size": 4, **packing}
+    data = loaded(tmp_path, section, per_device_train_batch_size=4)
+    tokenizer = tiny_tokenizer()
+    found = set()
+    for batch in (*data.step_batches(0), data.eval_batches()[0]):
+        assert batch["sources"].shape == batch["input_ids"].shape
+        for ids, marks in zip(batch["input_ids"], batch["sources"].tolist(), strict=True):
+            tokens = tokenizer.convert_ids_to_tokens(ids)
+            letters = [mark for mark, token in zip(marks, tokens, strict=True) for _ in token]
+            for number, name in enumerate(SIZES):
+                for match in re.finditer(name, "".join(tokens)):
+                    assert {*letters[slice(*match.span())]} == {number}
+                    found.add(name)
+    assert found == {*SIZES}
+
+
+def test_a_tokenised_source_is_found_again(tmp_path: Path) -> None:
+    first = loaded(tmp_path, {"train": sources(), "val_set_size": 3})
+    again = loaded(tmp_path, {"train": sources(), "val_set_size": 3})
+    assert first.fingerprint == again.fingerprint
+    other = loaded(tmp_path, {"train": sources(), "val_set_size": 3}, seed=8)
+    assert other.fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("train", "more", "message"),
+    [
+        ([{"path": "code.jsonl"}, {"path": "old/code.jsonl"}], {}, 'two sources are called "code"'),
+        ([{"path": "code.jsonl", "weight": 0}, "chat.jsonl"], {}, r"data.train\[0\].weight"),
+        ([{"path": "code.jsonl", "weight": float("nan")}], {}, r"data.train\[0\].weight"),
+        ([{"path": "code.jsonl", "weight": -1}], {}, r"data.train\[0\].weight"),
+        (
+            [{"path": "code.jsonl", "wait": 1}],
+            {},
+            r"data.train\[0\].wait: unknown key; known are: path,",
+        ),
+        (
+            [{"path": "code.jsonl", "weight": 1}, "chat.jsonl"],
+            {"mixing": "interleave"},
+            "some sources have a weight",
+        ),
+        ([{"path": "code.jsonl", "weight": 1}], {}, 'are for mixing "interleave"'),
+        (["code.jsonl", "chat.jsonl"], {"mixing": "interleave"}, "needs two sources"),
+        ("code.jsonl", {"val_set_size": 1.5}, "whole number of samples"),
+        ("code.jsonl", {"val_set_size": 2, "eval": "chat.jsonl"}, "val_set_size holds out"),
+        ("code.jsonl", {"val_set_size": 23}, "val_set_size is 23 of 23 examples"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(tmp_path: Path, train, more, message) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        loaded(tmp_path, {"train": train, **more})
+
+
+def test_a_source_without_a_token_to_learn_is_named(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "short.jsonl", [{"text": ""}] * 3)
+    with pytest.raises(DataError, match=r"data.train \(empty\): none of the 3 examples"):
+        loaded(tmp_path, {"train": ["code.jsonl", {"path": "short.jsonl", "name": "empty"}]})
