@@ -168,8 +168,8 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
     for place, model in {"the top level": root, **sections}.items():
         if key in model.model_fields:
             return f'unknown key here; it belongs in "{place}"'
-    place = section_at(root, keys)
-    fields = place.model_fields
+    holder = section_at(root, keys)
+    fields = holder.model_fields
     names = [field.alias or name for name, field in fields.items()]
     near = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.75)
     if near:
@@ -177,7 +177,7 @@ def unknown_key_text(keys: Sequence[str | int], root: type[BaseModel]) -> str:
     if lacking := registry.lacking():
         text = "unknown key, unless it is of an extra that this installation lacks"
         return f"{text}: {', '.join(lacking)}"
-    if section in OWNERS and place is sections[section]:
+    if section in OWNERS and holder is sections[section]:
         return "unknown key; docs/configuration.md lists all settings"
     return f"unknown key; known are: {', '.join(names)}"
 

@@ -613,8 +613,14 @@ class DataConfig(Section):
         """These settings for each source of data.train, whose `train` is its path: `paths`."""
         if not self.sources:
             return [self]
-        values = self.model_dump(exclude={"mixing", "stopping_strategy", "val_set_size", "eval"})
-        return [type(self).model_validate(values | _overrides(source)) for source in self.sources]
+        of_one = self.of_one_source
+        return [type(self).model_validate(of_one | _overrides(each)) for each in self.sources]
+
+    @property
+    def of_one_source(self) -> dict[str, Any]:
+        """The settings that what is read of a source depends on, but for its path."""
+        others = {"train", "eval", "mixing", "stopping_strategy", "val_set_size"}
+        return self.model_dump(exclude=others)
 
     @property
     def paths(self) -> _Paths:

@@ -69,7 +69,7 @@ class Corpus(ABC):
         """Those of an evaluation."""
 
 
-class Mixture(Protocol):
+class SourceMix(Protocol):
     """Examples of several sources."""
 
     @property
@@ -98,7 +98,7 @@ class TrainData:
     report: list[str]
     labels: Labels | None = None
     pads_left: bool = False
-    mixture: Mixture | None = None
+    mixture: SourceMix | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -366,9 +366,7 @@ class Reader:
         self.report += _twice(name, sources)
         if kind := next((source.kind for source in sources if source.is_parted), None):
             return self._corpus(kind, name, sources, split)
-        options = self.data.model_dump(
-            exclude={"train", "eval", "val_set_size", "mixing", "stopping_strategy"}
-        )
+        options = self.data.of_one_source
         if self.limit is not None:
             options["max_samples"] = self.limit
         kind, labels = self.training.data_kind, self.labels

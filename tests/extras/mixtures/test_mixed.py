@@ -109,7 +109,8 @@ def test_each_token_of_a_micro_batch_is_marked(tmp_path: Path, packing) -> None:
     data = loaded(tmp_path, section, per_device_train_batch_size=4)
     tokenizer = tiny_tokenizer()
     found = set()
-    for batch in (*data.step_batches(0), data.eval_batches()[0]):
+    batches = [batch for step in range(data.steps_per_epoch) for batch in data.step_batches(step)]
+    for batch in (*batches, data.eval_batches()[0]):
         assert batch["sources"].shape == batch["input_ids"].shape
         for ids, marks in zip(batch["input_ids"], batch["sources"].tolist(), strict=True):
             tokens = tokenizer.convert_ids_to_tokens(ids)

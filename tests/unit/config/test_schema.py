@@ -840,7 +840,10 @@ def test_sections_can_be_built_in_python() -> None:
         ("adapter.lora_r", 'unknown key; it is called "r"'),
         ("training.lora_rank", "unknown key; it is called adapter.r"),
         ("adapter.alpha", 'unknown key; it is called "lora_alpha"'),
-        ("data.mixing", "there is no such setting: the files of data.train are read one after"),
+        (
+            "data.interleave",
+            "there is no such setting: data.train has a list of sources, each with",
+        ),
         ("training.epochs", 'it is called "num_train_epochs"'),
         ("training.num_epochs", 'it is called "num_train_epochs"'),
         ("epochs", "it is called training.num_train_epochs"),
