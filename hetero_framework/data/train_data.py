@@ -215,9 +215,9 @@ def load_data(
     found: Rows | Corpus
     if data.sources or data.val_set_size is not None:
         mixture = reader.mixed()
-        found = reader.kept("train", mixture.train)
+        found = reader.as_rows("train", mixture.train)
         if mixture.held_out is not None:
-            eval_sets[""] = reader.kept("eval", mixture.held_out)
+            eval_sets[""] = reader.as_rows("eval", mixture.held_out)
     else:
         found = reader.read("train", data.paths, data.train_split)
     if isinstance(found, Corpus):
@@ -319,7 +319,7 @@ class Reader:
 
     def read(self, name: str, spec: str | tuple[str, ...], split: str) -> Rows | Corpus:
         examples = self._read(name, spec, split)
-        return examples if isinstance(examples, Corpus) else self.kept(name, examples)
+        return examples if isinstance(examples, Corpus) else self.as_rows(name, examples)
 
     @property
     def tells_sources(self) -> bool:
@@ -347,7 +347,7 @@ class Reader:
         self.report += mixture.lines
         return mixture
 
-    def kept(self, name: str, examples: Examples) -> Rows:
+    def as_rows(self, name: str, examples: Examples) -> Rows:
         """The rows that a run sees of these examples."""
         if self.data.packs(name):
             rows, line = registry.needed("packing", "rows", "data.packing")(
