@@ -31,16 +31,16 @@ class Incoming:
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))  # received but not read yet
         self._ahead_from = self._ahead_to = 0
 
-    def take(self, nbytes: int, at_start: bool = False) -> bytes | None:
-        """The next bytes of a frame's head; None when this side has stopped reading. `at_start`:
-        between two frames, where the peer may end its side."""
+    def take(self, nbytes: int, at_start: bool = False, most: int = _AHEAD_BYTES) -> bytes | None:
+        """The next bytes that are no tensor's; None when this side has stopped reading. `at_start`:
+        between two frames, where the peer may end its side. `most`: to be received at a time."""
         start, end = self._ahead_from, self._ahead_from + nbytes
         if end <= self._ahead_to:
             self._ahead_from = end
             return bytes(self._ahead[start:end])
         taken = bytearray(self._ahead[start : self._ahead_to])
         while len(taken) < nbytes:  # memory grows with the bytes received
-            count = self._receive(self._ahead, fill=False, at_start=at_start and not taken)
+            count = self._receive(self._ahead[:most], fill=False, at_start=at_start and not taken)
             if not count:
                 return None
             taken += self._ahead[:count]

@@ -25,7 +25,7 @@ from hetero_framework.core.frames import GOES_ON, INSIDE, PIECE_BYTES, PREFIX_BY
 from hetero_framework.core.incoming import Incoming
 from hetero_framework.core.link_bandwidth import LinkBandwidth
 from hetero_framework.core.messages import Heartbeat, Message
-from hetero_framework.core.relay import Relay, SegmentSize
+from hetero_framework.core.relay import Relay
 from hetero_framework.core.send_queue import (
     CHECKSUM_BYTES,
     VOID,
@@ -44,6 +44,10 @@ log = logging.getLogger(__name__)
 
 _AT_ONCE_BYTES = 64 * 1024
 """Bytes of a frame written at once, in the sender's thread, when the link is idle."""
+_WRITTEN = (PIECE_BYTES, 8 * (PIECE_BYTES + 1), 0.002)
+_PASSED_ON = (1 << 14, 1 << 18, 0.001)
+"""Least and most bytes of a frame at a time, and how long they should take: more saves turns of
+threads, but a signal waits for the end of what is written, and a relay for what comes in."""
 _HASHED_BYTES = 1 << 18
 """Received in one call, and hashed while it is in the processor's cache."""
 _RESERVE_BYTES = 1024
@@ -122,7 +126,6 @@ class Link:
         self._piece_left = 0  # tensor bytes in front of the next mark
         self._pool = pool or BufferPool()
         self._relay: Relay | None = None
-        self._segments = SegmentSize()
         self._pings = Pings()
 
         # Guarded by _lock: the queue, and how far the link has come in its life. A frame that its
@@ -362,8 +365,10 @@ class Link:
                     self._work.wait(pause_s)
                     continue
                 if outgoing is not None:
-                    segment = outgoing.take(_RESERVE_BYTES) or (left <= 0 and outgoing.take_one())
-                    if segment:
+                    written = outgoing.nbytes - outgoing.left
+                    room = _segment_bytes(written, outgoing.began, _WRITTEN)
+                    segment = outgoing.take(_RESERVE_BYTES, room)
+                    if segment or (left <= 0 and (segment := outgoing.take_one())):
                         self._queue.begin(outgoing, time.perf_counter())
                         outgoing.busy = True
                         return outgoing, segment
@@ -592,16 +597,14 @@ class Link:
 
     def _pass_on(self, relay: Relay) -> bool:
         """Read the tensor bytes and pass them on as they come; whether all came."""
-        buffer = relay.begin()
-        got = 0
+        buffer, began, got = relay.begin(), time.perf_counter(), 0
         while got < len(buffer):
-            started = time.perf_counter()
-            count = self._fill_piece(buffer[got : got + self._segments.segment_bytes])
+            size = _segment_bytes(got, began, _PASSED_ON)
+            count = self._fill_piece(buffer[got : got + size])
             if not count:
                 return False
             parts = [buffer[got : got + count]]
             got += count
-            self._segments.saw(count, time.perf_counter() - started)
             if got == len(buffer):
                 checksum = self._incoming.take(CHECKSUM_BYTES)
                 if checksum is None:
@@ -651,7 +654,7 @@ class Link:
 
     def _read_mark(self) -> bool:
         """Read what stands between two pieces; False when the link was closed on our side."""
-        while (mark := self._incoming.take(1)) == INSIDE:
+        while (mark := self._incoming.take(1, most=1)) == INSIDE:
             prefix = self._incoming.take(PREFIX_BYTES)
             frame = prefix and self._read_header(prefix, inside=True)
             if not frame or not self._is_whole(frame, Hasher(frame.raw)):
@@ -688,6 +691,13 @@ class Link:
         for outgoing in dropped:
             if outgoing.done is not None:
                 outgoing.done()
+
+
+def _segment_bytes(moved: int, began: float | None, limits: tuple[int, int, float]) -> int:
+    """How much of a frame to move at a time, of which `moved` bytes have gone since `began`."""
+    least, most, seconds = limits
+    elapsed = time.perf_counter() - (began or 0.0)
+    return max(least, min(most, moved, int(moved / max(elapsed, 1e-9) * seconds)))
 
 
 def _text(error: OSError) -> str:

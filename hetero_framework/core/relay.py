@@ -15,23 +15,6 @@ from hetero_framework.core.messages import FrameHeader, Message
 from hetero_framework.core.send_queue import Outgoing
 from hetero_framework.errors import HeteroError
 
-_SEGMENT_BYTES = (1 << 14, 1 << 18)
-"""Least and most of a relayed frame that is passed on at a time."""
-_SEGMENT_S = 0.001
-"""How long the bytes of one such segment should take to come in."""
-
-
-class SegmentSize:
-    """How much of a frame is passed on at a time: more on a quick link saves turns of threads."""
-
-    def __init__(self) -> None:
-        self.segment_bytes = _SEGMENT_BYTES[0]
-
-    def saw(self, nbytes: int, seconds: float) -> None:
-        smallest, largest = _SEGMENT_BYTES
-        aim = min(int(nbytes / max(seconds, 1e-9) * _SEGMENT_S), self.segment_bytes * 2)
-        self.segment_bytes = max(smallest, min(largest, aim))
-
 
 class Carrier(Protocol):
     """The link that a relayed frame goes out on; see `Link` for its methods."""

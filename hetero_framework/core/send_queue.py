@@ -29,6 +29,7 @@ VOID = b"\xff" * CHECKSUM_BYTES
 Buffer = bytes | memoryview
 EARLY_BYTES = 1 << 14
 """Bytes of a relayed frame that must be here before it is begun: its source does send."""
+_MARK = memoryview(GOES_ON)
 _ZEROS = memoryview(bytes(1 << 20))
 
 
@@ -118,7 +119,7 @@ class Outgoing:
         while len(data) > self._piece and self._unlaid > self._piece:
             if self._piece:
                 self._pending.append(data[: self._piece])
-            self._pending.append(memoryview(GOES_ON))
+            self._pending.append(_MARK)
             self._unlaid -= self._piece
             data, self._piece = data[self._piece :], PIECE_BYTES
         self._pending.append(data)
@@ -139,10 +140,12 @@ class Outgoing:
         self.missing = 0
 
     def take(self, reserve: int = 0, room: int = PIECE_BYTES) -> deque[memoryview]:
-        """The bytes that may be written now, no further than to the next mark; the last `reserve`
-        stay while more is to come. Of a frame of this process hardly more than `room` bytes."""
-        next_piece = 0 if self._pending else PIECE_BYTES
-        self._hash_some(min(room, self._piece or next_piece))
+        """The bytes that may be written now, to the last mark within `room` bytes, or else to the
+        next; the last `reserve` stay while more is to come. Of a frame of this process hardly more
+        than `room` bytes."""
+        piece = self._piece or (0 if self._pending else PIECE_BYTES)
+        more = 0 if self._pending else max(0, room - piece) // PIECE_BYTES * PIECE_BYTES
+        self._hash_some(min(room, piece + more))
         taken, self._pending = self._pending, deque()
         while reserve and self.missing and taken:
             last = taken.pop()
@@ -151,12 +154,14 @@ class Outgoing:
             reserve -= len(kept)
             if len(kept) < len(last):
                 taken.append(last[: -len(kept)])
-        return self._up_to_mark(taken) if self._marks else taken
+        return self._up_to_mark(taken, room) if self.relayed and self._marks else taken
 
-    def _up_to_mark(self, taken: deque[memoryview]) -> deque[memoryview]:
-        """Take the bytes in front of the next mark; keep those behind it."""
+    def _up_to_mark(self, taken: deque[memoryview], most: int) -> deque[memoryview]:
+        """Take the bytes in front of a mark; keep those behind it."""
+        marked = PIECE_BYTES + 1
         behind = self.nbytes - self.left - self._first
-        room = -behind if behind < 0 else PIECE_BYTES + 1 - behind % (PIECE_BYTES + 1)
+        room = -behind if behind < 0 else marked - behind % marked
+        room += max(0, most - room) // marked * marked
         front: deque[memoryview] = deque()
         while taken and room:
             view = taken.popleft()

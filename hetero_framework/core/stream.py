@@ -12,6 +12,8 @@ import socket
 import struct
 import sys
 from collections import deque
+from collections.abc import Iterable
+from itertools import islice, takewhile
 from typing import Protocol
 
 from hetero_framework.core import timeouts
@@ -113,28 +115,31 @@ class PlainStream:
 
     def write(self, buffers: deque[memoryview]) -> int:
         try:
-            return self._send(_coalesced(buffers), 0, MAX_CALL_BYTES)
+            return self._send(buffers, 0)
         except _TICKED:
             return 0  # the peer does not read at present
 
     def try_write(self, buffers: deque[memoryview], room: int) -> int:
         if not _CAN_TRY:
             return 0
-        try:
-            return self._send(buffers, socket.MSG_DONTWAIT, room)
-        except OSError:
-            return 0
-
-    def _send(self, buffers: deque[memoryview], flags: int, room: int) -> int:
-        if not _HAS_SENDMSG:
-            return self._socket.send(buffers[0][:room], flags)
         batch: list[memoryview] = []
         for view in buffers:
             batch.append(view[:room])
             room -= len(batch[-1])
-            if room == 0 or len(batch) == _IOV_MAX:
+            if not room:
                 break
-        return self._socket.sendmsg(batch, [], flags)
+        try:
+            return self._send(batch, socket.MSG_DONTWAIT)
+        except OSError:
+            return 0
+
+    def _send(self, buffers: Iterable[memoryview], flags: int) -> int:
+        if _HAS_SENDMSG:
+            return self._socket.sendmsg(islice(buffers, _IOV_MAX), [], flags)
+        # The small buffers in front become one, to save calls and packets.
+        small = list(takewhile(lambda view: len(view) <= _SMALL_BYTES, buffers))
+        first = b"".join(small) if small else next(iter(buffers))
+        return self._socket.send(first[:MAX_CALL_BYTES], flags)
 
     def end_writes(self) -> None:
         with contextlib.suppress(OSError):
@@ -151,15 +156,3 @@ class PlainStream:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _coalesced(buffers: deque[memoryview]) -> deque[memoryview]:
-    """Without sendmsg, the small buffers in front become one, to save calls and packets."""
-    if _HAS_SENDMSG or len(buffers) == 1 or len(buffers[0]) > _SMALL_BYTES:
-        return buffers
-    small: list[memoryview] = []
-    for buffer in buffers:
-        if len(buffer) > _SMALL_BYTES:
-            break
-        small.append(buffer)
-    return deque([memoryview(b"".join(small))])

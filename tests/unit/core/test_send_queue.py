@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -99,13 +99,37 @@ def large(*, begun_with: int = 0) -> Outgoing:
     return frame
 
 
-def test_a_segment_ends_at_a_mark() -> None:
-    frame = large()
-    sizes = []
-    while segment := frame.take(room=1 << 30):
-        sizes.append(len(joined(segment)))
-        frame.left -= sizes[-1]
-    assert sizes == [4 + PIECE_BYTES, 1 + PIECE_BYTES, 1 + 1 + 8]
+def large_relayed() -> Outgoing:
+    """The same frame, all of whose bytes have come from another link."""
+    frame = relayed(2 * PIECE_BYTES + 1)
+    frame.feed(memoryview(bytes(2 * PIECE_BYTES + 1 + CHECKSUM_BYTES)))
+    return frame
+
+
+@pytest.mark.parametrize("make", [large, large_relayed])
+@pytest.mark.parametrize(
+    ("room", "sizes"),
+    [
+        (PIECE_BYTES + 4, [4 + PIECE_BYTES, 1 + PIECE_BYTES, 1 + 1 + 8]),
+        (2 * PIECE_BYTES + 2, [4 + PIECE_BYTES, 1 + PIECE_BYTES + 1 + 1 + 8]),
+        (2 * PIECE_BYTES + 5, [4 + PIECE_BYTES + 1 + PIECE_BYTES, 1 + 1 + 8]),
+    ],
+)
+def test_a_segment_ends_at_the_last_mark_in_its_room(
+    make: Callable[[], Outgoing], room: int, sizes: list[int]
+) -> None:
+    frame, found = make(), []
+    while segment := frame.take(room=room):
+        found.append(len(joined(segment)))
+        frame.left -= found[-1]
+    assert found == sizes
+
+
+def test_what_was_put_back_of_several_pieces_goes_before_more_is_hashed() -> None:
+    frame = Outgoing([b"head", memoryview(bytes(9 * PIECE_BYTES))])
+    taken = frame.take(room=4 * PIECE_BYTES + 4)
+    frame.wrote(taken, PIECE_BYTES)
+    assert len(joined(frame.take(room=8 * PIECE_BYTES))) == 4 + 3 * (PIECE_BYTES + 1)
 
 
 @pytest.mark.parametrize(
