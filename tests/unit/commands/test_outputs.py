@@ -19,6 +19,7 @@ from tests.installed import needs
 FILES = {
     ("init", "--output"): ["--non-interactive", "--layers", "4"],
     ("convert", "--output"): ["in/recipe.yml"],
+    ("doctor", "--report"): ["--config", "in/hetero_config.json"],
     ("diagram", "--output"): ["--format", "mmd", "--config", "in/hetero_config.json"],
     ("plan", "--save-profile"): ["--dry-run", "--config", "in/hetero_config.json"],
     ("plan", "--picture"): ["--profile", "in/profile.json"],

@@ -1,0 +1,1 @@
+"""Completions of the command line for bash, zsh and fish."""

@@ -1,0 +1,134 @@
+"""Shells complete `hetero` by the scripts of `hetero completions`: typed into real ones."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hetero_framework.cli import build_parser, main
+
+SHELLS = {
+    "bash": ["bash", "--norc", "--noprofile", "-i"],
+    "zsh": ["zsh", "-f", "-i"],
+    "fish": ["fish", "--no-config"],
+}
+START = {
+    "bash": "source completions.bash",
+    "zsh": "autoload -Uz compinit; compinit -u -d ./dump; source completions.zsh",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The three scripts, and something to complete."""
+    place = tmp_path_factory.mktemp("shell")
+    (place / "my config.json").write_text("{}")
+    (place / "runs").mkdir()
+    (place / "runs.txt").write_text("")
+    return place
+
+
+@pytest.fixture(autouse=True)
+def scripts(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    made = {}
+    for shell in SHELLS:
+        assert main(["completions", shell]) == 0
+        made[shell] = capsys.readouterr().out
+        (folder / f"completions.{shell}").write_text(made[shell], encoding="utf-8")
+    return made
+
+
+def typed(shell: str, line: str, folder: Path) -> list[str]:
+    """The words that `hetero` is called with where this line is typed, \t and all."""
+    import pty  # not on Windows
+
+    screen, inside = pty.openpty()
+    environment = {**os.environ, "TERM": "dumb", "PS1": "", "HISTFILE": "", "INPUTRC": os.devnull}
+    ends = {"stdin": inside, "stdout": inside, "stderr": inside}
+    with subprocess.Popen(
+        SHELLS[shell], cwd=folder, env=environment, start_new_session=True, **ends
+    ):
+        os.close(inside)
+        os.write(screen, b"%s\n" % START[shell].encode())
+        os.write(screen, b"hetero() { printf '<%s>' \"$@\"; echo '|end'; exit; }\necho rea''dy\n")
+        _until(screen, b"\nready\r\n")
+        os.write(screen, line.encode() + b"\n")
+        said = _until(screen, b">|end").decode()
+        os.close(screen)
+    return re.findall("<(.*?)>", re.findall(r"(<[^\n]*>)\|end", said)[-1])
+
+
+def _until(screen: int, end: bytes) -> bytes:
+    said = b""
+    while end not in said:
+        said += os.read(screen, 65536)
+    return said
+
+
+def plain(words: list[str]) -> list[str]:
+    """Without the equals signs that zsh writes, and the slash that it takes away at the end."""
+    parts = [word.split("=") if word.startswith("--") else [word.rstrip("/")] for word in words]
+    return [one for part in parts for one in part]
+
+
+LINES = {
+    "tra\t": ["train"],
+    "train --rol\tcoor\t": ["train", "--role", "coordinator"],
+    "train --conf\tmy\t": ["train", "--config", "my config.json"],
+    "train --config=my\t": ["train", "--config=my config.json"],
+    "train --keys ru\t": ["train", "--keys", "runs/"],
+    "train --set training.max_st\t7": ["train", "--set", "training.max_steps=7"],
+    "keys rev\t": ["keys", "revoke"],
+    "init --objective kt\t": ["init", "--objective", "kto"],
+}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize(("line", "words"), LINES.items(), ids=lambda x: str(x))
+def test_a_typed_line_is_completed(shell: str, line: str, words: list[str], folder: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"without {shell}")
+    assert plain(typed(shell, f"hetero {line}", folder)) == plain(words)
+
+
+def asked(line: str, folder: Path) -> list[str]:
+    """The candidates of fish for a line."""
+    code = f"source completions.fish; complete -C '{line}'"
+    command = [*SHELLS["fish"], "-c", code]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return [found.partition("\t")[0] for found in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(("line", "words"), LINES.items(), ids=lambda x: str(x))
+def test_fish_has_the_same_candidates(line: str, words: list[str], folder: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("without fish")
+    typed_so_far = ""
+    for part, word in zip(line.split("\t")[:-1], words[-line.count("\t") :], strict=True):
+        typed_so_far = f"{typed_so_far} {part}".strip()
+        expected = re.sub(r"=\d$", "=", word)
+        assert asked(f"hetero {typed_so_far}", folder) == [expected]
+        typed_so_far = typed_so_far.rpartition(" ")[0] + f" {word}"
+
+
+def of(parser: argparse.ArgumentParser) -> set[str]:
+    """A command's options that its help shows."""
+    shown = (action for action in parser._actions if action.help != argparse.SUPPRESS)
+    return {name for action in shown for name in action.option_strings}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_script_has_every_command_and_option(shell: str, scripts: dict[str, str]) -> None:
+    (commands,) = build_parser()._subparsers._group_actions  # type: ignore[union-attr]
+    assert isinstance(commands, argparse._SubParsersAction)
+    for command, parser in commands.choices.items():
+        mark = f"'__hetero_is {command}'" if shell == "fish" else f"    {command}) "
+        lines = (line for line in scripts[shell].splitlines() if mark in line)
+        found = re.sub(r"-l (?=\w)", "--", re.sub(r"-s (?=\w)", "-", " ".join(lines)))
+        assert of(parser) <= set(re.findall(r"(?<=[ '*])--?[\w-]+", found)), command
