@@ -61,11 +61,24 @@ def save(name: str, result: dict[str, Any]) -> Path:
     return path
 
 
+def commits_since(result: dict[str, Any]) -> int | None:
+    """How often the package has changed since the commit that a kept result is of; None where that
+    is unknown."""
+    commit = str(result.get("environment", {}).get("commit")).removesuffix("-dirty")
+    counted = _git("rev-list", "--count", f"{commit}..HEAD", "--", "../hetero_framework")
+    return int(counted) if counted else None
+
+
 def _commit() -> str | None:
     """The commit of the sources, with a mark when they were changed since; None without git."""
+    return _git("describe", "--always", "--dirty", "--abbrev=12")
+
+
+def _git(*arguments: str) -> str | None:
+    """What git prints; None where it cannot say."""
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        answer = subprocess.run(
+            ["git", *arguments],
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
@@ -73,7 +86,7 @@ def _commit() -> str | None:
         )
     except OSError:
         return None
-    return described.stdout.strip() or None
+    return answer.stdout.strip() or None
 
 
 def _version(package: str) -> str | None:

@@ -1,8 +1,10 @@
-"""One tensor from process to process: `Link` against a bare socket loop and gloo.
+"""One tensor from process to process: `Link` against a bare socket loop and gloo; with TLS, against
+Python's `ssl` alone.
 
     python -m benchmarks.transport --mb 16
     python -m benchmarks.transport --mb 16 --relay
     python -m benchmarks.transport --mb 0
+    python -m benchmarks.transport --engines tls,ssl
 
 Every engine has its own connection over the loopback from this process to a receiving one; with
 `--relay` a third process stands between them and passes everything on. In each round all engines
@@ -13,7 +15,8 @@ small message goes there and one comes back. Afterwards each engine alone sends 
 the CPU time of each process per transfer (all its threads).
 
 The ratios are medians over the rounds: seconds of the other engine / seconds of the link, so 1
-means that the link is as fast. Prints one JSON object per engine and one with the ratios; `--save`
+means that the link is as fast; `cpu_ratio_to` an engine compares the CPU time of all processes, the
+link's / the other one's. Prints one JSON object per engine and one with the ratios; `--save`
 keeps all of it under benchmarks/results. `--slow-ms` makes the link's receiver sleep, to see that
 the measurement notices.
 """
@@ -23,27 +26,34 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import queue
 import socket
+import ssl
 import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from benchmarks.network import free_ports
+from hetero_framework.core import tls
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.link import Link
 from hetero_framework.core.messages import Abort, Aborted, Forward, Message
-from hetero_framework.core.stream import PlainStream
+from hetero_framework.core.stream import PlainStream, Stream
 from hetero_framework.errors import HeteroError
 
-ENGINES = ("link", "bare", "gloo")
+ENGINES = ("link", "bare", "gloo", "tls", "ssl")
+_DEFAULT = "link,bare,gloo"
+_AGAINST = {"link": ("bare", "gloo"), "tls": ("ssl", "bare")}
 _WARM_UP = 5  # buffers and the kernel's windows
 _SMALL_BYTES = 40  # a message without a tensor has about as many
 _RELAY_PIECE_BYTES = 1 << 18
@@ -110,9 +120,9 @@ def _ignore_close(reason: HeteroError | None) -> None:
 _GREETING_S = 60.0
 
 
-def _link_sender(sock: socket.socket, payload: memoryview) -> tuple[Transfer, Link]:
+def _link_sender(stream: Stream, payload: memoryview) -> tuple[Transfer, Link]:
     acknowledged: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    link = Link(PlainStream(sock), "receiver", acknowledged.put, _ignore_close)
+    link = Link(stream, "receiver", acknowledged.put, _ignore_close)
     link.start()
     link.send(Message(Abort(*_STEP)))  # as the greeting: before it nobody may speak of turns
     acknowledged.get(timeout=_GREETING_S)
@@ -132,14 +142,14 @@ def _link_sender(sock: socket.socket, payload: memoryview) -> tuple[Transfer, Li
     return transfer, link
 
 
-def _link_receiver(sock: socket.socket, slow_ms: float) -> Link:
+def _link_receiver(stream: Stream, slow_ms: float) -> Link:
     def acknowledge(message: Message) -> None:
         if slow_ms:
             time.sleep(slow_ms / 1000)
         message.release()
         link.send(Message(Aborted(*_STEP)))
 
-    link = Link(PlainStream(sock), "sender", acknowledge, _ignore_close)
+    link = Link(stream, "sender", acknowledge, _ignore_close)
     link.start()
     return link
 
@@ -163,6 +173,35 @@ def _link_relay(inward: socket.socket, outward: socket.socket) -> list[Link]:
     for link in links:
         link.start()
     return links
+
+
+# ----------------------------------------------------------------------------------------- TLS
+
+
+def _keys(folder: Path) -> None:
+    from hetero_framework.security.certificates import ensure_authority, issue_missing
+    from hetero_framework.security.keys import KeyDirectory
+
+    keys = KeyDirectory(folder)
+    ensure_authority(keys)
+    issue_missing(keys, [1])
+
+
+def _context(folder: str, *, server: bool) -> ssl.SSLContext:
+    name = "coordinator.pem" if server else "worker-1.pem"
+    return tls.context(Path(folder) / name, server=server)
+
+
+def _tls_stream(sock: socket.socket, keys: str, *, server: bool) -> tls.TlsStream:
+    context = _context(keys, server=server)
+    if server:
+        return tls.accept(PlainStream(sock), context, lambda *_: None, {})[0]
+    return tls.dial(PlainStream(sock), context, lambda *_: None, {}, "the sender")
+
+
+def _ssl_socket(sock: socket.socket, keys: str, *, server: bool) -> ssl.SSLSocket:
+    context = _context(keys, server=server)
+    return context.wrap_socket(_bare_socket(sock), server_side=server)
 
 
 # ---------------------------------------------------------------------------------------- gloo
@@ -242,10 +281,21 @@ def serve(options: argparse.Namespace) -> None:
                     pair = [stack.enter_context(_bare_socket(s)) for s in (inward, outward)]
                     threads.append(threading.Thread(target=_bare_relay, args=pair))
                     threads.append(threading.Thread(target=_bare_relay, args=pair[::-1]))
-            elif engine == "link":
-                stack.callback(_link_receiver(inward, options.slow_ms).close)
+            elif engine in _AGAINST:
+                secret = engine == "tls"
+                stream = (
+                    _tls_stream(inward, options.keys, server=False)
+                    if secret
+                    else PlainStream(inward)
+                )
+                stack.callback(_link_receiver(stream, options.slow_ms).close)
             else:
-                bare = stack.enter_context(_bare_socket(inward))
+                secret = engine == "ssl"
+                bare = stack.enter_context(
+                    _ssl_socket(inward, options.keys, server=False)
+                    if secret
+                    else _bare_socket(inward)
+                )
                 arguments = (bare, nbytes or _SMALL_BYTES)
                 threads.append(threading.Thread(target=_bare_receiver, args=arguments))
         for thread in threads:
@@ -259,9 +309,11 @@ def serve(options: argparse.Namespace) -> None:
 class _Child:
     """A process of `serve`."""
 
-    def __init__(self, kind: str, port: int, options: argparse.Namespace, gloo_port: int) -> None:
+    def __init__(
+        self, kind: str, port: int, options: argparse.Namespace, gloo_port: int, keys: str
+    ) -> None:
         command = [sys.executable, "-m", "benchmarks.transport", "--serve", kind]
-        command += ["--port", str(port), "--gloo-port", str(gloo_port)]
+        command += ["--port", str(port), "--gloo-port", str(gloo_port), "--keys", keys]
         command += ["--ranks", str(2 + options.relay), "--engines", options.engines]
         command += ["--mb", str(options.mb), "--slow-ms", str(options.slow_ms)]
         command += ["--transfers", str(_transfers(options))]
@@ -310,11 +362,14 @@ def _opened(options: argparse.Namespace) -> Iterator[tuple[dict[str, Transfer], 
     (gloo_port,) = free_ports(1)
     transfers: dict[str, Transfer] = {}
     with contextlib.ExitStack() as stack:
+        keys = stack.enter_context(tempfile.TemporaryDirectory())
+        if {"tls", "ssl"} & set(engines):
+            _keys(Path(keys))
         listener = stack.enter_context(contextlib.closing(Listener("127.0.0.1", 0)))
         children: list[_Child] = []
         for kind in ("relay", "receiver") if options.relay else ("receiver",):
             port = children[-1].port if children else listener.port
-            children.append(_Child(kind, port, options, gloo_port))
+            children.append(_Child(kind, port, options, gloo_port, keys))
             stack.callback(children[-1].close)
         for engine in engines:
             if engine == "gloo":
@@ -323,11 +378,16 @@ def _opened(options: argparse.Namespace) -> Iterator[tuple[dict[str, Transfer], 
                 transfers[engine] = gloo.transfer
                 continue
             sock = _accepted(listener)
-            if engine == "link":
-                transfers[engine], link = _link_sender(sock, payload)
+            if engine in _AGAINST:
+                secret = engine == "tls"
+                stream = _tls_stream(sock, keys, server=True) if secret else PlainStream(sock)
+                transfers[engine], link = _link_sender(stream, payload)
                 stack.callback(link.close)
             else:
-                bare = stack.enter_context(_bare_socket(sock))
+                secret = engine == "ssl"
+                bare = stack.enter_context(
+                    _ssl_socket(sock, keys, server=True) if secret else _bare_socket(sock)
+                )
                 transfers[engine] = _bare_sender(bare, payload or memoryview(bytes(_SMALL_BYTES)))
         yield transfers, children
 
@@ -379,13 +439,14 @@ def summarise(
         }
         for name, values in seconds.items()
     ]
-    ratios = {
-        f"ratio_to_{name}": round(
-            statistics.median(a / b for a, b in zip(values, seconds["link"], strict=True)), 3
-        )
-        for name, values in seconds.items()
-        if name != "link" and "link" in seconds
-    }
+    ratios = {}
+    for ours, others in _AGAINST.items():
+        for name in set(others) & seconds.keys() if ours in seconds else ():
+            pairs = zip(seconds[name], seconds[ours], strict=True)
+            cpu_ratio = sum(cpu[ours].values()) / (sum(cpu[name].values()) or math.inf)
+            suffix = name if ours == "link" else f"{name}_of_{ours}"
+            ratios[f"ratio_to_{suffix}"] = round(statistics.median(a / b for a, b in pairs), 3)
+            ratios[f"cpu_ratio_to_{suffix}"] = round(cpu_ratio, 3)
     return {"engines": engines, **ratios}
 
 
@@ -394,13 +455,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--mb", type=float, default=16.0, help="tensor size in 10^6 bytes")
     parser.add_argument("--rounds", type=int, default=150)
     parser.add_argument("--in-flight", type=int, default=1, help="tensors before waiting")
-    parser.add_argument(
-        "--engines", default=",".join(ENGINES), help="some of " + ", ".join(ENGINES)
-    )
+    parser.add_argument("--engines", default=_DEFAULT, help="some of " + ", ".join(ENGINES))
     parser.add_argument("--relay", action="store_true", help="a third process in the middle")
     parser.add_argument("--slow-ms", type=float, default=0.0, help="slow the link's receiver")
     parser.add_argument("--save", action="store_true", help="keep the result as a file")
     parser.add_argument("--serve", choices=("relay", "receiver"), help=argparse.SUPPRESS)
+    parser.add_argument("--keys", help=argparse.SUPPRESS)
     for name in ("--port", "--gloo-port", "--ranks", "--transfers"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     return parser
@@ -412,6 +472,8 @@ def main() -> None:
     unknown = set(options.engines.split(",")) - set(ENGINES)
     if unknown:
         parser.error(f"--engines: {', '.join(sorted(unknown))} is none of {', '.join(ENGINES)}")
+    if options.relay and set(options.engines.split(",")) & {"tls", "ssl"}:
+        parser.error("--relay: not with tls and ssl")
     if options.serve:
         serve(options)
         return

@@ -21,6 +21,8 @@ _MOST_PAUSE_S = 1.0
 """For one piece."""
 _LEAST_S = 0.010
 """A frame that takes less is not held back."""
+_FASTEST = 2e8
+"""Bytes per second. A faster network empties its buffers before a writer that waits wakes up."""
 _FRAMES = 8
 
 
@@ -51,7 +53,7 @@ class SendPacing:
 
     def wrote(self, nbytes: int, frame_bytes: int, *, is_last: bool) -> None:
         """`nbytes` of a frame of `frame_bytes` were written."""
-        if frame_bytes <= _LEAST_S * self._rate or not self._rate:
+        if frame_bytes <= _LEAST_S * self._rate or not 0 < self._rate < _FASTEST:
             return
         now = self._clock()
         lasts_s = min(nbytes / self._rate, _MOST_PAUSE_S)

@@ -23,6 +23,7 @@ from typing import Any
 
 from hetero_framework.core import timeouts
 from hetero_framework.core.dial import HANDSHAKE_HINT
+from hetero_framework.core.frames import PIECE_BYTES
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.send_queue import drop_sent
 from hetero_framework.core.stream import Stream
@@ -31,7 +32,7 @@ from hetero_framework.log import one_line
 
 ALPN = "hetero/1"
 _CIPHERTEXT_BYTES = 1 << 18
-_PLAIN_BYTES = 1 << 18
+_PLAIN_BYTES = 2 * (PIECE_BYTES + 1)
 """Read from the socket, or encrypted, at a time."""
 _JOINED_BYTES = 1 << 14
 """Buffers up to this size, the most that a record holds, are joined before they are encrypted."""
@@ -339,18 +340,18 @@ class TlsStream:
     def _decrypt(self, view: memoryview) -> int:
         """Fill `view` from the received records, one of at most 16 KiB at a time."""
         got = 0
-        while got < len(view):
-            with self._lock:
-                try:
+        with self._lock:
+            try:
+                while got < len(view):
                     count: Any = self._ssl.read(len(view) - got, view[got:])  # type: ignore[arg-type]
-                except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
-                    break
-                except ssl.SSLError as error:
-                    text = f"what came was changed on its way ({_reason(error)})"
-                    raise ConnectionError(text) from error
-            if not count:
-                break
-            got += count
+                    if not count:
+                        break
+                    got += count
+            except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+                pass
+            except ssl.SSLError as error:
+                text = f"what came was changed on its way ({_reason(error)})"
+                raise ConnectionError(text) from error
         return got
 
     # -- writing ----------------------------------------------------------------------------------

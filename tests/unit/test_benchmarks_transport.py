@@ -17,6 +17,8 @@ def test_figures_are_those_of_the_samples() -> None:
     assert link["cpu_ms"] == {"sender": 1.0, "receiver": 2.0}
     assert figures["ratio_to_bare"] == 0.8
     assert figures["ratio_to_gloo"] == 2.0
+    assert figures["cpu_ratio_to_bare"] == 1.0
+    assert "ratio_to_ssl_of_tls" not in figures
 
 
 @pytest.mark.long

@@ -59,6 +59,13 @@ def test_short_frames_are_not_paced() -> None:
     assert writer.frame() == 0.0
 
 
+@pytest.mark.parametrize(("rate", "paced"), [(1.9e8, True), (2.1e8, False)])
+def test_a_fast_network_is_left_to_itself(rate: float, paced: bool) -> None:
+    writer = Writer()
+    writer.pace.heard(rate, alone=True)
+    assert (writer.frame(pieces=100) > 0) is paced
+
+
 def test_the_fastest_of_the_last_frames_counts() -> None:
     writer = Writer()
     for rate in (2e6, 1e6):
