@@ -8,6 +8,7 @@
 # make islands real islands with torchft's lighthouse: kills at every point (Linux x86-64)
 # make lowest   the unit tests and the demo with the oldest versions that pyproject.toml permits
 # make emulated  the CUDA code on an emulated device (Linux, a C++ compiler)
+# make dist    sdist and wheel, checked; the demo of the installed wheel, in an environment of its own
 # make bench   the benchmarks, 10 minutes; results under benchmarks/results
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 endif
 STAMP := $(VENV)/.hetero-setup
 
-.PHONY: setup demo demo-islands test lint lines faults long islands lowest emulated bench clean
+.PHONY: setup demo demo-islands test lint lines faults long islands lowest emulated dist bench clean
 
 setup: $(STAMP)
 
@@ -81,8 +82,20 @@ lowest:
 emulated: setup
 	$(BIN)/python -m pytest -m "emulated or not emulated" tests/unit/test_emulated_device.py $(PYTEST_ARGS)
 
+# The demo runs elsewhere, since Python would import the sources of the current directory.
+DIST := $(VENV)-dist
+DIST_BIN := $(abspath $(DIST)/$(notdir $(BIN)))
+dist:
+	$(PYTHON) -c "import shutil; shutil.rmtree('dist', ignore_errors=True)"
+	$(PYTHON) -m venv --clear $(DIST)
+	$(DIST_BIN)/python -m pip install --quiet --disable-pip-version-check build twine "$(TORCH_SPEC)"
+	$(DIST_BIN)/python -m build
+	$(DIST_BIN)/python -m twine check --strict dist/*
+	$(DIST_BIN)/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	cd dist && HF_HUB_OFFLINE=1 $(DIST_BIN)/hetero demo --output ../runs/dist --overwrite
+
 bench: setup
 	$(BIN)/python -m benchmarks.suite
 
 clean:
-	$(PYTHON) -c "import shutil; [shutil.rmtree(p, ignore_errors=True) for p in ('runs', 'build', '.pytest_cache', '.mypy_cache', '.ruff_cache')]"
+	$(PYTHON) -c "import shutil; [shutil.rmtree(p, ignore_errors=True) for p in ('runs', 'build', 'dist', '.pytest_cache', '.mypy_cache', '.ruff_cache')]"

@@ -26,8 +26,9 @@ from typing import Any
 
 from benchmarks.machines import run_program
 from benchmarks.network import free_ports
-from examples import demo
 from hetero_framework.errors import HeteroError
+from hetero_framework.extras.demo import made
+from hetero_framework.extras.demo.commands.demo import CONFIG
 
 _LOOK_S = 0.01
 _MOST_S = 300.0
@@ -64,7 +65,7 @@ def timed(command: list[str], environment: dict[str, str], awaited: Path | None 
 
 def configuration(folder: Path, name: str, workers: int) -> Path:
     """The shipped configuration for a short run, with so many of its workers."""
-    config: dict[str, Any] = json.loads(demo.CONFIG.read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(CONFIG.read_text(encoding="utf-8"))
     config["model"] = {"name_or_path": str(folder / "model")}
     config["data"] = {**config["data"], "train": str(folder / "data.jsonl")}
     config["workers"] = config["workers"][:workers]
@@ -111,11 +112,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5, help="after the first, cold one")
     rounds = parser.parse_args().rounds
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        first, _ = demo.split_sources()
-        demo.make_model(folder / "model", first)
-        demo.write_samples(folder / "data.jsonl", first)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        files = made.sources()
+        made.make_model(folder / "model", files)
+        made.write_samples(folder / "data.jsonl", made.pieces(files))
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HETERO_CACHE": str(folder / "cache")}
         named = jobs(folder)
         named["import"](environment)  # what the system reads from the disk it keeps from here on

@@ -88,7 +88,6 @@ def picture(name: str) -> list[str]:
 def run_with_a_death() -> None:
     """The live table in a run's middle, and what its screen shows after worker 1 was killed."""
     settings = json.loads((DEMO / "lora_config.json").read_text(encoding="utf-8"))
-    settings["model"]["name_or_path"], settings["data"]["train"] = "full/model", "data/lora.jsonl"
     settings["training"] |= {"output_dir": "pictured", "per_device_train_batch_size": 2}
     (DEMO / "lora.json").write_text(json.dumps(settings))
     shutil.rmtree(DEMO / "pictured", ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Write docs/images/demo.svg: `python docs/record.py` runs examples/demo.py in a terminal and
+"""Write docs/images/demo.svg: `python docs/record.py` runs `hetero demo` in a terminal and
 records its screen (not on Windows; some minutes).
 
 A picture without scripts: each line has the times at which it is there. A viewer that plays no
@@ -41,7 +41,7 @@ def main() -> None:
     began, frames = time.monotonic(), []
     for written in terminal([sys.executable, "examples/demo.py"], ROOT):
         frames.append((time.monotonic() - began, lines(screen(written))))
-    svg = draw(paced(frames), f"python examples/demo.py ({frames[-1][0]:.0f} s, shortened)")
+    svg = draw(paced(frames), f"hetero demo ({frames[-1][0]:.0f} s, shortened)")
     check(svg)
     (IMAGES / "demo.svg").write_text(svg, encoding="utf-8")
     print(f"{len(frames)} screens, {len(svg) / 1e3:.0f} kB")

@@ -2,7 +2,7 @@
 
     make demo-islands        or        python examples/demo_islands.py
 
-1. Make the small model and the data of `demo.py`.
+1. Make the small model and the data of `hetero demo`.
 2. Start a lighthouse, and two islands: "attic", a coordinator with one worker, and "garage", one
    with two. Each takes steps alone; then they average what has changed.
 3. Kill garage's coordinator in the middle. Attic goes on; garage is started again with the same
@@ -25,11 +25,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+from hetero_framework.extras.demo import made
+from hetero_framework.extras.demo.commands.demo import say
 
-import demo
-
-RUN = demo.ROOT / "runs" / "islands"
+RUN = Path(__file__).resolve().parents[1] / "runs" / "islands"
 CUTS = {"attic": [3], "garage": [2, 4]}
 LAYERS = 6
 ROWS = ACCUMULATION = 4
@@ -47,12 +46,12 @@ def main() -> int:
     shutil.rmtree(RUN, ignore_errors=True)
     (RUN / "data").mkdir(parents=True)
 
-    demo.say("1. a tokenizer and a random model from the Python standard library")
-    files, _ = demo.split_sources()
-    demo.make_model(RUN / "model", files)
-    demo.write_samples(RUN / "data" / "train.jsonl", files)
+    say("1. a tokenizer and a random model from the Python standard library")
+    files = made.sources()
+    made.make_model(RUN / "model", files)
+    made.write_samples(RUN / "data" / "train.jsonl", made.pieces(files))
 
-    demo.say("2. a lighthouse, and two islands: attic of two processes, garage of three")
+    say("2. a lighthouse, and two islands: attic of two processes, garage of three")
     port, *ports = free_ports(4)
     with ExitStack() as stack:
         start(stack, "lighthouse", ["lighthouse", "--bind", f"127.0.0.1:{port}"])
@@ -62,7 +61,7 @@ def main() -> int:
         }
         wait_for_step(RUN / "garage", arguments.steps // 3, islands["garage"])
 
-        demo.say("3. garage's coordinator is killed, and started again with the same command")
+        say("3. garage's coordinator is killed, and started again with the same command")
         islands["garage"].kill()
         islands["garage"].wait()
         islands["garage"] = start(stack, "garage", train("garage", None))
@@ -71,7 +70,7 @@ def main() -> int:
         print(f"an island has failed: {codes}; their lines are in {RUN}")
         return 1
 
-    demo.say(f"done in {time.monotonic() - started:.0f} s")
+    say(f"done in {time.monotonic() - started:.0f} s")
     same = weights_of("attic") == weights_of("garage")
     print("\n".join(costs(same)))
     return 0 if same else 1

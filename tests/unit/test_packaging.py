@@ -42,6 +42,8 @@ def test_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> None:
     }
     assert files <= set(wheel.namelist())
     assert "hetero_framework/py.typed" in files
+    others = {name.partition("/")[0] for name in wheel.namelist()} - {"hetero_framework"}
+    assert [name for name in others if not name.endswith(".dist-info")] == []  # no tests
 
 
 def test_the_wheel_has_its_metadata(wheel: zipfile.ZipFile) -> None:

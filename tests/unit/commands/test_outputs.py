@@ -32,7 +32,13 @@ FILES = {
 THERE = registry.names("commands")  # an extra may be taken away
 FILES = {key: words for key, words in FILES.items() if key[0] in THERE}
 FOLDERS = {  # each command looks at them itself; see its own tests
-    *(("launch", "--output"), ("keys", "--output"), ("export", "--output"), ("merge", "--output"))
+    *(
+        ("demo", "--output"),
+        ("launch", "--output"),
+        ("keys", "--output"),
+        ("export", "--output"),
+        ("merge", "--output"),
+    )
 }
 FOLDERS = {key for key in FOLDERS if key[0] in THERE}
 CHANGED = {  # a run's own directories, and files that are there to be changed

@@ -1,0 +1,173 @@
+"""`hetero demo`: makes a small model, trains it in three processes, and adapts it, offline.
+
+1. A BPE tokenizer from the Python standard library's own source files, and a Llama of about 12
+   million random weights.
+2. All of them trained on these files: a coordinator and two workers, over TCP.
+3. A LoRA adapter on that model, which learns texts of another kind.
+4. The adapter again, with a worker killed in the middle: it comes back, and the result is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hetero_framework.commands.options import OutputFolder, at_least, option, overwrite, value
+from hetero_framework.core.files import write_json
+from hetero_framework.errors import UserError
+from hetero_framework.extras.demo import made
+from hetero_framework.trainer.read_metrics import read_curves
+
+EXAMPLES = """
+    hetero demo
+    hetero demo --output first_try --lora-steps 24
+    """
+_HELP = "where everything is made (default: hetero_demo)"
+OPTIONS = (
+    option("--output", type=OutputFolder, metavar="DIR", default="hetero_demo", help=_HELP),
+    overwrite("replace an earlier demonstration in DIR; other files in it stay"),
+    value("--full-steps", "N", "steps of part 2 (default: 32)", type=at_least(1), default=32),
+    value("--lora-steps", "N", "steps of part 3 (default: 12)", type=at_least(4), default=12),
+)
+CONFIG = Path(__file__).parents[1] / "hetero_config.json"
+_MADE = ("model", "data", "full", "lora", "killed", "full_config.json", "lora_config.json")
+_TEXTS, _HELD_OUT = 800, 64
+_BAR = 50
+
+
+def run(arguments: argparse.Namespace) -> int:
+    folder, started = Path(arguments.output).absolute(), time.monotonic()
+    there = [folder / name for name in _MADE if (folder / name).exists()]
+    if there and not arguments.overwrite:
+        raise UserError(f"{there[0]} exists already", hint="replace it with --overwrite")
+    for earlier in there:
+        shutil.rmtree(earlier) if earlier.is_dir() else earlier.unlink()
+    data = folder / "data"
+    data.mkdir(parents=True)
+
+    say("1. a tokenizer and a random model from the Python standard library")
+    files, texts = made.sources(), made.sums(_TEXTS)
+    made.make_model(folder / "model", files)
+    made.write_samples(data / "full.jsonl", made.pieces(files))
+    made.write_samples(data / "lora.jsonl", texts[_HELD_OUT:])
+    made.write_samples(data / "held_out.jsonl", texts[:_HELD_OUT])
+    full, lora = settings(arguments.full_steps, arguments.lora_steps)
+    write_json(folder / "full_config.json", full)
+    write_json(folder / "lora_config.json", lora)
+
+    say("2. full training on source code: one coordinator, two workers, TCP on this machine")
+    with training(folder / "full_config.json"):
+        pass
+    say("3. LoRA on another kind of text, sums, on the model that part 2 trained")
+    with training(folder / "lora_config.json"):
+        pass
+    say("4. the same again, and worker 1 is killed in the middle")
+    with training(folder / "lora_config.json", 'training.output_dir="killed"') as process:
+        kill_worker(folder / "killed", process, worker=1, step=arguments.lora_steps // 2)
+    same = digest(folder / "killed") == digest(folder / "lora")
+    print(f"the adapters of 3 and 4 are {'the same, byte for byte' if same else 'NOT THE SAME'}")
+
+    say(f"done in {time.monotonic() - started:.0f} s")
+    for label, output in (("full training", folder / "full"), ("LoRA", folder / "lora")):
+        print("\n".join(summary(label, output)))
+    print("\n".join(curve(folder / "lora")))
+    print(f"files: {folder / 'full' / 'model'}\n       {folder / 'lora' / 'adapter'}")
+    return 0 if same else 1
+
+
+def say(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def settings(full_steps: int, lora_steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configurations of full training and of LoRA, which differ in what they train."""
+    full: dict[str, Any] = json.loads(CONFIG.read_text(encoding="utf-8"))
+    full["model"] = {"name_or_path": "model"}
+    full["data"] |= {"train": "data/full.jsonl"}
+    full["training"] |= {"output_dir": "full", "max_steps": full_steps}
+    lora = {**full, "model": {"name_or_path": "full/model"}}
+    lora["data"] = {**full["data"], "train": "data/lora.jsonl", "eval": "data/held_out.jsonl"}
+    lora["adapter"] = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.05}
+    lora["adapter"]["target_modules"] = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"]
+    lora["training"] = {
+        **full["training"],
+        "output_dir": "lora",
+        "max_steps": lora_steps,
+        "learning_rate": 5e-3,
+        "warmup_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": lora_steps // 4,
+        "eval_on_start": True,
+    }
+    return full, lora
+
+
+@contextmanager
+def training(config: Path, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A run, whose end is waited for behind the block; its failure ends the demonstration."""
+    command = [sys.executable, "-m", "hetero_framework", "train", "--config", str(config)]
+    with subprocess.Popen([*command, *(f"--set={one}" for one in overrides)]) as process:
+        yield process
+    if process.returncode:
+        sys.exit(process.returncode)
+
+
+def kill_worker(output: Path, run: subprocess.Popen[bytes], *, worker: int, step: int) -> None:
+    """Kill a worker's process as soon as the run has done `step` steps."""
+    log, metrics = output / "logs" / "coordinator.log", output / "metrics.jsonl"
+    while run.poll() is None:
+        if metrics.exists() and metrics.read_bytes().count(b'"grad_norm"') >= step:
+            lines = log.read_text(encoding="utf-8")
+            found = re.findall(rf"worker {worker}: started as process (\d+)", lines)
+            psutil.Process(int(found[-1])).kill()
+            return
+        time.sleep(0.02)
+
+
+def digest(output: Path) -> str:
+    """Of a run's adapter."""
+    weights = output / "adapter" / "adapter_model.safetensors"
+    return hashlib.sha256(weights.read_bytes()).hexdigest()
+
+
+def summary(label: str, output: Path) -> list[str]:
+    """What a run's metrics say, in a few lines."""
+    text = (output / "metrics.jsonl").read_text(encoding="utf-8")
+    steps = [line for line in map(json.loads, text.splitlines()) if "loss" in line]
+    seconds = sum(step["step_seconds"] for step in steps)
+    tokens = sum(step["tokens"] for step in steps)
+    ways = ("bytes_in", "bytes_out", "direct_bytes_out")
+    wire = sum(s[way] for step in steps for s in step["stages"] for way in ways) / len(steps)
+    busy = [
+        sum(step["stages"][k]["busy_s"] for step in steps) / seconds
+        for k in range(len(steps[0]["stages"]))
+    ]
+    return [
+        f"{label}: loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f} in {len(steps)} steps, "
+        f"{tokens / seconds:,.0f} tokens/s, {wire / 2**20:.1f} MiB on the wire per step",
+        "  stages busy: " + ", ".join(f"{share:.0%}" for share in busy) + f"; {output}",
+    ]
+
+
+def curve(output: Path) -> list[str]:
+    """The losses of a run's evaluations as bars."""
+    steps, losses = read_curves(output)["eval_loss"]
+    bars = (f"  step {step:2}  {loss:.3f}  " for step, loss in zip(steps, losses, strict=True))
+    most = max(losses)
+    drawn = [
+        f"{bar}{'#' * round(_BAR * loss / most)}" for bar, loss in zip(bars, losses, strict=True)
+    ]
+    fell = 1 - losses[-1] / losses[0]
+    return [f"LoRA on sums that it has not seen: the loss fell by {fell:.0%}", *drawn]
