@@ -549,6 +549,10 @@ class DataConfig(Section):
     eval_packing: Annotated[bool | None, ReadIf("data.packing")] = None
     """Pack evaluation data too. null: as packing."""
 
+    streaming: bool = False
+    """Read and tokenise training data while the run goes on, without holding them. Needs
+    training.max_steps; rows are shuffled within blocks."""
+
     @field_validator("train", "eval")
     @classmethod
     def _names_something(cls, value: Any) -> Any:
@@ -619,7 +623,7 @@ class DataConfig(Section):
     @property
     def of_one_source(self) -> dict[str, Any]:
         """The settings that what is read of a source depends on, but for its path."""
-        others = {"train", "eval", "mixing", "stopping_strategy", "val_set_size"}
+        others = {"train", "eval", "mixing", "stopping_strategy", "val_set_size", "streaming"}
         return self.model_dump(exclude=others)
 
     @property
@@ -640,6 +644,12 @@ class DataConfig(Section):
             raise ValueError("packing fills rows up to max_length; set it to a number")
         if self.packing and self.truncation_mode == "keep_end":
             raise ValueError("packing keeps the start of a long sample; remove truncation_mode")
+        if self.streaming and self.packing:
+            raise ValueError("streaming goes without packing; remove one of them")
+        if self.streaming and self.val_set_size is not None:
+            raise ValueError("streaming holds nothing out; remove val_set_size, and set eval")
+        if self.streaming and self.max_length is None:
+            raise ValueError("streaming needs max_length: the longest sample is not known before")
         if self.packing and self.packing_strategy == "wrapped" and self.padding_free:
             raise ValueError('rows of packing_strategy "wrapped" are full; remove padding_free')
         return self
@@ -1465,6 +1475,13 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
                 "training.fp16",
                 'needs float32 weights when all are trained; set model.dtype to "float32"',
             )
+    if data is not None and data.streaming and training is not None:
+        if training.max_steps < 1:
+            text = "is needed with data.streaming: the length of a stream is not known"
+            yield Problem("training.max_steps", text)
+        if training.train_sampling_strategy == "group_by_length":
+            text = "needs all lengths before the first step; remove it, or data.streaming"
+            yield Problem("training.train_sampling_strategy", text)
     of_texts = training is None or training.reads_text
     if not of_texts and parts.get("adapter") is not None:
         yield Problem("adapter", "is for models of texts; take it out")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,6 +39,23 @@ class Rows(ExampleSet, Protocol):
     """Tokenised rows: token ids and labels, both int64."""
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class StreamedRows(ABC):
+    """Rows that are made while a run goes on: a part of its state."""
+
+    @abstractmethod
+    def state(self) -> Any:
+        """Where they stand, as JSON types, for `restore` before any row is asked for. Any thread
+        may call it."""
+
+    @abstractmethod
+    def restore(self, state: Any) -> None:
+        """Raises DataError where what they are made of has changed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what makes them. It begins again where a row is asked for."""
 
 
 @dataclass(frozen=True)

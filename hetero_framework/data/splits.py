@@ -10,6 +10,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,20 @@ from hetero_framework.data.sources import (
 from hetero_framework.errors import DataError
 
 _NAME = re.compile(r"[\w.-]+")
+_SHARDS = 64  # of a saved dataset, which are shuffled as files are
 _ONE_SPLIT = "it is one split; name train, or a slice of it such as train[:100] or train[10%:]"
 
 
 @dataclass(frozen=True)
-class _Split:
-    """One split of a dataset."""
+class Split:
+    """One split of a dataset; `names` are those of classes, by column."""
 
     read: Callable[[], Iterator[Record]]
     count: Callable[[], int]
+    files: Sequence[Source] = ()
+    names: Mapping[str, tuple[str, ...]] | None = None
+    stream: Callable[[], Any] | None = None
+    """Where there are no files: a dataset that `datasets` streams."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,23 @@ class SplitReader:
         records = self._records(sources, say)
         if not self.columns:
             return records
-        return (_renamed(record, self.columns) for record in records)
+        return (renamed(record, self.columns) for record in records)
+
+    def whole_split(self, source: Source) -> Split:
+        """The split of one source, for a stream. Raises DataError for a slice."""
+        if not _NAME.fullmatch(self.split):
+            text = f"a stream of {source.name} has no slices: the split is {self.split!r}"
+            raise DataError(
+                text, hint="name one split; max_samples of a source takes its first rows"
+            )
+        splits: Mapping[str, Split] = dict.fromkeys(self.whole, _files([source]))
+        if source.path is None:
+            dataset = partial(_from_hub, source.name, self.split, self.dataset_config, True)
+            return Split(lambda: iter(()), lambda: 0, stream=dataset)
+        if not source.is_file:
+            splits = self._splits(source.name, source.path, source.kind, lambda note: None)
+        self._check_names(source.name, [self.split], splits, _ONE_SPLIT)
+        return splits[self.split]
 
     def _records(self, sources: Sequence[Source], say: Callable[[str], None]) -> Iterator[Record]:
         for are_files, group in groupby(sources, key=lambda source: source.is_file):
@@ -64,7 +86,8 @@ class SplitReader:
                 continue
             for source in group:
                 if source.path is None:
-                    yield from _from_hub(source.name, self.split, self.dataset_config)
+                    dataset = _from_hub(source.name, self.split, self.dataset_config)
+                    yield from _rows(dataset, f"{source.name}[{self.split}]").read()
                 else:
                     yield from self._folder(source.name, source.path, source.kind, say)
 
@@ -74,7 +97,7 @@ class SplitReader:
         def no_rows() -> Iterator[Record]:
             return iter(())
 
-        splits = dict.fromkeys(self.whole, _Split(no_rows, lambda: count))
+        splits = dict.fromkeys(self.whole, Split(no_rows, lambda: count))
         [(_, begin, end), *others] = self._slices(name, splits, _ONE_SPLIT)
         rows = range(count)[begin:end]
         if others or not rows:
@@ -84,13 +107,17 @@ class SplitReader:
     def _folder(
         self, name: str, path: Path, kind: str, say: Callable[[str], None]
     ) -> Iterator[Record]:
-        if kind == "saved":
-            splits = _saved_splits(path, self.whole)
-        else:
-            splits = _folder_splits(name, path, self.dataset_config, say)
+        splits = self._splits(name, path, kind, say)
         return self._select(name, splits, "set data.train_split or data.eval_split")
 
-    def _select(self, name: str, splits: Mapping[str, _Split], hint: str) -> Iterator[Record]:
+    def _splits(
+        self, name: str, path: Path, kind: str, say: Callable[[str], None]
+    ) -> Mapping[str, Split]:
+        if kind == "saved":
+            return _saved_splits(path, self.whole)
+        return _folder_splits(name, path, self.dataset_config, say)
+
+    def _select(self, name: str, splits: Mapping[str, Split], hint: str) -> Iterator[Record]:
         """The rows of the split, one slice after another."""
         record = None
         for split, begin, end in self._slices(name, splits, hint):
@@ -100,7 +127,7 @@ class SplitReader:
             raise DataError(f"{name}: the split {self.split} holds no example")
 
     def _slices(
-        self, name: str, splits: Mapping[str, _Split], hint: str
+        self, name: str, splits: Mapping[str, Split], hint: str
     ) -> list[tuple[str, int, int | None]]:
         """Split, first row and end of each part. The numbers are those of `datasets`."""
         if _NAME.fullmatch(self.split):
@@ -123,7 +150,7 @@ class SplitReader:
         return [(part.splitname, part.from_, part.to) for part in slices]
 
     def _check_names(
-        self, name: str, names: list[str], splits: Mapping[str, _Split], hint: str
+        self, name: str, names: list[str], splits: Mapping[str, Split], hint: str
     ) -> None:
         for split in names:
             if split not in splits:
@@ -132,7 +159,7 @@ class SplitReader:
                 )
 
 
-def _renamed(record: Record, columns: Mapping[str, str]) -> Record:
+def renamed(record: Record, columns: Mapping[str, str]) -> Record:
     fields = dict(record.fields)
     found = {}
     for new, old in columns.items():
@@ -151,7 +178,7 @@ def _renamed(record: Record, columns: Mapping[str, str]) -> Record:
     return replace(record, fields={**fields, **found})
 
 
-def _files(sources: Sequence[Source], names: Mapping[str, tuple[str, ...]] | None = None) -> _Split:
+def _files(sources: Sequence[Source], names: Mapping[str, tuple[str, ...]] | None = None) -> Split:
     """`names` are those of classes, by column."""
 
     def read() -> Iterator[Record]:
@@ -160,10 +187,10 @@ def _files(sources: Sequence[Source], names: Mapping[str, tuple[str, ...]] | Non
             return records
         return (replace(each, fields=with_class_names(each.fields, names)) for each in records)
 
-    return _Split(read, lambda: sum(1 for _ in read()))
+    return Split(read, lambda: sum(1 for _ in read()), sources, names)
 
 
-def _rows(dataset: Any, name: str) -> _Split:
+def _rows(dataset: Any, name: str) -> Split:
     def read() -> Iterator[Record]:
         tables = dataset.with_format("arrow").iter(1000)  # pictures stay undecoded
         rows = chain.from_iterable(
@@ -171,12 +198,15 @@ def _rows(dataset: Any, name: str) -> _Split:
         )
         return (Record(f"{name} row {number}", row) for number, row in enumerate(rows, 1))
 
-    return _Split(read, lambda: len(dataset))
+    def stream() -> Any:
+        return dataset.to_iterable_dataset(num_shards=min(len(dataset), _SHARDS))
+
+    return Split(read, lambda: len(dataset), stream=stream)
 
 
 def _folder_splits(
     name: str, path: Path, config: str | None, say: Callable[[str], None]
-) -> dict[str, _Split]:
+) -> dict[str, Split]:
     """The splits that `load_dataset` finds in a folder of files."""
     import datasets
 
@@ -203,7 +233,7 @@ def _folder_splits(
     }
 
 
-def _saved_splits(path: Path, whole: tuple[str, ...]) -> dict[str, _Split]:
+def _saved_splits(path: Path, whole: tuple[str, ...]) -> dict[str, Split]:
     import datasets
     import pyarrow
 
@@ -217,11 +247,11 @@ def _saved_splits(path: Path, whole: tuple[str, ...]) -> dict[str, _Split]:
     return dict.fromkeys((*whole, *names), _rows(dataset, str(path)))
 
 
-def _from_hub(name: str, split: str, dataset_config: str | None) -> Iterator[Record]:
+def _from_hub(name: str, split: str, dataset_config: str | None, streams: bool = False) -> Any:
     import datasets
 
     try:
-        dataset = datasets.load_dataset(name, dataset_config, split=split)
+        return datasets.load_dataset(name, dataset_config, split=split, streaming=streams)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
             f"{name!r} is neither a file or folder here nor a dataset on the hub ({error})",
@@ -235,4 +265,3 @@ def _from_hub(name: str, split: str, dataset_config: str | None) -> Iterator[Rec
             if "Unknown split" in str(error)
             else "without a network, give local files or a folder of datasets.save_to_disk",
         ) from error
-    return _rows(dataset, f"{name}[{split}]").read()

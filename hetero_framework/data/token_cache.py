@@ -87,7 +87,7 @@ def find_entry(
 ) -> Entry | None:
     """The place of these sources' examples; None where keeping them does not pay, or where their
     inputs cannot be compared: a data set of the hub, a tokenizer written in Python."""
-    directory, content = cache_directory(), _tokenizer_text(tokenizer)
+    directory, content = cache_directory(), tokenizer_text(tokenizer)
     paths = [source.path for source in sources if source.path is not None]
     if directory is None or content is None or len(paths) < len(sources):
         return None
@@ -120,7 +120,7 @@ def _content_digest(file: Path) -> bytes:
     return digest.digest()
 
 
-def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str | None:
+def tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Everything on which the tokens of a text depend."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -25,7 +25,7 @@ from hetero_framework.data.batches import (
     padded_left,
 )
 from hetero_framework.data.display import display
-from hetero_framework.data.examples import Examples, ExamplesBuilder, ExampleSet, Rows
+from hetero_framework.data.examples import Examples, ExamplesBuilder, ExampleSet, Rows, StreamedRows
 from hetero_framework.data.formats import Formatter, Tokens
 from hetero_framework.data.kinds import ExampleKind, Labels, formatter_for, kind_of
 from hetero_framework.data.sources import (
@@ -123,6 +123,21 @@ class TrainData:
         multiple = self.settings.pad_to_multiple_of or 1
         return math.ceil(self.longest / multiple) * multiple
 
+    @property
+    def state(self) -> Any:
+        """The state of training data that are made while the run goes on; None of others."""
+        return self.examples.state() if isinstance(self.examples, StreamedRows) else None
+
+    def restore(self, state: Any) -> None:
+        """Go on from a `state`."""
+        if isinstance(self.examples, StreamedRows) and state is not None:
+            self.examples.restore(state)
+
+    def close(self) -> None:
+        """End what makes training data."""
+        if isinstance(self.examples, StreamedRows):
+            self.examples.close()
+
     def epoch_of(self, step: int) -> float:
         """The epoch, as the Trainer logs it, once `step` (from 0) is done."""
         return self.order.epoch_of(step)
@@ -200,8 +215,9 @@ def load_data(
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
     report: list[str] = []
-    if config.training.data_kind != "text" and (data.padding_free or data.packing):
-        setting = "packing" if data.packing else "padding_free"
+    of_texts = [name for name in ("packing", "padding_free", "streaming") if getattr(data, name)]
+    if config.training.data_kind != "text" and of_texts:
+        setting = of_texts[0]
         raise DataError(
             f"data.{setting} is for texts, and training.objective is {config.training.objective!r}",
             hint="leave it out",
@@ -210,10 +226,13 @@ def load_data(
     reader.know_labels(stated)
     train: Rows
     order: SampleOrder
-    mixture = None
+    mixture: Any = None
     eval_sets: dict[str, ExampleSet] = {}
-    found: Rows | Corpus
-    if data.sources or data.val_set_size is not None:
+    found: Rows | Corpus | None = None
+    if data.streaming:
+        stream = registry.needed("streams", "rows", "data.streaming")
+        train, order, mixture = stream(config, tokenizer, vocab_size, report)
+    elif data.sources or data.val_set_size is not None:
         mixture = reader.mixed()
         found = reader.as_rows("train", mixture.train)
         if mixture.held_out is not None:
@@ -223,7 +242,7 @@ def load_data(
     if isinstance(found, Corpus):
         train, order = found.train(config.training)
         reader.look_at(train)
-    else:
+    elif found is not None:
         train, order = found, SampleOrder(len(found), config.training, found.lengths)
         report += reader.kind.remarks(found, config.training)
     for name, spec in data.eval_sets.items():
@@ -247,7 +266,7 @@ def load_data(
     return TrainData(train, eval_sets, order, data, pad_token_id, said, *told)
 
 
-def _unused(name: str, fields: dict[str, Any]) -> Iterator[str]:
+def unused(name: str, fields: dict[str, Any]) -> Iterator[str]:
     """A line that names the fields that are not trained on, with an example of each."""
     if fields:
         shown = (f"{field} ({shorten(str(value), 30)!r})" for field, value in fields.items())
@@ -432,7 +451,7 @@ class Reader:
             f"{name}: {len(examples) // (rows_of(kind) + formatter.label_rows):,} {self.kind.noun},"
             f" {len(examples.ids):,} tokens from {origin}",
             f"{name}: format {formatter.name} (fields {listed(first.fields)})",
-            *_unused(name, formatter.unused),
+            *unused(name, formatter.unused),
             *(f"{name}: {line}" for line in self._remarks(counts, formatter)),
             *notes,
         ]

@@ -321,6 +321,7 @@ class Coordinator:
             stopped = self._stop.requested
             self._replicas.close(f"it was stopped by {stopped}" if stopped else "it ends")
             self._checkpoints.close()
+            self._data.close()
 
     def start(self, checkpoint: CheckpointReader | None) -> None:
         """Load a checkpoint or begin afresh, and show the placement of stages."""

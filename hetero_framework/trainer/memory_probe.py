@@ -51,7 +51,8 @@ def probe_longest_batch(
     except OutOfMemory as error:
         raise advised(error, batch, training, "the longest micro-batch of the run,") from error
     cluster.retrying(cluster.pipeline.abort)
-    _log.info("the longest micro-batch of the run, %s in step %d, fits", shape(batch), step + 1)
+    where = f" in step {step + 1}" * (step < data.total_steps)
+    _log.info("the longest micro-batch of the run, %s%s, fits", shape(batch), where)
 
 
 def shape(batch: MicroBatch) -> str:

@@ -256,7 +256,9 @@ class RunCheckpoints:
         """The manifest of a checkpoint of `state`; `values` are the stages'."""
         resolved, config = self._prepared.resolved, self._prepared.config
         settings = {"settings": config.to_dict(), "base_dir": str(config.base_dir.absolute())}
+        stream = self._prepared.data.state
         return {
+            **({} if stream is None else {"stream": stream}),
             "identity": identity(resolved.given, self._prepared.data.fingerprint),
             "given": resolved.given.to_dict(),
             "contents": self._prepared.contents,
@@ -277,6 +279,7 @@ class RunCheckpoints:
                 hint="put the model back as it was, or start without --resume",
             )
         state = TrainState.load_state_dict(reader.manifest["position"])
+        self._prepared.data.restore(reader.manifest.get("stream"))
         values: dict[str, Any] = reader.manifest["values"]
         with_state = by_parameter(reader.names()).keys() | by_parameter(values).keys()
         known = {name for stage in loaded.state_names for name in stage}

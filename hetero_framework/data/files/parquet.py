@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,16 +67,24 @@ def plain_rows(
     knows the features of `datasets`. A column of objects has one type for all rows, so that each
     object has every key: nulls that fill it up are left out, as TRL's `remove_none_values` does.
     Columns of JSON (the `Json` feature of `datasets`) hold texts, which are parsed."""
-    names = {}
-    if b"huggingface" in (schema.metadata or {}):
+    return map(row_converter(schema), table.to_pylist())
+
+
+def row_converter(schema: pyarrow.Schema | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Makes of a row of `datasets` one of `plain_rows`."""
+    names: dict[str, tuple[str, ...]] = {}
+    if schema is not None and b"huggingface" in (schema.metadata or {}):
         from datasets import Features  # slow
 
         features = Features.from_arrow_schema(schema)
         schema, names = features.arrow_schema, class_names(features)
-    types = {field.name: field.type for field in schema}
-    for row in table.to_pylist():
-        plain = {name: _plain(value, types.get(name)) for name, value in row.items()}
-        yield with_class_names(plain, names)
+    types = {field.name: field.type for field in schema or ()}
+
+    def plain(row: dict[str, Any]) -> dict[str, Any]:
+        values = {name: _plain(value, types.get(name)) for name, value in row.items()}
+        return with_class_names(values, names)
+
+    return plain
 
 
 def _plain(value: Any, kind: Any) -> Any:

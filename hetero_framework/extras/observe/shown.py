@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,9 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
     if data.packing:
         packed: Any = load_data(config, tokenizer).examples
         return [_packed(packed, k, tokenizer) for k in range(min(count, len(packed)))]
+    if data.streaming:
+        with closing(load_data(config, tokenizer)) as stream:
+            return [_row(stream.examples, k, tokenizer) for k in range(count)]
     labels = None
     if kind_of(config.training.data_kind).labels is not None:
         labels = load_data(config, tokenizer, most=count).labels
@@ -69,9 +73,9 @@ def _of_source(
 
 
 def _row(rows: Any, number: int, tokenizer: PreTrainedTokenizerBase) -> Shown:
-    ids = rows[number][0].tolist()
-    pieces = _pieces(tokenizer, ids, [True] * len(ids))
-    return Shown(rows.where(number), len(ids), len(ids), pieces, [])
+    ids, labels = (part.tolist() for part in rows[number])
+    trained = [label >= 0 for label in labels]
+    return Shown(rows.where(number), len(ids), sum(trained), _pieces(tokenizer, ids, trained), [])
 
 
 def _packed(rows: Any, number: int, tokenizer: PreTrainedTokenizerBase) -> Shown:

@@ -112,7 +112,7 @@ def _epoch_tokens(config: Config) -> int | None:
     """Tokens of the training data, where data and tokenizer are small files of this machine."""
     data, model = config.data, config.model
     name = (model.tokenizer or model.name_or_path) if model is not None else None
-    if data is None or name is None or not config.path(name).is_dir():
+    if data is None or data.streaming or name is None or not config.path(name).is_dir():
         return None
     try:
         specs = [part.paths for part in data.parts]

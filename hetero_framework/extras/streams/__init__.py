@@ -1,0 +1,1 @@
+"""Training data that are read and tokenised while a run goes on."""

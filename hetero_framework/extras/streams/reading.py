@@ -1,0 +1,256 @@
+"""Rows of a stream, one after another, from any place on.
+
+A place is a small state of JSON types: a resume reads nothing from its beginning but the shard that
+it stopped in. One pass over the data is an epoch, whose shards and blocks have orders of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from hetero_framework.config import Config
+from hetero_framework.data.files.parquet import row_converter, with_class_names
+from hetero_framework.data.sources import Record, Source, find_sources, read_file
+from hetero_framework.data.splits import SplitReader
+from hetero_framework.errors import DataError
+
+BLOCK_ROWS = 10_000
+BLOCK_CHARACTERS = 64 * 2**20
+_CHECKED_ROWS = 1000
+_DRAWS = 1000  # as `datasets` draws sources
+_PUT_BACK = (
+    "a resume reads the files of a stream again: put it back as it was (copied with its time of"
+    " change: cp -p, rsync -t), or begin a new run"
+)
+
+Facts = dict[str, list[int]]
+"""Size and time of change, in nanoseconds, of each shard."""
+Row = tuple[int, Record]
+"""The number of the source, and the row."""
+Place = Callable[[], Any]
+"""The state behind a row, to be asked for before the next row is."""
+Rows = Iterator[tuple[Row, Place]]
+Reader = Callable[[int, Any], Rows]
+"""The rows of an epoch from a state on, None for the beginning."""
+
+
+def permutation(count: int, seed: int | None, *more: int) -> np.ndarray:
+    """That of a seed and of a place; in order without a seed."""
+    if seed is None:
+        return np.arange(count)
+    return np.random.default_rng([seed, *more]).permutation(count)
+
+
+def facts_of(file: Source) -> list[int]:
+    assert file.path is not None
+    try:
+        found = file.path.stat()
+    except OSError as error:
+        text = f"{file.name} has vanished: {error.strerror or error}"
+        raise DataError(text, hint=_PUT_BACK) from error
+    return [found.st_size, found.st_mtime_ns]
+
+
+def compare(known: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> None:
+    """Raise DataError for a shard that is not as it was when the run began."""
+    for name in {**known, **now}:
+        if known.get(name) != now.get(name):
+            gone = "vanished" if name not in now else "changed" if name in known else "appeared"
+            raise DataError(f"{name} has {gone} since the run began", hint=_PUT_BACK)
+
+
+def _shards(
+    number: int, files: Sequence[Source], facts: Facts, names: Any, seed: int | None
+) -> Reader:
+    """The rows of files, which come in an order of the epoch; `names` are those of classes."""
+
+    def check(file: Source) -> None:
+        compare({file.name: facts[file.name]}, {file.name: facts_of(file)})
+
+    def read(epoch: int, state: Any) -> Rows:
+        begun, done = state or (0, 0)
+        for at, k in enumerate(permutation(len(files), seed, epoch, number).tolist()):
+            if at < begun:
+                continue
+            check(files[k])
+            for row, record in enumerate(read_file(files[k]), 1):
+                if row % _CHECKED_ROWS == 0:
+                    check(files[k])
+                if names:
+                    record = replace(record, fields=with_class_names(record.fields, names))
+                if at > begun or row > done:
+                    yield (number, record), partial(list, [at, row])
+            check(files[k])
+
+    return read
+
+
+def _table(number: int, name: str, base: Any, seed: int | None) -> Reader:
+    """The rows of a dataset that `datasets` streams. Its `state_dict` right after `load_state_dict`
+    is that of the beginning, so it is asked only once a row has been read."""
+    convert = row_converter(base.features.arrow_schema if base.features else None)
+
+    def read(epoch: int, state: Any) -> Rows:
+        first, inner = state or (0, None)
+        dataset = deepcopy(base)
+        if seed is not None:  # a buffer of one row shuffles the shards alone
+            dataset = dataset.shuffle(seed=seed, buffer_size=1)
+            dataset.set_epoch(epoch)
+        if inner is not None:
+            dataset.load_state_dict(deepcopy(inner))
+        row = first
+
+        def place() -> Any:
+            return [row, deepcopy(dataset.state_dict())]
+
+        for fields in dataset:
+            row += 1
+            yield (number, Record(f"{name} row {row}", convert(fields))), place
+
+    return read
+
+
+def _chain(readers: Sequence[Reader], most: int | None = None) -> Reader:
+    """One after another, and at most the first rows."""
+
+    def read(epoch: int, state: Any) -> Rows:
+        begun, taken, inner = state or (0, 0, None)
+        for at in range(begun, len(readers)):
+            for row, place in readers[at](epoch, inner):
+                if taken == most:
+                    return
+                taken += 1
+                yield row, partial(_behind, at, taken, place)
+            inner = None
+
+    return read
+
+
+def _behind(at: int, taken: int, place: Place) -> Any:
+    return [at, taken, place()]
+
+
+def _mix(readers: Sequence[Reader], weights: list[float], until: str, seed: int) -> Reader:
+    """By turns, or drawn by weights: in the order of `datasets.interleave_datasets`, as long as its
+    stopping_strategy says. One row of each reader is known beforehand, and so is its end."""
+    total = math.fsum(weights)
+    shares = weights if total == 1 else [weight / total for weight in weights]
+    again = until != "all_exhausted_without_replacement"
+    ends = any if until == "first_exhausted" else all
+
+    def draws(epoch: int) -> Iterator[int]:
+        rng = np.random.default_rng([seed, epoch] if epoch else seed)
+        while True:
+            drawn = rng.choice(len(shares), size=_DRAWS, p=shares) if shares else None
+            yield from range(len(readers)) if drawn is None else drawn.tolist()
+
+    def read(epoch: int, state: Any) -> Rows:
+        count, over, places = deepcopy(state) or (0, [False] * len(readers), [None] * len(readers))
+        rows = [reader(epoch, place) for reader, place in zip(readers, places, strict=True)]
+        ahead = [next(each, None) for each in rows]
+        for number, k in enumerate(draws(epoch)):
+            if ends(over):
+                return
+            if number < count or (over[k] and not again):
+                continue
+            if (found := ahead[k]) is not None:
+                places[k] = found[1]()
+            ahead[k] = next(rows[k], None)
+            if ahead[k] is None:
+                over[k] = True
+                if again:
+                    places[k], rows[k] = None, readers[k](epoch, None)
+                    ahead[k] = next(rows[k], None)
+            if found is not None:
+                yield found[0], partial(deepcopy, [number + 1, over, places])
+
+    return read
+
+
+def order_seed(config: Config) -> int | None:
+    """Of the order of shards and rows; None where they stay in order."""
+    training = config.training
+    if training.train_sampling_strategy == "sequential":
+        return None
+    return training.seed if training.data_seed is None else training.data_seed
+
+
+def source_readers(config: Config, seed: int | None) -> tuple[list[Reader], Facts]:
+    """The rows of each source of data.train, and the facts of its files."""
+    assert config.data is not None
+    facts = Facts()
+    readers = []
+    limits = [source.max_samples for source in config.data.sources] or [None]
+    for number, (part, most) in enumerate(zip(config.data.parts, limits, strict=True)):
+        split = SplitReader(part.train_split, ("train",), part.dataset_config)
+        found: list[Reader] = []
+        sources = find_sources(part.paths, config.base_dir)
+        order = seed if most is None else None  # the first rows are the same in each epoch
+        for is_file, group in groupby(sources, key=lambda source: source.is_file):
+            listed = list(group)
+            for each in listed[:1] if is_file else listed:
+                whole = split.whole_split(each)
+                if whole.stream is not None:
+                    found.append(_table(number, each.name, whole.stream(), order))
+                    continue
+                files = listed if is_file else whole.files
+                facts |= {file.name: facts_of(file) for file in files}
+                found.append(_shards(number, files, facts, whole.names, order))
+        readers.append(_chain(found, most))
+    return readers, facts
+
+
+def mixed(config: Config, readers: list[Reader]) -> Reader:
+    """The rows of all sources, as the settings mix them."""
+    data, training = config.data, config.training
+    assert data is not None
+    if data.mixing == "concatenate":
+        return _chain(readers)
+    seed = training.seed if training.data_seed is None else training.data_seed
+    weights = [source.weight for source in data.sources if source.weight is not None]
+    return _mix(readers, weights, data.stopping_strategy, seed)
+
+
+def batches(
+    reader: Reader, seed: int | None, count: int, state: Any
+) -> Iterator[tuple[Any, list[Row]]]:
+    """At most `count` rows, over and over the data, and the state before them: epoch, number of the
+    block, place in it, and the reader's state where it begins. The rows of a block are shuffled
+    together. An empty batch ends an epoch."""
+    epoch, number, place, begin = state or (0, 0, 0, None)
+    while True:
+        rows = reader(epoch, begin)
+        while block := _block(rows):
+            order = permutation(len(block), seed, epoch, number)
+            for at in range(place, len(block), count):
+                yield [epoch, number, at, begin], [block[k][0] for k in order[at : at + count]]
+            number, place, begin = number + 1, 0, block[-1][1]()
+        epoch, number, place, begin = epoch + 1, 0, 0, None
+        yield [epoch, 0, 0, None], []
+
+
+def _block(rows: Rows) -> list[tuple[Row, Place]]:
+    block = []
+    characters = 0
+    for row, place in rows:
+        block.append((row, place))
+        characters += _characters(row[1].fields)
+        if len(block) == BLOCK_ROWS or characters >= BLOCK_CHARACTERS:
+            break
+    return block
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 1

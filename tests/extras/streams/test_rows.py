@@ -1,0 +1,283 @@
+"""The examples of a stream, from real processes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero_framework.config import Config
+from hetero_framework.data import TrainData, load_data, load_tokenizer
+from hetero_framework.errors import ConfigError, DataError
+from hetero_framework.extras.observe.shown import shown_examples
+from hetero_framework.extras.streams import rows as rows_module
+from tests.unit.data_helpers import make_config, tiny_tokenizer, write_jsonl
+from tests.waiting import is_running, wait_until
+
+STEPS, OF_STEP = 120, 8
+Settings = Callable[..., Config]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """The configuration of a stream of five shards of 40 rows, in steps of 8."""
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    for shard in range(5):
+        found = [{"text": f"row {shard * 100 + k} of the fox"} for k in range(40)]
+        write_jsonl(tmp_path / f"s{shard}.jsonl", found)
+
+    def make(*, training: dict[str, Any] | None = None, **data: Any) -> Config:
+        given = {
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "model": {"name_or_path": "none", "tokenizer": str(tmp_path / "tokenizer")},
+        }
+        about = {"train": "s*.jsonl", "streaming": True, "max_length": 32}
+        return make_config(tmp_path, {**about, **data}, **{**given, **(training or {})})
+
+    return make
+
+
+@pytest.fixture
+def opened() -> Iterator[list[TrainData]]:
+    """Streams to end after the test."""
+    found: list[TrainData] = []
+    yield found
+    for data in found:
+        data.close()
+
+
+def load(config: Config, opened: list[TrainData], **about: Any) -> TrainData:
+    data = load_data(config, load_tokenizer(config), **about)
+    opened.append(data)
+    return data
+
+
+def pid_of(data: TrainData) -> int:
+    rows: Any = data.examples
+    return rows._child._process.pid
+
+
+def same(one: TrainData, other: TrainData, steps: Any) -> bool:
+    return all(
+        a[name].equal(b[name])
+        for step in steps
+        for a, b in zip(one.step_batches(step), other.step_batches(step), strict=True)
+        for name in a
+    )
+
+
+def test_examples_are_those_of_the_files(settings: Settings, opened: list[TrainData]) -> None:
+    stream = load(settings(), opened)
+    whole = load(settings(streaming=False), opened)
+    epoch = [stream.examples[k] for k in range(200)]
+    assert sorted((ids.tolist(), labels.tolist()) for ids, labels in epoch) == sorted(
+        (ids.tolist(), labels.tolist())
+        for ids, labels in map(whole.examples.__getitem__, range(200))
+    )
+    assert stream.report[0].startswith("train: a stream of 5 files (")
+    assert stream.report[1] == "train: format text (fields text)"
+    assert (stream.total_steps, stream.steps_per_epoch, stream.row_tokens) == (STEPS, STEPS, 32)
+
+
+def test_a_step_is_a_function_of_its_number(
+    settings: Settings, opened: list[TrainData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load(settings(), opened)
+    other = load(settings(), opened)
+    assert same(whole, other, range(40))
+    pid = pid_of(other)
+    assert same(other, whole, [39, 38, 20, 39])
+    assert pid_of(other) == pid
+    monkeypatch.setattr(rows_module, "_KEPT_TOKENS", 100)
+    assert same(other, whole, [40, 70, 30, 31, 71])
+    assert pid_of(other) != pid
+
+
+def test_a_state_of_any_step_goes_on_there(settings: Settings, opened: list[TrainData]) -> None:
+    whole = load(settings(), opened)
+    states = {0: json.loads(json.dumps(whole.state))}
+    for step in range(90):
+        whole.step_batches(step)
+        states[step + 1] = json.loads(json.dumps(whole.state))
+    for step in (0, 17, 55, 90):
+        resumed = load(settings(), opened)
+        resumed.restore(states[step])
+        assert same(resumed, whole, range(step, step + 20))
+        resumed.close()
+    assert len(json.dumps(states[90])) < 10_000
+
+
+def test_the_longest_example_is_made_up(settings: Settings, opened: list[TrainData]) -> None:
+    data = load(settings(pad_to_multiple_of=20), opened)
+    largest = data.largest_batch(3)
+    assert largest is not None
+    assert largest[0] == STEPS
+    assert largest[1]["input_ids"].shape == (4, 40)
+    assert data.largest_batch(STEPS) is None
+
+
+def test_columns_and_completions_are_read_as_of_files(
+    settings: Settings, opened: list[TrainData], tmp_path: Path
+) -> None:
+    rows = [{"question": f"fox {k}", "completion": "over the dog"} for k in range(30)]
+    write_jsonl(tmp_path / "pairs.jsonl", rows)
+    about = {"train": "pairs.jsonl", "columns": {"prompt": "question"}}
+    training = {"train_sampling_strategy": "sequential"}
+    stream = load(settings(**about, training=training), opened)
+    whole = load(settings(**about, streaming=False), opened)
+    for k in range(30):
+        for a, b in zip(stream.examples[k], whole.examples[k], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_rows_without_a_token_to_learn_are_left_out_and_counted(
+    settings: Settings, opened: list[TrainData], tmp_path: Path, logged: list[str]
+) -> None:
+    rows = [{"text": "fox " * 40}, {"text": ""}, {"text": "dog"}]
+    write_jsonl(tmp_path / "s0.jsonl", rows)
+    data = load(settings(train="s0.jsonl", add_eos=False), opened)
+    lengths = {len(data.examples[k][0]) for k in range(2)}
+    assert 32 in lengths
+    data.close()
+    assert any("3 read" in line and "1 cut" in line and "1 dropped" in line for line in logged)
+
+
+def test_an_epoch_that_teaches_nothing_is_refused(
+    settings: Settings, opened: list[TrainData], tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "s0.jsonl", [{"text": ""}] * 3)
+    with pytest.raises(DataError, match="none of the 3 examples of an epoch has a token"):
+        load(settings(train="s0.jsonl"), opened)
+
+
+def test_a_process_that_is_killed_is_a_data_error(
+    settings: Settings, opened: list[TrainData]
+) -> None:
+    data = load(settings(training={"max_steps": 10**6}), opened)
+    os.kill(pid_of(data), signal.SIGKILL)
+    ended = r"the process that reads the stream ended \(signal SIGKILL"
+    with pytest.raises(DataError, match=ended):
+        all(data.step_batches(step) for step in range(10**6))
+
+
+def test_a_damaged_shard_is_named(
+    settings: Settings, opened: list[TrainData], tmp_path: Path
+) -> None:
+    packed = gzip.compress((tmp_path / "s0.jsonl").read_bytes() * 50)
+    (tmp_path / "t0.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(DataError, match=r"t0\.jsonl\.gz: damaged gzip file"):
+        load(settings(train="t0.jsonl.gz"), opened)
+
+
+def test_a_bad_row_is_named(settings: Settings, opened: list[TrainData], tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "s0.jsonl", [{"text": "fox"}, {"text": 3}])
+    with pytest.raises(DataError, match=r"s0\.jsonl:2"):
+        load(settings(train="s0.jsonl"), opened)
+    with pytest.raises(DataError, match=r"has the id \d+, but the model has only 20 embeddings"):
+        load(settings(train="s1.jsonl"), opened, vocab_size=20)
+
+
+def test_a_resume_with_another_shard_is_refused(
+    settings: Settings, opened: list[TrainData], tmp_path: Path
+) -> None:
+    state = load(settings(), opened).state
+    os.utime(tmp_path / "s3.jsonl", ns=(0, 0))
+    with pytest.raises(DataError, match=r"s3\.jsonl has changed since the run began"):
+        load(settings(), opened).restore(state)
+    write_jsonl(tmp_path / "s9.jsonl", [{"text": "fox"}])
+    with pytest.raises(DataError, match=r"s9\.jsonl has appeared"):
+        load(settings(train=["s0.jsonl", "s9.jsonl"]), opened).restore(
+            {**state, "shards": {"s0.jsonl": state["shards"]["s0.jsonl"]}}
+        )
+
+
+def test_the_fingerprint_is_that_of_the_settings(
+    settings: Settings, opened: list[TrainData]
+) -> None:
+    one = load(settings(), opened).fingerprint
+    assert load(settings(pad_to_multiple_of=8), opened).fingerprint == one
+    assert load(settings(max_length=31), opened).fingerprint != one
+
+
+_OWNER = """
+import json, sys, time
+from hetero_framework.config import Config
+from hetero_framework.data import load_data, load_tokenizer
+config = Config.from_dict(json.load(open(sys.argv[1])), sys.argv[2])
+data = load_data(config, load_tokenizer(config))
+print(data.examples._child._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_process_outlives_its_owner(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings().to_dict()))
+    command = [sys.executable, "-c", _OWNER, str(tmp_path / "config.json"), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        assert is_running(pid)
+        owner.kill()
+    wait_until(lambda: not is_running(pid), "the end of the stream's process")
+
+
+@pytest.mark.parametrize(
+    ("data", "training", "words"),
+    [
+        ({}, {"max_steps": -1}, "is needed with data.streaming"),
+        ({}, {"train_sampling_strategy": "group_by_length"}, "needs all lengths"),
+        ({"max_length": None}, {}, "streaming needs max_length"),
+        ({"packing": True}, {}, "streaming goes without packing"),
+        ({"val_set_size": 0.1}, {}, "streaming holds nothing out"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_stream(
+    data: Any, training: Any, words: str, settings: Settings
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings(**data, training=training)
+
+
+def test_samples_of_several_sources_know_theirs(
+    settings: Settings, opened: list[TrainData], tmp_path: Path
+) -> None:
+    pairs = [{"prompt": f"fox {k}", "completion": " over the dog"} for k in range(30)]
+    write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    train = [{"path": "s0.jsonl", "weight": 3}, {"path": "pairs.jsonl", "weight": 1}]
+    data = load(settings(train=train, mixing="interleave"), opened)
+    assert data.mixture is not None
+    assert data.mixture.metric_names == ("loss/s0", "loss/pairs")
+    counts = [0, 0]
+    for step in range(4):
+        for batch in data.step_batches(step):
+            for ids, labels, sources in zip(
+                batch["input_ids"], batch["labels"], batch["sources"], strict=True
+            ):
+                is_pair = bool(labels[0] < 0)  # a prompt is not trained
+                assert sources[ids.ne(data.pad_token_id)].eq(is_pair).all()
+                counts[is_pair] += 1
+    assert counts[0] > counts[1] > 0
+    assert data.largest_batch(0) is not None
+
+
+def test_streams_are_for_texts(settings: Settings, opened: list[TrainData]) -> None:
+    with pytest.raises(DataError, match=r"data\.streaming is for texts"):
+        load(settings(training={"objective": "dpo"}), opened)
+
+
+def test_the_first_rows_are_shown(settings: Settings) -> None:
+    config = settings(training={"train_sampling_strategy": "sequential"})
+    shown = shown_examples(config, load_tokenizer(config), 3)
+    assert [example.where.rpartition(":")[2] for example in shown] == ["1", "2", "3"]
+    assert "".join(text for text, _ in shown[1].pieces).startswith("row 1 of the fox")
