@@ -37,9 +37,8 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
-from hetero_framework.core.spans import Recorder
 from hetero_framework.core.threads import in_background
-from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
+from hetero_framework.engine.boundary_io import meter_of, unpack
 from hetero_framework.engine.hosts import LinkLost, StopWanted
 from hetero_framework.engine.loading import BuildStages, load_stages, take_apart
 from hetero_framework.engine.pipeline import Pipeline
@@ -143,7 +142,7 @@ class Cluster:
             run_id=self.run_id,
             program=(*PROGRAM, *access.arguments(ids)),
         )
-        self._meter = ArrivalMeter(Recorder(config.training.timeline_steps))
+        self._meter = meter_of(config)
         self._peers = WorkerLinks(
             config,
             self.run_id,

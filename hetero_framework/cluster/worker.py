@@ -43,12 +43,11 @@ from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
-from hetero_framework.core.spans import Recorder
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background
 from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.engine import messages
-from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
+from hetero_framework.engine.boundary_io import ArrivalMeter, meter_of, unpack
 from hetero_framework.engine.expectation import check_sender
 from hetero_framework.engine.loading import BuildStages, take_apart
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
@@ -735,7 +734,7 @@ class Worker:
         self._send(Message(m.Ready(tuple(loaded))))
 
     def _install(self, run: _Run, config: Config, stages: Sequence[StageInterface]) -> None:
-        run.meter = ArrivalMeter(Recorder(config.training.timeline_steps))
+        run.meter = meter_of(config)
         run.owners = {spec.index: spec.owner for spec in config.plan.stages}
         run.stages = StageHost(
             stages,

@@ -57,10 +57,12 @@ def is_span(span: dict[str, Any]) -> bool:
 
 class Recorder:
     """The spans of one process; thread-safe. `steps` training steps are recorded after the first,
-    which is not typical (-1: all, the first too). No more than `limit` spans wait to be taken."""
+    which is not typical (-1: all, the first too), and later ones whose number `every` divides (0:
+    none). No more than `limit` spans wait to be taken."""
 
-    def __init__(self, steps: int, *, limit: int = 200_000) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, every: int = 0, *, limit: int = 200_000) -> None:
+        self.steps, self._every = steps, every
+        self.records = bool(steps or every)
         self._limit = limit
         self._lock = threading.Lock()
         self._spans: list[tuple[int, Span]] = []  # with the attempt that they belong to
@@ -125,4 +127,6 @@ class Recorder:
     def _wants(self, step: int) -> bool:
         if self.steps == ALL_STEPS:
             return True
-        return self._first is not None and self._first < step <= self._first + self.steps
+        if self._first is None or step <= self._first:
+            return False
+        return step <= self._first + self.steps or (self._every > 0 and step % self._every == 0)

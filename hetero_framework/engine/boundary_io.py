@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from hetero_framework.config import WireConfig
+from hetero_framework.config import Config, WireConfig
 from hetero_framework.core.codecs import CODECS, Codec
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.messages import BoundaryTensor, Coded, Forward, Inputs, Message, SideForm
@@ -31,6 +31,8 @@ from hetero_framework.errors import PeerLostError
 from hetero_framework.models.cut.side import Bundle
 
 Done = Callable[[], None]
+_PAGE_STEPS = 8
+"""A run with a page records each step whose number this divides."""
 
 
 class StepSink(Protocol):
@@ -319,7 +321,7 @@ class ArrivalMeter:
         record = self.recorder.on_moved(peer)
 
         def moved(direction: str, message: Message, began: float, ended: float) -> None:
-            if self.recorder.steps:
+            if self.recorder.records:
                 record(direction, message, began, ended)
             body = message.body
             if direction == "receive" and isinstance(body, BoundaryTensor):
@@ -345,3 +347,9 @@ def alone_s(seen: Sequence[tuple[float, int]]) -> float:
     bytes) of those that arrived: at the pace of the quickest tenth, which met no other."""
     paces = sorted(seconds / max(nbytes, 1) for seconds, nbytes in seen)
     return paces[len(paces) // 10] * sum(max(nbytes, 1) for _, nbytes in seen) / len(seen)
+
+
+def meter_of(config: Config) -> ArrivalMeter:
+    """The meter of a process of this run."""
+    every = _PAGE_STEPS if config.training.page else 0
+    return ArrivalMeter(Recorder(config.training.timeline_steps, every))

@@ -209,6 +209,7 @@ def train(
                         store,
                         lambda: stop.requested is not None,
                         [*callbacks, *control.imported_callbacks()],
+                        stop.ask,
                     )
                     observers.watch(extra_observers(watched, objects))
                     plans = Plans(prepared, facts)
@@ -475,6 +476,7 @@ class Coordinator:
             self._has_begun = True
         self._do_what_is_due()
         while self._state.position < total and not self._due.is_over:
+            self._heed_observers()
             self._cluster.pipeline.check = self._heed_stop
             if self._stop.requested is not None:
                 self._stop_early()
@@ -507,6 +509,16 @@ class Coordinator:
                     self._take_plan_now(change)
         self._state = self._replicas.finished(self._state)
         return self.finish()
+
+    def _heed_observers(self) -> None:
+        """Before a step, do what observers want: hold the run, or write a checkpoint."""
+        while self._stop.requested is None:
+            self._due.is_held = False
+            self._tell(Observer.between, self._state, self._due)
+            if self._due.save and self._replicas.saves:
+                self.save()
+            if not self._due.is_held:
+                return
 
     def _save_after_step(self, data: object) -> None:
         self._due.save = True

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 @dataclass
 class Due:
     """What follows a step, or was left of it by an earlier process. Observers may change the first
-    six in every event that has it, and in `begin` `done`."""
+    six in every event that has it, in `begin` `done`, and in `between` `is_held`."""
 
     log: bool = False
     evaluate: bool = False
@@ -58,6 +58,7 @@ class Due:
     is_given_up: bool = False  # a callback ended the step between two micro-batches
     is_open: bool = False  # not everything that follows the step is done
     is_over: bool = False  # the training, since it was stopped
+    is_held: bool = False  # between two steps: an observer wants to be asked again before the next
     is_saver: bool = True  # of several islands, the one that saves; known when all steps are done
 
     def mark(self, name: str, wanted: bool) -> None:
@@ -110,6 +111,10 @@ class Observer:
 
     def replanned(self, placed: Placement) -> None:
         """Other stages run the steps from now on."""
+
+    def between(self, state: TrainState, due: Due) -> None:
+        """Another step would begin. A checkpoint that is marked is written at once; while the run
+        `is_held` this is told again and again."""
 
     def step_begin(self, state: TrainState, due: Due) -> None:
         """A step begins."""
@@ -171,12 +176,14 @@ class Observer:
 @dataclass(frozen=True)
 class Watched:
     """The run that an observer is made for, which begins as `placed`. `should_stop`: whether it is
-    not to wait any more; `callbacks`: those that `train` was given."""
+    not to wait any more; `callbacks`: those that `train` was given; `stop` requests a stop by the
+    one that it names."""
 
     placed: Placement
     store: CheckpointStore
     should_stop: Callable[[], bool]
     callbacks: Sequence[Any] = ()
+    stop: Callable[[str], None] = lambda by: None
 
 
 def extra_observers(run: Watched, objects: Collection[str]) -> Iterator[Observer]:

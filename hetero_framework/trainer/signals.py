@@ -82,6 +82,11 @@ class StopRequest:
         finally:
             self._waiting = False
 
+    def ask(self, by: str) -> None:
+        """Request a stop as a first signal does, from any thread."""
+        if self.requested is None:
+            self._since, self.requested = time.monotonic(), by
+
     @property
     def waited_s(self) -> float:
         """Seconds since the first request; 0 without one."""

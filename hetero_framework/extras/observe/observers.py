@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hetero_framework.core.spans import Span, is_span
+from hetero_framework.core.spans import ALL_STEPS, Span, is_span
 from hetero_framework.errors import HeteroError, ProtocolError
 from hetero_framework.extras.observe import curves, pictures
 from hetero_framework.extras.observe.curves import CURVES_FILE
@@ -27,7 +27,8 @@ class TimelineFile(Observer):
     def __init__(self, run: Watched) -> None:
         config, facts = run.placed.prepared.config, run.placed.facts
         labels = {owner: fact.label for owner, fact in facts.items()}
-        self._output = config.output_dir
+        self._output, self._count = config.output_dir, config.training.timeline_steps
+        self._steps: list[int] = []  # those of the file
         self._timeline = Timeline(config, devices=labels)
 
     def replanned(self, placed: Placement) -> None:
@@ -37,6 +38,9 @@ class TimelineFile(Observer):
         if not all(map(is_span, spans)):
             text = f"worker {owner}: COMMITTED holds what is not a span"
             raise ProtocolError(text)
+        if self._count != ALL_STEPS:  # a page has further ones recorded
+            self._steps = sorted({*self._steps, *(s["step"] for s in spans)})[: self._count]
+            spans = [span for span in spans if span["step"] in self._steps]
         self._timeline.add(owner, spans, offset_s)
 
     def exported(self, state: TrainState) -> None:

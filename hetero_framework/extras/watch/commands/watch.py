@@ -1,0 +1,126 @@
+"""`hetero watch`: shows a run in the browser while it goes on, or several islands on one page.
+
+It shows runs by their files, or through the pages that they have themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import platform
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hetero_framework.commands.options import DEFAULT_CONFIG, SET, value
+from hetero_framework.config import load_config, with_saved_plan
+from hetero_framework.extras.watch.news import news_of
+from hetero_framework.extras.watch.page_server import LOOPBACK, PageServer
+from hetero_framework.file_trust import untrusted_reason
+
+EXAMPLES = """
+    hetero watch
+    hetero watch runs/default
+    hetero watch attic.json garage.json
+    """
+_RUNS = (
+    "configuration or output_dir of a run on this machine, or the address of a page; several get"
+    f" one page (default: {DEFAULT_CONFIG})"
+)
+OPTIONS = (value("runs", "RUN", _RUNS, nargs="*"), SET)
+_ANSWER_S = 30.0
+_MOST_BYTES = 1 << 22
+_ADDRESS = re.compile(r"http://(?:127\.0\.0\.1|localhost):(\d{1,5})/#([\w-]+)")
+_BROKEN = (OSError, http.client.HTTPException, psutil.Error)
+_UNREAD = (OSError, ValueError, KeyError, TypeError, psutil.Error)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    runs = [RunBeside(place, arguments.set) for place in arguments.runs or [DEFAULT_CONFIG]]
+    if len(runs) == 1 and (address := runs[0].address) is not None:
+        print(f"the run's page: {address}")
+        return
+    with PageServer(runs) as page, suppress(KeyboardInterrupt):
+        print(f"the page: {page.address}\nit is served until Ctrl-C", flush=True)
+        threading.Event().wait()
+
+
+class RunBeside:
+    """A run of this machine, by its configuration or `output_dir`, or one behind an address."""
+
+    def __init__(self, place: str, overrides: Sequence[str] = ()) -> None:
+        """Raises ConfigError for a configuration with mistakes."""
+        self._given = place if _ADDRESS.fullmatch(place) else None
+        self._folder, self._shown = Path(place), dict[str, Any](steers=False)
+        self.name: str = place.partition("#")[0] if self._given else self._folder.resolve().name
+        if self._given is None and not self._folder.is_dir():
+            config = with_saved_plan(load_config(place, overrides))
+            self._folder = config.output_dir
+            self.name = config.setting("island.name") or self._folder.name
+            stages = config.plan.stages if config.is_planned else ()
+            machines = [{"owner": stage.owner, "layers": [stage.layers]} for stage in stages]
+            self._shown["machines"] = machines
+
+    @property
+    def address(self) -> str | None:
+        """Of the run's own page, while it has one."""
+        file = self._folder / "page.json"
+        with suppress(*_UNREAD):
+            if self._given is None and self._process() and untrusted_reason(file) is None:
+                return str(json.loads(file.read_text(encoding="utf-8"))["address"])
+        return self._given
+
+    def news(self, closing: threading.Event) -> Iterator[bytes]:
+        """Of the page, or of the files until there is a page."""
+        if address := self.address:
+            with suppress(*_BROKEN), _asked(address, "GET", "/news/0") as answer:
+                while not closing.is_set() and (line := answer.readline(_MOST_BYTES)):
+                    yield line
+            return
+        shown = dict(self._shown)
+        for lines in news_of(self._folder, shown, closing):
+            shown["state"] = "running" if self._process() else "ended"
+            yield lines
+            if self.address:
+                return
+
+    def act(self, action: str) -> str | None:
+        try:
+            if address := self.address:
+                with _asked(address, "POST", f"/do/0/{action}") as answer:
+                    why = answer.read(_MOST_BYTES).decode("utf-8", "replace")
+                    return None if answer.status == 200 else why or "the run's page refuses"
+            if action != "stop" or (process := self._process()) is None or os.name == "nt":
+                return "the run has no page of its own (training.page)"
+            process.send_signal(signal.SIGTERM)
+        except _BROKEN as error:
+            return f"the run does not answer: {error}"
+        return None
+
+    def _process(self) -> psutil.Process | None:
+        """The process that runs it on this machine, and not one that got a dead one's number."""
+        file = self._folder / ".lock.json"
+        with suppress(*_UNREAD):
+            holder = json.loads(file.read_text(encoding="utf-8"))
+            process = psutil.Process(int(holder["process"]))
+            is_it = process.create_time() <= file.stat().st_mtime + 1
+            return process if is_it and holder["host"] == platform.node() else None
+        return None
+
+
+@contextmanager
+def _asked(address: str, method: str, path: str) -> Iterator[http.client.HTTPResponse]:
+    """The answer of a page. Raises OSError, HTTPException."""
+    if (found := _ADDRESS.fullmatch(address)) is None:
+        raise ConnectionRefusedError("its address is none")
+    with closing(http.client.HTTPConnection(LOOPBACK, int(found[1]), timeout=_ANSWER_S)) as server:
+        server.request(method, path, headers={"Authorization": f"Bearer {found[2]}"})
+        yield server.getresponse()

@@ -1,0 +1,183 @@
+"""The server of a page: on the loopback, for whoever has its token.
+
+The token is in the address's fragment, which browsers send to nobody; the page sends it in a
+header, as other sites cannot. A name that was pointed at the loopback does not get in (Host), nor
+another page of this machine (Origin). A connection serves one request, and the oldest one without
+the token gives way to others. A page that does not read is given up; the run never waits for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Protocol
+
+ACTIONS = ("pause", "resume", "checkpoint", "stop")
+LOOPBACK = "127.0.0.1"
+_SILENCE_S = 10.0
+_MOST = 16  # viewers, and as many other connections
+_FILES = {"/": ("html", "html"), "/page.js": ("js", "javascript"), "/page.css": ("css", "css")}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+    " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'; require-trusted-types-for 'script'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class WatchedRun(Protocol):
+    """A run that a page shows. `news` are lines of JSON, or nothing, a few times a second, and the
+    last ones after `closing`; `act` does one of ACTIONS, or returns the reason why it cannot."""
+
+    name: str
+
+    def news(self, closing: threading.Event) -> Iterator[bytes]: ...
+
+    def act(self, action: str) -> str | None: ...
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves these runs while it is a context."""
+
+    daemon_threads = True
+
+    def __init__(self, runs: Sequence[WatchedRun]) -> None:
+        super().__init__((LOOPBACK, 0), _Request)
+        self.runs, self.token = runs, secrets.token_urlsafe(24)
+        self.address = f"http://{LOOPBACK}:{self.server_address[1]}/#{self.token}"
+        self.closing = threading.Event()
+        self._open: dict[Any, bool] = {}  # connections, and whether they are viewers
+        self._left = threading.Condition()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="page")
+
+    def __enter__(self) -> PageServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Pages get the last news, if they take them within a second."""
+        self.closing.set()
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+        with self._left:
+            self._left.wait_for(lambda: not any(self._open.values()), 1.0)
+            for connection in self._open:
+                _hang_up(connection)
+            self._left.wait_for(lambda: not self._open, 1.0)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._left:
+            self._open[request] = False
+            others = [connection for connection, views in self._open.items() if not views]
+            if len(others) > _MOST:
+                _hang_up(others[0])
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        with self._left:
+            self._open.pop(request, None)
+            self._left.notify_all()
+
+    def admits(self, connection: Any) -> bool:
+        """Whether there is room for one more viewer, which this one becomes."""
+        with self._left:
+            self._open[connection] = sum(self._open.values()) < _MOST
+            return self._open[connection]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that breaks is nobody's business."""
+
+
+class _Request(BaseHTTPRequestHandler):
+    server: PageServer
+    server_version, sys_version = "hetero", ""
+    timeout = _SILENCE_S
+
+    def do_GET(self) -> None:
+        runs = self.server.runs
+        number = re.fullmatch(r"/news/(\d{1,3})", self.path)
+        if (refusal := self._refusal()) is not None:
+            self._say(refusal)
+        elif self.path in _FILES:
+            suffix, kind = _FILES[self.path]
+            body = Path(__file__).with_name(f"page.{suffix}").read_bytes()
+            self._say(HTTPStatus.OK, body, f"text/{kind}; charset=utf-8")
+        elif self.path == "/runs":
+            self._say(HTTPStatus.OK, json.dumps([run.name for run in runs]).encode())
+        elif number is None or int(number[1]) >= len(runs):
+            self._say(HTTPStatus.NOT_FOUND)
+        elif not self.server.admits(self.connection):
+            self._say(HTTPStatus.SERVICE_UNAVAILABLE, b"too many pages are open")
+        else:
+            self.send_response(HTTPStatus.OK)
+            self.end_headers()
+            told_at = time.monotonic()
+            for lines in runs[int(number[1])].news(self.server.closing):
+                if lines or time.monotonic() - told_at > _SILENCE_S / 2:
+                    self.wfile.write(lines or b"\n")  # an empty line, to one that may be gone
+                    told_at = time.monotonic()
+
+    def do_POST(self) -> None:
+        runs, place = self.server.runs, re.fullmatch(r"/do/(\d{1,3})/([a-z]+)", self.path)
+        if (refusal := self._refusal()) is not None:
+            self._say(refusal)
+        elif place is None or int(place[1]) >= len(runs) or place[2] not in ACTIONS:
+            self._say(HTTPStatus.NOT_FOUND)
+        else:
+            why = runs[int(place[1])].act(place[2])
+            self._say(HTTPStatus.CONFLICT if why else HTTPStatus.OK, (why or "").encode())
+
+    def _refusal(self) -> HTTPStatus | None:
+        """The answer to a request that is for another host or of another site, to one without the
+        token for more than the empty page, and to one with a body."""
+        hosts, origin = self.headers.get_all("Host", []), self.headers.get("Origin")
+        site = self.headers.get("Sec-Fetch-Site", "none")
+        given = self.headers.get("Authorization", "").encode("utf-8", "replace")
+        if len(hosts) != 1 or not re.fullmatch(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", hosts[0]):
+            return HTTPStatus.MISDIRECTED_REQUEST
+        if origin not in (None, f"http://{hosts[0]}") or site not in ("none", "same-origin"):
+            return HTTPStatus.FORBIDDEN
+        known = hmac.compare_digest(given, f"Bearer {self.server.token}".encode())
+        if not known and self.path not in _FILES:
+            return HTTPStatus.UNAUTHORIZED
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        return None
+
+    def _say(self, status: int, body: bytes = b"", kind: str = "text/plain") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        self._say(code)
+
+    def end_headers(self) -> None:
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        super().end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged."""
+
+
+def _hang_up(connection: Any) -> None:
+    with suppress(OSError):
+        connection.shutdown(2)  # both ways

@@ -1,0 +1,131 @@
+"""The page of a run, in its coordinator."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.core.files import write_private
+from hetero_framework.core.spans import COMMIT, COMPUTE, SEND, Span, is_span
+from hetero_framework.extras.watch.news import news_of
+from hetero_framework.extras.watch.page_server import PageServer
+from hetero_framework.trainer.observers import Due, Observer, Placement, RunStart, Watched
+from hetero_framework.trainer.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+
+class RunPage(Observer):
+    """Serves the page. What is asked for there is done between two steps."""
+
+    def __init__(self, run: Watched) -> None:
+        config = run.placed.prepared.config
+        self._run, self._folder, self._file = (
+            run,
+            config.output_dir,
+            config.output_dir / "page.json",
+        )
+        self.name: str = config.setting("island.name") or self._folder.name
+        self._shown: dict[str, Any] = {"steers": True}
+        self._serving = ExitStack()
+        self._changed = threading.Condition()
+        self._step = 0
+        self._pauses = self._waits = self._saves = self._is_saving = self._stops = False
+        self._spans: dict[int, list[Any]] = {}
+
+    def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
+        self._step = state.step
+        self._shown |= {"total": run.total_steps, "unit": run.unit, "state": "running"}
+        self.replanned(run.placed)
+        server = self._serving.enter_context(PageServer([self]))
+        self._serving.callback(self._file.unlink, missing_ok=True)
+        try:
+            write_private(self._file, json.dumps({"address": server.address}).encode())
+        except OSError as error:
+            _log.warning("cannot write %s: %s", self._file, error.strerror)
+        _log.info("the run has a page; hetero watch %s prints its address", self._folder)
+
+    def replanned(self, placed: Placement) -> None:
+        self._spans.clear()
+        self._shown |= {"machines": _machines(placed), "flow": None}
+
+    def news(self, closing: threading.Event) -> Iterator[bytes]:
+        return news_of(self._folder, self._shown, closing)
+
+    def act(self, action: str) -> str | None:
+        with self._changed:
+            if self._stops:
+                return "the run stops already"
+            if action == "checkpoint" and self._step == 0:
+                return "there is nothing to save before the first step"
+            self._saves |= action == "checkpoint"
+            self._pauses = action == "pause" or (self._pauses and action == "checkpoint")
+            if action == "stop":
+                self._stops = True
+                self._run.stop("the page")
+            self._show()
+            self._changed.notify_all()
+        return None
+
+    def between(self, state: TrainState, due: Due) -> None:
+        with self._changed:
+            if self._is_saving:
+                self._shown["note"] = "no checkpoint was written; the log says why"
+            self._is_saving, self._saves, self._waits = self._saves, False, self._pauses
+            due.save |= self._is_saving
+            self._show()
+            if self._pauses and not self._is_saving:
+                self._changed.wait(0.2)  # the caller looks for signals
+            due.is_held = self._pauses
+
+    def saved(self, state: TrainState, due: Due) -> None:
+        self._is_saving = False
+        self._shown["note"] = f"The checkpoint of step {state.step} is written."
+
+    def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
+        self._step = state.step
+        # A worker's spans of a step come with its next answer.
+        for step in [step for step in self._spans if step + 2 <= state.step]:
+            self._shown["flow"] = {"step": step + 1, "spans": self._spans.pop(step)}
+
+    def went_back(self, state: TrainState) -> None:
+        self._step = state.step
+        self._spans.clear()
+
+    def spans(self, owner: int | str, spans: Sequence[Span], offset_s: float) -> None:
+        for span in filter(is_span, spans):
+            if (kind := span["kind"]) in (*COMPUTE, COMMIT, SEND):
+                times = span["began"] - offset_s, span["ended"] - offset_s
+                about = span["micro_batch"], span.get("peer"), span.get("bytes", 0)
+                self._spans.setdefault(span["step"], []).append([owner, kind, *times, *about])
+
+    def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
+        self._shown["state"] = "finished"
+
+    def close(self, failed: bool) -> None:
+        if failed:
+            self._shown["state"] = "stopped" if self._run.should_stop() else "failed"
+        with suppress(OSError):
+            self._serving.close()
+
+    def _show(self) -> None:
+        states = {"stopping": self._stops, "saving": self._saves or self._is_saving}
+        states |= {"paused": self._pauses and self._waits, "pausing": self._pauses}
+        self._shown["state"] = next((name for name, holds in states.items() if holds), "running")
+
+
+def _machines(placed: Placement) -> list[dict[str, Any]]:
+    """The processes with their layers and devices, in the order of their first stages."""
+    config, found = placed.prepared.config, dict[str | int, dict[str, Any]]()
+    for stage, memory in zip(config.plan.stages, placed.prepared.memory, strict=True):
+        fact, host = placed.facts[stage.owner], config.machine(stage.owner).hostname
+        machine = found.setdefault(stage.owner, {"owner": stage.owner, "layers": []})
+        machine |= {"host": host, "device": fact.label, "memory": fact.memory_total}
+        machine["layers"].append(stage.layers)
+        machine["planned"] = machine.get("planned", 0) + memory.total
+    return list(found.values())

@@ -1,0 +1,171 @@
+"""A run that its page steers has the bits of one that nobody watches."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_framework.config import Config
+from hetero_framework.errors import StoppedEarly
+from hetero_framework.trainer.coordinator import train
+from tests.extras.watch.pages import Client, Halting, address_of, steered
+from tests.integration.test_parity import assert_same, weights
+from tests.pools import read_metrics
+
+pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left", "verdicts")]
+TRAINING = {"max_steps": 12, "save_strategy": "no", "page": True}
+LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
+
+
+@pytest.fixture
+def config(pool, llama, texts, tmp_path):
+    def made(name: str, cuts: tuple[int, ...] = (2, 4), **training: Any) -> dict[str, Any]:
+        sections = {
+            "model": {"name_or_path": str(llama)},
+            "data": {"train": str(texts), "max_length": 64},
+            "adapter": LORA,
+        }
+        return pool.config(tmp_path / name, [*cuts], training={**TRAINING, **training}, **sections)
+
+    return made
+
+
+@pytest.fixture
+def plain(config, tmp_path) -> Path:
+    train(Config.from_dict(config("plain", page=False)))
+    return tmp_path / "plain"
+
+
+def checkpoints(output: Path) -> list[str]:
+    return sorted(place.name for place in (output / "checkpoints").glob("step_*"))
+
+
+def last_step(output: Path) -> int:
+    return int(json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+
+
+def test_pause_checkpoint_and_resume_change_no_bit(config, plain, tmp_path) -> None:
+    output = tmp_path / "steered"
+
+    def steer(page: Client, run: Halting) -> None:
+        assert page.act("pause") == (200, "")
+        page.state("pausing")
+        run.goes_on.set()
+        page.state("paused")
+        assert last_step(output) == 3
+        assert checkpoints(output) == []
+        assert page.act("checkpoint") == (200, "")
+        page.until(lambda news: news.get("note") == "The checkpoint of step 3 is written.")
+        page.state("paused")
+        assert checkpoints(output) == ["step_3"]
+        assert last_step(output) == 3
+        assert page.act("resume") == (200, "")
+
+    steered(config("steered"), steer)
+    assert read_metrics(output) == read_metrics(plain)
+    assert_same(weights(output), weights(plain))
+    assert not (output / "page.json").exists()
+
+
+def test_a_checkpoint_while_it_runs(config, plain, tmp_path) -> None:
+    def steer(page: Client, run: Halting) -> None:
+        assert page.act("checkpoint") == (200, "")
+
+    steered(config("steered"), steer)
+    assert checkpoints(tmp_path / "steered") == ["step_3"]
+    assert_same(weights(tmp_path / "steered"), weights(plain))
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+def test_stop_saves_and_the_run_goes_on_with_the_same_bits(
+    config, plain, tmp_path, pauses: bool
+) -> None:
+    def steer(page: Client, run: Halting) -> None:
+        if pauses:
+            page.act("pause")
+            run.goes_on.set()
+            page.state("paused")
+        assert page.act("stop") == (200, "")
+        assert page.act("resume") == (409, "the run stops already")
+
+    with pytest.raises(StoppedEarly, match="stopped by the page after step 3"):
+        steered(config("steered"), steer)
+    assert checkpoints(tmp_path / "steered") == ["step_3"]
+    train(Config.from_dict(config("steered", page=False)))
+    assert read_metrics(tmp_path / "steered") == read_metrics(plain)
+    assert_same(weights(tmp_path / "steered"), weights(plain))
+
+
+def test_nothing_is_saved_before_the_first_step_is_done(config, tmp_path) -> None:
+    def steer(page: Client, run: Halting) -> None:
+        assert page.act("checkpoint") == (409, "there is nothing to save before the first step")
+
+    steered(config("steered", max_steps=2), steer, halt=1)
+    assert checkpoints(tmp_path / "steered") == []
+
+
+def test_the_page_tells_what_the_run_is(config, tmp_path) -> None:
+    found: dict[str, Any] = {}
+    points: list[int] = []
+    what: list[str] = []
+
+    def steer(page: Client, run: Halting) -> None:
+        news = page.news()
+        run.goes_on.set()
+        for one in news:
+            if one.get("of") == "metrics":
+                points.append(one["line"]["step"])
+            elif one.get("of") == "events":
+                what.append(one["line"]["what"])
+            elif "of" not in one:
+                found.update(one)
+
+    steered(config("told", timeline_steps=-1), steer)
+    assert points == [*range(1, 13)]
+    assert what[-1] == "run finished"
+    assert {"worker connected", "run started"} <= {*what}
+    assert (found["total"], found["unit"], found["steers"]) == (12, "tokens", True)
+    machines = found["machines"]
+    assert [machine["owner"] for machine in machines] == ["local", 1, 2]
+    assert [machine["layers"] for machine in machines] == [
+        ["layers 0-1"],
+        ["layers 2-3"],
+        ["layers 4-5"],
+    ]
+    assert all(machine["device"] and machine["memory"] > 0 for machine in machines)
+    flow = found["flow"]
+    assert flow["step"] >= 10
+    kinds = {(owner, kind) for owner, kind, *_ in flow["spans"]}
+    assert {("local", "forward"), (1, "backward"), (2, "forward_backward")} <= kinds
+    sent = {(owner, peer) for owner, kind, *_, peer, _ in flow["spans"] if kind == "send"}
+    assert {("local", 1), (1, 2), (2, 1), (1, "local")} <= sent
+
+
+def test_one_step_of_eight_is_recorded_for_the_page_alone(config, tmp_path) -> None:
+    found: list[int] = []
+
+    def steer(page: Client, run: Halting) -> None:
+        run.goes_on.set()
+        found.extend(one["flow"]["step"] for one in page.news() if one.get("flow"))
+
+    steered(config("told", max_steps=20, timeline_steps=2), steer, halt=1)
+    assert found[-1] == 17
+    spans = json.loads((tmp_path / "told" / "timeline.json").read_text())["traceEvents"]
+    assert {e["args"]["step"] for e in spans if "step" in e.get("args", {})} == {2, 3}
+
+
+def test_nobody_else_can_read_the_address(config, tmp_path) -> None:
+    def steer(page: Client, run: Halting) -> None:
+        file = tmp_path / "told" / "page.json"
+        assert address_of(file.parent) == page.address
+        if os.name != "nt":
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+    steered(config("told", max_steps=3), steer)
+    for file in (tmp_path / "told").rglob("*.log"):
+        assert "127.0.0.1:" not in file.read_text() or "#" not in file.read_text()
