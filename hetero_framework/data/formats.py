@@ -383,13 +383,19 @@ class Formatter:
         return [False] * same + [True] * (len(whole) - same)
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        ids: list[list[int]] = self.tokenizer(texts, verbose=False)["input_ids"]
+        made = self.tokenizer(texts, verbose=False, return_attention_mask=False)
+        ids: list[list[int]] = made["input_ids"]
         return ids
+
+    @cached_property
+    def _eos(self) -> str | None:
+        token: str | None = self.tokenizer.eos_token
+        return token
 
     def _with_eos(self, text: str) -> str:
         if not self.options.add_eos:
             return text
-        eos = self.tokenizer.eos_token
+        eos = self._eos
         if not eos:
             raise DataError(
                 "the tokenizer has no end-of-sequence token, so an example would have no end",

@@ -524,13 +524,19 @@ class Reader:
                 hint="tokenizer and model do not belong together; check model.tokenizer",
             )
 
+    @cached_property
+    def _ends(self) -> dict[int, str]:
+        """The tokens for a beginning or an end; a tokenizer takes long to tell."""
+        roles = (f"{role}_token" for role in _ENDS)
+        found = {getattr(self.tokenizer, f"{r}_id"): getattr(self.tokenizer, r) for r in roles}
+        return {token: name for token, name in found.items() if token is not None}
+
     def _twice(self, ids: list[int]) -> Iterator[str]:
         """Tokens for a beginning or an end that stand twice in a row, white space aside; of a
         classifier at its ends only, for a pair of texts may have two between them."""
         anywhere, last = self.labels is None, len(ids) - 1
-        for role in _ENDS:
-            token, name = (getattr(self.tokenizer, f"{role}_token{end}") for end in ("_id", ""))
-            if token is None or ids.count(token) < 2:
+        for token, name in self._ends.items():
+            if ids.count(token) < 2:
                 continue
             for a, b in pairwise(k for k, each in enumerate(ids) if each == token):
                 near = b - a <= _NEAR and (anywhere or a == 0 or b == last)
