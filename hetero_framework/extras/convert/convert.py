@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,15 @@ _INSTEAD = {
     **{f"training.{name}_strategy": f"training.{name}_steps" for name in ("save", "eval")},
 }
 _FIRST = ("trl", "rl", "reward_model", "stage", "pref_loss", "loss_type", "dpo_loss_type")
-_LAST = ("val_set_size", "val_size")  # they divide what the others name
+_MIXING = {
+    "interleave_under": "first_exhausted",
+    "interleave_over": "all_exhausted",
+    "interleave_once": "all_exhausted_without_replacement",
+}
 _OF_EVALUATIONS = (
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     *("early_stopping_patience", "early_stopping_threshold"),
 )
-_SPLIT = re.compile(r"([\w.-]+)(?:\[:(\d+)%\])?")
 _LOADERS = ("json", "jsonl", "parquet", "text", "csv", "arrow")  # of `datasets`, beside data_files
 _SETS = ("datasets", "test_datasets", "pretraining_dataset")
 _INFO = "dataset_info.json"
@@ -112,15 +116,13 @@ class Conversion:
         if not told and (named := [m for m, n in methods if {*n.split()} & {*self.given}]):
             self.given = {"trl": named[0], **self.given}
         rank = {key: number - len(_FIRST) for number, key in enumerate(_FIRST)}
-        for key in sorted(self.given, key=lambda key: rank.get(key, key in _LAST)):
+        for key in sorted(self.given, key=lambda key: rank.get(key, 0)):
             self._take_key(key, self.given[key])
         if not told:
             why = "told by its keys; write training.objective if it is another one, such as orpo"
             self._change("training.objective", status=CHANGED, why=why)
         if self.program == "LLaMA-Factory":
             self._use_named_sets()
-        for key in _LAST:
-            self._hold_out(key, float(self.given.get(key) or 0))
         self._decide_adapter()
         self._fill_defaults()
         self._scale_batch()
@@ -133,7 +135,7 @@ class Conversion:
         for path, value in self.settings.items():
             section, _, name = path.partition(".")
             if path in _PATHS:
-                value = list(map(place, value)) if isinstance(value, list) else place(value)
+                value = _placed(value, place)
             if name:
                 made[section][name] = value
         return made if self.settings["adapter"] else {**made, "adapter": None}
@@ -269,6 +271,9 @@ class Conversion:
                     self.settings[path] = self.defaults[path] = value
 
     def _has(self, need: str) -> bool:
+        """Whether there is such a key or setting, one of those between "|", or with a value."""
+        if "|" in need:
+            return any(map(self._has, need.split("|")))
         name, _, value = need.partition("=")
         found = self.settings.get(name) or self.given.get(name)
         return found == value if value else bool(found)
@@ -290,7 +295,7 @@ class Conversion:
         strategy = has("training.eval_strategy", "no" if transformers else "steps")
         if self.program == "TRL" and strategy != "no" and has("data.train"):
             self.settings.setdefault("data.eval", has("data.train"))
-        no_data, none = not has("data.eval"), "no evaluation data"
+        no_data, none = not (has("data.eval") or has("data.val_set_size")), "no evaluation data"
         idle, rated = no_data or strategy == "no", objective != "sft"
         by_weights = has("adapter.init_lora_weights") in ("pissa", "olora")
         quantised = by_weights and has("model.quantization")
@@ -299,6 +304,11 @@ class Conversion:
             ("data.completion_only_loss", rated, answers),
             ("data.assistant_only_loss", rated, answers),
             ("training.rpo_alpha", rated and objective != "dpo", f"{objective} adds no such loss"),
+            (
+                "data.val_set_size",
+                has("data.eval") and has("data.val_set_size"),
+                "data.eval is named",
+            ),
             ("training.eval_strategy", no_data and strategy != "no", none),
             ("training.eval_on_start", idle and has("training.eval_on_start"), none),
             ("training.eval_steps", no_data or strategy != "steps", "nothing to evaluate"),
@@ -333,37 +343,41 @@ class Conversion:
         if not any(path in row.to for row in self.rows):
             self.defaults[path] = value
 
-    def _use_sets(self, key: str, entries: list[dict[str, Any]], role: str) -> None:
-        """Take sets of data; all of a run have one split and configuration."""
-        names = [n for e in entries for n in _listed(e.get("data_files") or e.get("path"))]
+    def _use_sets(
+        self, key: str, entries: list[dict[str, Any]], role: str, weights: Sequence[float] = ()
+    ) -> None:
+        """Take sets of data. Those of training may be sources with settings of their own; all of an
+        evaluation have one split and configuration."""
+        paths = [_listed(e.get("data_files") or e.get("path")) for e in entries]
+        names = [name for found in paths for name in found]
         self.settings[f"data.{role}"] = names[0] if len(names) == 1 else names
         for number, entry in enumerate(entries):
             if entry.get("data_files") and entry.get("path") not in (None, *_LOADERS):
                 why = "download these files, and write their names in data.train"
                 self._say(f"{key}[{number}].data_files", entry["data_files"], BY_HAND, why)
-            for name, path in (("split", f"data.{role}_split"), ("name", "data.dataset_config")):
-                value, first = entry.get(name), entries[0].get(name)
-                if value and not number:
-                    self.settings[path] = value
-                if value != first:
-                    why = f"all data of a run have one {path}; save this set as a file"
-                    self._say(f"{key}[{number}]", value, BY_HAND, why)
-
-    def _hold_out(self, key: str, share: float) -> None:
-        """Take the end of the training data for evaluation: a share, or a number of rows."""
-        if share == 0:
-            return None
-        self.rows = [row for row in self.rows if row.key != key]
-        form = _SPLIT.fullmatch(self.settings.get("data.train_split", "train"))
-        if "data.train" not in self.settings or form is None or (share >= 1 and form[2]):
-            return self._say(key, share, BY_HAND, "choose data.eval and data.eval_split")
-        name, end = form[1], int(form[2] or 100)
-        cut = f"-{share:.0f}" if share >= 1 else f"{end - max(1, round(end * share))}%"
-        held = f"{name}[{cut}:{f'{end}%' if form[2] else ''}]"
-        made = {"train_split": f"{name}[:{cut}]", "eval": self.settings["data.train"]}
-        self.settings |= {f"data.{n}": value for n, value in (made | {"eval_split": held}).items()}
-        why = f"the last rows, {held}, and not rows drawn at random"
-        return self._say(key, share, CHANGED, why, "data.train_split", "data.eval_split")
+        told = {"split": f"data.{role}_split", "name": "data.dataset_config"}
+        differ = [name for name in told if len({entry.get(name) for entry in entries}) > 1]
+        for name, path in told.items():
+            if (value := entries[0].get(name)) and name not in differ:
+                self.settings[path] = value
+        if role == "train" and (differ or weights):
+            sources = [
+                {
+                    "path": found[0] if len(found) == 1 else found,
+                    "split": entry.get("split") if "split" in differ else None,
+                    "dataset_config": entry.get("name") if "name" in differ else None,
+                    "weight": weight,
+                }
+                for entry, found, weight in zip_longest(entries, paths, weights)
+            ]
+            self.settings["data.train"] = [
+                {name: value for name, value in source.items() if value is not None}
+                for source in sources
+            ]
+        elif differ:
+            for number, entry in enumerate(entries[1:], 1):
+                why = f"all data of an evaluation have one {told[differ[0]]}; save it as a file"
+                self._say(f"{key}[{number}]", entry.get(differ[0]), BY_HAND, why)
 
     def _use_named_sets(self) -> None:
         """The sets that LLaMA-Factory's dataset_info.json describes: under dataset_dir, from this
@@ -375,7 +389,17 @@ class Conversion:
         for key, role in (("dataset", "train"), ("eval_dataset", "eval")):
             if names := _listed(self.given.get(key)):
                 sets = [self._named_set(n, info.get(n), found or Path(name)) for n in names]
-                self._use_sets(key, sets, role)
+                self._use_sets(key, sets, role, self._mixing(names) if role == "train" else ())
+
+    def _mixing(self, names: Sequence[str]) -> list[float]:
+        """Have sets interleaved where the file asks for it; their weights."""
+        strategy = str(self.given.get("mix_strategy", "concat"))
+        if len(names) < 2 or strategy not in _MIXING:
+            return []
+        stop = _MIXING[strategy]
+        self.settings |= {"data.mixing": "interleave", "data.stopping_strategy": stop}
+        shares = _listed(self.given.get("interleave_probs")) or [1 / len(names)] * len(names)
+        return [float(share) for share in shares]
 
     def _rewrite(
         self, source: Path, name: str, style: str, entry: Any, form: str, limit: int | None = None
@@ -526,6 +550,15 @@ def _fit(path: str, value: Any, context: Mapping[str, Any]) -> tuple[Any, str]:
             refused += map(str, optimizer_problems(TrainingConfig(**{name: candidate})))
         return candidate, " ".join(refused)
     return value, refused[0]
+
+
+def _placed(value: Any, place: Callable[[str], str]) -> Any:
+    """Paths, or sources with some, as they stand in another file."""
+    if isinstance(value, list):
+        return [_placed(part, place) for part in value]
+    if isinstance(value, dict):
+        return {**value, "path": _placed(value["path"], place)}
+    return place(value)
 
 
 def _entries(key: str, value: Any) -> list[dict[str, Any]]:

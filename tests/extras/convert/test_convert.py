@@ -48,7 +48,7 @@ BY_HAND = {
     "llama_factory_kto.yaml": [],
     "trl_dpo.sh": [],
     "trl_kto.json": [],
-    "trl_recipe.yaml": ["datasets[1]", "chat_template_path"],
+    "trl_recipe.yaml": ["chat_template_path"],
 }
 FIELDS = {name: cls.model_fields for name, cls in convert_module._SECTIONS.items()}
 KEPT = ("taken", "changed", "no effect here")
@@ -129,6 +129,33 @@ def test_settings_mean_the_same(case: dict[str, Any], convert) -> None:
     assert "hf_abc" not in json.dumps(report)
     if text and "train.jsonl" in text:  # called as the example, and yet no name to be replaced
         assert "to do by hand" not in {row["status"] for row in report["keys"]}
+
+
+def sources(config: Config) -> list[dict[str, Any]]:
+    return [source.model_dump(exclude_none=True) for source in config.data.sources]
+
+
+def test_sets_that_differ_become_sources(convert) -> None:
+    _, config = convert("trl_recipe.yaml")
+    ours = [{"path": "org/one", "split": "train"}, {"path": "org/two", "split": "train[:10%]"}]
+    assert sources(config) == ours
+    sets = "[{path: o/a, type: alpaca, name: x}, {path: o/b, type: alpaca, name: y}]"
+    _, config = convert("a.yml", f"{AXOLOTL}datasets: {sets}\n")
+    assert [source["dataset_config"] for source in sources(config)] == ["x", "y"]
+    report, _ = convert("a.yml", f"{AXOLOTL}datasets: [{{path: o/c}}]\ntest_datasets: {sets}\n")
+    assert rows(report)["test_datasets[1]"]["status"] == "to do by hand"
+
+
+def test_interleaved_sets_have_weights(convert) -> None:
+    text = "model_name_or_path: m\nstage: sft\ndataset: a, b\nmix_strategy: interleave_over\n"
+    _, config = convert("l.yaml", f"{text}interleave_probs: 0.3,0.7\nval_size: 20\n")
+    assert (config.data.mixing, config.data.stopping_strategy) == ("interleave", "all_exhausted")
+    assert [source["weight"] for source in sources(config)] == [0.3, 0.7]
+    assert config.data.val_set_size == 20
+    _, config = convert("l.yaml", text.replace("_over", "_under"))
+    assert [source["weight"] for source in sources(config)] == [0.5, 0.5]
+    _, config = convert("l.yaml", text.replace("interleave_over", "concat"))
+    assert (config.data.mixing, sources(config)) == ("concatenate", [])
 
 
 def test_the_rows_of_llama_factory_become_messages(convert) -> None:
@@ -290,7 +317,6 @@ def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
             """the key "base_model" is given twice (lines 1 and 2)""",
         ),
         ("a.json", '{"SFTConfig": {"seed": 1}, "args": {"seed": 2}}', "seed is given twice"),
-        ("a.yml", "base_model: m\nval_set_size: some\n", "a value of another kind than axolotl"),
         ("a.yml", "base_model: m\nspecial_tokens: x\n", "a value of another kind than axolotl"),
         ("a.sh", "trl sft --seed 1 --config no.yaml\n", "cannot read"),
         ("a.yml", "- 1\n", "must hold one object"),
