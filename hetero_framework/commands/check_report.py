@@ -180,7 +180,9 @@ def _look_at_data(
             find_sources(spec, config.base_dir)
         if model_config is not None:
             tokenizer, data = read_data(config, model_config, most=MOST_EXAMPLES)
-            notes += data.report
+            rows = config.training.per_device_train_batch_size
+            padding = f"padding: {data.padding:.1%} of the tokens, {rows} samples to a micro-batch"
+            notes += [*data.report, *[padding] * (data.padding > 0)]
             return tokenizer
     return None
 

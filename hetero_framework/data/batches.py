@@ -136,12 +136,7 @@ class SampleOrder:
         best, place, looked = -1, None, 0
         for epoch in range(first_step // self.steps_per_epoch, self._epochs):
             batches = self.batches_per_epoch
-            ordered = np.zeros(batches * rows, np.int64)
-            taken = lengths[self._epoch(epoch)[: batches * rows]]
-            ordered[: len(taken)] = taken
-            grid = ordered.reshape(batches, rows)
-            filled = (grid > 0).sum(axis=1)
-            sizes = grid.sum(axis=1) if packed else grid.max(axis=1) * filled
+            sizes = self._sizes(lengths, epoch, packed)
             steps = epoch * self.steps_per_epoch + np.arange(batches) // accumulation
             sizes[(steps < first_step) | (steps >= self.total_steps)] = -1
             at = int(sizes.argmax())
@@ -151,6 +146,23 @@ class SampleOrder:
             if best >= most or looked >= _LOOK_AT:
                 break
         return place
+
+    def _sizes(self, lengths: np.ndarray, epoch: int, packed: bool) -> np.ndarray:
+        """The tokens of each micro-batch of an epoch, padding included."""
+        rows, batches = self._rows, self.batches_per_epoch
+        ordered = np.zeros(batches * rows, np.int64)
+        taken = lengths[self._epoch(epoch)[: batches * rows]]
+        ordered[: len(taken)] = taken
+        grid = ordered.reshape(batches, rows)
+        sizes: np.ndarray = grid.sum(1) if packed else grid.max(1) * (grid > 0).sum(1)
+        return sizes
+
+    def padded(self, tokens: np.ndarray, multiple: int = 1) -> float:
+        """The share of padding among the tokens of the first epoch, where rows are padded to a
+        multiple of this; `tokens` are the lengths of the examples."""
+        lengths = -(-np.asarray(tokens, np.int64) // multiple) * multiple
+        taken = np.asarray(tokens)[self._epoch(0)[: self.batches_per_epoch * self._rows]]
+        return float(1 - taken.sum() / max(1, self._sizes(lengths, 0, False).sum()))
 
     @property
     def _epochs(self) -> int:

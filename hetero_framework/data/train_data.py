@@ -138,6 +138,13 @@ class TrainData:
         if isinstance(self.examples, StreamedRows):
             self.examples.close()
 
+    @property
+    def padding(self) -> float:
+        """The share of padding among the tokens of the first epoch; 0 where that is not known."""
+        if self.settings.one_row or isinstance(self.examples, StreamedRows):
+            return 0.0
+        return self.order.padded(self.examples.lengths, self.settings.pad_to_multiple_of or 1)
+
     def epoch_of(self, step: int) -> float:
         """The epoch, as the Trainer logs it, once `step` (from 0) is done."""
         return self.order.epoch_of(step)

@@ -311,6 +311,10 @@ class StreamOrder(SampleOrder):
         """All micro-batches are equally large."""
         return (first_step, 0) if first_step < self.total_steps else None
 
+    def padded(self, tokens: np.ndarray, multiple: int = 1) -> float:
+        """None of them has padding."""
+        return 0.0
+
 
 @dataclass(frozen=True)
 class MegatronCorpus(Corpus):

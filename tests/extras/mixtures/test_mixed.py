@@ -163,3 +163,56 @@ def test_a_source_without_a_token_to_learn_is_named(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "short.jsonl", [{"text": ""}] * 3)
     with pytest.raises(DataError, match=r"data.train \(empty\): none of the 3 examples"):
         loaded(tmp_path, {"train": ["code.jsonl", {"path": "short.jsonl", "name": "empty"}]})
+
+
+def test_a_folder_has_several_configurations(tmp_path: Path) -> None:
+    folder = tmp_path / "both"
+    folder.mkdir()
+    for name in ("easy", "hard"):
+        write_jsonl(folder / f"{name}.jsonl", rows(name, 3))
+    configs = "".join(
+        f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("easy", "hard")
+    )
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    section = {
+        "train": [
+            {"path": "both", "dataset_config": name, "name": name} for name in ("hard", "easy")
+        ]
+    }
+    data = loaded(tmp_path, section)
+    expected = [f"{name} number {k}" for name in ("hard", "easy") for k in range(3)]
+    assert texts(data) == expected
+
+
+def test_pairs_are_mixed_too(tmp_path: Path) -> None:
+    for name, size in SIZES.items():
+        pairs = [
+            {"prompt": f"{name} {k}?", "chosen": " Yes.", "rejected": " No."} for k in range(size)
+        ]
+        write_jsonl(tmp_path / f"{name}-pairs.jsonl", pairs)
+    section = {
+        "train": [{"path": f"{name}-pairs.jsonl", "weight": 1.0} for name in SIZES],
+        "mixing": "interleave",
+        "val_set_size": 4,
+    }
+    data = loaded(tmp_path, section, objective="dpo", seed=5)
+    parts = [
+        datasets.Dataset.from_list([{"text": f"{name} {k}?"} for k in range(size)])
+        for name, size in SIZES.items()
+    ]
+    whole = datasets.concatenate_datasets(parts).train_test_split(4, seed=5)
+    of_source = [
+        [text for text in whole["train"]["text"][:] if text.startswith(name)] for name in SIZES
+    ]
+    expected = datasets.interleave_datasets(
+        [datasets.Dataset.from_dict({"text": found}) for found in of_source],
+        probabilities=[1 / 3] * 3,
+        seed=5,
+    )
+    assert [text.split("?")[0] + "?" for text in texts(data)] == expected["text"][:]
+    batch = data.step_batches(0)[0]
+    assert "sources" not in batch
+    assert len(batch["input_ids"]) == 2 * min(8, len(data.examples))
+    assert [text.split("?")[0] + "?" for text in texts(data, data.eval_sets[""])] == whole["test"][
+        "text"
+    ][:]

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from hetero_framework.extras.observe.shown import shown_examples
+from tests.installed import needs
 from tests.unit.data.test_conversations import CHAT, TOOLS
 from tests.unit.data_helpers import CHATML, make_config, tiny_tokenizer, write_jsonl
+
+
+@needs("mixtures")
+def test_the_source_of_each_example_is_shown(tmp_path):
+    for name in ("first", "second", "third"):
+        rows = [{"text": f"{name} {number}"} for number in range(4)]
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    sources = [{"path": "first.jsonl"}, {"path": "second.jsonl", "name": "other"}, "third.jsonl"]
+    shown = shown_examples(make_config(tmp_path, {"train": sources}), tiny_tokenizer(), 4)
+    places = [example.where for example in shown]
+    files = [tmp_path / f"{name}.jsonl:1" for name in ("first", "second", "third")]
+    assert places == [f"first: {files[0]}", f"other: {files[1]}", f"third: {files[2]}"]
 
 
 def test_left_out_fields_are_shown_with_their_example(tmp_path):

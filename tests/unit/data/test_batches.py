@@ -212,6 +212,22 @@ def test_largest_micro_batch_is_that_of_all_tensors_that_follow(packed, drop_las
             assert found == wanted, (count, first)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_padding_is_that_of_the_first_epoch(drop_last, multiple):
+    builder = ExamplesBuilder()
+    for length in np.random.default_rng(1).integers(2, 40, 17):
+        builder.add([1] * int(length), [True] * int(length))
+    examples = builder.build()
+    training = TrainingConfig(per_device_train_batch_size=3, dataloader_drop_last=drop_last)
+    order = SampleOrder(17, training)
+    rows = [rows for step in range(order.steps_per_epoch) for rows in order.step_indices(step)]
+    batches = [collate(examples, numbers, PAD, multiple) for numbers in rows]
+    masks = [batch["attention_mask"] for batch in batches]
+    share = 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+    assert order.padded(examples.lengths, multiple) == pytest.approx(share, rel=1e-12)
+
+
 def test_collate_pads_right_to_the_longest_and_ignores_padding():
     builder = ExamplesBuilder()
     builder.add([5, 6, 7], [False, True, True])
