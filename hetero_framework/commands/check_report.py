@@ -22,6 +22,7 @@ from hetero_framework.config.asked_extras import asked
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.data.sources import find_sources
+from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.schedule.tuner import assumed_profile
 from hetero_framework.engine.schedule.tuning import tune
 from hetero_framework.errors import UserError, attempt
@@ -102,6 +103,7 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
         config = resolved.config
         tokens = parts.data.settings.max_length or parts.data.row_tokens
         tokenizer = parts.tokenizer
+        notes += _padding_lines(config, parts.data)
     else:
         notes += [f"warning: {warning}" for warning in config.warnings()]
         plan = None if model_config is None else adapter_plan_of(config, model_config)
@@ -180,11 +182,15 @@ def _look_at_data(
             find_sources(spec, config.base_dir)
         if model_config is not None:
             tokenizer, data = read_data(config, model_config, most=MOST_EXAMPLES)
-            rows = config.training.per_device_train_batch_size
-            padding = f"padding: {data.padding:.1%} of the tokens, {rows} samples to a micro-batch"
-            notes += [*data.report, *[padding] * (data.padding > 0)]
+            notes += [*data.report, *_padding_lines(config, data)]
             return tokenizer
     return None
+
+
+def _padding_lines(config: Config, data: TrainData) -> Iterator[str]:
+    if share := data.padding:
+        rows = config.training.per_device_train_batch_size
+        yield f"padding: {share:.1%} of the tokens, {rows} samples to a micro-batch"
 
 
 def forecast(config: Config) -> dict[str, Any]:

@@ -438,7 +438,7 @@ class Reader:
         self, name: str, sources: list[Source], split: str
     ) -> tuple[Examples, list[str], bool]:
         """The examples, what to say of them, and whether another day gives the same."""
-        whole = ("train",) if name == "train" else ("test", "train")
+        whole = ("train",) if name.startswith("train") else ("test", "train")
         notes: list[str] = []
         reader = self._splits(split, whole)
         records = self.kind.records(reader.read(sources, notes.append))
