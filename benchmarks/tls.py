@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from benchmarks.machines import run_program
 from benchmarks.network import RATES_BIT_S, Network, open_network
 from benchmarks.pipeline import Engine, Product, time_limit
 from benchmarks.stages import Llama, Load
+from hetero_framework.core.same_machine import OFF
 from hetero_framework.security.certificates import ensure_authority, issue_missing
 from hetero_framework.security.keys import KeyDirectory
 
@@ -61,6 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6, help="of each cluster in a round")
     options = parser.parse_args()
+    os.environ[OFF] = "off"
     for name, load in CASES.items():
         with (
             open_network(options.network, load.devices) as one,

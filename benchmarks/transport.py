@@ -1,10 +1,10 @@
 """One tensor from process to process: `Link` against a bare socket loop and gloo; with TLS, against
-Python's `ssl` alone.
+Python's `ssl` alone; and over the Unix socket of one machine.
 
     python -m benchmarks.transport --mb 16
     python -m benchmarks.transport --mb 16 --relay
     python -m benchmarks.transport --mb 0
-    python -m benchmarks.transport --engines tls,ssl
+    python -m benchmarks.transport --engines tls,ssl,unix
 
 Every engine has its own connection over the loopback from this process to a receiving one; with
 `--relay` a third process stands between them and passes everything on. In each round all engines
@@ -48,12 +48,14 @@ from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.link import Link
 from hetero_framework.core.messages import Abort, Aborted, Forward, Message
+from hetero_framework.core.same_machine import OFF
 from hetero_framework.core.stream import PlainStream, Stream
 from hetero_framework.errors import HeteroError
 
-ENGINES = ("link", "bare", "gloo", "tls", "ssl")
+ENGINES = ("link", "bare", "gloo", "tls", "ssl", "unix")
 _DEFAULT = "link,bare,gloo"
-_AGAINST = {"link": ("bare", "gloo"), "tls": ("ssl", "bare")}
+_KEYED = {"tls", "ssl", "unix"}
+_AGAINST = {"link": ("bare", "gloo"), "tls": ("ssl", "bare"), "unix": ("tls", "bare")}
 _WARM_UP = 5  # buffers and the kernel's windows
 _SMALL_BYTES = 40  # a message without a tensor has about as many
 _RELAY_PIECE_BYTES = 1 << 18
@@ -192,16 +194,24 @@ def _context(folder: str, *, server: bool) -> ssl.SSLContext:
     return tls.context(Path(folder) / name, server=server)
 
 
-def _tls_stream(sock: socket.socket, keys: str, *, server: bool) -> tls.TlsStream:
+def _stream(engine: str, sock: socket.socket, keys: str, *, server: bool) -> Stream:
+    """What the link of an engine goes through."""
+    plain = PlainStream(sock)
+    if engine == "link":
+        return plain
+    os.environ[OFF] = "on" if engine == "unix" else "off"
     context = _context(keys, server=server)
     if server:
-        return tls.accept(PlainStream(sock), context, lambda *_: None, {})[0]
-    return tls.dial(PlainStream(sock), context, lambda *_: None, {}, "the sender")
+        return tls.accept(plain, context, lambda *_: None, {})[0]
+    return tls.dial(plain, context, lambda *_: None, {}, "the sender")
 
 
-def _ssl_socket(sock: socket.socket, keys: str, *, server: bool) -> ssl.SSLSocket:
-    context = _context(keys, server=server)
-    return context.wrap_socket(_bare_socket(sock), server_side=server)
+def _socket(engine: str, sock: socket.socket, keys: str, *, server: bool) -> socket.socket:
+    """What an engine without a link uses."""
+    bare = _bare_socket(sock)
+    if engine == "bare":
+        return bare
+    return _context(keys, server=server).wrap_socket(bare, server_side=server)
 
 
 # ---------------------------------------------------------------------------------------- gloo
@@ -282,20 +292,10 @@ def serve(options: argparse.Namespace) -> None:
                     threads.append(threading.Thread(target=_bare_relay, args=pair))
                     threads.append(threading.Thread(target=_bare_relay, args=pair[::-1]))
             elif engine in _AGAINST:
-                secret = engine == "tls"
-                stream = (
-                    _tls_stream(inward, options.keys, server=False)
-                    if secret
-                    else PlainStream(inward)
-                )
+                stream = _stream(engine, inward, options.keys, server=False)
                 stack.callback(_link_receiver(stream, options.slow_ms).close)
             else:
-                secret = engine == "ssl"
-                bare = stack.enter_context(
-                    _ssl_socket(inward, options.keys, server=False)
-                    if secret
-                    else _bare_socket(inward)
-                )
+                bare = stack.enter_context(_socket(engine, inward, options.keys, server=False))
                 arguments = (bare, nbytes or _SMALL_BYTES)
                 threads.append(threading.Thread(target=_bare_receiver, args=arguments))
         for thread in threads:
@@ -363,7 +363,7 @@ def _opened(options: argparse.Namespace) -> Iterator[tuple[dict[str, Transfer], 
     transfers: dict[str, Transfer] = {}
     with contextlib.ExitStack() as stack:
         keys = stack.enter_context(tempfile.TemporaryDirectory())
-        if {"tls", "ssl"} & set(engines):
+        if _KEYED & set(engines):
             _keys(Path(keys))
         listener = stack.enter_context(contextlib.closing(Listener("127.0.0.1", 0)))
         children: list[_Child] = []
@@ -379,15 +379,11 @@ def _opened(options: argparse.Namespace) -> Iterator[tuple[dict[str, Transfer], 
                 continue
             sock = _accepted(listener)
             if engine in _AGAINST:
-                secret = engine == "tls"
-                stream = _tls_stream(sock, keys, server=True) if secret else PlainStream(sock)
+                stream = _stream(engine, sock, keys, server=True)
                 transfers[engine], link = _link_sender(stream, payload)
                 stack.callback(link.close)
             else:
-                secret = engine == "ssl"
-                bare = stack.enter_context(
-                    _ssl_socket(sock, keys, server=True) if secret else _bare_socket(sock)
-                )
+                bare = stack.enter_context(_socket(engine, sock, keys, server=True))
                 transfers[engine] = _bare_sender(bare, payload or memoryview(bytes(_SMALL_BYTES)))
         yield transfers, children
 
@@ -472,8 +468,8 @@ def main() -> None:
     unknown = set(options.engines.split(",")) - set(ENGINES)
     if unknown:
         parser.error(f"--engines: {', '.join(sorted(unknown))} is none of {', '.join(ENGINES)}")
-    if options.relay and set(options.engines.split(",")) & {"tls", "ssl"}:
-        parser.error("--relay: not with tls and ssl")
+    if options.relay and set(options.engines.split(",")) & _KEYED:
+        parser.error("--relay: only with link, bare and gloo")
     if options.serve:
         serve(options)
         return

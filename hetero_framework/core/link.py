@@ -78,7 +78,8 @@ class Link:
         max_frame_bytes: set anew when the peers have agreed on it.
         opening: the numbers of the messages that may come first; others are not even decoded.
         pool: the receive buffers.
-        bandwidth: large frames take turns with those of the other links that share it.
+        bandwidth: large frames take turns with those of the other links that share it, if the
+            stream passes a network interface.
         stats: go on counting where the link before this one ended.
 
     `on_moved(direction, message, began, ended)`, when set, is called for every frame with tensor
@@ -133,7 +134,8 @@ class Link:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # for the writer
         self._room = threading.Condition(self._lock)  # for frames that do not fit the queue
-        bandwidth = bandwidth or BandwidthScheduler()
+        if bandwidth is None or stream.local:
+            bandwidth = BandwidthScheduler()
         self._bandwidth = LinkBandwidth(
             bandwidth, self._pings, self._lock, self._say, self._work.notify
         )

@@ -34,6 +34,10 @@ class Stream(Protocol):
     """A connection as a link needs it. Errors are OSError."""
 
     @property
+    def local(self) -> bool:
+        """Whether it is known to pass no network interface."""
+
+    @property
     def peer(self) -> str:
         """The address of the other end, for messages."""
 
@@ -79,6 +83,8 @@ _WAIT_ALL = 0 if sys.platform == "win32" else socket.MSG_WAITALL
 
 class PlainStream:
     """A connected socket, which the stream owns from now on."""
+
+    local = False
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.core import timeouts
+from hetero_framework.core import same_machine, timeouts
 from hetero_framework.core.dial import HANDSHAKE_HINT
 from hetero_framework.core.frames import PIECE_BYTES
 from hetero_framework.core.identity import Identity
@@ -98,10 +98,10 @@ def _no_password() -> str:
 
 def dial(
     plain: Stream, made: ssl.SSLContext, admit: Admit, note: dict[str, Any], who: str
-) -> TlsStream:
-    """The encrypted stream to the side that was dialled, which has admitted us. Raises
-    IdentityError when one of the two refuses the other, and OSError for a failure that may pass;
-    `plain` is closed then."""
+) -> Stream:
+    """The encrypted stream to the side that was dialled, which has admitted us, or a Unix socket in
+    its place (`same_machine.py`). Raises IdentityError when one of the two refuses the other, and
+    OSError for a failure that may pass; `plain` is closed then."""
     with contextlib.ExitStack() as on_error:
         on_error.callback(plain.close)
         stream = TlsStream(plain, made, server=False)
@@ -110,20 +110,22 @@ def dial(
             stream.shake_hands(deadline)
             if (why := admit(stream.certificate(), {})) is not None:
                 raise IdentityError(f"{who} is not who it should be: {why}")
-            stream.send_note(note, deadline)
+            local = same_machine.Offer()
+            stream.send_note(note | local.note, deadline)
             answer = stream.receive_note(deadline)
             if (refused := answer.get("refused")) is not None:
                 raise IdentityError(f"{who} refused this machine: {one_line(str(refused))}")
             if (why := admit(stream.certificate(), answer)) is not None:
                 raise IdentityError(f"{who} is not wanted any more: {why}")
+            found = local.join(stream, answer, who, deadline)
         on_error.pop_all()
-        return stream
+        return found
 
 
 def accept(
     plain: Stream, made: ssl.SSLContext, admit: Admit, note: dict[str, Any]
-) -> tuple[TlsStream, Certificate]:
-    """The encrypted stream to a peer that has dialled, and its certificate; raises as `dial` does.
+) -> tuple[Stream, Certificate]:
+    """The stream to a peer that has dialled, as `dial` gives it, and its certificate; raises alike.
     A refused peer of this cluster gets the reason, others get an alert."""
     with contextlib.ExitStack() as on_error:
         on_error.callback(plain.close)
@@ -132,12 +134,15 @@ def accept(
         with explained("it"):
             stream.shake_hands(deadline)
             certificate = stream.certificate()
-            why = admit(certificate, stream.receive_note(deadline))
-            stream.send_note(note if why is None else {"refused": why}, deadline)
-        if why is not None:
-            raise IdentityError(why)
+            theirs = stream.receive_note(deadline)
+            if (why := admit(certificate, theirs)) is not None:
+                stream.send_note({"refused": why}, deadline)
+                raise IdentityError(why)
+            with contextlib.closing(same_machine.Rendezvous(theirs)) as local:
+                stream.send_note(note | local.note, deadline)
+                found = local.meet(stream, str(certificate.identity), deadline)
         on_error.pop_all()
-        return stream, certificate
+        return found, certificate
 
 
 _MEANINGS = {
@@ -224,6 +229,8 @@ def _reason(error: Exception) -> str:
 
 class TlsStream:
     """An encrypted stream, which owns `plain` from now on. Use `dial` or `accept` to make one."""
+
+    local = False
 
     def __init__(self, plain: Stream, made: ssl.SSLContext, *, server: bool, alpn: str = ALPN):
         self._plain = plain

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import IPv6Address, IPv6Network
 
 from hetero_framework import log
@@ -50,7 +50,7 @@ class RateLimit:
 
 @dataclass(frozen=True, eq=False)
 class _Stranger:
-    plain: Stream  # as it was accepted
+    plain: Stream  # as it was accepted, and what it has become
     peer: str
 
     @property
@@ -146,7 +146,7 @@ class Acceptor:
             return
         with self._lock:
             if self._strangers.pop(stranger.plain, None) is not None:
-                self._strangers[stream] = stranger
+                self._strangers[stream] = replace(stranger, plain=stream)
         try:
             self._greet(stream, identity)
         except (OSError, NetworkError, MemoryError):

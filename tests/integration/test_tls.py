@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
 import ssl
 import subprocess
@@ -23,6 +24,7 @@ from hetero_framework.core import messages as m
 from hetero_framework.core import tls
 from hetero_framework.core.dial import connect
 from hetero_framework.core.messages import Message
+from hetero_framework.core.same_machine import OFF
 from hetero_framework.errors import HeteroError
 from hetero_framework.security import authority as x509
 from hetero_framework.security.access import Keyed, KeyOptions, access_of
@@ -40,8 +42,9 @@ WAIT_S = 30.0
 class Cluster:
     """Two workers with keys, each behind a proxy, and the configuration of their coordinator."""
 
-    def __init__(self, folder: Path, llama: Path, texts: Path) -> None:
+    def __init__(self, folder: Path, llama: Path, texts: Path, local_sockets: str = "off") -> None:
         self.folder = folder
+        self.environment = {**os.environ, OFF: local_sockets, "XDG_RUNTIME_DIR": str(folder)}
         self.keys = keys_of(folder / "keys", "local", 1, 2, 3)
         self.ports = free_ports(2)
         self.proxies = [
@@ -66,7 +69,13 @@ class Cluster:
         command += ["--config", str(config), "--worker-id", str(worker)]
         command += ["--keys", str(self.keys.path)]
         with log.open("wb") as output:
-            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=self.environment,
+            )
 
     def wait(self) -> None:
         for process, port in zip(self.processes, self.ports, strict=True):
@@ -123,6 +132,33 @@ def test_run_over_tls_equals_the_plain_one_to_the_last_bit(
     undisturbed: list[tuple], losses: Callable[..., list[tuple]]
 ) -> None:
     assert undisturbed == losses([2, 4], training={"num_train_epochs": 2})
+
+
+def test_killed_worker_behind_a_unix_socket_costs_steps_and_changes_nothing(
+    tmp_path: Path, llama: Path, texts: Path, undisturbed: list[tuple]
+) -> None:
+    cluster = Cluster(tmp_path, llama, texts, local_sockets="on")
+
+    class Kill(Notes):
+        def step(self, metrics: dict[str, Any]) -> None:
+            super().step(metrics)
+            if metrics["step"] == 2 and cluster.processes[0].returncode is None:
+                cluster.processes[0].kill()
+                cluster.processes[0].wait(WAIT_S)
+                file, log = tmp_path / "workers.json", tmp_path / "again.log"
+                cluster.logs.append(log)
+                cluster.processes.append(cluster._start(1, file, log))
+
+    notes = Kill()
+    try:
+        cluster.wait()
+        assert cluster.train("killed", notes)[0] == undisturbed
+    finally:
+        cluster.close()
+    assert any("lost the link to worker 1" in line for line in notes.lines)
+    for log in cluster.logs:
+        assert "the link goes through a Unix socket, unencrypted" in log.read_text()
+    assert list(tmp_path.glob("hetero-link-*")) == []
 
 
 def test_byte_that_is_changed_on_its_way_costs_a_step_and_changes_nothing(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.core import timeouts, tls
+from hetero_framework.core import same_machine, timeouts, tls
 from hetero_framework.core.stream import PlainStream
 from hetero_framework.core.threads import in_background
 from hetero_framework.core.tls import Certificate, TlsStream
@@ -27,6 +27,11 @@ Peer = Callable[[socket.socket], Any]
 
 def admit_all(certificate: Certificate, note: dict[str, Any]) -> None:
     return None
+
+
+@pytest.fixture(autouse=True)
+def _tls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(same_machine.OFF, "off")
 
 
 @pytest.fixture
