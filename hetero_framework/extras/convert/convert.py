@@ -296,6 +296,7 @@ class Conversion:
         if self.program == "TRL" and strategy != "no" and has("data.train"):
             self.settings.setdefault("data.eval", has("data.train"))
         no_data, none = not (has("data.eval") or has("data.val_set_size")), "no evaluation data"
+        streams = has("data.streaming")
         idle, rated = no_data or strategy == "no", objective != "sft"
         by_weights = has("adapter.init_lora_weights") in ("pissa", "olora")
         quantised = by_weights and has("model.quantization")
@@ -308,6 +309,17 @@ class Conversion:
                 "data.val_set_size",
                 has("data.eval") and has("data.val_set_size"),
                 "data.eval is named",
+            ),
+            (
+                "data.streaming",
+                streams and has("training.max_steps", -1) < 1,
+                "max_steps is needed",
+            ),
+            ("data.packing", streams and has("data.packing"), "streams are not packed"),
+            (
+                "data.val_set_size",
+                streams and has("data.val_set_size"),
+                "a stream holds nothing out",
             ),
             ("training.eval_strategy", no_data and strategy != "no", none),
             ("training.eval_on_start", idle and has("training.eval_on_start"), none),

@@ -158,6 +158,17 @@ def test_interleaved_sets_have_weights(convert) -> None:
     assert (config.data.mixing, sources(config)) == ("concatenate", [])
 
 
+def test_streams_need_a_number_of_steps(convert) -> None:
+    text = "model_name_or_path: m\ndataset_name: d\nstreaming: true\npacking: true\n"
+    report, config = convert("t.yaml", f"{text}max_steps: 20\nlearning_rate: 1e-4\n")
+    assert config.data.streaming
+    assert not config.data.packing
+    assert rows(report)["packing"]["status"] == "cannot be had"
+    report, config = convert("t.yaml", f"{text}learning_rate: 1e-4\n")
+    assert config.data.packing
+    assert not config.data.streaming
+
+
 def test_the_rows_of_llama_factory_become_messages(convert) -> None:
     _, config = convert("llama_factory_lora.yaml")
     assert rendered(config, tiny_tokenizer(CHATML_MARKED)) == [
