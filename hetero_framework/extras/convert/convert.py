@@ -296,7 +296,8 @@ class Conversion:
         if self.program == "TRL" and strategy != "no" and has("data.train"):
             self.settings.setdefault("data.eval", has("data.train"))
         no_data, none = not (has("data.eval") or has("data.val_set_size")), "no evaluation data"
-        streams = has("data.streaming")
+        counted = int(has("training.max_steps", -1)) > 0
+        streams = has("data.streaming") and counted
         idle, rated = no_data or strategy == "no", objective != "sft"
         by_weights = has("adapter.init_lora_weights") in ("pissa", "olora")
         quantised = by_weights and has("model.quantization")
@@ -305,22 +306,9 @@ class Conversion:
             ("data.completion_only_loss", rated, answers),
             ("data.assistant_only_loss", rated, answers),
             ("training.rpo_alpha", rated and objective != "dpo", f"{objective} adds no such loss"),
-            (
-                "data.val_set_size",
-                has("data.eval") and has("data.val_set_size"),
-                "data.eval is named",
-            ),
-            (
-                "data.streaming",
-                streams and has("training.max_steps", -1) < 1,
-                "max_steps is needed",
-            ),
-            ("data.packing", streams and has("data.packing"), "streams are not packed"),
-            (
-                "data.val_set_size",
-                streams and has("data.val_set_size"),
-                "a stream holds nothing out",
-            ),
+            ("data.streaming", not counted, "max_steps is needed"),
+            ("data.packing", streams, "streams are not packed"),
+            ("data.val_set_size", has("data.eval") or streams, "data.eval is there, or a stream"),
             ("training.eval_strategy", no_data and strategy != "no", none),
             ("training.eval_on_start", idle and has("training.eval_on_start"), none),
             ("training.eval_steps", no_data or strategy != "steps", "nothing to evaluate"),
