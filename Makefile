@@ -9,6 +9,7 @@
 # make lowest   the unit tests and the demo with the oldest versions that pyproject.toml permits
 # make emulated  the CUDA code on an emulated device (Linux, a C++ compiler)
 # make dist    sdist and wheel, checked; the demo of the installed wheel, in an environment of its own
+# make docs    the documentation's site, under build/site
 # make bench   the benchmarks, 10 minutes; results under benchmarks/results
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 endif
 STAMP := $(VENV)/.hetero-setup
 
-.PHONY: setup demo demo-islands test lint lines faults long islands lowest emulated dist bench clean
+.PHONY: setup demo demo-islands test lint lines faults long islands lowest emulated dist docs bench clean
 
 setup: $(STAMP)
 
@@ -93,6 +94,15 @@ dist:
 	$(DIST_BIN)/python -m twine check --strict dist/*
 	$(DIST_BIN)/python -m pip install --quiet --disable-pip-version-check dist/*.whl
 	cd dist && HF_HUB_OFFLINE=1 $(DIST_BIN)/hetero demo --output ../runs/dist --overwrite
+
+# Without torch: the site is made of the pages alone.
+DOCS := $(VENV)-docs
+DOCS_BIN := $(DOCS)/$(notdir $(BIN))
+docs:
+	$(PYTHON) -m venv $(DOCS)
+	$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" > $(DOCS)/requirements.txt
+	$(DOCS_BIN)/python -m pip install --quiet --disable-pip-version-check -r $(DOCS)/requirements.txt
+	NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build
 
 bench: setup
 	$(BIN)/python -m benchmarks.suite

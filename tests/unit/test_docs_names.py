@@ -66,6 +66,7 @@ OTHERS = {
     " BlendedDataset full_validation eod_mask_loss reset_position_ids reset_attention_mask",
     "launchers": "~/.ssh/config hetero_launch/cluster hetero-worker-1 hetero-JOB-worker-1.log"
     " TORCH_INDEX VARIANT",
+    "GitHub and PyPI": "gh-pages pypi release.yml",
     "the Makefile": "TORCH_SPEC=... VENV=DIR",
     "file names that a user may choose": "data/train.json data/train.parquet data/train.txt"
     " data/train.csv data/train.arrow"
