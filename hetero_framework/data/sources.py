@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     pass
 
 MAX_LINE_BYTES = 16 * 2**20
+_XZ_BYTES = 256 * 2**20
 
 BOM = b"\xef\xbb\xbf"
 _HUB_NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
@@ -286,6 +287,37 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
+class _Xz(io.RawIOBase):
+    """A file of xz, whose decoder takes at most _XZ_BYTES of memory: `xz -9` needs 65 MiB."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._decoder = path.open("rb"), lzma.LZMADecompressor(memlimit=_XZ_BYTES)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            given = self._decoder.unused_data
+            if self._decoder.eof:  # another stream may follow, behind zeros
+                while not (given := given.lstrip(b"\0")):
+                    if not (given := self._file.read(io.DEFAULT_BUFFER_SIZE)):
+                        return 0
+                self._decoder = lzma.LZMADecompressor(memlimit=_XZ_BYTES)
+            elif self._decoder.needs_input and not (
+                given := self._file.read(io.DEFAULT_BUFFER_SIZE)
+            ):
+                raise EOFError("its end is missing")
+            data = self._decoder.decompress(given, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def _zstandard(path: Path) -> Any:
     import pyarrow  # has what Python has from 3.14 on
 
@@ -294,7 +326,7 @@ def _zstandard(path: Path) -> Any:
 
 _OPENED: dict[str | None, Callable[[Path], Any]] = {
     "gzip": gzip.open,
-    "xz": lzma.open,
+    "xz": lambda path: io.BufferedReader(_Xz(path)),
     "zstandard": _zstandard,
 }
 

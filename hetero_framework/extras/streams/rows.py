@@ -261,7 +261,7 @@ def _receive(pipe: IO[bytes], frames: SimpleQueue[Any], room: Semaphore) -> None
 
 def _close(process: subprocess.Popen[bytes], room: Semaphore, errors: IO[bytes]) -> None:
     end_processes([process], _END_S)
-    room.release()  # the thread meets the end of the pipe
+    room.release(2**20)  # the thread meets the end of the pipe
     errors.close()
 
 

@@ -33,6 +33,7 @@ from hetero_framework.extras.islands.outer_rounds import OuterRounds
 from hetero_framework.trainer import skipped_step
 from hetero_framework.trainer.coordinator import Coordinator, train
 from tests.extras.islands.helpers import StandIn, outcomes, serving, train_islands
+from tests.installed import needs
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.pools import Notes, Pool
 from tests.samples import save_llama, save_texts
@@ -156,6 +157,36 @@ def test_two_islands_of_any_plans_are_one_training(
     a, whole_weights = weights(tmp_path / "cut" / "a"), weights(tmp_path / "whole")
     for key, tensor in whole_weights.items():
         torch.testing.assert_close(a[key], tensor, rtol=1e-3, atol=1e-5)
+
+
+@needs("streams")
+@pytest.mark.parametrize("section", [{}, {"sync_steps": 2}], ids=["every step", "rounds"])
+def test_islands_deal_the_samples_of_a_stream(
+    section: dict[str, Any], pool: Pool, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """A stream in order has the samples of a file in order."""
+    texts = save_texts(tmp_path / "texts.jsonl", 60)
+    training = {"train_sampling_strategy": "sequential"}
+    for name in ("file", "stream"):
+        data = {"train": str(texts), "max_length": 64, "streaming": name == "stream"}
+        of_both = {**settings, "data": data}
+        train_islands(
+            {
+                key: island(
+                    pool,
+                    tmp_path / name / key,
+                    [],
+                    of_both,
+                    section={"name": key, **section},
+                    training=training,
+                )
+                for key in "ab"
+            }
+        )
+    for key in "ab":
+        file, stream = tmp_path / "file" / key, tmp_path / "stream" / key
+        assert lines(stream, "step", "loss") == lines(file, "step", "loss")
+        assert_same(weights(stream), weights(file))
 
 
 def assert_waits(*islands: list[dict[str, Any]]) -> None:

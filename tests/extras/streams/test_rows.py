@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -19,6 +21,7 @@ from hetero_framework.config import Config
 from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.extras.observe.shown import shown_examples
+from hetero_framework.extras.streams import child
 from hetero_framework.extras.streams import rows as rows_module
 from tests.unit.data_helpers import make_config, tiny_tokenizer, write_jsonl
 from tests.waiting import is_running, wait_until
@@ -46,6 +49,25 @@ def settings(tmp_path: Path) -> Settings:
         return make_config(tmp_path, {**about, **data}, **{**given, **(training or {})})
 
     return make
+
+
+class _Here:
+    """What the process says, without one."""
+
+    def __init__(self, job: Any) -> None:
+        self._frames = child._frames(json.loads(json.dumps(job)))
+
+    def next(self) -> dict[str, Any]:
+        frame: dict[str, Any] = msgpack.unpackb(msgpack.packb(next(self._frames)))
+        return frame
+
+    def close(self) -> None:
+        self._frames.close()
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "_ReadingProcess", _Here)
 
 
 @pytest.fixture
@@ -88,22 +110,27 @@ def test_examples_are_those_of_the_files(settings: Settings, opened: list[TrainD
     assert stream.report[0].startswith("train: a stream of 5 files (")
     assert stream.report[1] == "train: format text (fields text)"
     assert (stream.total_steps, stream.steps_per_epoch, stream.row_tokens) == (STEPS, STEPS, 32)
+    stream.close()
+    wait_until(lambda: all(thread.name != "stream" for thread in threading.enumerate()))
 
 
+@pytest.mark.usefixtures("here")
 def test_a_step_is_a_function_of_its_number(
     settings: Settings, opened: list[TrainData], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = load(settings(), opened)
     other = load(settings(), opened)
     assert same(whole, other, range(40))
-    pid = pid_of(other)
+    rows: Any = other.examples
+    before = rows._child
     assert same(other, whole, [39, 38, 20, 39])
-    assert pid_of(other) == pid
+    assert rows._child is before
     monkeypatch.setattr(rows_module, "_KEPT_TOKENS", 100)
     assert same(other, whole, [40, 70, 30, 31, 71])
-    assert pid_of(other) != pid
+    assert rows._child is not before
 
 
+@pytest.mark.usefixtures("here")
 def test_a_state_of_any_step_goes_on_there(settings: Settings, opened: list[TrainData]) -> None:
     whole = load(settings(), opened)
     states = {0: json.loads(json.dumps(whole.state))}
@@ -118,6 +145,7 @@ def test_a_state_of_any_step_goes_on_there(settings: Settings, opened: list[Trai
     assert len(json.dumps(states[90])) < 10_000
 
 
+@pytest.mark.usefixtures("here")
 def test_the_longest_example_is_made_up(settings: Settings, opened: list[TrainData]) -> None:
     data = load(settings(pad_to_multiple_of=20), opened)
     largest = data.largest_batch(3)
@@ -127,6 +155,7 @@ def test_the_longest_example_is_made_up(settings: Settings, opened: list[TrainDa
     assert data.largest_batch(STEPS) is None
 
 
+@pytest.mark.usefixtures("here")
 def test_columns_and_completions_are_read_as_of_files(
     settings: Settings, opened: list[TrainData], tmp_path: Path
 ) -> None:
@@ -141,6 +170,7 @@ def test_columns_and_completions_are_read_as_of_files(
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.usefixtures("here")
 def test_rows_without_a_token_to_learn_are_left_out_and_counted(
     settings: Settings, opened: list[TrainData], tmp_path: Path, logged: list[str]
 ) -> None:
@@ -153,6 +183,7 @@ def test_rows_without_a_token_to_learn_are_left_out_and_counted(
     assert any("3 read" in line and "1 cut" in line and "1 dropped" in line for line in logged)
 
 
+@pytest.mark.usefixtures("here")
 def test_an_epoch_that_teaches_nothing_is_refused(
     settings: Settings, opened: list[TrainData], tmp_path: Path
 ) -> None:
@@ -180,6 +211,7 @@ def test_a_damaged_shard_is_named(
         load(settings(train="t0.jsonl.gz"), opened)
 
 
+@pytest.mark.usefixtures("here")
 def test_a_bad_row_is_named(settings: Settings, opened: list[TrainData], tmp_path: Path) -> None:
     write_jsonl(tmp_path / "s0.jsonl", [{"text": "fox"}, {"text": 3}])
     with pytest.raises(DataError, match=r"s0\.jsonl:2"):
@@ -188,6 +220,7 @@ def test_a_bad_row_is_named(settings: Settings, opened: list[TrainData], tmp_pat
         load(settings(train="s1.jsonl"), opened, vocab_size=20)
 
 
+@pytest.mark.usefixtures("here")
 def test_a_resume_with_another_shard_is_refused(
     settings: Settings, opened: list[TrainData], tmp_path: Path
 ) -> None:
@@ -202,6 +235,7 @@ def test_a_resume_with_another_shard_is_refused(
         )
 
 
+@pytest.mark.usefixtures("here")
 def test_the_fingerprint_is_that_of_the_settings(
     settings: Settings, opened: list[TrainData]
 ) -> None:
@@ -249,6 +283,7 @@ def test_settings_that_do_not_go_with_a_stream(
         settings(**data, training=training)
 
 
+@pytest.mark.usefixtures("here")
 def test_samples_of_several_sources_know_theirs(
     settings: Settings, opened: list[TrainData], tmp_path: Path
 ) -> None:
@@ -276,6 +311,7 @@ def test_streams_are_for_texts(settings: Settings, opened: list[TrainData]) -> N
         load(settings(training={"objective": "dpo"}), opened)
 
 
+@pytest.mark.usefixtures("here")
 def test_the_first_rows_are_shown(settings: Settings) -> None:
     config = settings(training={"train_sampling_strategy": "sequential"})
     shown = shown_examples(config, load_tokenizer(config), 3)

@@ -69,3 +69,14 @@ def test_a_checkpoint_has_the_place_of_the_stream(step: int, alone: Alone, tmp_p
     manifest = json.loads((config.checkpoints / f"step_{step}" / "manifest.json").read_text())
     assert manifest["stream"]["places"][0] == [0, None]
     assert len(manifest["stream"]["shards"]) == 3
+
+
+def test_a_stream_in_order_trains_as_the_file_does(alone: Alone, tmp_path: Path) -> None:
+    texts = save_texts(tmp_path / "texts.jsonl", 16)
+    training = {"train_sampling_strategy": "sequential"}
+    found = []
+    for streaming in (False, True):
+        data = {"train": str(texts), "max_length": 32, "streaming": streaming}
+        train(config := alone(f"run {streaming}", training=training, data=data))
+        found.append(result(config))
+    assert found[0] == found[1]

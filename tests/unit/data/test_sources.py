@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import re
+import zlib
 from pathlib import Path
 
 import datasets
@@ -440,3 +441,20 @@ def test_a_kind_of_file_is_one_entry_of_the_registry(tmp_path, monkeypatch):
     (tmp_path / "a.odd").write_text("one")
     with pytest.raises(DataError, match=r"kind of file \.odd\n.*\.jsonl, .*\.txt, .*\.bars"):
         find_sources("a.odd", tmp_path)
+
+
+def test_xz_of_several_streams_is_read_to_its_end(tmp_path):
+    one = lzma.compress(as_jsonl(ROWS).encode() + b"\n")
+    (tmp_path / "a.jsonl.xz").write_bytes(one + bytes(8) + one + one + bytes(4))
+    assert read("a.jsonl.xz", tmp_path) == ROWS * 3
+
+
+def test_xz_that_asks_for_much_memory_is_refused(tmp_path):
+    packed = bytearray(lzma.compress(as_jsonl(ROWS).encode()))
+    end = 12 + 4 * packed[12]  # of the first block's header, before its checksum
+    assert packed[14:16] == b"\x21\x01"  # LZMA2 and the size of its settings
+    packed[16] = 39  # 3 GiB
+    packed[end : end + 4] = zlib.crc32(packed[12:end]).to_bytes(4, "little")
+    (tmp_path / "a.jsonl.xz").write_bytes(packed)
+    with pytest.raises(DataError, match=r"a\.jsonl\.xz: damaged xz file \(Memory usage limit"):
+        read("a.jsonl.xz", tmp_path)
