@@ -1,38 +1,41 @@
-"""The server of a page: on the loopback, for whoever has its token.
+"""The server of a page, on the loopback for whoever has its token, and the news that it sends.
 
 The token is in the address's fragment, which browsers send to nobody; the page sends it in a
 header, as other sites cannot. A name that was pointed at the loopback does not get in (Host), nor
-another page of this machine (Origin). A connection serves one request, and the oldest one without
-the token gives way to others. A page that does not read is given up; the run never waits for it.
+another site (Origin). A connection serves one request; the oldest one without the token gives way
+to others, and a viewer that does not read is given up. The run waits for none of them.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import os
 import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
+
+from hetero_framework.log import EVENTS_FILE
 
 ACTIONS = ("pause", "resume", "checkpoint", "stop")
 LOOPBACK = "127.0.0.1"
 _SILENCE_S = 10.0
 _MOST = 16  # viewers, and as many other connections
 _FILES = {"/": ("html", "html"), "/page.js": ("js", "javascript"), "/page.css": ("css", "css")}
+_RECORDS = ("metrics.jsonl", EVENTS_FILE, "samples.jsonl")
+_TICK_S, _MOST_BYTES, _SPREAD = 0.25, 1 << 18, 1000  # between news; read at the end; lines before
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'; require-trusted-types-for 'script'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
@@ -76,7 +79,8 @@ class PageServer(ThreadingHTTPServer):
         with self._left:
             self._left.wait_for(lambda: not any(self._open.values()), 1.0)
             for connection in self._open:
-                _hang_up(connection)
+                with suppress(OSError):
+                    connection.shutdown(2)  # both ways
             self._left.wait_for(lambda: not self._open, 1.0)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -84,7 +88,8 @@ class PageServer(ThreadingHTTPServer):
             self._open[request] = False
             others = [connection for connection, views in self._open.items() if not views]
             if len(others) > _MOST:
-                _hang_up(others[0])
+                with suppress(OSError):
+                    others[0].shutdown(2)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
@@ -143,17 +148,17 @@ class _Request(BaseHTTPRequestHandler):
             self._say(HTTPStatus.CONFLICT if why else HTTPStatus.OK, (why or "").encode())
 
     def _refusal(self) -> HTTPStatus | None:
-        """The answer to a request that is for another host or of another site, to one without the
-        token for more than the empty page, and to one with a body."""
+        """The answer to one for another host, and but for the empty page to a foreign one."""
         hosts, origin = self.headers.get_all("Host", []), self.headers.get("Origin")
         site = self.headers.get("Sec-Fetch-Site", "none")
         given = self.headers.get("Authorization", "").encode("utf-8", "replace")
         if len(hosts) != 1 or not re.fullmatch(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", hosts[0]):
             return HTTPStatus.MISDIRECTED_REQUEST
+        if self.command == "GET" and self.path in _FILES:
+            return None
         if origin not in (None, f"http://{hosts[0]}") or site not in ("none", "same-origin"):
             return HTTPStatus.FORBIDDEN
-        known = hmac.compare_digest(given, f"Bearer {self.server.token}".encode())
-        if not known and self.path not in _FILES:
+        if not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
             return HTTPStatus.UNAUTHORIZED
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
@@ -166,9 +171,6 @@ class _Request(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        self._say(code)
-
     def end_headers(self) -> None:
         for name, value in _HEADERS.items():
             self.send_header(name, value)
@@ -178,6 +180,51 @@ class _Request(BaseHTTPRequestHandler):
         """Requests are not logged."""
 
 
-def _hang_up(connection: Any) -> None:
-    with suppress(OSError):
-        connection.shutdown(2)  # both ways
+def news_of(folder: Path, values: Mapping[str, Any], closing: threading.Event) -> Iterator[bytes]:
+    """The news of an `output_dir`, all the time; after `closing` the last ones."""
+    places, told, is_last = dict[str, tuple[int, int]](), dict[str, Any](), False
+    while True:
+        now = dict(values)
+        new = {k: v for k, v in now.items() if k not in told or told[k] != v}
+        first = json.dumps(new).encode() + b"\n" if new else b""
+        yield first + b"".join(_written(folder, places))
+        if is_last:
+            return
+        told, is_last = now, closing.wait(_TICK_S)
+
+
+def _written(folder: Path, places: dict[str, tuple[int, int]]) -> Iterator[bytes]:
+    """What was added to the files since the last call; `places` has each one's inode, and how far
+    it was read. After one was replaced, as by a run that goes back to a step, all of them."""
+    for name in _RECORDS:
+        try:
+            with (folder / name).open("rb") as file:
+                entry = os.fstat(file.fileno())
+                inode, place = places.get(name, (entry.st_ino, 0))
+                if inode != entry.st_ino or entry.st_size < place:
+                    places.clear()
+                    yield b'{"anew": true}\n'
+                    yield from _written(folder, places)
+                    return
+                lines, place = _lines(file, place, entry.st_size)
+        except OSError:  # it is not there yet
+            continue
+        places[name] = entry.st_ino, place
+        kind = name.removesuffix(".jsonl").encode()
+        yield from (b'{"of": "%b", "line": %b}\n' % (kind, line.strip()) for line in lines)
+
+
+def _lines(file: BinaryIO, place: int, size: int) -> tuple[list[bytes], int]:
+    """The whole lines from a place on, and where the last one ends; before the last _MOST_BYTES
+    some that are about equally far from each other."""
+    recent, lines = max(place, size - _MOST_BYTES), list[bytes]()
+    distance = (recent - place) // _SPREAD
+    file.seek(place)
+    while file.tell() < recent and (line := file.readline()):
+        lines.append(line)
+        if distance > len(line):
+            file.seek(min(recent, file.tell() + distance - len(line)))
+            file.readline()
+    place, data = file.tell(), file.read(2 * _MOST_BYTES)
+    data = data[: data.rfind(b"\n") + 1]  # the last line may be under way
+    return lines + data.splitlines(), place + len(data)

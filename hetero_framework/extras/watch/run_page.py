@@ -7,16 +7,15 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 from hetero_framework.core.files import write_private
 from hetero_framework.core.spans import COMMIT, COMPUTE, SEND, Span, is_span
-from hetero_framework.extras.watch.news import news_of
-from hetero_framework.extras.watch.page_server import PageServer
+from hetero_framework.extras.watch.page_server import PageServer, news_of
 from hetero_framework.trainer.observers import Due, Observer, Placement, RunStart, Watched
 from hetero_framework.trainer.train_state import TrainState
 
+_MOST_SPANS = 10_000
 _log = logging.getLogger(__name__)
 
 
@@ -25,29 +24,21 @@ class RunPage(Observer):
 
     def __init__(self, run: Watched) -> None:
         config = run.placed.prepared.config
-        self._run, self._folder, self._file = (
-            run,
-            config.output_dir,
-            config.output_dir / "page.json",
-        )
+        self._run, self._folder = run, config.output_dir
         self.name: str = config.setting("island.name") or self._folder.name
-        self._shown: dict[str, Any] = {"steers": True}
-        self._serving = ExitStack()
-        self._changed = threading.Condition()
-        self._step = 0
+        self._shown: dict[str, Any] = {"steers": True, "state": "running"}
+        self._serving, self._changed, self._step = ExitStack(), threading.Condition(), 0
         self._pauses = self._waits = self._saves = self._is_saving = self._stops = False
         self._spans: dict[int, list[Any]] = {}
 
     def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
         self._step = state.step
-        self._shown |= {"total": run.total_steps, "unit": run.unit, "state": "running"}
+        self._shown |= {"total": run.total_steps, "unit": run.unit}
         self.replanned(run.placed)
-        server = self._serving.enter_context(PageServer([self]))
-        self._serving.callback(self._file.unlink, missing_ok=True)
-        try:
-            write_private(self._file, json.dumps({"address": server.address}).encode())
-        except OSError as error:
-            _log.warning("cannot write %s: %s", self._file, error.strerror)
+        server, file = self._serving.enter_context(PageServer([self])), self._folder / "page.json"
+        self._serving.callback(file.unlink, missing_ok=True)
+        with suppress(OSError):  # a full disk; the command says that there is no page
+            write_private(file, json.dumps({"address": server.address}).encode())
         _log.info("the run has a page; hetero watch %s prints its address", self._folder)
 
     def replanned(self, placed: Placement) -> None:
@@ -102,21 +93,19 @@ class RunPage(Observer):
             if (kind := span["kind"]) in (*COMPUTE, COMMIT, SEND):
                 times = span["began"] - offset_s, span["ended"] - offset_s
                 about = span["micro_batch"], span.get("peer"), span.get("bytes", 0)
-                self._spans.setdefault(span["step"], []).append([owner, kind, *times, *about])
-
-    def finished(self, state: TrainState, files: Mapping[str, str | Path]) -> None:
-        self._shown["state"] = "finished"
+                kept = self._spans.setdefault(span["step"], [])
+                kept += [[owner, kind, *times, *about]] * (len(kept) < _MOST_SPANS)
 
     def close(self, failed: bool) -> None:
-        if failed:
-            self._shown["state"] = "stopped" if self._run.should_stop() else "failed"
+        ends = "failed" if failed else "finished"
+        self._shown["state"] = "stopped" if failed and self._run.should_stop() else ends
         with suppress(OSError):
             self._serving.close()
 
     def _show(self) -> None:
-        states = {"stopping": self._stops, "saving": self._saves or self._is_saving}
-        states |= {"paused": self._pauses and self._waits, "pausing": self._pauses}
-        self._shown["state"] = next((name for name, holds in states.items() if holds), "running")
+        held = ("paused" if self._waits else "pausing") if self._pauses else "running"
+        saving = "saving" if self._saves or self._is_saving else held
+        self._shown["state"] = "stopping" if self._stops else saving
 
 
 def _machines(placed: Placement) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.extras.watch import news
+from hetero_framework.extras.watch import page_server as news
 from hetero_framework.trainer.metrics import StepLines
 
 

@@ -1,7 +1,4 @@
-"""`hetero watch`: shows a run in the browser while it goes on, or several islands on one page.
-
-It shows runs by their files, or through the pages that they have themselves.
-"""
+"""`hetero watch`: shows a run in the browser while it goes on, or several islands on one page."""
 
 from __future__ import annotations
 
@@ -22,25 +19,19 @@ import psutil
 
 from hetero_framework.commands.options import DEFAULT_CONFIG, SET, value
 from hetero_framework.config import load_config, with_saved_plan
-from hetero_framework.extras.watch.news import news_of
-from hetero_framework.extras.watch.page_server import LOOPBACK, PageServer
+from hetero_framework.extras.watch.page_server import LOOPBACK, PageServer, news_of
 from hetero_framework.file_trust import untrusted_reason
 
 EXAMPLES = """
-    hetero watch
     hetero watch runs/default
     hetero watch attic.json garage.json
     """
-_RUNS = (
-    "configuration or output_dir of a run on this machine, or the address of a page; several get"
-    f" one page (default: {DEFAULT_CONFIG})"
-)
+_RUNS = "configuration or output_dir of a run on this machine, or the address of a page; several"
+_RUNS += f" get one page (default: {DEFAULT_CONFIG})"
 OPTIONS = (value("runs", "RUN", _RUNS, nargs="*"), SET)
-_ANSWER_S = 30.0
 _MOST_BYTES = 1 << 22
 _ADDRESS = re.compile(r"http://(?:127\.0\.0\.1|localhost):(\d{1,5})/#([\w-]+)")
-_BROKEN = (OSError, http.client.HTTPException, psutil.Error)
-_UNREAD = (OSError, ValueError, KeyError, TypeError, psutil.Error)
+_BROKEN = (OSError, ValueError, KeyError, TypeError, psutil.Error, http.client.HTTPException)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -50,11 +41,13 @@ def run(arguments: argparse.Namespace) -> None:
         return
     with PageServer(runs) as page, suppress(KeyboardInterrupt):
         print(f"the page: {page.address}\nit is served until Ctrl-C", flush=True)
-        threading.Event().wait()
+        while not page.closing.wait(1.0):
+            pass
 
 
 class RunBeside:
-    """A run of this machine, by its configuration or `output_dir`, or one behind an address."""
+    """A run of this machine, by its configuration or `output_dir`, or one behind an address. It is
+    shown by its files, or through the page that it has itself."""
 
     def __init__(self, place: str, overrides: Sequence[str] = ()) -> None:
         """Raises ConfigError for a configuration with mistakes."""
@@ -66,14 +59,13 @@ class RunBeside:
             self._folder = config.output_dir
             self.name = config.setting("island.name") or self._folder.name
             stages = config.plan.stages if config.is_planned else ()
-            machines = [{"owner": stage.owner, "layers": [stage.layers]} for stage in stages]
-            self._shown["machines"] = machines
+            self._shown["machines"] = [{"owner": s.owner, "layers": [s.layers]} for s in stages]
 
     @property
     def address(self) -> str | None:
         """Of the run's own page, while it has one."""
         file = self._folder / "page.json"
-        with suppress(*_UNREAD):
+        with suppress(*_BROKEN):
             if self._given is None and self._process() and untrusted_reason(file) is None:
                 return str(json.loads(file.read_text(encoding="utf-8"))["address"])
         return self._given
@@ -108,7 +100,7 @@ class RunBeside:
     def _process(self) -> psutil.Process | None:
         """The process that runs it on this machine, and not one that got a dead one's number."""
         file = self._folder / ".lock.json"
-        with suppress(*_UNREAD):
+        with suppress(*_BROKEN):
             holder = json.loads(file.read_text(encoding="utf-8"))
             process = psutil.Process(int(holder["process"]))
             is_it = process.create_time() <= file.stat().st_mtime + 1
@@ -121,6 +113,6 @@ def _asked(address: str, method: str, path: str) -> Iterator[http.client.HTTPRes
     """The answer of a page. Raises OSError, HTTPException."""
     if (found := _ADDRESS.fullmatch(address)) is None:
         raise ConnectionRefusedError("its address is none")
-    with closing(http.client.HTTPConnection(LOOPBACK, int(found[1]), timeout=_ANSWER_S)) as server:
+    with closing(http.client.HTTPConnection(LOOPBACK, int(found[1]), timeout=30)) as server:
         server.request(method, path, headers={"Authorization": f"Bearer {found[2]}"})
         yield server.getresponse()
