@@ -132,7 +132,7 @@ class Run {
     this.flowBox.hidden = !flow
     if (!flow || (flow === this.drawn && width === this.width)) return
     Object.assign(this, { drawn: flow, width })
-    const [first, seconds] = span(flow), rows = machines.map(one => one.owner), height = rows.length * 26 + 16
+    const [first, seconds] = span(flow), rows = machines.map(one => one.owner), height = rows.length * 26 + 18
     const svg = draw('svg', { height, viewBox: `0 0 ${width} ${height}` }), x = s => left + (s - first) / seconds * (width - left)
     rows.forEach((owner, k) => svg.append(write(0, k * 26 + 15, named(owner))))
     for (const [owner, kind, from, to, batch] of flow.spans.filter(([, kind]) => kind in KINDS)) {
@@ -141,7 +141,7 @@ class Run {
       svg.append(draw('rect', { x: x(from), y, width: wide, height: 22, rx: 2, class: kind }, about))
       if (wide > 9 * text.length + 6) svg.append(write(x(from) + 4, y + 15, text, 'start', 'batch'))
     }
-    svg.append(write(left, height, `step ${flow.step}`), write(width, height, shown(seconds, ' s'), 'end'))
+    svg.append(write(left, height - 4, `step ${flow.step}`), write(width, height - 4, shown(seconds, ' s'), 'end'))
     const sweep = div('sweep')
     sweep.style.animationDuration = Math.max(3, seconds) + 's'
     this.flow.replaceChildren(div('drawn', svg, sweep), legend(Object.entries(KINDS)))

@@ -11,8 +11,8 @@ from hetero_framework.core.messages import Bye, Forward, Message
 from hetero_framework.core.spans import FORWARD, RECEIVE, Recorder
 
 
-def recorded(steps: int, first: int = 0, count: int = 6) -> list[int]:
-    recorder = Recorder(steps)
+def recorded(steps: int, first: int = 0, count: int = 6, every: int = 0) -> list[int]:
+    recorder = Recorder(steps, every)
     for step in range(first, first + count):
         recorder.begin(step)
         recorder.span(FORWARD, 0, 0, 1.0, 2.0)
@@ -27,6 +27,14 @@ def test_the_chosen_number_of_steps_after_the_first_is_recorded(
     steps: int, first: int, expected: list[int]
 ) -> None:
     assert recorded(steps, first) == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "expected"),
+    [(0, 0, [4, 8]), (2, 0, [1, 2, 4, 8]), (2, 4, [5, 6, 8, 12]), (-1, 2, [*range(2, 12)])],
+)
+def test_of_later_steps_some_are_recorded(steps: int, first: int, expected: list[int]) -> None:
+    assert recorded(steps, first, count=10, every=4) == expected
 
 
 def test_evaluation_is_not_recorded_and_is_not_the_first_step() -> None:

@@ -188,3 +188,13 @@ def test_an_ignored_hangup_stays_ignored() -> None:
     words = [sys.executable, "-c", ignored, "hetero_framework.cli", str(int(signal.SIGHUP))]
     done = subprocess.run([*words, "train", "--help"], capture_output=True, timeout=120)
     assert done.returncode == 0
+
+
+def test_a_request_from_another_thread_saves_and_does_not_ask() -> None:
+    stop = StopRequest()
+    assert (stop.requested, stop.waited_s) == (None, 0.0)
+    stop.ask("the page")
+    stop.ask("another one")
+    assert stop.requested == "the page"
+    assert stop.waited_s > 0
+    assert stop.wants_checkpoint("Save?")
