@@ -78,8 +78,8 @@ class Run {
       this.evaluations.set(key, [...(this.evaluations.get(key) ?? []).filter(point => point[0] < line.step), [line.step, line[key]]])
   }
   render() {
-    const { last, live } = this, state = live.state === 'ended' ? this.end || 'ended' : live.state || 'waiting'
-    const goes = ['running', 'pausing', 'paused', 'saving'].includes(state), hidden = state.startsWith('paus') ? 'pause' : 'resume'
+    const { last, live } = this, ended = this.end || (this.events.length ? 'ended' : 'not begun'), state = live.state === 'ended' ? ended : live.state || 'waiting'
+    const goes = this.goes = ['running', 'pausing', 'paused', 'saving'].includes(state), hidden = state.startsWith('paus') ? 'pause' : 'resume'
     this.pill.textContent = state
     this.pill.className = 'pill ' + state.replaceAll(' ', '')
     this.note.textContent = live.note || (goes && !live.steers ? 'With training.page, the run can be paused and saved here.' : '')
@@ -91,7 +91,7 @@ class Run {
     this.figures.replaceChildren(figure('step', `${last.step ?? 0} / ${live.total ?? '–'}`), figure('loss', shown(last.loss)),
       ...[...this.evaluations].map(([key, points]) => figure(key.replaceAll('_', ' '), shown(points.at(-1)[1]))),
       figure((live.unit || 'tokens') + ' per second', shown(last.tokens_per_second)), figure('per step', shown(last.step_seconds, ' s')),
-      figure('to go', left >= 0 ? clock(left * last.step_seconds) : '–'), ...last.island ? [figure('islands', last.island.members.join(', '))] : [])
+      figure('to go', goes && left >= 0 ? clock(left * last.step_seconds) : '–'), ...last.island ? [figure('islands', last.island.members.join(', '))] : [])
     Object.assign(this.bar, { max: live.total || 1, value: last.step || 0 })
     for (const part of ['Machines', 'Flow']) this['render' + part]()
     chart(this.loss, [['loss', this.points], ...this.evaluations])
@@ -118,7 +118,7 @@ class Run {
       const busy = own.reduce((sum, stage) => sum + stage.busy_s, 0), used = Math.max(0, ...own.map(stage => stage.peak_memory))
       const memory = used ? size(used) : one.planned ? 'about ' + size(one.planned) : ''
       return [k ? div('edge', rate(owners[k - 1], owner, '→ '), rate(owner, owners[k - 1], '← ')) : null, div('machine',
-        div('', make('b', {}, named(owner)), make('span', { class: away ? 'away' : 'here' }, away ? 'away' : 'here')), row('host', one.host),
+        div('', make('b', {}, named(owner)), make('span', { class: away ? 'away' : 'here' }, away ? 'away' : this.goes ? 'here' : '')), row('host', one.host),
         row('layers', one.layers.map(text => text.replace(/layers? /, '')).join(', ')), row('device', one.device),
         row('memory', memory && memory + (one.memory ? ' of ' + size(one.memory) : '')),
         row('busy', seconds && shown(100 * busy / seconds, ' %')), row('why', away))]
