@@ -21,7 +21,7 @@ from hetero_framework.commands.options import DEFAULT_CONFIG, key_options, load
 from hetero_framework.commands.redaction import SECRET, Redaction
 from hetero_framework.config.strict_json import read_object
 from hetero_framework.core.files import write_file
-from hetero_framework.errors import HeteroError
+from hetero_framework.errors import HeteroError, UserError, attempt
 from hetero_framework.log import one_line
 
 _HEAD = (
@@ -36,8 +36,10 @@ _TAIL_BYTES = 64 * 1024
 
 def write(arguments: argparse.Namespace) -> None:
     """Write the file. Raises OSError."""
-    parts = [f"== {title}\n{_told(part)}\n" for title, part in _parts(arguments)]
-    redact = Redaction(_hosts(arguments))
+    file = Path(arguments.config or DEFAULT_CONFIG)
+    raw = attempt(partial(read_object, file)) if arguments.config or file.is_file() else None
+    parts = [f"== {title}\n{_told(part)}\n" for title, part in _parts(arguments, file, raw)]
+    redact = Redaction(_hosts(raw))
     text = "\n".join([_HEAD, *parts])
     write_file(Path(arguments.report), redact(text).encode("utf-8", "replace"))
     print(f"wrote {arguments.report}: read it before you send it")
@@ -52,13 +54,18 @@ def _told(part: Callable[[], str]) -> str:
         return traceback.format_exc()
 
 
-def _parts(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], str]]]:
+def _parts(
+    arguments: argparse.Namespace, file: Path, raw: dict[str, Any] | UserError | None
+) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "machine", _machine
-    if (file := _config_file(arguments)) is not None:
-        yield f"configuration {file.name}", lambda: _configuration(file)
+    if isinstance(raw, UserError):  # the lines that follow are the file's own
+        yield f"configuration {file.name}", lambda: str(raw).partition("\n")[0]
+    elif raw is not None:
+        shown = json.dumps(_without_texts(raw), indent=2, ensure_ascii=False)
+        yield f"configuration {file.name}", lambda: shown
         if arguments.config:
             yield "findings", lambda: _findings(arguments)
-        with suppress(HeteroError):  # told by the part of the configuration
+        with suppress(HeteroError):  # the findings tell
             output = load(arguments, saved_plan=False).output_dir
             for log in [*sorted((output / "logs").glob("*.log")), output / "events.jsonl"]:
                 if log.is_file():
@@ -69,15 +76,6 @@ def _machine() -> str:
     from hetero_framework.commands.machine_report import examine, text
 
     return text(examine())
-
-
-def _config_file(arguments: argparse.Namespace) -> Path | None:
-    file = Path(arguments.config or DEFAULT_CONFIG)
-    return file if arguments.config or file.is_file() else None
-
-
-def _configuration(file: Path) -> str:
-    return json.dumps(_without_texts(read_object(file)), indent=2, ensure_ascii=False)
 
 
 def _without_texts(value: Any) -> Any:
@@ -104,19 +102,11 @@ def _tail(file: Path) -> str:
     return "\n".join(one_line(line) for line in lines[-_LINES:])
 
 
-def _hosts(arguments: argparse.Namespace) -> set[str]:
-    """The names and addresses in the configuration."""
-    found: set[str] = set()
-
-    def visit(value: Any, key: str = "") -> None:
-        if isinstance(value, str) and key in _HOST_KEYS:
-            found.add(value.rpartition(":")[0] if value.count(":") == 1 else value)
-        for name, item in value.items() if isinstance(value, dict) else ():
-            visit(item, name)
-        for item in value if isinstance(value, list) else ():
-            visit(item, key)
-
-    if (file := _config_file(arguments)) is not None:
-        with suppress(HeteroError):
-            visit(read_object(file))
-    return found
+def _hosts(value: Any, key: str = "") -> Iterator[str]:
+    """The names and addresses in a configuration."""
+    if isinstance(value, str) and key in _HOST_KEYS:
+        yield value.rpartition(":")[0] if value.count(":") == 1 else value
+    for name, item in value.items() if isinstance(value, dict) else ():
+        yield from _hosts(item, name)
+    for item in value if isinstance(value, list) else ():
+        yield from _hosts(item, key)

@@ -87,10 +87,12 @@ LINES = {
     "keys rev\t": ["keys", "revoke"],
     "init --objective kt\t": ["init", "--objective", "kto"],
 }
+NUMBER = {"check --show my\t": ["check", "--show", "my"]}
+"""No file is offered for a number."""
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-@pytest.mark.parametrize(("line", "words"), LINES.items(), ids=lambda x: str(x))
+@pytest.mark.parametrize(("line", "words"), (LINES | NUMBER).items(), ids=lambda x: str(x))
 def test_a_typed_line_is_completed(shell: str, line: str, words: list[str], folder: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"without {shell}")
