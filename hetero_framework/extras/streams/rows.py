@@ -27,6 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgpack
 import numpy as np
+import psutil
 
 from hetero_framework import control, registry
 from hetero_framework.cluster import oom_killer
@@ -46,10 +47,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _PROGRAM = (sys.executable, "-m", "hetero_framework.extras.streams.child")
 _AHEAD = 32  # frames that wait for a step, of up to 64 examples or about 2**18 tokens
-_PATIENCE_S = 300.0
+_PATIENCE_S = 150.0
 _END_S = 5.0
 _KEPT_TOKENS = 2**22
 _PLACES = 64
+_LOST = {"cut", "long", "dropped"}
 _UNREAD = {"eval", "eval_split", "eval_packing", "pad_token", "pad_to_multiple_of", "padding_free"}
 _UNREAD |= {"packing", "packing_strategy", "chat_template_path"}
 
@@ -152,11 +154,13 @@ class StreamRows(StreamedRows):
         self._places = [(int(first), place) for first, place in state["places"]]
 
     def close(self) -> None:
-        if self._child is not None:
+        if self._child is None:
+            return
+        if self._counts.keys() & _LOST or self.waited_s >= 1:
             counts = ", ".join(f"{count:,} {name}" for name, count in self._counts.items())
             _log.info("train: rows: %s; steps waited %.1f s for them", counts, self.waited_s)
-            self._child.close()
-            self._child = None
+        self._child.close()
+        self._child = None
 
     def frame(self, index: int, lines: list[str] | None = None) -> Frame:
         """The frame with an example. The process begins anew where it has gone past that, and where
@@ -171,11 +175,11 @@ class StreamRows(StreamedRows):
         while self._next <= index:
             began = time.monotonic()
             found = self._child.next()
-            self.waited_s += time.monotonic() - began
             self._take(found)
             if lines is not None:
                 lines += found["lines"]
                 continue
+            self.waited_s += time.monotonic() - began
             for line in found["lines"]:
                 text = line.removeprefix("warning: ")
                 _log.log(logging.INFO if text == line else logging.WARNING, "%s", text)
@@ -235,11 +239,15 @@ class _ReadingProcess:
 
     def next(self) -> dict[str, Any]:
         """Its next frame. Raises DataError in its words, also where it has ended or is silent."""
-        try:
-            frame = self._frames.get(timeout=_PATIENCE_S)
-        except Empty:
-            text = f"data.train: the stream gave nothing for {_PATIENCE_S:g} s"
-            raise DataError(text, hint="look at the disk or the network that it is on") from None
+        worked_s, frame = 0.0, None
+        while True:
+            with suppress(Empty):
+                frame = self._frames.get(timeout=_PATIENCE_S)
+                break
+            before, worked_s = worked_s, sum(psutil.Process(self._process.pid).cpu_times()[:2])
+            if worked_s <= before:  # where it works, it may look for its place in a large shard
+                text = f"data.train: the stream gave nothing for {2 * _PATIENCE_S:g} s"
+                raise DataError(text, hint="look at the disk or the network that it is on")
         self._room.release()
         if frame is None:
             self._errors.seek(0)

@@ -148,6 +148,7 @@ def test_rows_are_shuffled_within_blocks(folder: Path) -> None:
         list(range(32, 40)),
     ]
     assert all(block != sorted(block) for block in numbers)
+    assert [k - 16 for k in numbers[1]] != numbers[0]
 
 
 def test_a_block_ends_where_its_text_is_long(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +162,24 @@ def test_the_state_of_a_dataset_before_a_row_is_the_loaded_one(folder: Path) -> 
     state = list(islice(rows(folder, "saved"), 8))[-1][0]
     assert state[3] is not None  # beyond the first block
     assert next(rows(folder, "saved", state))[0] == state
+
+
+def test_a_name_on_the_hub_is_streamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    load = datasets.load_dataset
+
+    def from_hub(name: str, config: str | None, *, split: str, streaming: bool) -> Any:
+        asked.append((name, config, split, streaming))
+        files = str(folder / "parted" / "*.jsonl")
+        return load("json", data_files=files, split=split, streaming=streaming)
+
+    monkeypatch.setattr(datasets, "load_dataset", from_hub)
+    [found] = epochs(rows(folder, "some/name", dataset_config="main", train_split="train"), 1)
+    assert sorted(found) == [f"p{n}-{k}" for n in range(3) for k in range(9)]
+    assert asked == [("some/name", "main", "train", True)]
+    state = [state for state, _ in islice(rows(folder, "some/name"), 7)][-1]
+    rest = islice(rows(folder, "some/name", state), 4)  # the second block
+    assert [text for _, batch in rest for text in batch] == found[16:]
 
 
 def change(folder: Path) -> None:

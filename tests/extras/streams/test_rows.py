@@ -15,6 +15,8 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import psutil
+import pyarrow
 import pytest
 
 from hetero_framework.config import Config
@@ -141,6 +143,8 @@ def test_a_state_of_any_step_goes_on_there(settings: Settings, opened: list[Trai
         resumed = load(settings(), opened)
         resumed.restore(states[step])
         assert same(resumed, whole, range(step, step + 20))
+        rows: Any = resumed.examples
+        assert rows._counts["read"] <= 20 * OF_STEP + 128  # not from the beginning
         resumed.close()
     assert len(json.dumps(states[90])) < 10_000
 
@@ -202,6 +206,17 @@ def test_a_process_that_is_killed_is_a_data_error(
         all(data.step_batches(step) for step in range(10**6))
 
 
+@pytest.mark.skipif(os.name == "nt", reason="no SIGSTOP")
+def test_a_process_that_does_nothing_is_a_data_error(
+    settings: Settings, opened: list[TrainData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = load(settings(training={"max_steps": 10**6}), opened)
+    os.kill(pid_of(data), signal.SIGSTOP)
+    monkeypatch.setattr(rows_module, "_PATIENCE_S", 0.2)
+    with pytest.raises(DataError, match=r"gave nothing for 0\.4 s"):
+        all(data.step_batches(step) for step in range(10**6))
+
+
 def test_a_damaged_shard_is_named(
     settings: Settings, opened: list[TrainData], tmp_path: Path
 ) -> None:
@@ -242,6 +257,25 @@ def test_the_fingerprint_is_that_of_the_settings(
     one = load(settings(), opened).fingerprint
     assert load(settings(pad_to_multiple_of=8), opened).fingerprint == one
     assert load(settings(max_length=31), opened).fingerprint != one
+
+
+@pytest.mark.long
+def test_a_file_that_expands_without_end_takes_little_memory(
+    settings: Settings, opened: list[TrainData], tmp_path: Path
+) -> None:
+    """20 GB of rows with a long field that is not used, as far as 2,000 steps come."""
+    row = json.dumps({"text": "the fox jumps over the dog", "notes": "and two " * 12_500})
+    part = pyarrow.compress(f"{row}\n".encode() * 640, codec="zstd", asbytes=True)
+    with (tmp_path / "all.jsonl.zst").open("wb") as file:
+        file.writelines([part] * 312)
+    data = load(settings(train="all.jsonl.zst", training={"max_steps": 10**6}), opened)
+    process = psutil.Process()
+    before, most = process.memory_info().rss, 0
+    for step in range(2000):
+        data.step_batches(step)
+        if step % 100 == 0:
+            most = max(most, process.memory_info().rss)
+    assert most - before < 100 * 2**20
 
 
 _OWNER = """
