@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Semaphore, Thread
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -83,16 +83,12 @@ class EndlessOrder(SampleOrder):
         return (self.total_steps, 0) if first_step < self.total_steps else None
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """Examples from number `first` on; `ends` are those of their tokens."""
 
     first: int
     ends: np.ndarray
-    ids: np.ndarray
-    trained: np.ndarray
-    sources: bytes
-    where: list[str]
+    told: dict[str, Any]
 
 
 class StreamRows(StreamedRows):
@@ -121,13 +117,17 @@ class StreamRows(StreamedRows):
             return np.zeros(self.longest, np.int64), np.zeros(self.longest, np.int64)
         frame = self.frame(index)
         span = slice(*frame.ends[index - frame.first : index - frame.first + 2])
-        ids = frame.ids[span].astype(np.int64)
-        return ids, np.where(frame.trained[span], ids, IGNORE_INDEX)
+        ids = np.frombuffer(frame.told["ids"], np.int32)[span].astype(np.int64)
+        return ids, np.where(np.frombuffer(frame.told["trained"], "?")[span], ids, IGNORE_INDEX)
+
+    def told(self, index: int, name: str) -> Any:
+        """A fact about an example."""
+        frame = self.frame(index)
+        return frame.told[name][index - frame.first]
 
     def where(self, index: int) -> str:
         """The file and row of an example."""
-        frame = self.frame(index)
-        return frame.where[index - frame.first]
+        return str(self.told(index, "where"))
 
     def parts(self, index: int) -> list[tuple[int, int]]:
         """An example, and its tokens."""
@@ -183,7 +183,7 @@ class StreamRows(StreamedRows):
             for line in found["lines"]:
                 text = line.removeprefix("warning: ")
                 _log.log(logging.INFO if text == line else logging.WARNING, "%s", text)
-        return next(frame for frame in reversed(self._frames) if frame.first <= index)
+        return [frame for frame in self._frames if frame.first <= index][-1]
 
     def _take(self, found: dict[str, Any]) -> None:
         self._counts = found["counts"]
@@ -193,14 +193,9 @@ class StreamRows(StreamedRows):
             self._places = places if len(places) < _PLACES else places[:half:2] + places[half:]
         ends = np.concatenate([[0], np.frombuffer(found["lengths"], np.int64).cumsum()])
         if len(ends) > 1:
-            ids, trained = (
-                np.frombuffer(found[n], t) for n, t in (("ids", "<i4"), ("trained", "?"))
-            )
-            self._frames.append(
-                Frame(self._next, ends, ids, trained, found["sources"], found["where"])
-            )
+            self._frames.append(Frame(self._next, ends, found))
             self._next += len(ends) - 1
-        while len(self._frames) > 1 and sum(len(f.ids) for f in self._frames) > _KEPT_TOKENS:
+        while len(self._frames) > 1 and sum(f.ends[-1] for f in self._frames) > _KEPT_TOKENS:
             self._frames.popleft()
 
 
@@ -211,13 +206,8 @@ class _Sources:
     rows: StreamRows
 
     def __getitem__(self, numbers: Sequence[int]) -> np.ndarray:
-        return np.array([self._of(k) for k in numbers], np.uint8)
-
-    def _of(self, number: int) -> int:
-        if number < 0:
-            return 0
-        frame = self.rows.frame(number)
-        return frame.sources[number - frame.first]
+        found = [self.rows.told(k, "sources") if k >= 0 else 0 for k in numbers]
+        return np.array(found, np.uint8)
 
 
 class _ReadingProcess:
