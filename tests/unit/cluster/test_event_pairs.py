@@ -165,6 +165,7 @@ class Run(Coordinator):
             keep_newest=lambda: None,
             close=lambda: None,
         )
+        self._data = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
         self.deaths = 0
 
     def start(self, checkpoint: Any) -> None: ...
