@@ -239,7 +239,7 @@ def _saved_splits(path: Path, whole: tuple[str, ...]) -> dict[str, Split]:
 
     try:
         dataset = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: not a folder of datasets.save_to_disk ({error})") from error
     if isinstance(dataset, datasets.DatasetDict):
         return {str(split): _rows(part, str(path)) for split, part in dataset.items()}

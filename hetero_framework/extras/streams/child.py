@@ -118,8 +118,14 @@ def _frames(job: Job) -> Iterator[dict[str, Any]]:
     if job["shards"] is not None:
         compare(job["shards"], facts)
     yield {"shards": facts}
-    first = [next(reader(0, None))[0] for reader in source_readers(config, None)[0]]
     assert config.data is not None
+    first = []
+    for part, reader in zip(config.data.parts, source_readers(config, None)[0], strict=True):
+        found = next(reader(0, None), None)
+        if found is None:
+            paths = [part.paths] if isinstance(part.paths, str) else part.paths
+            raise DataError(f"{listed(paths)} holds no example")
+        first.append(found[0])
     count = max(1, min(_ROWS, _TOKENS // (config.data.max_length or 1)))
     kept = 0 if job["state"] is None else -1
     with TokenizersErrors():

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import msgpack
 import numpy as np
 import psutil
@@ -351,3 +352,14 @@ def test_the_first_rows_are_shown(settings: Settings) -> None:
     shown = shown_examples(config, load_tokenizer(config), 3)
     assert [example.where.rpartition(":")[2] for example in shown] == ["1", "2", "3"]
     assert "".join(text for text, _ in shown[1].pieces).startswith("row 1 of the fox")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_dataset_without_rows_is_named(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = datasets.IterableDataset.from_generator(lambda: iter(()))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **how: empty)
+    config = settings(train=["s*.jsonl", {"path": "some/name", "name": "empty"}])
+    with pytest.raises(DataError, match="some/name holds no example"):
+        load_data(config, load_tokenizer(config))

@@ -458,3 +458,9 @@ def test_xz_that_asks_for_much_memory_is_refused(tmp_path):
     (tmp_path / "a.jsonl.xz").write_bytes(packed)
     with pytest.raises(DataError, match=r"a\.jsonl\.xz: damaged xz file \(Memory usage limit"):
         read("a.jsonl.xz", tmp_path)
+
+
+def test_a_saved_set_without_rows_is_named(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(DataError, match="saved"):
+        list(SplitReader("train").read(find_sources("saved", tmp_path), print))
