@@ -32,7 +32,7 @@ ROWS = 28
 WAIT_S = 0.25  # at most, where nothing new can be read
 LINE_S = 0.14  # to read a new line
 LAST_S = 6.0
-MOST_BYTES = 180_000
+MOST_BYTES = 150_000
 CHARACTER, LINE, TOP, EDGE = 8.43, 18, 34, 12
 FONT = '"DejaVu Sans Mono",Menlo,Consolas,monospace'
 
