@@ -182,7 +182,8 @@ def test_the_number_of_viewers_is_limited(client: Client, told: Told, monkeypatc
     assert next(client.news()) == {"state": "running"}
 
 
-def test_the_oldest_that_says_nothing_gives_way(client: Client) -> None:
+def test_the_oldest_that_says_nothing_gives_way(client: Client, monkeypatch) -> None:
+    monkeypatch.setattr(page_server._Request, "timeout", None)
     name, _, port = client.host.partition(":")
     idle = [socket.create_connection((name, int(port)), timeout=60) for _ in range(40)]
     assert client.act("pause") == (200, "")
