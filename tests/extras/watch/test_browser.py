@@ -141,7 +141,7 @@ def pressing(browser: Browser) -> Callable[[str], None]:
 
 
 def test_each_button_does_what_it_says(browser, pressing, pool, llama, texts, tmp_path) -> None:
-    training = {"max_steps": 30, "save_strategy": "no", "page": True, "sample_prompts": [HOSTILE]}
+    training = {"max_steps": 300, "save_strategy": "no", "page": True, "sample_prompts": [HOSTILE]}
     raw = pool.config(
         tmp_path / "run",
         [2, 4],
@@ -160,15 +160,17 @@ def test_each_button_does_what_it_says(browser, pressing, pool, llama, texts, tm
         browser.await_text("pausing", ".pill")
         run.goes_on.set()
         browser.await_text("paused", ".pill")
-        browser.await_text("3 / 30", ".figures")
+        browser.await_text("3 / 300", ".figures")
         pressing("checkpoint")
         browser.await_text("The checkpoint of step 3 is written.", ".note")
         assert saved() == {"step_3"}
-        assert "3 / 30" in browser.text(".figures")
+        assert "3 / 300" in browser.text(".figures")
         pressing("resume")
         wait_until(lambda: "paused" not in browser.text(".pill"))
         browser.value("window.confirm = () => false")
         pressing("stop")
+        pressing("checkpoint")
+        wait_until(lambda: len(saved()) == 2)
         browser.value("window.confirm = () => true")
         pressing("stop")
         browser.await_text("stop", ".pill")
@@ -176,7 +178,7 @@ def test_each_button_does_what_it_says(browser, pressing, pool, llama, texts, tm
     browser.errors.clear()
     with pytest.raises(StoppedEarly, match="stopped by the page after step"):
         steered(raw, steer)
-    assert len(saved()) == 2
+    assert len(saved()) == 3
     browser.await_text("stopped", ".pill")
     assert browser.value("[...document.querySelectorAll('button')].every(b => b.disabled)")
     assert browser.value("document.title") == "run – hetero"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,19 @@ def test_stop_saves_and_the_run_goes_on_with_the_same_bits(
     train(Config.from_dict(config("steered", page=False)))
     assert read_metrics(tmp_path / "steered") == read_metrics(plain)
     assert_same(weights(tmp_path / "steered"), weights(plain))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
+def test_a_signal_ends_a_run_that_is_paused(config, tmp_path) -> None:
+    def steer(page: Client, run: Halting) -> None:
+        page.act("pause")
+        run.goes_on.set()
+        page.state("paused")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(StoppedEarly, match="stopped by SIGTERM after step 3"):
+        steered(config("steered"), steer)
+    assert checkpoints(tmp_path / "steered") == ["step_3"]
 
 
 def test_nothing_is_saved_before_the_first_step_is_done(config, tmp_path) -> None:
