@@ -141,6 +141,8 @@ WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
     ("launch", ("launch",), "launch"),
     ("observe", ("timeline", "run"), "timeline"),
     ("observe", {"training": {"visualize": True}}, "training.visualize needs the extra 'observe'"),
+    ("watch", ("watch",), "watch"),
+    ("watch", {"training": {"page": True}}, "training.page needs the extra 'watch'"),
     ("pairing", ("invite",), "invite"),
     (
         "padding_free",

@@ -19,7 +19,6 @@ const legend = entries => div('legend', ...entries.map(([kind, text]) => make('s
 const KINDS = { forward: 'forward', backward: 'backward', forward_backward: 'forward and backward', commit: 'weights change' }
 const AWAY = { 'worker lost': 1, 'worker left': 1, 'worker hangs': 1, 'worker back': 0, 'worker connected': 0 }
 const ENDS = { 'run started': '', 'run resumed': '', 'run finished': 'finished', 'run stopped': 'stopped' }
-
 class Run {
   constructor(number, title) {
     Object.assign(this, { number, live: {} }).clear()
