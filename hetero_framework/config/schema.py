@@ -627,6 +627,21 @@ class DataConfig(Section):
         return self.model_dump(exclude=others)
 
     @property
+    def of_stream(self) -> dict[str, Any]:
+        """The settings that the examples of a stream depend on, a template's text aside."""
+        others = {"eval", "eval_split", "eval_packing", "packing", "packing_strategy"}
+        others |= {"pad_token", "pad_to_multiple_of", "padding_free", "chat_template_path"}
+        return self.model_dump(mode="json", exclude=others)
+
+    @property
+    def for_texts(self) -> str | None:
+        """A setting that is given and is for texts alone."""
+        given = {"packing": self.packing, "padding_free": self.padding_free}
+        return next(
+            (name for name, is_on in {**given, "streaming": self.streaming}.items() if is_on), None
+        )
+
+    @property
     def paths(self) -> _Paths:
         """`train` where it names no sources."""
         return cast(_Paths, self.train)

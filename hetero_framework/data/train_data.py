@@ -222,13 +222,10 @@ def load_data(
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
     report: list[str] = []
-    of_texts = [name for name in ("packing", "padding_free", "streaming") if getattr(data, name)]
-    if config.training.data_kind != "text" and of_texts:
-        setting = of_texts[0]
-        raise DataError(
-            f"data.{setting} is for texts, and training.objective is {config.training.objective!r}",
-            hint="leave it out",
-        )
+    if config.training.data_kind != "text" and data.for_texts is not None:
+        objective = config.training.objective
+        text = f"data.{data.for_texts} is for texts, and training.objective is {objective!r}"
+        raise DataError(text, hint="leave it out")
     reader = Reader(data, config.base_dir, tokenizer, vocab_size, report, most, config.training)
     reader.know_labels(stated)
     train: Rows

@@ -52,8 +52,6 @@ _END_S = 5.0
 _KEPT_TOKENS = 2**22
 _PLACES = 64
 _LOST = {"cut", "long", "dropped"}
-_UNREAD = {"eval", "eval_split", "eval_packing", "pad_token", "pad_to_multiple_of", "padding_free"}
-_UNREAD |= {"packing", "packing_strategy", "chat_template_path"}
 
 
 class EndlessOrder(SampleOrder):
@@ -285,7 +283,7 @@ def stream(
     )
     # All that decides the examples but the content of the shards.
     known = tokenizer_text(tokenizer) or [sorted(tokenizer.get_vocab()), tokenizer.chat_template]
-    settings = data.model_dump(mode="json", exclude=_UNREAD), training.train_sampling_strategy
+    settings = data.of_stream, training.train_sampling_strategy
     text = json.dumps(["stream 1", known, settings, BLOCK_ROWS, BLOCK_CHARACTERS])
     count = training.max_steps * training.per_device_train_batch_size
     count *= training.gradient_accumulation_steps

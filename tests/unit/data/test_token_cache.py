@@ -12,7 +12,7 @@ from transformers import ByT5Tokenizer
 from hetero_framework.data import TrainData, load_data, token_cache
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.data.token_cache import Entry
-from hetero_framework.data.train_data import _Reader
+from hetero_framework.data.train_data import Reader
 from tests.planting import plant
 from tests.unit.data_helpers import CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
 
@@ -48,7 +48,7 @@ def test_second_load_tokenises_nothing_and_is_equal_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = load(tmp_path)
-    monkeypatch.setattr(_Reader, "_make", None)
+    monkeypatch.setattr(Reader, "_make", None)
     second = load(tmp_path)
     assert isinstance(second.examples.ids, np.memmap)
     assert second.fingerprint == first.fingerprint

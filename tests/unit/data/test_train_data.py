@@ -432,7 +432,7 @@ def test_examples_of_the_page_have_the_format_of_their_heading(tmp_path, heading
 
 def test_configurations_of_the_page_are_valid():
     blocks = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     assert len(examples_of_the_page()) == 8
     for block in blocks:
         DataConfig.model_validate_json(block)
