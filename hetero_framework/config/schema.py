@@ -1016,6 +1016,11 @@ class TrainingConfig(Section):
         return self
 
     @property
+    def order_seed(self) -> int:
+        """The seed of the samples' order."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    @property
     def data_kind(self) -> str:
         """The data that the objective is trained on."""
         return needs_if_known(self.objective).data

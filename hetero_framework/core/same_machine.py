@@ -87,7 +87,7 @@ def _place() -> str | None:
 
 
 def _fields(note: dict[str, Any], *names: str) -> list[str] | None:
-    """What a peer's note says about this, if it does."""
+    """These values of a peer's note, if it has all of them."""
     values = note.get(_KEY)
     found = [values.get(name) for name in names] if isinstance(values, dict) else [None]
     return [str(value) for value in found] if all(isinstance(v, str) for v in found) else None

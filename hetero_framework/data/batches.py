@@ -72,8 +72,7 @@ class SampleOrder:
     @property
     def seed(self) -> int:
         """The seed of the samples' order."""
-        seed, data_seed = self.training.seed, self.training.data_seed
-        return seed if data_seed is None else data_seed
+        return self.training.order_seed
 
     @property
     def samples_per_step(self) -> int:

@@ -365,8 +365,7 @@ class Reader:
                 )
             sets.append(found)
             each = max(1, len(found) // len(part._kept(found)))
-        seed = self.training.seed if self.training.data_seed is None else self.training.data_seed
-        mixture = mix(sets, names, self.data, each, seed)
+        mixture = mix(sets, names, self.data, each, self.training.order_seed)
         self.report += mixture.lines
         return mixture
 

@@ -180,7 +180,7 @@ def order_seed(config: Config) -> int | None:
     training = config.training
     if training.train_sampling_strategy == "sequential":
         return None
-    return training.seed if training.data_seed is None else training.data_seed
+    return training.order_seed
 
 
 def source_readers(config: Config, seed: int | None) -> tuple[list[Reader], Facts]:
@@ -214,9 +214,8 @@ def mixed(config: Config, readers: list[Reader]) -> Reader:
     assert data is not None
     if data.mixing == "concatenate":
         return _chain(readers)
-    seed = training.seed if training.data_seed is None else training.data_seed
     weights = [source.weight for source in data.sources if source.weight is not None]
-    return _mix(readers, weights, data.stopping_strategy, seed)
+    return _mix(readers, weights, data.stopping_strategy, training.order_seed)
 
 
 def batches(

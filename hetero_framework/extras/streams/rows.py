@@ -249,10 +249,12 @@ class _ReadingProcess:
 
 
 def _receive(pipe: IO[bytes], frames: SimpleQueue[Any], room: Semaphore) -> None:
-    with suppress(OSError, ValueError), pipe:
-        while room.acquire() and len(head := pipe.read(HEADER.size)) == HEADER.size:
-            frames.put(msgpack.unpackb(pipe.read(*HEADER.unpack(head))))
-    frames.put(None)
+    try:
+        with suppress(OSError, ValueError), pipe:
+            while room.acquire() and len(head := pipe.read(HEADER.size)) == HEADER.size:
+                frames.put(msgpack.unpackb(pipe.read(*HEADER.unpack(head))))
+    finally:  # whatever has ended it, a step that waits hears of it
+        frames.put(None)
 
 
 def _close(process: subprocess.Popen[bytes], room: Semaphore, errors: IO[bytes]) -> None:
