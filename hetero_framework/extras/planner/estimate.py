@@ -320,12 +320,13 @@ def _links(
 def _cost(work: ModelWork, device: KnownDevice) -> ModelCost:
     """The costs of the parts on a device."""
 
-    def seconds(flops: float, nbytes: float) -> float:
-        return device.seconds(flops, nbytes, half=work.half) if flops or nbytes else 0.0
+    def seconds(flops: float, nbytes: float, unpacked: float) -> float:
+        return device.seconds(flops, nbytes, unpacked, half=work.half)
 
     def part(piece: PartWork, kept: int = 0, again: int = 0) -> PartCost:
-        forward_s = device.seconds(piece.forward_flops, piece.forward_bytes, half=work.half)
-        backward_s = seconds(piece.backward_flops, piece.backward_bytes)
+        forward_s = seconds(piece.forward_flops, piece.forward_bytes, piece.unpacked)
+        backward = piece.backward_flops, piece.backward_bytes
+        backward_s = seconds(*backward, piece.unpacked) if any(backward) else 0.0
         return PartCost(forward_s, backward_s, forward_s if backward_s else 0.0, kept, again)
 
     layers = {

@@ -85,11 +85,13 @@ class KnownDevice:
         """Memory that layers can fill."""
         return self.memory_bytes * self.efficiency.usable_memory
 
-    def seconds(self, flops: float, nbytes: float, *, half: bool) -> float:
-        """Seconds of work on the device, bounded by its arithmetic or by its memory."""
+    def seconds(self, flops: float, nbytes: float, unpacked: float, *, half: bool) -> float:
+        """Seconds of work on the device, bounded by its arithmetic or by its memory, and before
+        it the pass that unpacks `unpacked` numbers of quantised weights."""
         reached, peak = self.efficiency, self.half_flops if half else self.float_flops
-        computing_s = flops / (peak * reached.compute)
-        return reached.start_s + max(computing_s, nbytes / (self.bandwidth * reached.bandwidth))
+        rate = self.bandwidth * reached.bandwidth
+        unpacking_s = unpacked * float(_table()["unpacking_bytes"]) / rate
+        return reached.start_s + unpacking_s + max(flops / (peak * reached.compute), nbytes / rate)
 
 
 def factor() -> float:

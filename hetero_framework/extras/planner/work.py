@@ -6,6 +6,7 @@ per token forward for S tokens and heads of D numbers in all, and twice that bac
 only those that a token visits count. Smaller work (norms, activations) is left out.
 
 Bytes are those of the weights, and those that a layer stores for backward, written and read once.
+Quantised weights are unpacked in a pass of its own before each product, which hides behind nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from hetero_framework.models.sizing.memory import (
 
 @dataclass(frozen=True)
 class PartWork:
-    """Floating-point operations, and bytes between device and memory, of one micro-batch."""
+    """Floating-point operations, and bytes between device and memory, of one micro-batch.
+    `unpacked` numbers of quantised weights are unpacked for forward, and again for backward."""
 
     forward_flops: float
     backward_flops: float
     forward_bytes: float
     backward_bytes: float
+    unpacked: float
 
 
 @dataclass(frozen=True)
@@ -133,23 +136,23 @@ class _PartShapes:
         added = 2.0 * batch_tokens * self._added
         attention = 4.0 * batch_tokens * tokens * _attention_numbers(self._shapes.text) * is_layer
         kept = memory.per_micro_batch if is_layer else memory.logits
-        weights = memory.weights + self._unpacked_bytes()
+        unpacked = float(self._unpacked())
+        weights = memory.weights + 2.0 * unpacked  # products read 16 bits for each
         forward_bytes = weights + 2.0 * kept
         if not differentiates:
-            return PartWork(products + added + attention, 0.0, forward_bytes, 0.0)
+            return PartWork(products + added + attention, 0.0, forward_bytes, 0.0, unpacked)
         return PartWork(
             products + added + attention,
             products + trained + 2 * (added + attention),
             forward_bytes,
             weights + 2.0 * kept + 2.0 * memory.gradients,
+            unpacked,
         )
 
-    def _unpacked_bytes(self) -> float:
-        """Further bytes that quantised weights move: they are unpacked for each use, and read
-        then."""
-        shapes = self._shapes
-        packed = [n for n in self._numbers if shapes.weights[n] < shapes.numbers[n] * 2]
-        return 2.0 * sum(shapes.numbers[name] * 2 for name in packed)
+    def _unpacked(self) -> int:
+        """Numbers of the weights that take less than 16 bits each."""
+        numbers, weights = self._shapes.numbers, self._shapes.weights
+        return sum(numbers[n] for n in self._numbers if weights[n] < numbers[n] * 2)
 
 
 def _attention_numbers(text: Any) -> int:

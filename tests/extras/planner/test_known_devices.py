@@ -100,11 +100,14 @@ def test_an_unknown_device_is_refused_with_advice(text: str, said: str, hint: st
 def test_time_is_bounded_by_arithmetic_or_by_memory() -> None:
     device = known_device("RTX 3090")
     reached = device.efficiency
-    computing = device.seconds(1e12, 1.0, half=True) - reached.start_s
+    computing = device.seconds(1e12, 1.0, 0.0, half=True) - reached.start_s
     assert computing == pytest.approx(1 / (71 * reached.compute))
-    moving = device.seconds(1.0, 936e9, half=True) - reached.start_s
+    moving = device.seconds(1.0, 936e9, 0.0, half=True) - reached.start_s
     assert moving == pytest.approx(1 / reached.bandwidth)
-    assert device.seconds(1e12, 1.0, half=False) > computing
+    assert device.seconds(1e12, 1.0, 0.0, half=False) > computing
+    # Unpacking comes before the product: neither hides behind the other.
+    packed = device.seconds(1e12, 1.0, 1e9, half=True) - reached.start_s - computing
+    assert packed == pytest.approx(13e9 / (936e9 * reached.bandwidth))
 
 
 def test_the_memory_of_a_cards_machine_may_be_said() -> None:
