@@ -927,11 +927,6 @@ class TrainingConfig(Section):
     rejoin_wait_s: Annotated[Seconds, FREE] = 600.0
     """Longest outage of a worker that a run survives: how long the coordinator waits for its link
     or its process to come back, and how long a worker keeps its stages for the coordinator."""
-    replan: Annotated[Literal["never", "ask", "auto"], FREE] = "ask"
-    """Whether a running training changes its plan. "auto": it takes another one where the
-    measured times promise a step at least a tenth shorter, and goes on without a worker that stays
-    away for a minute, until that is back. "ask": it says what another plan would gain. "never": it
-    does not. The result is the same to the last bit."""
     replicate_steps: Annotated[
         Literal["auto"] | Annotated[int, with_unit("steps", ge=0)], FREE, _HAS_ADAPTER
     ] = "auto"

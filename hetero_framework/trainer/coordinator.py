@@ -127,7 +127,7 @@ def train(
     Args:
         resume: A step number or "latest"; overrides `resume_step`. Without it an interrupted run of
             this `output_dir` continues from its newest state, unless `fresh`.
-        replan: Go on without workers that stay away, as with training.replan "auto".
+        replan: Go on without workers that stay away, and take them back.
         workers: The workers of this machine, where they have been started before.
         access: For the links to workers; `islands` is for those to other islands. Default: by the
             keys that lie beside the configuration.
@@ -150,7 +150,6 @@ def train(
     check_optimizer(config.training)
     for check in asked("run_checks", config):
         check(config)
-    replan = replan or config.training.replan == "auto"
     show = progress or Progress()
     events = log.Events(config.output_dir / log.EVENTS_FILE, "coordinator")
     store = CheckpointStore(config.checkpoints, config.training.save_total_limit)
@@ -191,13 +190,11 @@ def train(
             ) as cluster:
                 facts = cluster.start(prepared.config.plan.owners)
                 prepared = setup.fit_devices(prepared, facts)
-                began = time.monotonic()
                 plan = None
                 for read in asked("predictions", config, objects):
                     plan = read(prepared.config)
                 times = plan.pipeline if plan is not None else None
                 cluster.assemble(prepared.config, prepared.memory_limits, times)
-                load_s = time.monotonic() - began
                 with Observers() as observers:
                     checkpoints = RunCheckpoints(store, cluster, prepared)
                     observers.watch(
@@ -215,7 +212,6 @@ def train(
                     plans = Plans(prepared, facts)
                     for make in asked("plans", config, objects):
                         plans = make(prepared, facts, survivors=replan)
-                    plans.move_s = load_s
                     replicas = _replicas(prepared, cluster, checkpoints, stop, islands)
                     run = Coordinator(
                         prepared,
@@ -437,7 +433,7 @@ class Coordinator:
     def _take_plan(self, change: PlanChange) -> None:
         """Have all processes load their stages of another plan, with the newest state that is kept.
         A loss meanwhile starts that again. Raises PeerLostError for a worker that stays away."""
-        reached, began = self._state.step, time.monotonic()
+        reached = self._state.step
 
         def take() -> TrainState:
             self._cluster.recovery.forget_step()
@@ -448,7 +444,6 @@ class Coordinator:
             return self._checkpoints.rewind() or self._take_up(None)
 
         state = self._cluster.recovery.outlive(take, loads=True)
-        self._plans.move_s = time.monotonic() - began
         self._planned_s = change.planned_s
         self._replicas.went_back(state)
         self._return_to(state)
@@ -504,8 +499,8 @@ class Coordinator:
                 if self._state.position < total:
                     raise
                 return self.finish(lost)
-            if (left := total - self._state.position) > 0 and not self._due.is_over:
-                for change in self._plans.changes(self._cluster, left):
+            if self._state.position < total and not self._due.is_over:
+                for change in self._plans.changes(self._cluster):
                     self._take_plan_now(change)
         self._state = self._replicas.finished(self._state)
         return self.finish()
@@ -678,7 +673,7 @@ class Coordinator:
         seconds = time.perf_counter() - started
         if batches:
             seen = loaded.observe(len(batches), stages)
-            self._plans.after_step(seen, seconds)
+            self._plans.after_step(seen)
         self._keep_spans()
         line: dict[str, Any] = {
             "step": self._state.step,

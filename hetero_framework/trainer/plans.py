@@ -36,17 +36,14 @@ def layers_of(stages: Sequence[StageSpec]) -> str:
 class Plans:
     """The plans of one run; by itself, the one that it begins with."""
 
-    move_s = 0.0
-    """Seconds that loading took the last time."""
-
     def __init__(self, prepared: Prepared, facts: Mapping[WorkerId, MachineFacts]) -> None:
         """`prepared` is of the plan in force, `facts` are those of its processes."""
         self._prepared, self.facts = prepared, dict(facts)
 
-    def after_step(self, seen: Profile, step_s: float) -> None:
+    def after_step(self, seen: Profile) -> None:
         """Note that a step was done, with these times of stages and edges."""
 
-    def changes(self, cluster: Cluster, steps_left: int) -> Iterator[PlanChange]:
+    def changes(self, cluster: Cluster) -> Iterator[PlanChange]:
         """The plans to take now, between two steps, each before the next one is asked for."""
         return iter(())
 

@@ -18,7 +18,7 @@ from tests.samples import save_llama, save_texts
 
 PACKAGE = Path(hetero_framework.__file__).parent
 EXTRAS = sorted(file.parent.name for file in PACKAGE.glob("extras/*/__init__.py"))
-PLAIN = {"report_to": "none", "visualize": False, "timeline_steps": 0, "replan": "never"}
+PLAIN = {"report_to": "none", "visualize": False, "timeline_steps": 0}
 # Notes the imports of the package, in every process.
 HOOK = """
 import os, sys
@@ -113,7 +113,7 @@ def test_a_run_without_any_extra_leaves_out_what_defaults_ask_for(place: Path) -
     done = hetero(place, "train", "--config", file, package=without(place, ""))
     assert done.returncode == 0, done.stderr
     log = (place / "bare_run" / "logs" / "coordinator.log").read_text()
-    for setting in ("visualize", "timeline_steps", "replan"):
+    for setting in ("visualize", "timeline_steps"):
         assert f"training.{setting} needs the extra" in log
     assert (place / "bare_run" / "adapter" / "adapter_model.safetensors").exists()
 
@@ -150,7 +150,7 @@ WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
         "data.padding_free needs the extra 'padding_free'",
     ),
     ("planner", ("plan",), "plan"),
-    ("planner", {"training": {"replan": "auto"}}, "training.replan needs the extra 'planner'"),
+    ("planner", ("train", "--replan"), "replan needs the extra 'planner'"),
     ("reporting", {"training": {"push_to_hub": True}}, "push_to_hub: it needs the extra 'repo"),
     ("reporting", {"training": {"run_name": "a"}}, "training.run_name: unknown key, unless"),
     ("reporting", {"training": {"report_to": "wandb"}}, "needs the extra 'reporting'"),

@@ -58,7 +58,6 @@ def configuration(folder: Path, **training: Any) -> str:
     shared |= {
         "verify_architecture": False,
         "visualize": False,
-        "replan": "never",
         "timeline_steps": 0,
         "save_strategy": "no",
     }

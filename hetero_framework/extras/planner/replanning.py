@@ -1,7 +1,6 @@
-"""Chooses a run's next plan: for a shorter step, without workers that are away, or with workers
-that are back.
+"""Chooses a run's next plan: without workers that are away, or with workers that are back.
 
-A new plan is made only from the times of the run's steps and from the memory that was free when it
+A new plan is made from the times of the run's steps and from the memory that was free when it
 began. `Coordinator._take_plan` carries it out.
 """
 
@@ -9,53 +8,47 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from hetero_framework.cluster.cluster import Cluster, MachineFacts, free_bytes
 from hetero_framework.cluster.membership import WorkerState
 from hetero_framework.cluster.roles import machine_of
+from hetero_framework.config import StageSpec
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.threads import in_background
 from hetero_framework.engine.schedule.simulator import Profile
+from hetero_framework.engine.schedule.tuning import TunedSchedule, tune
 from hetero_framework.errors import PeerLostError, PlanError, UserError
 from hetero_framework.extras import planner
 from hetero_framework.extras.planner import FleetProfile
-from hetero_framework.extras.planner.layout import Fleet
+from hetero_framework.extras.planner.layout import Fleet, Layout, Part
+from hetero_framework.extras.planner.measured_fleet import LayerWork, Observed, PartBytes, median
 from hetero_framework.extras.planner.planning import CHUNKS
 from hetero_framework.extras.planner.profile import bytes_of_parts, source_of
-from hetero_framework.extras.planner.replan.measured_fleet import LayerWork, Observed, PartBytes
-from hetero_framework.extras.planner.replan.replan_policy import (
-    Judge,
-    Proposal,
-    Question,
-    Stages,
-    tuned,
-)
 from hetero_framework.extras.planner.result import host_rates
-from hetero_framework.log import event
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.sizing.memory import StageMemory, memory_of_parts
 from hetero_framework.trainer import setup
-from hetero_framework.trainer.plans import PlanChange, Plans, layers_of
+from hetero_framework.trainer.plans import PlanChange, Plans
 from hetero_framework.trainer.run_checkpoint import plan_entries
 
-NEVER, ASK = "never", "ask"
-_LEAST_GAIN = 0.02
+_STEPS = 5
+"""Steps whose medians count: a step that took longer for another reason tells nothing."""
 _ASSUMED_RATE = 12e9  # bytes a second from host memory, where nothing was measured: PCIe 3
+Stages = tuple[StageSpec, ...]
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ChosenPlan(PlanChange):
-    """One that does without the workers `away`; `proposal` is the judge's, for a shorter step."""
+    """A plan that does without the workers `away`."""
 
     away: tuple[WorkerId, ...]
-    proposal: Proposal | None = None
 
 
 class Replanning(Plans):
@@ -70,85 +63,15 @@ class Replanning(Plans):
         self._survivors = survivors
         self.lacking: set[WorkerId] = {*given.plan.owners} - {*prepared.config.plan.owners}
         """Workers that the plan in force was made without; `Membership` knows which are here."""
-        self._policy: str = given.training.replan
         self._home = plan_entries(given)  # the plan when everybody is here
-        self._judge = Judge(_model_work(prepared), prepared.config.plan.stages, self._fleet)
-        self._search: tuple[Question, Future[Proposal | None]] | None = None
-        self._return: Proposal | None = None
-        self._told: list[Stages] = []
+        self._observed = Observed(_model_work(prepared))
+        self._last: deque[Profile] = deque(maxlen=_STEPS)
 
-    # -- for a shorter step ---------------------------------------------------------------------
+    def after_step(self, seen: Profile) -> None:
+        self._last.append(seen)
+        self._observed.note(self._prepared.config.plan.stages, median(self._last))
 
-    def after_step(self, seen: Profile, step_s: float) -> None:
-        if len(self.facts) == 1:
-            return
-        advice = self._judge.note(seen, step_s)
-        if self._policy == NEVER:
-            return
-        if isinstance(advice, Proposal):
-            self._return = advice
-        elif advice is not None and self._search is None:
-            _ = self._part_bytes  # here: making models is for one thread at a time
-            answer = partial(self._judge.answer, advice)
-            self._search = advice, in_background(answer, "search for a plan")
-
-    def wanted(self, steps_left: int) -> ChosenPlan | None:
-        """The plan to take now, since it shortens the rest of the run; under "ask" it is only
-        reported."""
-        question, proposal = self._answer()
-        if proposal is None:
-            return None
-        saved_s = max(proposal.gain, _LEAST_GAIN) * self._judge.step_s * steps_left
-        if question is not None and self._policy == ASK:
-            self._judge.refuse(question)
-            if proposal.stages not in self._told:
-                self._told.append(proposal.stages)
-                _say(question, proposal)
-            return None
-        try:
-            if saved_s > self.move_s:
-                return self._proposed(proposal)
-            text = "%s would save %.0f s of the rest; loading takes %.0f s"
-            _log.debug(text, layers_of(proposal.stages), saved_s, self.move_s)
-        except UserError as error:
-            _log.debug("a plan is not taken: %s", error.message)
-        if question is not None:
-            self._judge.refuse(question)
-        return None
-
-    def _answer(self) -> tuple[Question | None, Proposal | None]:
-        """The judge's present decision."""
-        proposal, self._return = self._return, None
-        if proposal is not None:
-            return None, proposal
-        if self._search is None or not self._search[1].done():
-            return None, None
-        (question, future), self._search = self._search, None
-        if (error := future.exception()) is not None:  # our bug; a run does not end over advice
-            self._policy = NEVER
-            text = "no better plan is looked for any more: %s: %s"
-            _log.warning(text, type(error).__name__, error)
-            _log.debug("the search for a plan failed", exc_info=error)
-            return None, None
-        proposal = future.result()
-        if question.stages != self._prepared.config.plan.stages:
-            return None, None  # another plan was taken meanwhile
-        if proposal is None:
-            self._judge.refuse(question)
-        return question, proposal
-
-    def _proposed(self, proposal: Proposal) -> ChosenPlan:
-        if proposal.returns:
-            reason = "the other plan's gain has not come"
-        else:
-            reason = f"a step should take {proposal.gain:.0%} less"
-        cut = [{"id": s.owner, "start": s.start, "end": s.end} for s in proposal.stages]
-        change = self._change(self._with_settings(cut), reason, tuple(self.lacking))
-        return replace(change, proposal=proposal)
-
-    # -- for workers that come and go -----------------------------------------------------------
-
-    def changes(self, cluster: Cluster, steps_left: int) -> Iterator[PlanChange]:
+    def changes(self, cluster: Cluster) -> Iterator[PlanChange]:
         for worker, fact in cluster.returned().items():
             if fact is not None:
                 self.facts[worker] = fact
@@ -159,8 +82,6 @@ class Replanning(Plans):
             except UserError as error:
                 self.lacking.difference_update(back)
                 _log.warning("worker %s is back and stays without layers: %s", back, error.message)
-        if (change := self.wanted(steps_left)) is not None:
-            yield change
 
     def after_loss(self, lost: PeerLostError, away: Collection[WorkerId]) -> PlanChange:
         if not self._survivors:
@@ -190,7 +111,7 @@ class Replanning(Plans):
         self._prepared, self.lacking = change.prepared, set(change.away)
         if not self.lacking:
             self._home = plan_entries(change.prepared.config)
-        self._judge.taken(change.prepared.config.plan.stages, change.proposal)
+        self._last.clear()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -229,16 +150,15 @@ class Replanning(Plans):
 
     def _step_s(self, stages: Stages, away: Collection[WorkerId]) -> float | None:
         """The expected time of a plan's step, from the measured steps."""
-        if self._judge.observed.is_empty:
+        if self._observed.is_empty:
             return None
-        schedule = tuned(Fleet(self._fleet(self._judge.observed, away)), stages)
+        schedule = tuned(Fleet(self._fleet(away)), stages)
         return schedule.forecast.seconds if schedule is not None else None
 
-    def _fleet(self, observed: Observed, away: Collection[WorkerId] | None = None) -> FleetProfile:
+    def _fleet(self, away: Collection[WorkerId]) -> FleetProfile:
         config = self._prepared.config
-        absent = self.lacking if away is None else away
-        free = free_bytes(config, {k: fact for k, fact in self.facts.items() if k not in absent})
-        return observed.fleet(
+        free = free_bytes(config, {k: fact for k, fact in self.facts.items() if k not in away})
+        return self._observed.fleet(
             free,
             {owner: self._holdable(owner, free[owner]) for owner in free},
             config.training.gradient_accumulation_steps,
@@ -269,7 +189,7 @@ class Replanning(Plans):
         """The planner's answer for the processes that are here."""
         owners = [entry.id for entry in self._prepared.resolved.given.shard_plan]
         chunks = {CHUNKS} if len(set(owners)) < len(owners) else set()
-        fleet = self._fleet(self._judge.observed, away)
+        fleet = self._fleet(away)
         try:
             result = planner.plan(fleet, allow=chunks)
         except PlanError as error:
@@ -296,20 +216,25 @@ class Replanning(Plans):
         ]
 
 
-def _say(question: Question, proposal: Proposal) -> None:
-    """The one line of training.replan "ask"."""
-    seen = question.median
-    busy_s = [f + b for f, b in zip(seen.forward_s, seen.backward_s, strict=True)]
-    shares = ", ".join(f"{seconds / sum(busy_s):.0%}" for seconds in busy_s)
-    slowest = question.stages[busy_s.index(max(busy_s))].process
-    better = layers_of(proposal.stages)
-    text = (
-        "%s holds up the others: of the time that the stages compute theirs is %s; with %s a step "
-        'would take %.0f %% less (training.replan "auto" takes such plans; hetero timeline says '
-        "more)"
+def tuned(fleet: Fleet, stages: Stages) -> TunedSchedule | None:
+    """The schedule of a plan on these devices as a run tunes it; None where it does not fit."""
+    layout = _layout(fleet, stages)
+    limits = fleet.memory_limits(layout)
+    if limits is None:
+        return None
+    return tune(fleet.pipeline(layout), fleet.micro_batches, in_flight_limits=limits)
+
+
+def _layout(fleet: Fleet, stages: Stages) -> Layout:
+    """A plan as the planner sees it, direct where it can be, with as few streamed layers as fit."""
+    index = {owner: d for d, owner in enumerate(fleet.ids)}
+    devices = [index[stage.owner] for stage in stages]
+    direct = [False, *(fleet.can_go_direct(a, b) for a, b in pairwise(devices))]
+    parts = (
+        Part(d, stage.start, stage.end, False, is_direct)
+        for d, stage, is_direct in zip(devices, stages, direct, strict=True)
     )
-    fields = event("better plan", "none", process=slowest, shares=shares, plan=better)
-    _log.info(text, slowest, shares, better, 100 * proposal.gain, extra=fields)
+    return fleet.streamed(tuple(parts))[0]
 
 
 def _model_work(prepared: setup.Prepared) -> LayerWork:

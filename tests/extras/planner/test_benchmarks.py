@@ -379,12 +379,6 @@ def test_steps_with_a_reporter_and_without_are_timed() -> None:
 # -- replanning ---------------------------------------------------------------------------------
 
 
-def test_best_plan_beside_a_straggler_gives_it_less() -> None:
-    layers = {entry["id"]: entry["end"] - entry["start"] for entry in replanning.best_plan()}
-    assert sum(layers.values()) == replanning.LAYERS
-    assert layers.get(1, 0) < min(layers["local"], layers[2])
-
-
 @pytest.mark.long
 def test_changes_of_plan_are_timed() -> None:
     found = replanning.change(64, None)

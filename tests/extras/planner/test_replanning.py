@@ -1,10 +1,9 @@
-"""A run's messages about its plan and its changes of plan, by the times of its steps."""
+"""The plan of a run without workers that are away, by the times of its steps."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +13,8 @@ from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.config import PLAN_FILE, Config, StageSpec
 from hetero_framework.engine.schedule.simulator import Profile
 from hetero_framework.errors import ConfigError, PlanError
-from hetero_framework.extras.planner import replanning
 from hetero_framework.extras.planner.layout import Fleet
-from hetero_framework.extras.planner.replan.replan_policy import Judge, tuned
-from hetero_framework.extras.planner.replanning import Replanning
+from hetero_framework.extras.planner.replanning import Replanning, tuned
 from hetero_framework.trainer import setup
 from tests.samples import save_llama, save_texts
 
@@ -25,23 +22,12 @@ Make = Callable[..., Replanning]
 
 
 @pytest.fixture
-def make(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Of a run with six layers over three processes; searches are done at once."""
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Of a run with six layers over three processes."""
     folder = tmp_path_factory.mktemp("run")
     model, texts = save_llama(folder / "model"), save_texts(folder / "texts.jsonl", 8)
 
-    def at_once(job: Callable[[], Any], name: str) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(job())
-        except Exception as error:
-            done.set_exception(error)
-        return done
-
-    monkeypatch.setattr(replanning, "in_background", at_once)
-
     def made(
-        policy: str,
         lacking: Sequence[int] = (),
         facts: dict[Any, MachineFacts] | None = None,
         plan: dict[Any, dict[str, Any]] | None = None,
@@ -67,7 +53,6 @@ def make(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
                     "output_dir": str(folder / "out"),
                     "gradient_accumulation_steps": 4,
                     "verify_architecture": False,
-                    "replan": policy,
                 },
             }
         )
@@ -79,72 +64,19 @@ def make(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     return made
 
 
-def straggles(run: Replanning, steps: int = 30) -> list[Any]:
-    """The middle stage takes three times as long as the others; what is wanted after each step."""
-    profile = Profile.of([0.2, 0.6, 0.2], [0.4, 1.2, 0.4])
-    wanted = []
-    for left in range(steps, 0, -1):
-        run.after_step(profile, 8.0)
-        wanted.append(run.wanted(left))
-    return wanted
-
-
-def test_f18_a_slow_stage_is_reported_once_with_a_better_plan(
-    make: Make, logged: list[str]
-) -> None:
-    run = make("ask")
-    logged.clear()
-    assert not any(straggles(run, 60))
-    (line,) = logged
-    assert "worker 1 holds up the others" in line
-    assert "20%, 60%, 20%" in line
-    assert "with layers 0-2 on coordinator" in line
-    assert "less (training.replan" in line
-
-
-def test_a_run_with_replanning_takes_a_plan_that_pays(make: Make) -> None:
-    run = make("auto")
-    change = next(filter(None, straggles(run)))
-    assert change.prepared.config.plan.stages != run._prepared.config.plan.stages
-    assert change.prepared.config.plan.num_layers == 6
-    assert change.planned_s == pytest.approx(8.0 * (1 - change.proposal.gain), rel=0.05)
-    run.taken(change)
-    assert run._prepared is change.prepared
-
-
-def test_a_plan_whose_loading_takes_longer_than_it_saves_is_not_taken(make: Make) -> None:
-    run = make("auto")
-    run.move_s = 1000.0
-    assert not any(straggles(run))
-
-
-def test_a_run_without_replanning_is_silent(make: Make, logged: list[str]) -> None:
-    run = make("never")
-    logged.clear()
-    assert not any(straggles(run))
-    assert logged == []
-
-
-def test_a_failed_search_is_reported_once_and_ends_no_run(
-    make: Make, logged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError("of ours")
-
-    monkeypatch.setattr(Judge, "answer", fail)
-    run = make("auto")
-    logged.clear()
-    assert not any(straggles(run, 100))
-    assert logged == ["no better plan is looked for any more: ZeroDivisionError: of ours"]
+def note(run: Replanning) -> None:
+    """Steps whose middle stage takes three times as long as the others."""
+    for _ in range(5):
+        run.after_step(Profile.of([0.2, 0.6, 0.2], [0.4, 1.2, 0.4]))
 
 
 def test_before_the_first_step_a_plan_has_no_prediction(make: Make) -> None:
-    assert make("ask").without([2]).planned_s is None
+    assert make().without([2]).planned_s is None
 
 
 def test_absent_workers_get_no_layers_until_they_return(make: Make) -> None:
-    run = make("ask")
-    straggles(run, 5)
+    run = make()
+    note(run)
     change = run.without([2])
     owners = {stage.owner for stage in change.prepared.config.plan.stages}
     assert owners == {"local", 1}
@@ -160,12 +92,9 @@ def test_absent_workers_get_no_layers_until_they_return(make: Make) -> None:
 
 
 def test_layers_move_between_machines_of_one_precision_only(make: Make) -> None:
-    run = make("auto", all="nf4", worker_2="none")
+    run = make(all="nf4", worker_2="none")
     kinds = run._prepared.config.kinds
     assert kinds == {"nf4": "embedding + layers 0-3", "none": "layers 4-5 + head"}
-    change = next(filter(None, straggles(run)))
-    assert change.prepared.config.plan.stages != run._prepared.config.plan.stages
-    assert change.prepared.config.kinds == kinds
     others = run.without([1])
     assert others.prepared.config.kinds == kinds
     assert {stage.owner for stage in others.prepared.config.plan.stages} == {"local", 2}
@@ -178,15 +107,15 @@ def test_layers_move_between_machines_of_one_precision_only(make: Make) -> None:
 
 def test_a_device_without_4_bits_is_refused_before_anything_is_loaded(make: Make) -> None:
     with pytest.raises(ConfigError, match="worker 2 cannot hold quantised weights: none here"):
-        make("ask", [2], all="nf4")
-    make("ask", [2], all="nf4", worker_2="none")
+        make([2], all="nf4")
+    make([2], all="nf4", worker_2="none")
 
 
 def test_a_process_that_streams_layers_streams_as_few_as_it_has_to(make: Make) -> None:
     plenty = MachineFacts("cpu", "cpu", 1 << 40, 1 << 40, None, 1 << 40)
     facts = dict.fromkeys(("local", 1, 2), plenty)
     settings = {2: {"offload": "auto", "offload_optimizer": True}}
-    run = make("auto", facts=dict(facts), plan=settings)
+    run = make(facts=dict(facts), plan=settings)
     entries = run._with_settings(run._home)
     assert [entry["offload"] for entry in entries] == [0, 0, "auto"]
     assert [entry["offload_optimizer"] for entry in entries] == [None, None, True]
@@ -197,7 +126,7 @@ def test_a_process_that_streams_layers_streams_as_few_as_it_has_to(make: Make) -
     stages = StageSpec(0, "local", 0, 1, True, False), StageSpec(1, 2, 1, 6, False, True)
     for host_free, fits in ((1 << 40, True), (3 * short, False), (None, False)):
         run.facts[2] = replace(plenty, device="cuda:0", memory_free=free, host_free=host_free)
-        assert (tuned(Fleet(run._fleet(run._judge.observed, (1,))), stages) is not None) == fits
+        assert (tuned(Fleet(run._fleet((1,))), stages) is not None) == fits
 
 
 def test_streamed_layers_come_from_where_the_user_said_at_the_measured_rate(
@@ -207,11 +136,11 @@ def test_streamed_layers_come_from_where_the_user_said_at_the_measured_rate(
     facts = dict.fromkeys(("local", 1, 2), plenty)
     settings = {1: {"offload": "auto"}, 2: {"offload": "auto", "offload_from": "file"}}
     for rates, found in (({}, (12e9, 3e9)), ({"1": 20e9, "2": 2e9}, (20e9, 2e9))):
-        run = make("auto", facts=dict(facts), plan=settings)
+        run = make(facts=dict(facts), plan=settings)
         folder = run._prepared.resolved.given.output_dir
         folder.mkdir(parents=True, exist_ok=True)
         (folder / PLAN_FILE).write_text(json.dumps({"host_rates": rates}))
-        devices = run._fleet(run._judge.observed).devices
+        devices = run._fleet(()).devices
         (folder / PLAN_FILE).unlink()
         assert [d.host_to_device_bytes_per_s for d in devices] == [0.0, *found]
         assert [d.offload_from for d in devices] == ["memory", "memory", "file"]

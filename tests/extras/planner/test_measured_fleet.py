@@ -8,7 +8,7 @@ from hetero_framework.config import StageSpec
 from hetero_framework.config.plan import Plan, PlanEntry
 from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.extras.planner import FleetProfile
-from hetero_framework.extras.planner.replan.measured_fleet import LayerWork, Observed
+from hetero_framework.extras.planner.measured_fleet import LayerWork, Observed, median
 
 WORK = LayerWork((1.0, 1.0, 1.0, 3.0), 2.0)
 PARTS = {
@@ -161,10 +161,6 @@ def test_the_latest_measurement_counts_and_older_ones_stay() -> None:
     assert wires(fleet(later))["local", 1] == pytest.approx(0.01)
 
 
-def test_keep_pace_keeps_the_earlier_pace_of_some_workers() -> None:
-    earlier = seen((STAGES, SEEN))
-    slower = Profile.of([0.4, 0.6, 0.0], [1.2, 1.8, 10.0], edges=SEEN.edges)
-    now = seen((STAGES, slower))
-    now.keep_pace(earlier, [1, 7])
-    pace_s = [d.layer_forward_s[0] + d.layer_backward_s[0] for d in fleet(now).devices]
-    assert pace_s == pytest.approx([0.8, 1.2, 2.0])
+def test_one_slow_step_of_five_tells_nothing() -> None:
+    slow = Profile.of([9.0, 9.0, 9.0], [9.0, 9.0, 90.0], edges=SEEN.edges)
+    assert median([SEEN, SEEN, slow, SEEN, SEEN]) == SEEN

@@ -14,7 +14,7 @@ from itertools import pairwise, permutations
 from typing import Any
 
 from hetero_framework.config import StageSpec
-from hetero_framework.engine.schedule.simulator import Profile
+from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.extras.planner.profile import FleetProfile
 
 WorkerId = int | str
@@ -77,12 +77,6 @@ class Observed:
         """Whether no step was measured yet."""
         return not self._pace_s
 
-    def keep_pace(self, earlier: Observed, devices: Iterable[WorkerId]) -> None:
-        """Take over the earlier times of these devices."""
-        for device in devices:
-            if device in earlier._pace_s:
-                self._pace_s[device] = earlier._pace_s[device]
-
     def fleet(
         self,
         memory_bytes: Mapping[WorkerId, float],
@@ -143,3 +137,22 @@ class Observed:
         times = [seconds for pair, seconds in self._wire_s.items() if device in pair]
         known = times or self._wire_s.values()
         return min(known, default=0.0)
+
+
+def median(profiles: Sequence[Profile]) -> Profile:
+    """The profile with the median times of profiles that are alike otherwise."""
+
+    def of(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(statistics.median(column) for column in zip(*rows, strict=True))
+
+    def edge(same: Sequence[Edge]) -> Edge:
+        times = [(e.forward_s, e.backward_s, e.latency_s) for e in same]
+        forward_s, backward_s, latency_s = of(times)
+        return Edge(forward_s, backward_s, latency_s, same[-1].relay)
+
+    edges = tuple(map(edge, zip(*(p.edges for p in profiles), strict=True)))
+    forward_s, backward_s = (
+        of([p.forward_s for p in profiles]),
+        of([p.backward_s for p in profiles]),
+    )
+    return Profile(forward_s, backward_s, profiles[-1].devices, edges)

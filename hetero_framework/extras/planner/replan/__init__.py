@@ -1,1 +1,0 @@
-"""Replanning: decides from the times of its steps whether a run should take another plan."""
