@@ -150,7 +150,6 @@ WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
         "data.padding_free needs the extra 'padding_free'",
     ),
     ("planner", ("plan",), "plan"),
-    ("planner", ("train", "--replan"), "replan needs the extra 'planner'"),
     ("reporting", {"training": {"push_to_hub": True}}, "push_to_hub: it needs the extra 'repo"),
     ("reporting", {"training": {"run_name": "a"}}, "training.run_name: unknown key, unless"),
     ("reporting", {"training": {"report_to": "wandb"}}, "needs the extra 'reporting'"),

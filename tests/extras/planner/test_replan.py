@@ -94,7 +94,8 @@ def test_changes_of_plan_change_no_bit(
     adapter: Any, llama: Path, texts: Path, tmp_path: Path
 ) -> None:
     train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=adapter))
-    train(make(llama, texts, tmp_path / "run", THREE, adapter=adapter), progress=Notes())
+    run = make(llama, texts, tmp_path / "run", THREE, adapter=adapter)
+    train(run, replan=True, progress=Notes())
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
     assert [event["to_step"] for event in events(tmp_path / "run", "plan changed")] == [3, 5, 7]
@@ -114,11 +115,11 @@ def test_ctrl_c_during_a_change_of_plan_keeps_the_state(
     with monkeypatch.context() as patch:
         patch.setattr(Replanning, "taken", interrupted)
         with pytest.raises(StoppedEarly, match="while a worker was waited for") as stopped:
-            train(config, progress=Notes())
+            train(config, replan=True, progress=Notes())
     assert stopped.value.hint is not None
     assert "after step 3" in stopped.value.hint
     assert not events(tmp_path / "run", "plan changed")
-    train(config, progress=Notes())
+    train(config, replan=True, progress=Notes())
     train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=LORA))
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
@@ -140,7 +141,8 @@ def test_a_direct_link_that_does_not_come_about_under_another_plan_ends_no_run(
         return {frozenset(pair): "its machine lets nobody in any more" for pair in pairs}
 
     monkeypatch.setattr(DirectLinks, "connect", connect)
-    train(make(llama, texts, tmp_path / "run", THREE, adapter=LORA, links="direct"))
+    run = make(llama, texts, tmp_path / "run", THREE, adapter=LORA, links="direct")
+    train(run, replan=True)
     train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=LORA))
     assert asked > 1
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
@@ -175,7 +177,7 @@ def test_layers_that_stay_are_not_read_again(
         while not is_listening(config.workers[0].port or 0):
             worker.join(0.05)
             assert worker.is_alive()
-        train(config, progress=Notes())
+        train(config, replan=True, progress=Notes())
     finally:
         over.set()
         worker.join()
