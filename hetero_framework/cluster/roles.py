@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 from hetero_framework.config import Config, Machine, WorkerConfig, normal_host
 from hetero_framework.core import addresses
-from hetero_framework.errors import ConfigError
+from hetero_framework.errors import ConfigError, UserError
+
+
+class Unnamed(ConfigError):
+    """Nothing in the configuration names this machine."""
+
 
 _ANY_MACHINE = {"", "localhost", "localhost.localdomain"}
 
@@ -77,8 +82,18 @@ def decide_role(
     all_loopback = all(map(_is_loopback, (config.coordinator, *config.workers)))
     ids = local_worker_ids(config, identity) if role == "worker" and all_loopback else ()
     if not ids:
-        raise ConfigError(_no_role(config, identity), hint=_HINT)
+        raise Unnamed(_no_role(config, identity), hint=_HINT)
     return Role(False, ids)
+
+
+def check_coordinator(role: Role, what: str) -> None:
+    """Raise UserError on a machine that has workers alone; `what` runs on the coordinator's."""
+    if not role.is_coordinator:
+        names = " and ".join(f"worker {worker}" for worker in role.worker_ids)
+        raise UserError(
+            f"this machine is {names}; {what} runs on the coordinator's",
+            hint="here, run hetero worker",
+        )
 
 
 def local_worker_ids(config: Config, identity: MachineNames | None = None) -> tuple[int | str, ...]:

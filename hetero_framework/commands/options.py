@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.core.files import refuse_output
-from hetero_framework.errors import ConfigError, UserError
+from hetero_framework.errors import ConfigError
 from hetero_framework.log import printable, set_level
 
 DEFAULT_CONFIG = "hetero_config.json"
@@ -136,6 +136,7 @@ def load(arguments: argparse.Namespace, *, saved_plan: bool = True) -> Any:
     config = load_config(
         arguments.config or DEFAULT_CONFIG, overrides, getattr(arguments, "base_dir", None)
     )
+    config.require(name=str(arguments.config or DEFAULT_CONFIG))
     set_level(config.training.log_level)
     if not config.training.reads_text:
         from hetero_framework.models.cut.family import decided
@@ -219,12 +220,7 @@ def key_options(arguments: argparse.Namespace) -> Any:
 
 def check_coordinator(config: Any, arguments: argparse.Namespace) -> None:
     """Raise UserError on a machine that has workers alone."""
-    from hetero_framework.cluster.roles import decide_role
+    from hetero_framework.cluster import roles
 
-    role = decide_role(config, role=arguments.role, keys=processes_here(config, arguments))
-    if not role.is_coordinator:
-        names = " and ".join(f"worker {worker}" for worker in role.worker_ids)
-        raise UserError(
-            f"this machine is {names}; hetero {arguments.command} runs on the coordinator's",
-            hint="here, run hetero worker",
-        )
+    role = roles.decide_role(config, role=arguments.role, keys=processes_here(config, arguments))
+    roles.check_coordinator(role, f"hetero {arguments.command}")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-from typing import Any
 
-from hetero_framework import registry
 from hetero_framework.commands.options import (
     ACCESS,
     CONFIG,
@@ -82,7 +80,10 @@ def run(arguments: argparse.Namespace) -> int | None:
     islands = island_access_for(config, arguments)
     config.spare_base_model()
     preflight(config, writes=True)
-    config = _planned(config, arguments, access)
+    if not config.is_planned:
+        from hetero_framework.trainer import plans  # imports torch
+
+        config = plans.planned(config, access, resume=arguments.resume, fresh=arguments.fresh)
     from hetero_framework.cluster.child import PROGRAM
     from hetero_framework.cluster.local_workers import LocalWorkers
     from hetero_framework.cluster.run_id import run_id_of
@@ -119,18 +120,3 @@ def run(arguments: argparse.Namespace) -> int | None:
             name = stop.requested or "Ctrl-C"
             raise StoppedEarly(f"stopped by {name} before the run began") from None
     return 0
-
-
-def _planned(config: Any, arguments: argparse.Namespace, access: Any) -> Any:
-    """The configuration, planned where shard_plan is "auto": as the run that goes on, or anew."""
-    if config.is_planned:
-        return config
-    from hetero_framework.config import with_saved_plan
-    from hetero_framework.trainer.outputs import UNFINISHED_FILE
-
-    is_unfinished = (config.output_dir / UNFINISHED_FILE).exists() and not arguments.fresh
-    if arguments.resume or config.resume_step or is_unfinished:
-        config = with_saved_plan(config)
-    if config.is_planned:
-        return config
-    return registry.needed("planners", "auto", 'shard_plan "auto"')(config, access)

@@ -468,13 +468,13 @@ class DataConfig(Section):
     scope = PER_ISLAND
     read_if = ReadIf(objectives_of_texts)
 
-    train: Annotated[str | tuple[_Entry, ...], _ALWAYS]
-    """Training data: file(s) (.json, .jsonl, .parquet, .txt, .csv, .arrow), a folder of them, one
-    saved by `datasets`, a dataset name, or Megatron's .bin and .idx by their prefix, also a blend:
-    ["0.3", "a", "0.7", "b"]. Or several sources: [{"path": "a.jsonl", "weight": 2}, "b.jsonl"], of
-    settings path, name, weight, max_samples, split, dataset_config, format, columns. Relative paths
-    start at this file's folder. Elsewhere: train_file, train_files, train_data, dataset,
-    dataset_name, dataset_path, datasets."""
+    train: Annotated[str | tuple[_Entry, ...] | None, _ALWAYS] = None
+    """Training data, needed unless Python gives train_dataset: file(s) (.json, .jsonl, .parquet,
+    .txt, .csv, .arrow), a folder of them, one saved by `datasets`, a dataset name, or Megatron's
+    .bin and .idx by their prefix, also a blend: ["0.3", "a", "0.7", "b"]. Or several sources:
+    [{"path": "a.jsonl", "weight": 2}, "b.jsonl"], of settings path, name, weight, max_samples,
+    split, dataset_config, format, columns. Relative paths start at this file's folder. Elsewhere:
+    train_file, train_files, train_data, dataset, dataset_name, dataset_path, datasets."""
     mixing: Literal["concatenate", "interleave"] = "concatenate"
     """Several sources one after another, or by turns; drawn by their weights where they have some.
     The order of samples is then drawn from all, unless train_sampling_strategy is sequential."""
@@ -1382,8 +1382,9 @@ class Config(WholeFile):
         known = ", ".join(workers) or "none"
         raise ConfigError(f"there is no worker {shown(worker_id)}; the configuration has: {known}")
 
-    def require(self, *sections: str) -> None:
-        """Raise ConfigError when one of `sections` ("model", "data") is absent."""
+    def require(self, *sections: str, name: str = "") -> None:
+        """Raise ConfigError when one of `sections` ("model", "data") is absent, or those of the
+        configuration, which is called `name`, lack what `train` of Python may be given beside."""
         missing = [name for name in sections if getattr(self, name) is None]
         if missing:
             names = " and ".join(f'"{name}"' for name in missing)
@@ -1392,6 +1393,8 @@ class Config(WholeFile):
                 hint="`hetero init --model ... --data ...` writes them; docs/configuration.md"
                 " lists all settings",
             )
+        if problems := list(_absent(self)):
+            raise ConfigError(report(name, problems))
 
     def spare_base_model(self) -> None:
         """Raise ConfigError if a directory that a run writes is that of its base model."""
@@ -1524,10 +1527,18 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("adapter.init_lora_weights", REWRITES_QUANTISED)
     if model is not None and model.from_config is not None:
         yield from (Problem(path, _NEEDS_STORED) for path in quantised)
-    reads = of_texts and data is not None
-    if reads and model is not None and model.from_config and not model.tokenizer:
+
+
+def _absent(config: Config) -> Iterator[Problem]:
+    """Data and tokenizer that the sections need."""
+    model, data, training = config.model, config.data, config.training
+    if data is None:
+        return
+    if data.train is None:
+        yield Problem("data.train", "is missing; give a file, a list of files or a dataset name")
+    if training.reads_text and model is not None and model.from_config and not model.tokenizer:
         yield Problem("model.tokenizer", "is needed: from_config brings no tokenizer")
-    if training is not None and "data" in parts and data is not None and not data.evaluates:
+    if not data.evaluates:
         for name, given in (
             ("eval_steps", training.eval_steps is not None),
             ("eval_strategy", training.eval_strategy in ("steps", "epoch")),

@@ -23,6 +23,7 @@ from torch import Tensor
 from hetero_framework import control, errors, log, registry
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.cluster.local_workers import LocalWorkers
+from hetero_framework.cluster.roles import Unnamed, check_coordinator, decide_role
 from hetero_framework.config import PLAN_FILE, Config, interval
 from hetero_framework.config.asked_extras import absent_extras, asked
 from hetero_framework.config.optimizers import check_optimizer
@@ -37,7 +38,7 @@ from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objectives import objective_of
-from hetero_framework.security.access import Access, access_of, island_access
+from hetero_framework.security.access import Access, access_of, island_access, key_directory
 from hetero_framework.trainer import outputs, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
@@ -62,7 +63,7 @@ from hetero_framework.trainer.observers import (
     extra_observers,
 )
 from hetero_framework.trainer.outputs import RunDirectories
-from hetero_framework.trainer.plans import PlanChange, Plans
+from hetero_framework.trainer.plans import PlanChange, Plans, planned
 from hetero_framework.trainer.progress import Progress
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single, StepPart
 from hetero_framework.trainer.run_checkpoint import (
@@ -122,7 +123,8 @@ def train(
     build: BuildStages = load_stages,
     **given: Unpack[Given],
 ) -> RunSummary:
-    """Train as the coordinator, from start to finish. No worker outlives the call.
+    """Train as the coordinator, from start to finish. No worker outlives the call. Without `access`
+    a machine that the configuration names as a worker's is refused.
 
     Args:
         resume: A step number or "latest"; overrides `resume_step`. Without it an interrupted run of
@@ -138,6 +140,10 @@ def train(
 
     Raises the HeteroError that fits the failure.
     """
+    if access is None:
+        with suppress(Unnamed):
+            role = decide_role(config, keys=key_directory(config).processes())
+            check_coordinator(role, "train")
     config = with_objects(config, given)
     config.require("model", "data")
     objects = _objects(config, given, replan)
@@ -145,6 +151,7 @@ def train(
     config.check_metric(objective_of(config.training).evaluated, computes=COMPUTE in objects)
     preprocess = control.having(PREPROCESS, given.get(PREPROCESS))
     access = access or access_of(config, "local")
+    config = planned(config, access, resume=resume, fresh=fresh)
     if config.setting("island") is not None:
         islands = islands or island_access(config)
     check_optimizer(config.training)

@@ -73,6 +73,9 @@ def with_objects(config: Config, given: Given) -> Config:
     data: dict[str, Any] = {}
     if train_dataset is not None:
         data["train"] = _files("train_dataset", train_dataset, place / "train")
+        data |= {"train_split": "train", "mixing": "concatenate"}  # were those of data.train
+    if eval_dataset is not None:
+        data |= {"eval_split": "test", "val_set_size": None}
     if isinstance(eval_dataset, Mapping):
         data["eval"] = {
             str(name): _files(f"eval_dataset[{name!r}]", rows, place / f"eval_{number}")

@@ -5,12 +5,27 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hetero_framework import registry
 from hetero_framework.cluster.cluster import Cluster, MachineFacts
-from hetero_framework.config import StageSpec
+from hetero_framework.config import Config, StageSpec, with_saved_plan
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.engine.schedule.simulator import Profile
 from hetero_framework.errors import PeerLostError
+from hetero_framework.security.access import Access
+from hetero_framework.trainer.outputs import UNFINISHED_FILE
 from hetero_framework.trainer.setup import Prepared
+
+
+def planned(config: Config, access: Access, *, resume: int | str | None, fresh: bool) -> Config:
+    """The configuration, planned where shard_plan is "auto": as the run that goes on, or anew."""
+    is_unfinished = (config.output_dir / UNFINISHED_FILE).exists() and not fresh
+    if resume or config.resume_step or is_unfinished:
+        config = with_saved_plan(config)
+    if config.is_planned:
+        return config
+    plan = registry.needed("planners", "auto", 'shard_plan "auto"')
+    made: Config = plan(config, access)
+    return made
 
 
 @dataclass(frozen=True)

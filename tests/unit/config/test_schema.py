@@ -63,7 +63,7 @@ def changed(path: str, value: Any, base: dict[str, Any] = FULL) -> dict[str, Any
 
 def message(raw: dict[str, Any], kind: type[ConfigError] = ConfigError) -> str:
     with pytest.raises(kind) as caught:
-        Config.from_dict(raw, "/work")
+        Config.from_dict(raw, "/work").require()
     return str(caught.value)
 
 
@@ -206,6 +206,7 @@ def test_a_plan_without_workers_is_accepted() -> None:
         ("adapter.init_lora_weights", "eva", '"eva" is not supported: it needs data before'),
         ("adapter.init_lora_weights", "loftq", '"loftq" is not supported: it needs full-prec'),
         ("adapter.init_lora_weights", "pissa_niter_8", "its random numbers are in no file"),
+        ("data", {"max_length": 9}, "data.train: is missing"),
         ("data.train", [], "data.train: names no data"),
         ("data.train", "", "data.train: names no data"),
         ("data.max_length", 0, "data.max_length: must be at least 1, not 0"),

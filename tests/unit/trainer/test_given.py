@@ -14,8 +14,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from hetero_framework.errors import DataError
+from hetero_framework.config import PLAN_FILE
+from hetero_framework.core.addresses import primary_address
+from hetero_framework.data.sources import find_sources
+from hetero_framework.data.splits import SplitReader
+from hetero_framework.errors import ConfigError, DataError, UserError
 from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.given import with_objects
 from tests.alone import Alone
 from tests.installed import needs
 
@@ -40,6 +45,56 @@ def test_objects_train_as_their_file_does(form: str, alone: Alone, tmp_path: Pat
     assert summary.metrics["eval_loss"] == of_file.metrics["eval_loss"]
     one, other = (run.files["model"] / "model.safetensors" for run in (summary, of_file))
     assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"max_length": 16},
+        {"train": "away.jsonl", "train_split": "train_sft[:2]", "val_set_size": 0.5},
+        {"train": [{"path": "a"}, {"path": "b"}], "mixing": "interleave", "max_length": 16},
+        {"train": "org/name", "eval": {"a": "b"}, "eval_split": "test_sft", "dataset_config": "c"},
+    ],
+)
+def test_objects_stand_for_all_that_names_their_files(data: dict[str, Any], alone: Alone) -> None:
+    """Settings of `data` that go with other files do not apply to them; the rest does."""
+    config = alone(data=data, training={"eval_strategy": "epoch"})
+    config = with_objects(config, {"train_dataset": RECORDS, "eval_dataset": RECORDS})
+    assert config.data is not None
+    assert config.data.max_length == data.get("max_length", 1024)
+    reader = SplitReader(config.data.train_split, ("train",), config.data.dataset_config)
+    rows = reader.read(find_sources(config.data.paths, config.base_dir), print)
+    assert len([*rows]) == len(RECORDS)
+    assert [*config.data.eval_sets] == [""]
+    assert config.data.eval_split == "test"
+
+
+def test_what_no_argument_gives_is_asked_for(alone: Alone) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train: is missing"):
+        train(alone(data={"max_length": 16}), eval_dataset=RECORDS)
+    with pytest.raises(ConfigError, match="eval_strategy: needs evaluation data"):
+        train(alone(training={"eval_strategy": "epoch"}), train_dataset=RECORDS)
+    from_config = {"from_config": {"model_type": "llama"}}
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: is needed"):
+        train(alone(model=from_config), train_dataset=RECORDS)
+
+
+@needs("planner")
+def test_an_open_plan_is_made(alone: Alone, tmp_path: Path) -> None:
+    summary = train(alone(shard_plan="auto", training={"max_steps": 1}))
+    assert summary.steps == 1
+    assert json.loads((tmp_path / "run" / PLAN_FILE).read_text())["shard_plan"]
+
+
+def test_a_workers_machine_is_told_its_command(alone: Alone, tmp_path: Path) -> None:
+    config = alone(
+        coordinator={"ip": "192.0.2.7"},
+        workers=[{"id": 1, "ip": primary_address(), "port": 29511}],
+        shard_plan=[{"id": "local", "start": 0, "end": 0}, {"id": 1, "start": 0, "end": 1}],
+    )
+    with pytest.raises(UserError, match=r"worker 1; train .*\n.*hetero worker"):
+        train(config, train_dataset=RECORDS)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_tokenizer_is_taken(alone: Alone) -> None:
