@@ -353,18 +353,21 @@ def test_too_few_islands_save_their_state_and_continue_later(
 def test_a_second_living_island_of_one_name_is_refused(
     folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
 ) -> None:
-    run = Run(folder, tmp_path, server.port, "abc", 30)
-    run.raws["c"]["island"]["name"] = "a"
+    """It comes while the two that live wait for a third, and cannot end before it was refused."""
+    run = Run(folder, tmp_path, server.port, "abcd", 6, min_islands=3)
+    run.raws["d"]["island"]["name"] = "a"
     with Machines() as started:
-        islands = Islands(started, run.raws, dict.fromkeys("abc", 0.01))
+        islands = Islands(started, run.raws)
         islands.start("a")
         islands.start("b")
-        islands.until_step(3, "a", "b")
+        islands.start("c", "coordinator/step@4")
+        assert islands.await_end("c") == -signal.SIGKILL
+        islands.start("d")
+        islands.await_end("d")
+        assert "another living island is called a" in last(islands, "d")
         islands.start("c")
-        islands.await_end("c")
-        assert "another living island is called a" in last(islands, "c")
-        islands.until_done("a", "b")
-    run.check(islands, alone(30), "a", "b")
+        islands.until_done("a", "b", "c")
+    run.check(islands, alone(6), "a", "b", "c")
 
 
 @pytest.mark.parametrize(
