@@ -26,6 +26,7 @@ from hetero_framework.models.verify import equivalence
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.progress import Progress
 from tests.samples import DEVICE, free_ports, save_llama, save_texts
+from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_WORKERS = 4
@@ -163,7 +164,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
             assert process.stdin is not None
             process.stdin.close()
         for process in processes:
-            process.wait(timeout=30)
+            process.wait(timeout=WAIT_S)
         for log in logs:
             log.close()
 
@@ -238,7 +239,7 @@ def leaving_nothing() -> Iterator[None]:
     me = psutil.Process()
     before = (threads(), sockets(me), children(me))
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + WAIT_S
     while (threads(), sockets(me), children(me)) != before and time.monotonic() < deadline:
         time.sleep(0.05)  # nothing announces that a socket or a process is gone
     assert threads() == before[0]

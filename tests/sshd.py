@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.waiting import WAIT_S
+
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 
@@ -75,7 +77,7 @@ def ssh_server(
     options = (f"Port={port}", f"IdentityFile={place}/user", "IdentitiesOnly=yes")
     options += (f"UserKnownHostsFile={place}/known", "StrictHostKeyChecking=yes")
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + WAIT_S
         while not (log.exists() and "Server listening" in log.read_text()):
             assert process.poll() is None, log.read_text() if log.exists() else "sshd ended"
             assert time.monotonic() < deadline, log.read_text()
@@ -83,7 +85,7 @@ def ssh_server(
         yield Server(process, port, options, log)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(WAIT_S)
 
 
 def free_port() -> int:

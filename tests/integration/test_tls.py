@@ -35,8 +35,7 @@ from tests.fault_proxy import FaultProxy
 from tests.framed import framed
 from tests.pools import TRAINING, Notes, Pool, is_listening, read_metrics, with_end
 from tests.samples import free_ports, plan_of
-
-WAIT_S = 30.0
+from tests.waiting import WAIT_S
 
 
 class Cluster:

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.devices import Device, DeviceEvent, HostTensor, Support
-
-WAIT_S = 10.0
+from tests.waiting import WAIT_S
 
 
 class QueuedEvent(DeviceEvent):

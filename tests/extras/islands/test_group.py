@@ -29,8 +29,8 @@ from hetero_framework.extras.islands.links import IslandLinks
 from hetero_framework.extras.islands.messages import FinishedRun, Member
 from hetero_framework.extras.islands.view import View
 from hetero_framework.security.access import LOOPBACK_ONLY
+from tests.waiting import WAIT_S
 
-WAIT_S = 20.0
 FACTS = {"data": "d", "island.sync_steps": 1}
 VIEW = View.of([Member("a", "1", "x"), Member("b", "1", "x")])
 

@@ -44,9 +44,8 @@ from hetero_framework.security.access import LOOPBACK_ONLY, Access, Keyed
 from tests.certificates import keys_of
 from tests.extras.islands.helpers import StandIn, serving
 from tests.extras.islands.optional import need_torchft
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
-WAIT_S = 60.0
 DONE = FinishedRun("run 1", "facts", 9, ("a", "b"))
 
 

@@ -27,8 +27,7 @@ from hetero_framework.extras.islands.links import LEAVES, IslandLinks, IslandSes
 from hetero_framework.extras.islands.messages import Member
 from hetero_framework.extras.islands.view import View
 from hetero_framework.security.access import LOOPBACK_ONLY
-
-WAIT_S = 20.0
+from tests.waiting import WAIT_S
 
 
 def nothing() -> None: ...

@@ -10,8 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from hetero_framework._version import __version__
 from hetero_framework.security.keys import AUTHORITY, KeyDirectory
 from tests import sshd
 from tests.samples import plan_of
+from tests.waiting import WAIT_S, wait_until
 
 pytestmark = pytest.mark.skipif(sshd.needs() is not None, reason=str(sshd.needs()))
 
@@ -94,12 +94,14 @@ class Place:
             process = subprocess.Popen(self.command(*more), stderr=said, cwd=self.at)
         try:
             files = [self.seen / f"{name}.args" for name in ("coordinator", "1", "2")]
-            soon(lambda: all(file.exists() for file in files) or process.poll() is not None, "slow")
+            wait_until(
+                lambda: all(file.exists() for file in files) or process.poll() is not None, "slow"
+            )
             assert process.poll() is None, self.said()
             yield process
         finally:
             process.kill()
-            process.wait(10)
+            process.wait(WAIT_S)
 
     def said(self) -> str:
         return (self.at / "said").read_text()
@@ -117,14 +119,7 @@ class Place:
 def place(tmp_path: Path) -> Iterator[Place]:
     with sshd.ssh_server(tmp_path / "sshd", sshd.free_port()) as server:
         yield Place(tmp_path / "a home", server)
-        soon(lambda: not server.sessions(), "an ssh connection outlives the launcher")
-
-
-def soon(is_so: Callable[[], bool], otherwise: str, within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.02)  # nothing announces what other processes do
+        wait_until(lambda: not server.sessions(), "an ssh connection outlives the launcher")
 
 
 def test_ctrl_c_ends_the_coordinator_first_and_then_the_workers(place: Place) -> None:
@@ -133,7 +128,7 @@ def test_ctrl_c_ends_the_coordinator_first_and_then_the_workers(place: Place) ->
     options = ("--set", "training.seed=3", "--import", str(imported), "--", "--fresh")
     with place.started(*options) as process:
         process.send_signal(signal.SIGINT)
-        assert process.wait(40) == 75, place.said()
+        assert process.wait(WAIT_S) == 75, place.said()
     assert "worker 1 | started: worker" in place.said()
     assert "coordinator | started: train" in place.said()
     assert place.ended()[0] == "coordinator"
@@ -151,16 +146,16 @@ def test_a_second_ctrl_c_ends_all_at_once(place: Place) -> None:
     place.write_hetero("nothing", until="sleep 60 & wait")
     with place.started() as process:
         process.send_signal(signal.SIGINT)
-        soon(lambda: "once more ends" in place.said(), "the first was not heard")
+        wait_until(lambda: "once more ends" in place.said(), "the first was not heard")
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 75, place.said()
+        assert process.wait(WAIT_S) == 75, place.said()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
 def test_a_killed_launcher_leaves_no_process_behind(place: Place) -> None:
     with place.started() as process:
         process.kill()
-    soon(lambda: len(place.ended()) == 3, "not all have ended")
+    wait_until(lambda: len(place.ended()) == 3, "not all have ended")
 
 
 def test_a_lost_connection_of_a_worker_is_made_again(place: Place) -> None:
@@ -170,19 +165,19 @@ def test_a_lost_connection_of_a_worker_is_made_again(place: Place) -> None:
             c for c in psutil.Process(process.pid).children() if "--worker-id=1 " in c.cmdline()[-1]
         )
         ssh.send_signal(signal.SIGTERM)
-        soon((place.seen / "1.args").exists, "worker 1 was not started again")
+        wait_until((place.seen / "1.args").exists, "worker 1 was not started again")
         assert "worker 1 has ended: exit code 255" in place.said()
         process.send_signal(signal.SIGINT)
-        assert process.wait(40) == 75, place.said()
+        assert process.wait(WAIT_S) == 75, place.said()
 
 
 def test_a_worker_that_ends_is_named_and_the_run_goes_on(place: Place) -> None:
     place.write_hetero("worker")
     with place.started() as process:
-        soon(lambda: "worker 2 has ended: exit code 5" in place.said(), "nobody was told")
+        wait_until(lambda: "worker 2 has ended: exit code 5" in place.said(), "nobody was told")
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        assert process.wait(40) == 75, place.said()
+        assert process.wait(WAIT_S) == 75, place.said()
 
 
 def test_the_coordinators_exit_code_is_the_launchers(place: Place) -> None:

@@ -20,6 +20,7 @@ from hetero_framework.errors import ProtocolError, UserError
 from hetero_framework.extras.observe import trace_file
 from hetero_framework.extras.observe.trace_file import Timeline, read_timeline
 from tests.extras.observe.timeline_samples import clock, config_of, record, step_spans
+from tests.waiting import WAIT_S
 
 THREE: dict[str, Any] = {
     "devices": [0, 1, 2],
@@ -175,7 +176,7 @@ def test_bytes_known_at_one_end_are_shown_at_both(tmp_path: Path) -> None:
 
 def steps_in(folder: Path, expected: list[int]) -> list[int]:
     """The steps in the file, which is valid JSON, once they are those that are expected."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WAIT_S
     while True:
         found = []
         if (folder / "timeline.json").exists():

@@ -30,8 +30,7 @@ from hetero_framework.security.keys import KeyDirectory
 from tests.certificates import keys_of_year
 from tests.samples import free_ports, plan_of
 from tests.unit.commands.test_diagnosis import view
-
-WAIT_S = 60.0
+from tests.waiting import WAIT_S
 
 
 def configuration(folder: Path) -> Path:

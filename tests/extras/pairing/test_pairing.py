@@ -32,9 +32,8 @@ from hetero_framework.security import certificates
 from hetero_framework.security.acceptor import Acceptor
 from hetero_framework.security.keys import KeyDirectory
 from tests import certificates as clocks
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
-WAIT_S = 30.0
 CONFIGURATION = Configuration("cluster.json", '{"any": "text, also ünïcode"}')
 
 

@@ -43,6 +43,7 @@ from benchmarks.torch_peers import PEERS, Ranks, devices_for, load_for
 from hetero_framework.config import StageSpec
 from hetero_framework.engine.stage_api import StageInterface
 from hetero_framework.errors import UserError
+from tests.waiting import WAIT_S
 
 LOAD = Load.of(2, 4, [0.004], [0.008], 20_000)
 
@@ -297,7 +298,7 @@ def test_memory_that_grows_shows() -> None:
 
 def test_memory_is_read_from_the_process() -> None:
     with MemoryWatch([os.getpid()]) as watch:
-        assert watch.first.wait(10)
+        assert watch.first.wait(WAIT_S)
     ((own,), *_) = watch.between(0, float("inf"))
     assert own > 1e6
     assert watch.between(0, 0) == []

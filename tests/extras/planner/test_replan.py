@@ -32,6 +32,7 @@ from tests.integration.test_parity import LORA, assert_same, weights
 from tests.pools import TRAINING, Notes, is_listening, read_metrics
 from tests.reads import note_reads
 from tests.samples import free_ports
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.usefixtures("nothing_left_here")
 
@@ -211,7 +212,7 @@ class Worker:
 
     def await_line(self, words: str) -> None:
         """Wait for its log to say so."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WAIT_S
         while words not in self.log.read_text():
             assert self._process is not None
             assert self._process.poll() is None, self.log.read_text()

@@ -22,8 +22,8 @@ from hetero_framework.core.threads import in_background
 from hetero_framework.errors import HeteroError, NetworkError
 from tests.framed import framed
 from tests.samples import free_ports
+from tests.waiting import WAIT_S
 
-WAIT_S = 10.0
 WELCOME = m.Welcome("2.13.0", "cpu", "CPU", 8, 7)
 
 

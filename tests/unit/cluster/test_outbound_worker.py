@@ -13,8 +13,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.threads import in_background
 from hetero_framework.security.access import LOOPBACK_ONLY
-
-WAIT_S = 10.0
+from tests.waiting import WAIT_S
 
 
 def test_connection_that_cannot_be_begun_is_closed_and_dialled_again(

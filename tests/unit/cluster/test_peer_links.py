@@ -38,9 +38,8 @@ from hetero_framework.core.stream import Stream
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
 from tests.samples import boundary_message, free_ports
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
-WAIT_S = 10.0
 LARGEST = 1 << 20
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=8)
 TENSOR = torch.arange(6.0).view(1, 2, 3)

@@ -25,10 +25,9 @@ from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.errors import PeerLostError, UserError
 from tests.samples import free_ports
-from tests.waiting import is_running, wait_until
+from tests.waiting import WAIT_S, is_running, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
-WAIT_S = 60.0
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 
 # It ends in order with the base directory's file "finish", and writes its process id there.
@@ -193,7 +192,7 @@ def test_processes_left_behind_by_a_worker_are_not_waited_for(
     assert run_workers(config, (1,), program=program("outlived")) == 0
     (printer,) = set(threading.enumerate()) - before
     psutil.Process(int(capfd.readouterr().err.split()[-1])).kill()
-    printer.join(10.0)
+    printer.join(WAIT_S)
     assert not printer.is_alive()
 
 

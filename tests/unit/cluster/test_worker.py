@@ -75,9 +75,8 @@ from hetero_framework.security import acceptor
 from tests.framed import framed
 from tests.installed import needs
 from tests.samples import free_ports, plan_of
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
-WAIT_S = 10.0
 B = TypeVar("B", bound=Body)
 
 

@@ -31,6 +31,7 @@ from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.errors import NetworkError, PeerLostError, ProtocolError, ResourceError
 from tests.framed import framed
 from tests.samples import free_ports
+from tests.waiting import WAIT_S
 
 
 def links(**training: Any) -> WorkerLinks:
@@ -147,7 +148,7 @@ def test_dial_that_hangs_ends_the_wait_for_all(monkeypatch: pytest.MonkeyPatch) 
     made = links(connect_timeout_s=0.05)
     go = threading.Event()
     monkeypatch.setattr(timeouts, "HANDSHAKE_S", 0.01)
-    monkeypatch.setattr(made, "_open_when_free", lambda worker: go.wait(30.0))
+    monkeypatch.setattr(made, "_open_when_free", lambda worker: go.wait(WAIT_S))
     try:
         with pytest.raises(NetworkError, match="address of worker 1 could not be found out"):
             made.connect_all()
@@ -371,7 +372,7 @@ def test_a_greeting_that_is_answered_with_an_error_leaves_no_link_behind() -> No
             """All that comes, up to the end of the connection."""
             got = b""
             with closing(listener.accept()[0]) as peer:
-                peer.settimeout(10.0)
+                peer.settimeout(WAIT_S)
                 got += peer.recv(1 << 16)
                 peer.sendall(framed(Message(Error("HeteroError", "it ends"))))
                 while more := peer.recv(1 << 16):
@@ -382,5 +383,5 @@ def test_a_greeting_that_is_answered_with_an_error_leaves_no_link_behind() -> No
             served = pool.submit(serve)
             with pytest.raises(ProtocolError):
                 made._open(worker, 5.0, again=True)
-            assert served.result(5.0)
+            assert served.result(WAIT_S)
     made.close(Message(Bye("over")), 1.0)

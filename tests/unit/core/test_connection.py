@@ -19,8 +19,8 @@ from hetero_framework.core.session import Phase
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 from tests.framed import framed
 from tests.unit.core.test_stream import over_tcp
+from tests.waiting import WAIT_S
 
-WAIT_S = 10.0
 HELLO = m.Hello("run", 1, "p", 1, 1 << 20)
 WELCOME = m.Welcome("2", "cpu", "cpu", 1, 1)
 INPUTS = m.Inputs(0, 0, 1, 0, (), {"a": (1,)})

@@ -21,6 +21,7 @@ from hetero_framework.core import devices
 from hetero_framework.core.buffers import BufferPool
 from hetero_framework.core.devices import Device, list_devices, open_device
 from hetero_framework.errors import DeviceError
+from tests.waiting import WAIT_S, wait_until
 
 # ------------------------------------------------------- contract: every device that exists here
 
@@ -138,7 +139,7 @@ def test_copies_beside_computing_are_not_mixed_up(device: Device) -> None:
         del arrived
         made.release()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(WAIT_S)
     end = work[-1][1]
     assert all(
         torch.equal(s, torch.full((size,), 2.0 * k + 1))
@@ -765,7 +766,7 @@ def test_each_direction_has_one_stream_of_its_own(streams: tuple[Device, FakeStr
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10.0)
+        thread.join(WAIT_S)
     assert len(fake.made) == 3  # out, in, clock
     assert fake.default not in fake.made
 
@@ -833,7 +834,7 @@ def test_the_thread_that_watches_marks_ends_and_starts_again(
         thread = device._watcher._thread  # type: ignore[attr-defined]
         if thread is not None:
             threads.add(thread)
-            thread.join(5.0)
+            thread.join(WAIT_S)
         assert device._watcher._thread is None  # type: ignore[attr-defined]
     assert not any(thread.is_alive() for thread in threads)
 
@@ -855,10 +856,8 @@ def test_an_accelerator_says_what_it_offers(
 
 
 def wait_until_seen(event: Any) -> None:
-    deadline = time.monotonic() + 5.0
-    while event._seen_s is None:
-        assert time.monotonic() < deadline, "nobody looks at the event"
-        time.sleep(0.001)  # to wait for the event here would be the watcher's work
+    # To wait for the event here would be the watcher's work.
+    wait_until(lambda: event._seen_s is not None, "nobody looks at the event")
 
 
 def test_waiting_for_cuda_sleeps(streams: tuple[Device, FakeStreams]) -> None:
@@ -986,17 +985,17 @@ def test_empty_cache_waits_for_the_collection_of_another_thread() -> None:
 
     gc.disable()
     try:
-        Cycle(lambda: (begun.set(), go_on.wait(10)))
+        Cycle(lambda: (begun.set(), go_on.wait(WAIT_S)))
         other = threading.Thread(target=gc.collect)
         other.start()
-        assert begun.wait(10)
+        assert begun.wait(WAIT_S)
         freed = weakref.ref(Cycle())
         ends = threading.Timer(0.2, go_on.set)
         ends.start()
         Device().empty_cache()
         assert freed() is None
         for thread in (other, ends):
-            thread.join(10)
+            thread.join(WAIT_S)
     finally:
         gc.enable()
 
@@ -1065,7 +1064,7 @@ def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps: tuple[Device, FakeM
     sender.join(0.02)
     assert not result
     fake.reached = 1
-    sender.join(5.0)
+    sender.join(WAIT_S)
     assert torch.equal(result[0], tensor)
     assert result[0] is event.held[0]  # type: ignore[attr-defined]
     assert device.event_time(event) <= time.perf_counter()
@@ -1084,7 +1083,7 @@ def test_mps_holds_memory_that_the_queue_still_uses(mps: tuple[Device, FakeMps])
     gc.collect()
     assert not freed.wait(0.02)
     fake.reached = 1
-    assert freed.wait(5.0)
+    assert freed.wait(WAIT_S)
 
 
 def test_mps_sees_marks_when_they_are_reached(mps: tuple[Device, FakeMps]) -> None:

@@ -12,8 +12,7 @@ import pytest
 from hetero_framework.core import dial
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.errors import NetworkError
-
-WAIT_S = 20.0
+from tests.waiting import WAIT_S
 
 
 @pytest.fixture

@@ -31,9 +31,7 @@ from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.errors import HeteroError, OutOfMemory, PeerLostError, ProtocolError
 from tests.fault_proxy import FaultProxy
 from tests.framed import framed
-from tests.waiting import wait_until
-
-WAIT_S = 10.0
+from tests.waiting import WAIT_S, wait_until
 
 
 def open_handles() -> int:

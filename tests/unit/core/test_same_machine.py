@@ -25,9 +25,9 @@ from hetero_framework.core.threads import in_background
 from hetero_framework.core.tls import TlsStream
 from hetero_framework.errors import IdentityError
 from tests.certificates import keys_of
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs SO_PEERCRED")
-WAIT_S = 20.0
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from hetero_framework.core.send_queue import drop_sent
 from hetero_framework.core.stream import PlainStream, Stream
 from hetero_framework.core.threads import in_background
 from tests.certificates import keys_of
+from tests.waiting import WAIT_S
 
 Pair = tuple[Stream, Stream]
 
@@ -33,7 +34,7 @@ def over_a_socket_pair() -> Pair:
 
 def over_tcp() -> Pair:
     with closing(Listener("127.0.0.1", 0)) as listener:
-        near = connect("127.0.0.1", listener.port, 10.0)
+        near = connect("127.0.0.1", listener.port, WAIT_S)
         return near, listener.accept()
 
 
@@ -48,7 +49,7 @@ def over_tls(folder: Path) -> Pair:
         lambda: tls.accept(far, context(1, True), lambda *_: None, {}), "accept"
     )
     dialled = tls.dial(near, context("local", False), lambda *_: None, {}, "worker 1")
-    return dialled, accepted.result(10.0)[0]
+    return dialled, accepted.result(WAIT_S)[0]
 
 
 @pytest.fixture(params=["socket pair", "TCP", "TLS", "Unix socket"])
@@ -181,7 +182,7 @@ def test_stop_wakes_a_reader_in_another_thread(ends: Pair) -> None:
     reader.start()
     time.sleep(0.05)  # the reader is in its call then, as a rule; the outcome is the same
     ends[0].stop()
-    reader.join(10.0)
+    reader.join(WAIT_S)
     assert found == [0]
 
 

@@ -20,8 +20,8 @@ from hetero_framework.core.threads import in_background
 from hetero_framework.core.tls import Certificate, TlsStream
 from hetero_framework.errors import IdentityError
 from tests.certificates import keys_of
+from tests.waiting import WAIT_S
 
-WAIT_S = 20.0
 Peer = Callable[[socket.socket], Any]
 
 

@@ -44,7 +44,8 @@ from hetero_framework.errors import PeerLostError, ProtocolError
 from hetero_framework.models.cut.side import Bundle
 from tests.installed import needs
 from tests.samples import boundary_message
-from tests.unit.device_helpers import WAIT_S, QueuedDevice
+from tests.unit.device_helpers import QueuedDevice
+from tests.waiting import WAIT_S
 
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=8)
 KINDS = [Forward, Backward]

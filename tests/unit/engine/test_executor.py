@@ -46,6 +46,7 @@ from hetero_framework.errors import HeteroError, ModelError, ProtocolError
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.models.sizing.footprint import Form
 from tests.unit.device_helpers import QueuedDevice
+from tests.waiting import WAIT_S
 
 POLICIES = (BACKWARD_FIRST, forwards_ahead(6), by_depth(6))  # of up to six stages
 TRAIN = StepInfo(step=3, attempt=0, train=True, micro_batches=4, num_items=8)
@@ -411,7 +412,7 @@ def test_a_task_out_of_turn_waits_as_long_as_the_schedule_says() -> None:
 
     executor.begin(TRAIN, planned(0.01, (FORWARD, 2), *[(FORWARD, 0)] * 2))
     feed(executor, 0, buffers, 2)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_S
     while not executor.run_next():
         assert time.monotonic() < deadline
         Event().wait(executor.waits_s)

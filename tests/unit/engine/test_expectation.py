@@ -27,6 +27,7 @@ from hetero_framework.engine.expectation import Expectation, incoming_forms, row
 from hetero_framework.errors import PeerLostError, ProtocolError
 from hetero_framework.models.sizing.footprint import Form
 from tests.installed import needs
+from tests.waiting import WAIT_S
 
 HIDDEN = torch.zeros(2, 7, 4)
 MOST = HIDDEN.nbytes
@@ -158,9 +159,9 @@ def test_tensors_of_later_steps_wait_beyond_a_few(monkeypatch: pytest.MonkeyPatc
     later = frame(Forward, HIDDEN, attempt=2, k=4)
     thread = threading.Thread(target=lambda: awaited.check(*later))
     thread.start()
-    assert waiting.wait(10)
+    assert waiting.wait(WAIT_S)
     awaited.begin(2, 8)
-    thread.join(10)
+    thread.join(WAIT_S)
     assert not thread.is_alive()
     with pytest.raises(ProtocolError, match="a second time"):
         awaited.check(*later)

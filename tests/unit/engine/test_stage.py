@@ -60,6 +60,7 @@ from hetero_framework.engine.ties import TiedGradients, Ties
 from hetero_framework.errors import CheckpointError, DeviceError, ProtocolError
 from hetero_framework.models.cut.side import Bundle
 from tests.samples import boundary_message, free_ports, save_llama, save_tiny
+from tests.waiting import WAIT_S
 
 # A Llama of four layers, cut so that the stage under test has layers 1 and 2, or 1 to the head.
 LAYERS = 4
@@ -211,7 +212,7 @@ class RemoteStage:
         self._peers.send(1, Message(body))
 
     def _await(self, kind: type[Body]) -> Message:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + WAIT_S
         while True:
             event = self._peers.receive(1.0)
             assert time.monotonic() < deadline, f"no {kind.spec.name}"
@@ -254,8 +255,8 @@ def remote_stage(config: Config) -> Iterator[Any]:
         yield stage
     finally:
         stage.close()
-        worker.join(30)
-        stage_error = ended.get(timeout=1)
+        worker.join(WAIT_S)
+        stage_error = ended.get(timeout=WAIT_S)
         if stage_error is not None:
             raise stage_error
 

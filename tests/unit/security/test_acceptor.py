@@ -16,9 +16,7 @@ from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError
 from hetero_framework.security.acceptor import MAX_STRANGERS, Acceptor, RateLimit, _Stranger
 from hetero_framework.security.access import LOOPBACK_ONLY
-from tests.waiting import wait_until
-
-WAIT_S = 20.0
+from tests.waiting import WAIT_S, wait_until
 
 
 class Slow:

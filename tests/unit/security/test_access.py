@@ -19,8 +19,7 @@ from hetero_framework.security.access import Keyed, KeyOptions, Plaintext, acces
 from hetero_framework.security.keys import FOLDER
 from tests.certificates import YEARS, keys_of, keys_of_year
 from tests.samples import plan_of
-
-WAIT_S = 20.0
+from tests.waiting import WAIT_S
 
 
 def config(folder: Path, ip: str) -> Config:

@@ -14,6 +14,7 @@ import pytest
 
 from hetero_framework.trainer import signals
 from hetero_framework.trainer.signals import StopRequest
+from tests.waiting import WAIT_S
 
 pty = pytest.importorskip("pty", reason="no pseudo terminals on Windows")
 
@@ -54,7 +55,7 @@ def answer_after(*numbers: int, reply: Reply = never) -> str:
         command, stdin=its_side, stdout=its_side, stderr=its_side, start_new_session=True
     )
     os.close(its_side)
-    seen, deadline = b"", time.monotonic() + 60
+    seen, deadline = b"", time.monotonic() + WAIT_S
     try:
         while b"ANSWER" not in seen and b"AT ONCE" not in seen:
             assert time.monotonic() < deadline, seen
