@@ -20,7 +20,7 @@ import pytest
 from hetero_framework._version import __version__
 from hetero_framework.security.keys import AUTHORITY, KeyDirectory
 from tests import sshd
-from tests.samples import plan_of
+from tests.samples import free_ports, plan_of
 from tests.waiting import WAIT_S, wait_until
 
 pytestmark = pytest.mark.skipif(sshd.needs() is not None, reason=str(sshd.needs()))
@@ -117,7 +117,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    with sshd.ssh_server(tmp_path / "sshd", sshd.free_port()) as server:
+    with sshd.ssh_server(tmp_path / "sshd", free_ports(1)[0]) as server:
         yield Place(tmp_path / "a home", server)
         wait_until(lambda: not server.sessions(), "an ssh connection outlives the launcher")
 
