@@ -134,13 +134,13 @@ def test_problems_of_ten_thousand_devices_are_found_at_once() -> None:
     many = [device("local"), *(device(k) for k in range(1, 10_000))]
     links = [{"from": "x", "to": k, "bytes_per_s": 1e8} for k in range(1, 10_000)]
     raw = raw_fleet(TWO) | {"devices": many, "links": links}
-    began = time.perf_counter()
+    began = time.process_time()
     said = problems(raw)
     assert '"x" is not a device; there are: "local", 1, 2, 3, 4,' in said
     assert "15 and 9984 more" in said
     same = problems(raw | {"devices": [device(1)] * 10_000})
     assert "devices[9].id: 1 is the id of devices[0] too" in same
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20
 
 
 @pytest.mark.parametrize(

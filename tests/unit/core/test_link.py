@@ -527,15 +527,14 @@ def test_error_of_the_route_is_the_reason(relay: Relay) -> None:
 
 
 @pytest.mark.parametrize("relay", [{"heartbeat_s": 0.05}], indirect=True)
-def test_signs_of_life_come_also_in_the_middle_of_a_stalled_frame(
-    relay: Relay, stack: ExitStack
-) -> None:
-    target = end(stack, relay.target_socket, "relay", liveness_s=1.0, heartbeat_s=0.05)
+def test_signs_of_life_come_also_in_the_middle_of_a_stalled_frame(relay: Relay) -> None:
     frame = framed(control(500_000, 1))
     relay.source_socket.sendall(frame[:200_000])
-    assert not target.ended.wait(2.0)  # twice as long as the receiver bears silence
+    reserve = link_module._RESERVE_BYTES
+    came = receive_exactly(relay.target_socket, 200_000 - reserve)
+    came += receive_exactly(relay.target_socket, 20)  # of the reserve, one by one
     relay.source_socket.sendall(frame[200_000:])
-    assert payload_of(target.take()[0]) == payload_of(control(500_000, 1))
+    assert came + receive_exactly(relay.target_socket, len(frame) - len(came)) == frame
 
 
 def test_link_that_closes_does_not_wait_for_a_stalled_source(relay: Relay) -> None:
@@ -543,15 +542,14 @@ def test_link_that_closes_does_not_wait_for_a_stalled_source(relay: Relay) -> No
     relay.source_socket.sendall(frame[:200_000])
     begun = receive_exactly(relay.target_socket, 50_000)
     relay.out.link.send(control(0, 9))
-    started = time.monotonic()
-    closing = threading.Thread(target=relay.out.link.close)
+    closing = threading.Thread(target=relay.out.link.close, args=(2 * WAIT_S,))
     closing.start()
     rest = receive_exactly(relay.target_socket, len(frame) - len(begun))
     assert (begun + rest)[200_001:] == bytes(len(frame) - 200_001 - CHECKSUM_BYTES) + VOID
     assert receive_exactly(relay.target_socket, len(framed(control(0, 9))))
     relay.target_socket.close()
     closing.join(WAIT_S)
-    assert time.monotonic() - started < 3
+    assert not closing.is_alive()
     assert relay.out.reason() is None
     relay.source_socket.sendall(frame[200_000:] + framed(control(0, 2)))
     assert relay.into.take()[0].body.data == 2
@@ -610,7 +608,7 @@ def test_source_waits_for_room_no_longer_than_it_lives(stack: ExitStack) -> None
     started = time.monotonic()
     relay.into.link.close(drain_s=0.05)
     assert relay.into.reason() is None
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < WAIT_S
 
 
 def test_frame_may_go_back_where_it_came_from(relay: Relay) -> None:
@@ -747,7 +745,7 @@ def test_end_without_drain_does_not_wait_for_a_peer_that_does_not_read(
     started = time.monotonic()
     getattr(a.link, way)(drain_s=0.05)
     assert a.reason() is None
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < WAIT_S
     assert given_back.is_set()
 
 
@@ -898,10 +896,10 @@ def test_silence_is_noticed_within_the_liveness_timeout(stack: ExitStack) -> Non
 
 
 def test_heartbeats_keep_an_idle_link_alive(stack: ExitStack) -> None:
-    a, b = pair(stack, heartbeat_s=0.1, liveness_s=1.5)
+    a, b = pair(stack, heartbeat_s=0.1, liveness_s=5.0)
     a.link.send(control())
     b.link.send(control())
-    most = 20 * len(framed(Message(Heartbeat())))
+    most = 60 * len(framed(Message(Heartbeat())))
     wait_until(lambda: b.link.stats.bytes_in >= most, "heartbeats")
     assert not b.link.closed
     assert not a.link.closed
