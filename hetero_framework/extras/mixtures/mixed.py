@@ -26,13 +26,16 @@ class Mixture:
     train: Examples
     train_sources: np.ndarray
     held_out: Examples | None
-    held_out_sources: np.ndarray
+    held_out_sources: np.ndarray | None
     lines: list[str]
 
     def mark(self, batch: MicroBatch, of_train: bool, rows: Sequence[Sequence[Any]]) -> None:
         """Add to a micro-batch the source of each token, uint8 like input_ids. `rows` has the
-        (example, tokens) that each row of it holds one after another, of one row for all."""
+        (example, tokens) that each row of it holds one after another, of one row for all. Data of
+        data.eval are of no source."""
         sources = self.train_sources if of_train else self.held_out_sources
+        if sources is None:
+            return
         marks = torch.zeros(batch["input_ids"].shape, dtype=torch.uint8)
         for mark, parts in zip(marks, rows, strict=True):
             numbers, counts = zip(*parts, strict=True)
@@ -77,14 +80,8 @@ def mix(
     if len(held_out):
         lines.append(f"eval: {len(held_out):,} examples that are held out of training")
     whole = Examples.joined(sets)
-    return Mixture(
-        tuple(names),
-        whole.taken(order, each),
-        sources[order],
-        whole.taken(held_out, each) if len(held_out) else None,
-        sources[held_out],
-        lines,
-    )
+    out = (whole.taken(held_out, each), sources[held_out]) if len(held_out) else (None, None)
+    return Mixture(tuple(names), whole.taken(order, each), sources[order], *out, lines)
 
 
 def _parts(names: Sequence[str], sizes: Sequence[int], taken: np.ndarray) -> list[str]:

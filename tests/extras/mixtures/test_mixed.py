@@ -122,6 +122,23 @@ def test_each_token_of_a_micro_batch_is_marked(tmp_path: Path, packing) -> None:
     assert found == {*SIZES}
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("eval_sets", ["eval.jsonl", {"one": "eval.jsonl", "two": "code.jsonl"}])
+def test_evaluation_files_are_of_no_source(tmp_path: Path, streaming, eval_sets) -> None:
+    write_jsonl(tmp_path / "eval.jsonl", rows("eval", 60))  # more than there are to train on
+    tiny_tokenizer().save_pretrained(tmp_path / "model")  # which the stream's process reads
+    section = {"train": sources(), "eval": eval_sets, "max_length": 48, "streaming": streaming}
+    data = loaded(tmp_path, section, max_steps=4)
+    try:
+        for name in data.eval_sets:
+            batches = [*data.eval_batches(name)]
+            assert not any("sources" in batch for batch in batches)
+            assert sum(len(batch["input_ids"]) for batch in batches) == len(data.eval_sets[name])
+        assert "sources" in data.step_batches(0)[0]
+    finally:
+        data.close()
+
+
 def test_a_tokenised_source_is_found_again(tmp_path: Path) -> None:
     first = loaded(tmp_path, {"train": sources(), "val_set_size": 3})
     again = loaded(tmp_path, {"train": sources(), "val_set_size": 3})
