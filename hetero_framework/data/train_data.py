@@ -292,6 +292,15 @@ def _twice(name: str, sources: list[Source]) -> Iterator[str]:
         seen.add(path)
 
 
+def nothing_to_learn(name: str, count: int, cut: DataConfig | None) -> DataError:
+    """The error for a set of examples without a label, which may be `cut`."""
+    hint = "an example needs two tokens, and a trained one among the later"
+    if cut is not None:
+        hint = f"data.max_length={cut.max_length} cuts off all of it; raise it"
+    text = f"data.{name}: none of the {count:,} examples has a token to learn from"
+    return DataError(text, hint=hint)
+
+
 def kept_part(data: DataConfig) -> slice:
     """The tokens of an example that are kept where it is longer than max_length."""
     most = data.max_length
@@ -372,10 +381,9 @@ class Reader:
     def as_rows(self, name: str, examples: Examples) -> Rows:
         """The rows that a run sees of these examples."""
         if self.data.packs(name):
-            rows, line = registry.needed("packing", "rows", "data.packing")(
-                name, examples, self.data
-            )
-            self.report.append(line)
+            pack = registry.needed("packing", "rows", "data.packing")
+            rows, lines = pack(name, examples, self.data)
+            self.report += lines
             return cast(Rows, rows)
         return self._kept(examples)
 
@@ -476,13 +484,8 @@ class Reader:
                 show(f"{counts['read']:,} examples")
         counts["cut"] += formatter.num_cut
         if not len(builder):
-            hint = "an example needs two tokens, and a trained one among the later"
-            if counts["cut"] or counts["long"]:
-                hint = f"data.max_length={self.data.max_length} cuts off all of it; raise it"
-            raise DataError(
-                f"data.{name}: none of the {counts['read']:,} examples has a token to learn from",
-                hint=hint,
-            )
+            is_cut = counts["cut"] or counts["long"]
+            raise nothing_to_learn(name, counts["read"], self.data if is_cut else None)
         if sum(formatter.idle.counts().values()) >= counts["kept"]:
             raise DataError(
                 f"data.{name}: no example teaches anything: {'; '.join(formatter.idle)}",

@@ -164,11 +164,12 @@ class Stage:
         self, micro_batch: int, inputs: Tensors, received: Bundle
     ) -> tuple[Outcome, Bundle]:
         """Last stage: this micro-batch's token losses / num_items (0-d, on the device), and the
-        gradients of its input."""
+        gradients of its input. In a step without a label both are 0, as in TRL."""
         received = self._leaves(self._fitting(micro_batch, inputs, received))
         chunks = self._objective.num_chunks(self._shard.config, inputs)
         with self._last_backward(micro_batch, is_one=chunks == 1):
-            outcome = self._outcome(micro_batch, inputs, received, float(self._info.num_items))
+            num_items = float(max(1, self._info.num_items))
+            outcome = self._outcome(micro_batch, inputs, received, num_items)
         assert isinstance(outcome.loss, Tensor)
         failpoints.hit("output", outcome.loss)
         self._note_finite(micro_batch, outcome.loss)

@@ -1065,9 +1065,10 @@ def sample_mean(sums: Sequence[float], items: Sequence[int], sizes: Sequence[int
 
     Args:
         sums: The losses of each batch, added up over its `items`; `sizes` are its samples. Batches
-            without a finite loss are left out, unless that is all of them.
+            without a finite loss are left out, unless that is all of them; the loss of one without
+            items is 0, as in TRL.
     """
-    means = [total / n if n else math.nan for total, n in zip(sums, items, strict=True)]
+    means = [total / max(1, n) for total, n in zip(sums, items, strict=True)]
     weighted = list(zip(means, sizes, strict=True))
     finite = [(mean, n) for mean, n in weighted if math.isfinite(mean)] or weighted
     return _total(mean * n for mean, n in finite) / sum(n for _, n in finite)

@@ -11,6 +11,7 @@ import numpy as np
 
 from hetero_framework.config import DataConfig
 from hetero_framework.data.examples import Examples
+from hetero_framework.data.train_data import nothing_to_learn
 from hetero_framework.extras.packing.bins import Parts, parts_of
 
 
@@ -57,6 +58,17 @@ class PackedRows:
         """Tokens of the longest row."""
         return int(self.lengths.max(initial=0))
 
+    def labels(self, wraps: bool) -> np.ndarray:
+        """Labels of each part that are predicted: not the first token of a part, or of a row whose
+        examples see each other (`wraps`)."""
+        trained, begins = self.examples.trained, self.examples.offsets[self.found[:, 1]]
+        sums = np.concatenate([[0], np.cumsum(trained)])
+        firsts, ends = begins + self.found[:, 2], begins + self.found[:, 3]
+        alone = self.ends[:-1] if wraps else slice(None)
+        found: np.ndarray = sums[ends] - sums[firsts]
+        found[alone] -= trained[firsts[alone]]
+        return found
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256, in hex, of the examples and of the parts."""
@@ -66,12 +78,15 @@ class PackedRows:
         return digest.hexdigest()
 
 
-def pack(name: str, examples: Examples, data: DataConfig) -> tuple[PackedRows, str]:
-    """Rows of the examples of a set, and a line on them."""
+def pack(name: str, examples: Examples, data: DataConfig) -> tuple[PackedRows, list[str]]:
+    """Rows of the examples of a set, and lines on them. Raises DataError where none has a label."""
     assert data.max_length is not None
     found = parts_of(examples.lengths, data.max_length, data.packing_strategy)
     starts = np.flatnonzero(np.diff(found[:, 0], prepend=-1))
     rows = PackedRows(examples, found, np.append(starts, len(found)))
+    labels = rows.labels(data.packing_strategy == "wrapped")
+    if not labels.any():
+        raise nothing_to_learn(name, len(examples), data if examples.trained.any() else None)
     filled = rows.tokens / max(1, len(rows) * data.max_length)
     line = f"{name}: packed into {len(rows):,} rows ({data.packing_strategy}), {filled:.1%} filled"
     long = examples.lengths > data.max_length
@@ -83,4 +98,12 @@ def pack(name: str, examples: Examples, data: DataConfig) -> tuple[PackedRows, s
         )
     elif data.packing_strategy == "bfd_split" and (count := int(long.sum())):
         line += f"; {count:,} examples were longer than max_length={data.max_length} and were split"
-    return rows, line
+    lines = [line]
+    if idle := len(examples) - len(np.unique(found[labels > 0, 1])):
+        empty = int((np.add.reduceat(labels, starts) == 0).sum())
+        lines.append(
+            f"{name}: {idle:,} of {len(examples):,} examples have no token to learn from (only a"
+            f" prompt within max_length) and stay in their rows, as in TRL; {empty:,} of"
+            f" {len(rows):,} rows have none"
+        )
+    return rows, lines
