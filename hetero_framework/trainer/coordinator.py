@@ -792,8 +792,10 @@ class Coordinator:
             "perplexity": math.inf if mean >= 700 else math.exp(mean),
             "tokens": sum(items),
         }
+        # TRL's own loss of a batch without a label is 0; that of smoothed labels is none.
+        of_none = math.nan if training.label_smoothing_factor else 0.0
         metrics = {
-            "loss": sample_mean(sums, items, [*map(len, samples)]),
+            "loss": sample_mean(sums, items, [*map(len, samples)], of_none),
             **(of_tokens if self._objective.counts_tokens else {}),
             "samples": count,
             "batches": len(batches),
@@ -1060,15 +1062,17 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in line.items() if type(value) in (int, float)}
 
 
-def sample_mean(sums: Sequence[float], items: Sequence[int], sizes: Sequence[int]) -> float:
+def sample_mean(
+    sums: Sequence[float], items: Sequence[int], sizes: Sequence[int], of_none: float
+) -> float:
     """The mean over samples of their batch's loss, as the Trainer's evaluation has it.
 
     Args:
         sums: The losses of each batch, added up over its `items`; `sizes` are its samples. Batches
-            without a finite loss are left out, unless that is all of them; the loss of one without
-            items is 0, as in TRL.
+            without a finite loss are left out, unless that is all of them.
+        of_none: The loss of a batch without items.
     """
-    means = [total / max(1, n) for total, n in zip(sums, items, strict=True)]
+    means = [total / n if n else of_none for total, n in zip(sums, items, strict=True)]
     weighted = list(zip(means, sizes, strict=True))
     finite = [(mean, n) for mean, n in weighted if math.isfinite(mean)] or weighted
     return _total(mean * n for mean, n in finite) / sum(n for _, n in finite)
