@@ -108,6 +108,12 @@ class SampleOrder:
         done = min((within + 1) * accumulation, self.batches_per_epoch)
         return epoch + done / self.batches_per_epoch
 
+    def gathered(self, step: int) -> int | None:
+        """How many examples of each micro-batch of `step` (from 0) accelerate's gather_for_metrics
+        keeps: in an epoch's last step no more than the last micro-batch has; None: all."""
+        rest = 0 if self.training.dataloader_drop_last else self.num_examples % self._rows
+        return rest if rest and (step + 1) % self.steps_per_epoch == 0 else None
+
     def step_indices(self, step: int) -> list[np.ndarray]:
         """Example numbers of each micro-batch of `step` (from 0)."""
         if step < 0:

@@ -651,7 +651,7 @@ class Coordinator:
         if (count := self._count_of_substeps(due, len(batches))) < len(batches):
             self._give_up(due, batches[:count], losses[:count])
             return
-        measured = self._measured()
+        measured = self._measured(self._data.order.gathered(part.number))
         everywhere = self._replicas.losses(losses)
         loss = _total(everywhere)
         norm = self._order.global_norm(reports)
@@ -827,13 +827,16 @@ class Coordinator:
         mixture = self._data.mixture
         return () if mixture is None else mixture.metric_names
 
-    def _measured(self) -> dict[str, float]:
-        """The objective's metrics of the micro-batches that were computed last."""
+    def _measured(self, most: int | None = None) -> dict[str, float]:
+        """The objective's metrics of the micro-batches that were computed last, of `most` examples
+        of each where it takes no others."""
         pipeline = self._cluster.pipeline
         with pipeline.judging_outcomes():
             named = [outcome.named for outcome in pipeline.outcomes]
             mixture = self._data.mixture
             of_sources = mixture.losses(named) if mixture is not None else {}
+            if most is not None:
+                named = [*self._objective.gathered(named, most)]
             return {**self._objective.metrics(named), **of_sources}
 
     def _tokens(self) -> dict[str, int]:

@@ -28,7 +28,7 @@ from hetero_framework.models.cut.objective import ChunkedObjective
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
 
-MEANS = "pair_means"
+MEANS, LOGPS = "pair_means", "logps"
 METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected"),

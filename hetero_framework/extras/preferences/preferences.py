@@ -21,6 +21,7 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.extras.preferences.pair_losses import PAIR_LOSSES
 from hetero_framework.extras.preferences.pair_objective import (
     LOGITS,
+    LOGPS,
     MEANS,
     PairObjective,
     lengths_of,
@@ -32,7 +33,6 @@ from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.objective import COUNT
 from hetero_framework.models.cut.shard import Inputs
 
-LOGPS = "logps"
 SIDES = ("chosen", "rejected")
 
 

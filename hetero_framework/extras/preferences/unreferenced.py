@@ -7,7 +7,7 @@ Shapes: P pairs, B = 2 P rows, first the chosen ones; S tokens, V vocabulary; C 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,11 +15,16 @@ from torch.nn.functional import logsigmoid, pad
 
 from hetero_framework.config import StageSpec, TrainingConfig
 from hetero_framework.data.examples import IGNORE_INDEX
+from hetero_framework.errors import ProtocolError
 from hetero_framework.extras.preferences.pair_losses import PAIR_LOSSES, chosen_loss
 from hetero_framework.extras.preferences.pair_objective import (
+    LOGPS,
+    MEANS,
+    METRICS,
     PairObjective,
     lengths_of,
     log_probabilities,
+    means_table,
 )
 from hetero_framework.extras.preferences.settings import PreferenceSettings
 from hetero_framework.models.cut.shard import Inputs
@@ -27,7 +32,28 @@ from hetero_framework.models.cut.shard import Inputs
 _LN_2 = 0.6931471805599453
 
 
-class OddsRatio(PairObjective):
+class _Unreferenced(PairObjective):
+    """Its trainers take the first metrics through accelerate's gather_for_metrics."""
+
+    def means(self, logps_B: Tensor, rewards_B: Tensor, *further: Tensor) -> dict[str, Tensor]:
+        """Also the log-probabilities of all rows, which are the rewards, too."""
+        return {**super().means(logps_B, rewards_B, *further), LOGPS: logps_B.detach()}
+
+    def gathered(
+        self, named: Sequence[Mapping[str, Tensor]], most: int
+    ) -> Sequence[Mapping[str, Tensor]]:
+        return [{MEANS: self._first(tensors, most)} for tensors in named]
+
+    def _first(self, tensors: Mapping[str, Tensor], most: int) -> Tensor:
+        """The means of a micro-batch, METRICS those of its first pairs."""
+        (means,), logps_B = means_table([tensors], len(self.metric_names)), tensors.get(LOGPS)
+        if logps_B is None or logps_B.dim() != 1 or not len(logps_B) or len(logps_B) % 2:
+            raise ProtocolError("the last stage gave no log-probabilities of answers")
+        first_B = logps_B.cpu().unflatten(0, (2, -1))[:, :most].flatten()
+        return torch.cat([super().means(first_B, first_B)[MEANS], means[len(METRICS) :]])
+
+
+class OddsRatio(_Unreferenced):
     """ORPO: next-token prediction of prompts and chosen answers, and the odds of both answers."""
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
@@ -63,7 +89,7 @@ class OddsRatio(PairObjective):
         return loss, self.means(logps_B, logps_B, nll, ratio_P.mean(), log_odds_P.mean())
 
 
-class Contrastive(PairObjective):
+class Contrastive(_Unreferenced):
     """CPO: DPO's losses without a reference, and the chosen answers' own loss."""
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:

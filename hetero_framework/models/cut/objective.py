@@ -117,6 +117,13 @@ class Objective(ABC):
         for tensors that this objective does not make: they come from another machine."""
         return {}
 
+    def gathered(
+        self, named: Sequence[Mapping[str, torch.Tensor]], most: int
+    ) -> Sequence[Mapping[str, torch.Tensor]]:
+        """For `metrics`, the tensors of a step that ends an epoch: where TRL's trainer measures no
+        others, those of the first `most` examples of each micro-batch. Here: of all."""
+        return named
+
     @property
     def shown(self) -> tuple[str, ...]:
         """The metrics on the screen; metrics.jsonl has all."""

@@ -261,7 +261,7 @@ def test_rewards_are_those_of_trl(
     model = save_classifier(tmp_path / "model", model_type, num_labels=1)
     adapter = save_adapter(model, tmp_path / "start", "SEQ_CLS") if lora else None
     sections = {} if adapter is None else {"adapter": {"init_from": str(adapter)}}
-    pairs = save_pairs(tmp_path / "pairs.jsonl", 14)
+    pairs = save_pairs(tmp_path / "pairs.jsonl", 13)
     rows = read_rows(pairs)
     if margin:
         rows = [{**row, "margin": 0.1 * k} for k, row in enumerate(rows)]
