@@ -832,11 +832,11 @@ class Coordinator:
         of each where it takes no others."""
         pipeline = self._cluster.pipeline
         with pipeline.judging_outcomes():
-            named = [outcome.named for outcome in pipeline.outcomes]
+            named: Sequence[Mapping[str, Tensor]] = [each.named for each in pipeline.outcomes]
             mixture = self._data.mixture
             of_sources = mixture.losses(named) if mixture is not None else {}
             if most is not None:
-                named = [*self._objective.gathered(named, most)]
+                named = self._objective.gathered(named, most)
             return {**self._objective.metrics(named), **of_sources}
 
     def _tokens(self) -> dict[str, int]:

@@ -25,8 +25,9 @@ from hetero_framework.core.cache import recall, remember
 from hetero_framework.data import LazyBatches, MicroBatch, TrainData
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import CheckpointError, NumericError, ProtocolError
+from hetero_framework.extras.preferences.pair_objective import LOGPS
 from hetero_framework.extras.preferences.pairs import REFERENCE, AnswerRows
-from hetero_framework.extras.preferences.preferences import LOGPS, can_switch
+from hetero_framework.extras.preferences.preferences import can_switch
 from hetero_framework.extras.preferences.settings import PreferenceSettings
 from hetero_framework.trainer.continuation import versions
 from hetero_framework.trainer.setup import Prepared

@@ -16,8 +16,8 @@ from hetero_framework.core import cache
 from hetero_framework.data.examples import Examples
 from hetero_framework.engine.stage_api import Outcome
 from hetero_framework.errors import NumericError, ProtocolError
+from hetero_framework.extras.preferences.pair_objective import LOGPS
 from hetero_framework.extras.preferences.pairs import AnswerRows
-from hetero_framework.extras.preferences.preferences import LOGPS
 from hetero_framework.extras.preferences.reference import Reference
 from hetero_framework.trainer.setup import Prepared
 
