@@ -80,8 +80,9 @@ def mix(
     if len(held_out):
         lines.append(f"eval: {len(held_out):,} examples that are held out of training")
     whole = Examples.joined(sets)
-    out = (whole.taken(held_out, each), sources[held_out]) if len(held_out) else (None, None)
-    return Mixture(tuple(names), whole.taken(order, each), sources[order], *out, lines)
+    out = whole.taken(held_out, each) if len(held_out) else None
+    told = None if out is None else sources[held_out]
+    return Mixture(tuple(names), whole.taken(order, each), sources[order], out, told, lines)
 
 
 def _parts(names: Sequence[str], sizes: Sequence[int], taken: np.ndarray) -> list[str]:
