@@ -7,57 +7,53 @@ in the type of the scales.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hetero_framework.extras.stored_formats.form import Ends, Form, unpacked
+from hetero_framework.extras.stored_formats.form import Ends, Layout, Parts, unpacked
+from hetero_framework.extras.stored_formats.gptq import Gptq
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word each of eight outputs lies."""
 
 
-class Awq(Form):
+class Awq(Gptq):
     """`quant_method` awq."""
 
     ends: ClassVar[Ends] = {"values": ("qweight",), "scales": ("scales",), "zeros": ("qzeros",)}
-    target = "weight"
+    known: ClassVar[Mapping[str, Sequence[object]]] = {
+        **{name: of for name, of in Gptq.known.items() if name[:4] not in ("bits", "chec")},
+        "bits|w_bit|wbits": (None, 4),
+        "checkpoint_format|version|format": (None, "gemm"),
+    }
     step = 8
 
-    def __init__(self, settings: dict[str, Any], source: str) -> None:
-        super().__init__(settings, source)
-        if str(settings.get("version", "gemm")).lower() != "gemm":
-            raise self.refused("version", "gemm")
-        if settings.get("bits", settings.get("w_bit", 4)) != 4:
-            raise self.refused("bits", "4")
+    def checked(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """See Form."""
+        made = super().checked(settings) | {"bits": 4, "desc_act": None}
+        if str(made.get("backend")).lower() == "llm-awq":  # which packs otherwise
+            raise self.refused("backend", "the layout gemm", made["backend"])
+        if made.get("zero_point") is not None:
+            made["sym"] = not made["zero_point"]  # transformers adds a sym that says nothing
+        return made
 
-    def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+    def layout(self, parts: Parts) -> Layout:
         """See Form."""
         inputs, words = parts["values"].get_shape()
-        scales = parts["scales"].get_shape()
-        zeros = parts["zeros"].get_shape() if "zeros" in parts else [scales[0], words]
-        if scales[1:] != [words * 8] or zeros != [scales[0], words] or inputs % scales[0]:
-            raise ValueError(
-                f"its shape is {[inputs, words]}, that of its scales {scales}, of its zeros"
-                f" {zeros}, which do not belong together"
-            )
-        return words * 8, inputs
+        groups = math.prod(parts["scales"].get_shape()[:1])
+        return (words * 8, inputs), {"scales": [groups, words * 8], "zeros": [groups, words]}
 
-    def rows(self, parts: Mapping[str, Any], first: int, last: int, device: torch.device) -> Tensor:
-        """See Form."""
-        words = slice(first // 8, last // 8)
-        values = _outputs(parts["values"][:, words].to(device))
-        scales = parts["scales"][:, first:last].to(device)
-        group = len(values) // len(scales)
-        if "zeros" in parts:
-            zeros = _outputs(parts["zeros"][:, words].to(device))
-            values = values - zeros.repeat_interleave(group, 0)
-        else:
-            values = values - 8
-        made: Tensor = values.to(scales.dtype) * scales.repeat_interleave(group, 0)
-        return made.t()
+    def zeros(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
+        """See Gptq."""
+        return _outputs(parts["zeros"][:, first // 8 : last // 8].to(device))
+
+    def numbers(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
+        """See Gptq."""
+        return _outputs(parts["values"][:, first // 8 : last // 8].to(device))
 
 
 def _outputs(words: Tensor) -> Tensor:

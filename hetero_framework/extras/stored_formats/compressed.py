@@ -17,15 +17,23 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationConfig
-from compressed_tensors.utils.match import match_targets
+from compressed_tensors.utils.match import is_match, match_targets
 from torch import Tensor, nn
 
 from hetero_framework.errors import ModelError
-from hetero_framework.extras.stored_formats.form import Ends, Form
+from hetero_framework.extras.stored_formats.form import FLOATS, INDICES, Ends, Form, Layout, Parts
 
 _UNSAID = (None, "mixed-precision", "fakequant", "dense")
-_FLOATS = ("F32", "F16", "BF16")
+# By the begin of a format's name, the types of values and scales.
+_TYPES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "pack-": (("I32",), FLOATS),
+    "nvfp4-": (("U8",), ("F8_E4M3",)),
+    "mxfp8-": (("F8_E4M3",), ("U8",)),
+    "mxfp": (("U8",), ("U8",)),
+    "": (("I8",), FLOATS),  # those that are not packed
+}
 _EMBEDDINGS = ("emb", "wte")
+_ORDERED = ("group", "dynamic", True)
 
 
 class CompressedTensors(Form):
@@ -39,6 +47,8 @@ class CompressedTensors(Form):
         "order": ("weight_g_idx",),
         "sizes": ("weight_shape",),
     }
+    types: Mapping[str, Sequence[str]] = {"order": INDICES, "sizes": INDICES, "global": FLOATS}
+    known: ClassVar = {"sparsity_config": (), "transform_config": ()}
     target = "weight"
     unread = tuple(
         f"{what}_{end}"
@@ -53,11 +63,12 @@ class CompressedTensors(Form):
             if inside.get("format", "dense") != "dense" or inside.get("config_groups"):
                 raise self.refused(setting, "weights that are neither sparse nor rotated")
         settings = copy.deepcopy(settings)
+        ordered = []
         try:
-            for group in settings["config_groups"].values():
+            for key, group in settings["config_groups"].items():
                 for args in group.values() if isinstance(group, dict) else ():
-                    if isinstance(args, dict):  # weight_g_idx tells the orders the library dropped
-                        args.pop("actorder", None)
+                    if isinstance(args, dict) and args.pop("actorder", None) in _ORDERED:
+                        ordered.append(key)  # the library has dropped these; weight_g_idx has them
             config = QuantizationConfig.model_validate(settings)
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(
@@ -65,74 +76,105 @@ class CompressedTensors(Form):
                 f" {type(error).__name__}: {error}",
                 hint="copy or download config.json again",
             ) from error
-        self.step = 32
-        self.schemes: dict[str, tuple[Any, Any]] = {}
-        for scheme in config.config_groups.values():
+        self.step, self.left = 32, config.ignore or []
+        self.is_compressed = str(getattr(config.quantization_status, "value", "")) == "compressed"
+        self.schemes: dict[str, dict[str, Any]] = {}
+        for key, scheme in config.config_groups.items():
             if (args := scheme.weights) is None:
                 continue
-            form = next((f for f in (scheme.format, config.format) if f not in _UNSAID), None)
-            form = str(getattr(form or infer_module_format(nn.Linear, scheme), "value", form))
+            stated = [
+                str(getattr(form, "value", form))
+                for form in (scheme.format, config.format)
+                if form not in _UNSAID
+            ]
+            form = (stated or [infer_module_format(nn.Linear, scheme).value])[0]
             known = [f for f in BaseCompressor.registered_names() if f.endswith("-quantized")]
-            if form not in known:
-                raise self.refused("format", ", ".join(known), form)
+            if form not in known or len({*stated}) > 1:
+                raise self.refused("format", ", ".join(known), " and ".join(stated))
             if args.strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
                 raise self.refused("strategy", "tensor, channel, group and block", args.strategy)
+            if args.dynamic:
+                raise self.refused("dynamic", "weights with scales of their own", args.dynamic)
             self.step = math.lcm(self.step, (args.block_structure or [1])[0])
             compressor = BaseCompressor.get_value_from_registry(form)
-            self.schemes |= dict.fromkeys(scheme.targets, (scheme, compressor))
+            how = {"scheme": scheme, "compressor": compressor, "ordered": key in ordered}
+            values, scales = next(types for part, types in _TYPES.items() if form.startswith(part))
+            values = ("F8_E4M3",) if (values, args.type) == (("I8",), "float") else values
+            zeros = ("I32", "I8") if args.type == "int" else ("I8", *FLOATS)
+            how["types"] = {"values": values, "scales": scales, "zeros": zeros}
+            self.schemes |= dict.fromkeys(scheme.targets, how)
 
-    def weight(
-        self, name: str, slices: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-    ) -> Any:
-        """See StoredFormat. A full weight may have the scales beside it that it was trained for."""
-        if "" in slices or slices["values"].get_dtype() in _FLOATS:
-            return super().weight(name, {"": slices.get("", slices.get("values"))}, dtype, device)
-        module = name.removesuffix(".weight")
+    def how(self, module: str) -> dict[str, Any] | None:
+        """See Form. Raises ValueError for a module that no group takes."""
         kinds = [nn.Linear(1, 1, device="meta"), nn.Embedding(1, 1, device="meta")]
         if any(part in module.rpartition(".")[2] for part in _EMBEDDINGS):
             kinds.reverse()
         for kind in kinds:
             if targets := match_targets(module, kind, self.schemes):
-                scheme, compressor = self.schemes[targets[0]]
-                more = {"scheme": scheme, "compressor": compressor, "name": name}
-                return super().weight(name, {**slices, **more}, dtype, device)
-        raise self.error(self.made[name]["values"], "no group of config_groups takes its module")
+                if is_match(module, kind, self.left):
+                    return None
+                return {**self.schemes[targets[0]], "of_experts": "experts" in module.split(".")}
+        raise ValueError("no group of config_groups takes its module")
 
-    def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+    def weight(
+        self, name: str, slices: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    ) -> Any:
+        """See StoredFormat. A full weight may have the scales beside it that it was trained for."""
+        if "" not in slices and slices["values"].get_dtype() in FLOATS and not self.is_compressed:
+            slices = {"": slices["values"]}
+        return super().weight(name, slices, dtype, device)
+
+    def layout(self, parts: Parts) -> Layout:
         """See Form."""
-        args, values = parts["scheme"].weights, parts["values"]
+        args, values = parts["how"]["scheme"].weights, parts["values"]
         found = {role: parts[role].get_shape() for role in self.ends if role in parts}
         bits = {"I32": 32, "U8": 8}.get(values.get_dtype(), args.num_bits)  # of a stored number
         shape = [*found["values"][:-1], found["values"][-1] * bits // args.num_bits]
         if "sizes" in parts:
-            shape = parts["sizes"][...].tolist()
+            shape = parts["sizes"][...].flatten().tolist()
         if len(shape) != 2:
             raise ValueError(f"its shape is {shape}; rows and columns are expected")
         height, width = _block(args, shape)
         grid = [-(-shape[0] // height), -(-shape[1] // width)]
         words = [-(-grid[0] * args.num_bits // 32), grid[1]]
-        is_packed = "zeros" in parts and parts["zeros"].get_dtype() == "I32"
         expected = {
             "values": [shape[0], -(-shape[1] * args.num_bits // bits)],
             "scales": grid,
-            "zeros": words if is_packed else grid,
+            "zeros": words if _is_packed(parts) else grid,
             "order": [shape[1]],
+            "global": [1],
         }
-        for role, sizes in expected.items():
-            has = found.get(role, sizes)
-            if has != sizes and (args.strategy != "tensor" or math.prod(has) != 1):
-                raise ValueError(f"its {role} have the shape {has}, not {sizes}")
-        if args.strategy != "block" and shape[1] % width:
+        for role in found.keys() & expected.keys():  # one number may have any number of axes
+            is_one = (args.strategy == "tensor" or role == "global") and math.prod(found[role]) == 1
+            if role != "values" and is_one:
+                expected[role] = found[role]
+        if found["values"] == expected["values"] and args.strategy != "block" and shape[1] % width:
             raise ValueError(f"its {shape[1]} columns do not divide into groups of {width}")
         if "zeros" not in parts and not args.symmetric:
             raise ValueError("it has no zeros (weight_zero_point)")
-        if "order" in parts and parts["order"][...].max() >= grid[1]:
-            raise ValueError(f"its order (weight_g_idx) has more than {grid[1]} groups")
-        return shape[0], shape[1]
+        if ("global" in parts) != (args.strategy == "tensor_group"):
+            raise ValueError(f"scales of scales (weight_global_scale) and strategy {args.strategy}")
+        if parts["how"]["ordered"] and "order" not in parts and grid[1] > 1:
+            raise ValueError("it has no order (weight_g_idx), and quantization_config has actorder")
+        return (shape[0], shape[1]), expected
 
-    def rows(self, parts: Mapping[str, Any], first: int, last: int, device: torch.device) -> Tensor:
+    def contents(self, parts: Parts, shape: tuple[int, ...]) -> None:
         """See Form."""
-        scheme, shape = parts["scheme"], self.shape(parts)
+        args = parts["how"]["scheme"].weights
+        if "order" in parts and int((order := parts["order"][...]).max()) >= 0:
+            _, size = _block(args, shape)
+            if int(order.min()) < 0 or int(order.max()) >= -(-shape[1] // size):
+                raise ValueError(
+                    f"its order (weight_g_idx) has other groups than {size} inputs make"
+                )
+            if int(order.bincount().max()) > size:
+                raise ValueError(f"its order (weight_g_idx) has groups of more than {size}")
+        if "zeros" in parts and args.symmetric and bool((parts["zeros"][...] != 0).any()):
+            raise ValueError("it has zeros (weight_zero_point), and its group is symmetric")
+
+    def rows(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
+        """See Form."""
+        scheme, (shape, _) = parts["how"]["scheme"], self.layout(parts)
         args, values = scheme.weights, parts["values"][first:last].to(device)
         height, _ = _block(args, shape)
         whole = slice(first // height, -(-last // height))
@@ -142,7 +184,7 @@ class CompressedTensors(Form):
         for role in ("scales", "zeros", "global"):
             if role in parts:
                 part = parts[role]
-                packed = role == "zeros" and part.get_dtype() == "I32"
+                packed = role == "zeros" and _is_packed(parts)
                 at = ... if role == "global" or not part.get_shape() else words if packed else whole
                 state[self.ends[role][0]] = part[at].to(device)
         if values.dtype == torch.int32 and not args.symmetric and args.strategy != "tensor":
@@ -152,7 +194,7 @@ class CompressedTensors(Form):
             # The library takes the bytes of a transposed copy, but makes none of a single row.
             zeros = zeros.t().clone(memory_format=torch.contiguous_format)
             state["weight_zero_point"] = zeros.t()
-        if args.type == "float" and args.num_bits == 8 and "experts" in parts["name"].split("."):
+        if args.type == "float" and args.num_bits == 8 and parts["how"]["of_experts"]:
             state["weight_scale"] = state["weight_scale"].float()
         order = parts["order"][...].to(device).long() if "order" in parts else None
         if order is not None and order.min() >= 0:  # each input is a group then, of numbers its own
@@ -160,8 +202,13 @@ class CompressedTensors(Form):
                 state[name] = state[name][:, order]
             scheme, alone = copy.copy(scheme), copy.copy(args)
             scheme.weights, alone.group_size = alone, 1
-        made: Tensor = parts["compressor"].decompress(state, scheme)["weight"]
+        made: Tensor = parts["how"]["compressor"].decompress(state, scheme)["weight"]
         return made
+
+
+def _is_packed(parts: Parts) -> bool:
+    """Whether zeros are packed into words, as values are."""
+    return "zeros" in parts and parts["zeros"].get_dtype() == "I32"
 
 
 def _block(args: Any, shape: Sequence[int]) -> tuple[int, int]:

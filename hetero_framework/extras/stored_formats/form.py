@@ -8,6 +8,7 @@ form rounds as the format's own library does, and only then to the dtype of the 
 from __future__ import annotations
 
 import math
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,22 @@ from torch import Tensor
 from hetero_framework.errors import ModelError
 
 Ends = Mapping[str, Sequence[str]]
+Parts = Mapping[str, Any]
+Layout = tuple[tuple[int, ...], dict[str, list[int]]]
 _NUMBERS_AT_ONCE = 1 << 19  # stay in a processor's cache, and in memory that is used again
 _ONE_AT_A_TIME = threading.Lock()  # the library reads on several threads, each with its own memory
-_FULL = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "BOOL"}
+FLOATS, INDICES = ("F32", "F16", "BF16"), ("I32", "I64")
+_FULL = {"F64", *FLOATS, "I64", "I32", "I16", "BOOL"}
 # Ends of names by which other forms can be told.
 _FOREIGN = ("qweight", "weight_packed", "_blocks", "_scale_inv", "absmax", "SCB", "_qdata")
+# Settings that change numbers in some form. A form that does not name one reads no model with it.
+_OTHERS = (
+    *("dynamic", "dynamic_config", "extra_config", "quantized_layers", "adapter", "rotation"),
+    *("rotation_config", "weight_only", "is_marlin_format", "pack_dtype", "data_type"),
+    *("super_bits", "sparsity_config", "transform_config"),
+)
+_OFF: tuple[object, ...] = (None, False, "", [], {})
+_EDGE = r"(?:(?<=\.)|(?=\.|$))"  # of a part of a module's name
 
 
 class Form(ABC):
@@ -35,6 +47,16 @@ class Form(ABC):
     """The end of a weight's name, in place of that of its values; None where they are alike."""
     unread: ClassVar[tuple[str, ...]] = ()
     """Ends of names of tensors that only an inference engine reads."""
+    needed: tuple[str, ...] = ("values", "scales")
+    """Roles without which there is no weight."""
+    types: Mapping[str, Sequence[str]] = {}
+    """By role, the types that its tensor may have, as safetensors names them."""
+    axes: ClassVar[tuple[int, ...]] = (2,)
+    """Numbers of axes that values may have."""
+    signed: ClassVar[bool] = False
+    """Whether a scale may be negative."""
+    known: ClassVar[Mapping[str, Sequence[object]]] = {}
+    """By setting, with its other names behind it, the values that can be read; () for all."""
     step: int = 1
     """Rows of a weight that are stored together."""
 
@@ -42,8 +64,41 @@ class Form(ABC):
         """`settings` are the `quantization_config` of the model `source`. Raises ModelError for
         those that the form does not have."""
         self.settings, self.source = settings, source
+        self.settings = self.checked(settings)
         self.files: Mapping[str, str] = {}
         self.made: dict[str, dict[str, str]] = {}
+
+    def checked(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Settings under their first names. Raises ModelError for values that cannot be read, and
+        for two names of a setting that have different ones."""
+        made = dict(settings)
+        for names, values in (dict.fromkeys(_OTHERS, (None,)) | dict(self.known)).items():
+            given = {n: v for n in names.split("|") if (v := settings.get(n)) not in _OFF}
+            said, value = [*given.items(), (names.split("|")[0], None)][0]
+            if len({str(v).lower() for v in given.values()}) > 1:
+                raise self.refused(
+                    " and ".join(given), "names of one setting with one value", given
+                )
+            if values and (value.lower() if isinstance(value, str) else value) not in values:
+                can = ", ".join(str(v) for v in values if v is not None) or "weights without it"
+                raise self.refused(said, can, value)
+            made[names.split("|")[0]] = value if given else made.get(names.split("|")[0])
+        return made
+
+    def how(self, module: str) -> dict[str, Any] | None:
+        """The settings of a module's weight; None where they leave the module as it was. Raises
+        ModelError."""
+        left = self.settings.get("modules_to_not_convert") or []
+        left = [*left, "lm_head"] if self.settings.get("lm_head") is False else left
+        try:
+            if any(re.match(f"(?:{p}){_EDGE}", module) or module.endswith(p) for p in left):
+                return None
+            for pattern, own in (self.settings.get("dynamic") or {}).items():
+                if re.match(pattern.removeprefix("-:").removeprefix("+:"), module):
+                    return None if pattern[:2] == "-:" else self.checked(self.settings | own)
+        except (re.error, TypeError, AttributeError) as error:
+            raise self.refused("patterns of modules", "regular expressions", str(error)) from error
+        return self.settings
 
     def weights(self, files: Mapping[str, str]) -> dict[str, dict[str, str]]:
         """See StoredFormat."""
@@ -56,9 +111,14 @@ class Form(ABC):
             for role, ends in self.ends.items():
                 if role != "values":
                     found = [base + e for e in ends if base + e in files and base + e != name]
+                    if len(found) > 1:
+                        raise self.error(name, f"it has both {found[0]} and {found[1]}")
                     parts |= {role: found[0]} if found else {}
             if "scales" in parts:
-                self.made[base + (end if self.target is None else self.target)] = parts
+                target = base + (end if self.target is None else self.target)
+                if target in self.made or (target in files and target != name):
+                    raise self.error(name, f"{target} is stored a second time")
+                self.made[target] = parts
             elif self.target not in (None, end):
                 raise self.error(
                     name, f"it has no scales: there is no {base}{self.ends['scales'][0]}"
@@ -108,13 +168,42 @@ class Form(ABC):
             hint='take the full-precision model with "model.quantization": "nf4"',
         )
 
-    @abstractmethod
-    def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+    def shape(self, parts: Parts) -> tuple[int, ...]:
         """The shape of the weight of these slices. Raises ValueError where they do not fit each
-        other."""
+        other or the settings."""
+        types = {**self.types, **parts["how"].get("types", {})}
+        for role, ends in self.ends.items():
+            if role not in parts:
+                if role in self.needed:
+                    raise ValueError(f"it has no {role} ({ends[0]})")
+                continue
+            stored, sizes = parts[role].get_dtype(), parts[role].get_shape()
+            if stored not in types.get(role, (stored,)):
+                what = (
+                    "it is stored as {}, and has scales" if role == "values" else "its {1} are {0}"
+                )
+                can = " or ".join(types[role])
+                raise ValueError(f"{what.format(stored, role)}; {can} can be read")
+            if 0 in sizes:
+                raise ValueError(f"its {role} have the shape {sizes}, which is empty")
+        if len(sizes := parts["values"].get_shape()) not in self.axes:
+            raise ValueError(f"it is no matrix (its shape is {sizes})")
+        shape, expected = self.layout(parts)
+        for role, sizes in expected.items():
+            if role in parts and (has := parts[role].get_shape()) != sizes:
+                raise ValueError(f"its {role} have the shape {has}, not {sizes}")
+        return shape
 
     @abstractmethod
-    def rows(self, parts: Mapping[str, Any], first: int, last: int, device: torch.device) -> Tensor:
+    def layout(self, parts: Parts) -> Layout:
+        """The shape of the weight that values of this shape stand for, and by role the shapes that
+        the other tensors must have. Raises ValueError where there are none."""
+
+    def contents(self, parts: Parts, shape: tuple[int, ...]) -> None:  # noqa: B027
+        """Raise ValueError for numbers, other than values, that contradict the settings."""
+
+    @abstractmethod
+    def rows(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
         """The rows first .. last - 1 of the weight; `first` is a multiple of `step`."""
 
 
@@ -129,21 +218,28 @@ class Weight:
         self,
         form: Form,
         name: str,
-        parts: Mapping[str, Any],
+        parts: Parts,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._form, self._parts, self._dtype, self._device = form, parts, dtype, device
-        names = form.made[name]
-        if len(parts["values"].get_shape()) < 2:
-            raise form.error(names["values"], "it is no matrix")
+        self._form, self._dtype, self._device = form, dtype, device
+        names, how = form.made[name], None
         try:
+            if (how := form.how(name.removesuffix(".weight"))) is None:
+                raise ValueError("it has scales, and quantization_config leaves its module out")
+            self._parts = parts = {**parts, "how": how}
             self._shape = form.shape(parts)
+            form.contents(parts, self._shape)
         except ValueError as error:
-            raise form.error(names["values"], str(error)) from error
-        for role in ("scales", "global"):
-            if role in parts and (wrong := _unusable(parts[role][...])):
-                raise form.error(names[role], f"{wrong} of its numbers are zero, infinite or NaN")
+            said = [
+                f"{n} {v!r}" for k in form.known if (v := (how or {}).get(n := k.split("|")[0]))
+            ]
+            by = f" (by {', '.join(said)} in quantization_config)" if said else ""
+            raise form.error(names["values"], f"{error}{by}") from error
+        for role in ("scales", "global", "zeros"):
+            if role in names and (wrong := _unusable(parts[role][...], role, form.signed)):
+                why = f"{wrong} of its numbers are zero, infinite or NaN, or negative"
+                raise form.error(names[role], why)
 
     def get_shape(self) -> list[int]:
         """The sizes of the weight."""
@@ -164,13 +260,16 @@ class Weight:
         return made
 
 
-def _unusable(scales: Tensor) -> int:
-    if scales.dtype == torch.uint8:  # exponents of two; 255 is NaN
-        return int((scales == 255).sum())
-    wide = scales.to(torch.float32)
+def _unusable(numbers: Tensor, role: str, signed: bool) -> int:
+    """How many of these numbers no quantiser writes."""
+    if numbers.dtype == torch.uint8:  # exponents of two; 255 is NaN
+        return int((numbers == 255).sum())
+    wide = numbers.to(torch.float32)
     wrong = ~torch.isfinite(wide)
-    if scales.dtype != torch.float8_e4m3fn:  # there a block of very small numbers may have zero
-        wrong |= wide == 0
+    if role != "zeros":
+        wrong |= torch.zeros_like(wrong) if signed else wide < 0
+        if numbers.dtype != torch.float8_e4m3fn:  # there a block of very small ones may have zero
+            wrong |= wide == 0
     return int(wrong.sum())
 
 

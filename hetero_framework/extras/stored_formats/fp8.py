@@ -8,54 +8,99 @@ in a row, the latter with two 4-bit numbers (E2M1) in a byte.
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hetero_framework.extras.stored_formats.form import Ends, Form
+from hetero_framework.extras.stored_formats.form import FLOATS, Ends, Form, Layout, Parts
 
 # E2M1: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, 5.3.3).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _PACKED = ("I8", "U8", "F4")
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2")
+_DEFAULT = (128, 128)  # of the library, for blocks whose size is not stated
+_MX = (1, 32)
 
 
 class Fp8(Form):
     """`quant_method` fp8, mxfp8 and fbgemm_fp8."""
 
     ends: ClassVar[Ends] = {"values": ("",), "scales": ("_scale_inv", "_scale")}
+    axes = (2, 3)
+    known: ClassVar[Mapping[str, Sequence[object]]] = {
+        "modules_to_not_convert|ignored_layers|ignore|exclude_modules": (),
+        "scale_fmt": (None, "float", "ue8m0"),
+        "expert_dtype": (None, "fp8", "fp4"),
+        "fmt": (None, "e4m3", "float8_e4m3fn", "e5m2", "float8_e5m2"),
+    }
     unread = ("activation_scale", "input_scale", "input_scale_ub", "k_scale", "v_scale")
 
     def __init__(self, settings: dict[str, Any], source: str) -> None:
         super().__init__(settings, source)
-        self.block: tuple[int, int] | None = None
+        self.method, said = settings.get("quant_method"), self.settings.get
+        self.block = _MX if self.method == "mxfp8" else None
         if given := settings.get("weight_block_size"):
             rows, columns = given if isinstance(given, list) and len(given) == 2 else (0, 0)
-            if not (isinstance(rows, int) and isinstance(columns, int) and min(rows, columns) > 0):
+            if not (type(rows) is type(columns) is int and min(rows, columns) > 0):
                 raise self.refused("weight_block_size", "two numbers above 0")
             self.block = rows, columns
+        values = [t for t in _EIGHT_BITS if t[3:].lower() in (said("fmt") or t).lower()]
+        four = () if said("expert_dtype") == "fp8" else ("I8", "F4")
+        is_float = said("scale_fmt") == "float" or self.method == "fbgemm_fp8"
+        scales = FLOATS if is_float else (*FLOATS, "U8", "F8_E8M0")
+        self.types = {"values": (*values, *four), "scales": scales}
 
-    def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+    def blocks(self, stored: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The blocks, as their rows and columns, that may have a scale each in a weight of this
+        shape whose values have this type."""
+        if self.method == "fbgemm_fp8":  # of each output, which experts in one weight have last
+            return [(1, shape[-1]), *([(shape[-2], 1)] if len(shape) > 2 else [])]
+        if stored in _PACKED or self.block is not None:
+            return [_MX if stored in _PACKED else self.block or _MX]
+        is_stated = "weight_block_size" in self.settings  # as null
+        return [shape[-2:], (1, shape[-1]), *([] if is_stated else [_DEFAULT])]
+
+    def layout(self, parts: Parts) -> Layout:
         """See Form."""
-        if (stored := parts["values"].get_dtype()) not in (*_EIGHT_BITS, *_PACKED):
-            raise ValueError(f"it is stored as {stored}, and has scales")
-        sizes = values_shape(parts["values"])
-        _grid(tuple(sizes), tuple(parts["scales"].get_shape()), self.block)
-        return sizes
+        self.grid(parts)
+        return values_shape(parts["values"]), {}
 
-    def rows(self, parts: Mapping[str, Any], first: int, last: int, device: torch.device) -> Tensor:
+    def grid(self, parts: Parts) -> tuple[int, int, tuple[int, int, int]]:
+        """Rows and columns of a block, and the shape of scales by expert, row and column. Raises
+        ValueError for scales whose shape is that of none of the `blocks`, or of two."""
+        *experts, rows, columns = shape = values_shape(parts["values"])
+        blocks = self.blocks(parts["values"].get_dtype(), shape)
+        scales, found = _bare(parts["scales"].get_shape()), {}
+        for height, width in blocks:
+            down, across = -(-rows // height), -(-columns // width)
+            # One number may be of all experts; some have [experts, columns, 1] for columns.
+            alone = down == across == 1 and not scales
+            last = [*experts, columns] if experts and width == 1 else [*experts, down, across]
+            if alone or scales in (_bare([*experts, down, across]), _bare(last)):
+                found[1 if alone else math.prod(experts), down, across] = height, width
+        if len(found) != 1:
+            listed = " or ".join(f"{height} x {width}" for height, width in blocks)
+            raise ValueError(
+                f"its scales have the shape {parts['scales'].get_shape()}, which"
+                f" {'may' if found else 'does not'} divide {[*shape]} into"
+                f" blocks of {listed}"
+            )
+        ((grid, (height, width)),) = found.items()
+        return height, width, grid
+
+    def rows(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
         """See Form. The product is in float32, as the library's own."""
         values = numbers(parts["values"][first:last], device)
-        shape = self.shape(parts)
+        height, width, grid = self.grid(parts)
         scales = factors(parts["scales"][...], device)
         if "global" in parts:
             scales = scales * factors(parts["global"][...], device)
-        height, width, grid = _grid(shape, tuple(scales.shape), self.block)
         scales = scales.reshape(grid)
-        if len(shape) > 2:  # of many experts: the first axis counts these
+        if values.dim() > 2:  # of many experts: the first axis counts these
             for k, expert in enumerate(range(first, last)):
                 _scale(values[k], scales[expert if len(scales) > 1 else 0], 0, height, width)
         else:
@@ -68,20 +113,31 @@ class ModelOpt(Fp8):
     blocks of 16 first."""
 
     ends: ClassVar[Ends] = {"values": ("",), "scales": ("_scale",), "global": ("_scale_2",)}
+    known: ClassVar[Mapping[str, Sequence[object]]] = {
+        "modules_to_not_convert|ignore|exclude_modules": (),
+        "quant_algo": ("fp8", "fp8_per_channel_per_token", "nvfp4"),
+        "group_size": (None, 16),
+    }
 
     def __init__(self, settings: dict[str, Any], source: str) -> None:
         super().__init__(settings, source)
-        known = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4")
-        if settings.get("quant_algo") not in known:
-            raise self.refused("quant_algo", ", ".join(known))
+        self.algorithm = self.settings["quant_algo"].lower()
+        self.types = {"values": ("F8_E4M3",), "scales": FLOATS, "global": FLOATS}
+        if self.algorithm == "nvfp4":
+            self.types |= {"values": ("U8",), "scales": ("F8_E4M3",)}
+        left = self.settings["modules_to_not_convert"] or []
+        self.settings["modules_to_not_convert"] = [fnmatch.translate(str(p)) for p in left]
 
-    def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+    def blocks(self, stored: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """See Fp8."""
+        return [{"fp8": shape[-2:], "nvfp4": (1, 16)}.get(self.algorithm, (1, shape[-1]))]
+
+    def layout(self, parts: Parts) -> Layout:
         """See Form."""
-        if "global" in parts and math.prod(size := parts["global"].get_shape()) != 1:
-            raise ValueError(f"the scale of its scales has the shape {size}")
-        if "global" not in parts and parts["values"].get_dtype() in _PACKED:
-            raise ValueError("its scales have no scale (weight_scale_2)")
-        return super().shape(parts)
+        sizes = [parts["global"].get_shape()] if "global" in parts else []
+        if len(sizes) != (self.algorithm == "nvfp4") or any(map(_bare, sizes)):
+            raise ValueError(f"scales of its scales have the shapes {sizes} in {self.algorithm}")
+        return super().layout(parts)
 
 
 def values_shape(values: Any) -> tuple[int, ...]:
@@ -122,28 +178,12 @@ def factors(scales: Tensor, device: torch.device) -> Tensor:
     return scales.to(torch.float32)
 
 
-def _grid(
-    shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None
-) -> tuple[int, int, tuple[int, int, int]]:
-    """Rows and columns of a block, and the shape of the scales by expert, row and column. Raises
-    ValueError for scales that do not belong to these values."""
-    rows, columns = shape[-2:]
-    experts = math.prod(shape[:-2])
-    count = math.prod(scales)
-    if count in (1, experts):
-        return rows, columns, (count, 1, 1)
-    if count == experts * rows:
-        return 1, columns, (experts, rows, 1)
-    down, across = scales[-2:] if len(scales) > 1 else (0, 0)
-    if count == experts * down * across and down and across:
-        if block is not None and (-(-rows // block[0]), -(-columns // block[1])) == (down, across):
-            return *block, (experts, down, across)
-        if rows % down == 0 and columns % across == 0:
-            return rows // down, columns // across, (experts, down, across)
-    raise ValueError(
-        f"its scales have the shape {[*scales]}, which does not divide {[*shape]}"
-        + (f" into blocks of {block[0]} x {block[1]}" if block else "")
-    )
+def _bare(shape: Sequence[int]) -> list[int]:
+    """A shape without the ones that end it."""
+    kept = [*shape]
+    while kept and kept[-1] == 1:
+        kept.pop()
+    return kept
 
 
 def _scale(values: Tensor, scales: Tensor, first: int, height: int, width: int) -> None:

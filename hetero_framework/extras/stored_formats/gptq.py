@@ -9,19 +9,29 @@ scale x (number - zero), in the type of the scales. The format "gptq" stores eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hetero_framework.extras.stored_formats.form import Ends, Form, unpacked
+from hetero_framework.extras.stored_formats.form import (
+    FLOATS,
+    INDICES,
+    Ends,
+    Form,
+    Layout,
+    Parts,
+    unpacked,
+)
 
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
+_DEFAULT = 128  # inputs of a group, where nothing states them
 
 
 class Gptq(Form):
-    """`quant_method` gptq."""
+    """`quant_method` gptq. `dynamic` gives modules settings of their own, or leaves them out."""
 
     ends: ClassVar[Ends] = {
         "values": ("qweight",),
@@ -30,53 +40,94 @@ class Gptq(Form):
         "order": ("g_idx",),
     }
     target = "weight"
+    needed = ("values", "scales", "zeros")
+    types: Mapping[str, Sequence[str]] = {
+        "values": ("I32",),
+        "scales": FLOATS,
+        "zeros": ("I32",),
+        "order": INDICES,
+    }
+    signed = True
+    known: ClassVar[Mapping[str, Sequence[object]]] = {
+        "bits|w_bit|wbits": (2, 3, 4, 8),
+        "group_size|q_group_size": (),
+        "checkpoint_format|format": (None, *_FORMATS),
+        "quant_method|method": (),
+        "pack_dtype": (None, "int32"),
+        "data_type": (None, "int"),
+        "dynamic": (),
+    }
     step = 32
 
-    def __init__(self, settings: dict[str, Any], source: str) -> None:
-        super().__init__(settings, source)
-        if settings.get("checkpoint_format", "gptq") not in _FORMATS:
-            raise self.refused("checkpoint_format", " and ".join(_FORMATS))
-        if settings.get("bits") not in (2, 3, 4, 8):
-            raise self.refused("bits", "2, 3, 4 and 8")
-        self.bits = int(settings["bits"])
-        self.less = _FORMATS[settings.get("checkpoint_format") or "gptq"]
-
-    def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+    def layout(self, parts: Parts) -> Layout:
         """See Form."""
-        words, out = parts["values"].get_shape()
-        inputs = words * 32 // self.bits
-        groups = parts["scales"].get_shape()
-        if "zeros" not in parts:
-            raise ValueError("it has no zeros (qzeros)")
-        zeros = parts["zeros"].get_shape()
-        if groups[1:] != [out] or zeros != [groups[0], out * self.bits // 32]:
-            raise ValueError(
-                f"its shape is {[words, out]}, that of its scales {groups}, of its zeros {zeros},"
-                f" which do not belong together at {self.bits} bits"
-            )
-        order = parts["order"].get_shape() if "order" in parts else [inputs]
-        if order != [inputs] or ("order" not in parts and inputs % groups[0]):
-            raise ValueError(f"its {inputs} inputs do not divide into {groups[0]} groups")
+        bits, (words, out) = int(parts["how"]["bits"]), parts["values"].get_shape()
+        groups = math.prod(parts["scales"].get_shape()[:1])
+        if words * 32 % bits or out * bits % 32:
+            raise ValueError(f"its shape {[words, out]} is none of whole words at {bits} bits")
+        inputs, zeros = words * 32 // bits, [groups, out * bits // 32]
+        return (out, inputs), {"scales": [groups, out], "zeros": zeros, "order": [inputs]}
+
+    def contents(self, parts: Parts, shape: tuple[int, ...]) -> None:
+        """See Form."""
+        how, (out, inputs), groups = parts["how"], shape, parts["scales"].get_shape()[0]
+        size = _group(how, inputs, groups)
         if "order" in parts:
-            of = parts["order"][...]
-            if wrong := int(((of < 0) | (of >= groups[0])).sum()):
-                raise ValueError(f"{wrong} inputs (g_idx) are in none of its {groups[0]} groups")
-        return out, inputs
+            order = parts["order"][...].long()
+            if wrong := int(((order < 0) | (order >= groups)).sum()):
+                raise ValueError(f"{wrong} inputs (g_idx) are in none of its {groups} groups")
+            if (most := int(order.bincount().max())) > size:
+                raise ValueError(f"{most} inputs (g_idx) are in one group of {size}")
+            if how.get("desc_act") is False and bool((order != torch.arange(inputs) // size).any()):
+                raise ValueError("its groups (g_idx) are not in a row, and desc_act is false")
+        elif how.get("desc_act") and groups > 1:
+            raise ValueError("it has no order (g_idx), and desc_act is true")
+        middle = 1 << int(how["bits"]) - 1
+        if how.get("sym") and bool(
+            (self.zeros(parts, 0, out, torch.device("cpu")) != middle).any()
+        ):
+            raise ValueError(
+                f"its zeros (qzeros) are not all {middle}, as quantization_config says by sym or"
+                f" zero_point and the format {how['checkpoint_format']}"
+            )
 
-    def rows(self, parts: Mapping[str, Any], first: int, last: int, device: torch.device) -> Tensor:
+    def zeros(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
+        """The zeros of outputs, of which `first` is a multiple of `step`: [groups, outputs]."""
+        how = parts.get("how", self.settings)
+        bits, less = int(how["bits"]), _FORMATS[(how.get("checkpoint_format") or "gptq").lower()]
+        zeros = parts["zeros"][:, first * bits // 32 : -(-last * bits // 32)].to(device)
+        if bits != 3:  # taken from whole words: a zero of 0 borrowed from the one above it
+            zeros, less = zeros + less * sum(1 << k for k in range(0, 32, bits)), 0
+        made = unpacked(zeros.t(), bits).t()[:, : last - first].to(torch.int16) + less
+        return made & (1 << bits) - 1
+
+    def numbers(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
+        """Numbers without their zeros: [inputs, outputs]."""
+        bits = int(parts.get("how", self.settings)["bits"])
+        return unpacked(parts["values"][:, first:last].to(device), bits).to(torch.int16)
+
+    def rows(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
         """See Form."""
-        words = slice(first * self.bits // 32, -(-last * self.bits // 32))
-        values = unpacked(parts["values"][:, first:last].to(device), self.bits)
+        values = self.numbers(parts, first, last, device)
         scales = parts["scales"][:, first:last].to(device)
-        zeros, less = parts["zeros"][:, words].to(device), self.less
-        if self.bits != 3:  # taken from whole words: a zero of 0 borrowed from the one above it
-            zeros, less = zeros + less * sum(1 << k for k in range(0, 32, self.bits)), 0
-        zeros = unpacked(zeros.t(), self.bits).t()[:, : last - first].to(torch.int16) + less
-        zeros &= (1 << self.bits) - 1
-        inputs = len(values)
+        zeros = self.zeros(parts, first, last, device)
         if "order" in parts:
             order = parts["order"][...].to(device).long()
         else:
-            order = torch.arange(inputs, device=device) // (inputs // len(scales))
-        made: Tensor = (values.to(torch.int16) - zeros[order]).to(scales.dtype) * scales[order]
+            size = _group(parts.get("how", self.settings), len(values), len(scales))
+            order = torch.arange(len(values), device=device) // size
+        made: Tensor = (values - zeros[order]).to(scales.dtype) * scales[order]
         return made.t()
+
+
+def _group(how: Mapping[str, Any], inputs: int, groups: int) -> int:
+    """The inputs of a group, of which the last may have fewer. Raises ValueError where there are
+    not so many groups."""
+    if (size := how.get("group_size")) is None:
+        size = _DEFAULT if -(-inputs // _DEFAULT) == groups or inputs % groups else inputs // groups
+    if type(size) is not int or (size < 1 and size != -1):
+        raise ValueError(f"quantization_config has group_size {size!r}")
+    size = inputs if size == -1 else size
+    if -(-inputs // size) != groups:
+        raise ValueError(f"its {inputs} inputs do not divide into {groups} groups of {size}")
+    return size

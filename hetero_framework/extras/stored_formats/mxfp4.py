@@ -6,13 +6,13 @@ first; the model holds it by its input, [E, in, out].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hetero_framework.extras.stored_formats.form import Ends, Form
+from hetero_framework.extras.stored_formats.form import Ends, Form, Layout, Parts
 from hetero_framework.extras.stored_formats.fp8 import factors, numbers
 
 
@@ -21,16 +21,19 @@ class Mxfp4(Form):
 
     ends: ClassVar[Ends] = {"values": ("_blocks",), "scales": ("_scales",)}
     target = ""
+    types: Mapping[str, Sequence[str]] = {"values": ("U8",), "scales": ("U8",)}
+    axes = (4,)
 
-    def shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+    def layout(self, parts: Parts) -> Layout:
         """See Form."""
-        stored, scales = parts["values"].get_shape(), parts["scales"].get_shape()
-        if len(stored) != 4 or stored[:-1] != scales:
-            raise ValueError(f"its shape is {stored}, that of its scales {scales}")
-        experts, out, groups, size = stored
-        return experts, groups * size * 2, out
+        *sizes, each = parts["values"].get_shape()
+        scales = parts["scales"].get_shape()
+        if each != 16 or sizes != scales:
+            raise ValueError(f"its shape is {[*sizes, each]}, that of its scales {scales}")
+        experts, out, groups = sizes
+        return (experts, groups * 32, out), {}
 
-    def rows(self, parts: Mapping[str, Any], first: int, last: int, device: torch.device) -> Tensor:
+    def rows(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
         """See Form. Products by powers of two are exact."""
         made = numbers(parts["values"][first:last], device)
         made *= factors(parts["scales"][first:last], device)[..., None]
