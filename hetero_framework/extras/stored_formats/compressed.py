@@ -47,7 +47,7 @@ class CompressedTensors(Form):
         "order": ("weight_g_idx",),
         "sizes": ("weight_shape",),
     }
-    types: Mapping[str, Sequence[str]] = {"order": INDICES, "sizes": INDICES, "global": FLOATS}
+    types: Mapping[str, Sequence[str]] = {"sizes": INDICES, "global": FLOATS}
     known: ClassVar = {"sparsity_config": (), "transform_config": ()}
     target = "weight"
     unread = tuple(
@@ -162,6 +162,8 @@ class CompressedTensors(Form):
         """See Form."""
         args = parts["how"]["scheme"].weights
         if "order" in parts and int((order := parts["order"][...]).max()) >= 0:
+            if order.is_floating_point():
+                raise ValueError("its order (weight_g_idx) is stored in floating point")
             _, size = _block(args, shape)
             if int(order.min()) < 0 or int(order.max()) >= -(-shape[1] // size):
                 raise ValueError(

@@ -180,7 +180,9 @@ class Form(ABC):
             stored, sizes = parts[role].get_dtype(), parts[role].get_shape()
             if stored not in types.get(role, (stored,)):
                 what = (
-                    "it is stored as {}, and has scales" if role == "values" else "its {1} are {0}"
+                    "it is stored as {}, and has scales"
+                    if role == "values"
+                    else "its {1} are stored as {0}"
                 )
                 can = " or ".join(types[role])
                 raise ValueError(f"{what.format(stored, role)}; {can} can be read")
