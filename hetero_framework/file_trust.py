@@ -6,6 +6,7 @@ everybody, or when a link leads out of the directory that is checked.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_framework.errors import ConfigError
+from hetero_framework.log import not_through_links
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,32 @@ class Untrusted:
     mend: str
 
 
-def untrusted_reason(path: Path, *, by_group: bool = False) -> Untrusted | None:
+def read_own(path: Path, *, strictly: bool = False, most_bytes: int = 1 << 20) -> bytes:
+    """The content of a small file that only this user can have written; what was opened is checked
+    again. `strictly`, for what a process acts upon: a group of several users cannot have written it
+    either, nor may others put files beside it. Raises OSError; PermissionError says the problem and
+    its remedy."""
+
+    def check(place: Path, entry: os.stat_result | None = None) -> None:
+        if (wrong := untrusted_reason(place, by_group=strictly, entry=entry)) is not None:
+            text = f"{path.name} is not believed: {place} {wrong.problem}; {wrong.mend}"
+            raise PermissionError(errno.EPERM, text)
+
+    for place in (path.parent.resolve(), path) if strictly else (path,):
+        check(place)
+    with open(path, "rb", opener=not_through_links) as file:
+        check(path, os.fstat(file.fileno()))
+        if len(content := file.read(most_bytes + 1)) > most_bytes:
+            raise OSError(errno.EFBIG, f"{path} has more than {most_bytes} bytes")
+        return content
+
+
+def untrusted_reason(
+    path: Path, *, by_group: bool = False, entry: os.stat_result | None = None
+) -> Untrusted | None:
     """The problem with a file or a directory; None if there is none. `by_group`: also where a
-    group of several users may change it. Raises OSError."""
-    entry = path.lstat()
+    group of several users may change it. `entry`: of the file, where it is open. Raises OSError."""
+    entry = entry or path.lstat()
     if stat.S_ISLNK(entry.st_mode):
         return Untrusted("is a symbolic link", f"put what it points to in its place: {path}")
     if not stat.S_ISREG(entry.st_mode) and not stat.S_ISDIR(entry.st_mode):

@@ -41,11 +41,11 @@ def printable(text: str, kept: str = "\n\t") -> str:
     )
 
 
-def one_line(text: str, most: int = MAX_LINE_BYTES) -> str:
-    """`text` as one printable line of at most `most` bytes of UTF-8."""
+def one_line(text: str, most: int = MAX_LINE_BYTES, kept: str = "") -> str:
+    """`text` as one printable line of at most `most` bytes of UTF-8; several with "\\n" `kept`."""
     if text.isascii() and text.isprintable() and len(text) <= most:
         return text
-    shown = printable(text[: most + 1], kept="").encode()
+    shown = printable(text[: most + 1], kept).encode()
     if len(shown) <= most:
         return shown.decode()
     return shown[: most - len(_CUT)].decode("utf-8", "ignore") + _CUT
@@ -171,7 +171,7 @@ class Events(logging.Handler):
         line = {"time": when.isoformat(timespec="milliseconds"), "process": self._process}
         line |= {name: _plain(value) for name, value in fields.items()}
         if text := record.getMessage():
-            line["text"] = one_line(text)
+            line["text"] = one_line(text, kept="\n")
         if self._waiting is None:
             self._append(json.dumps(line))
         else:
@@ -187,7 +187,11 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value[:_MAX_LISTED]]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int)) else one_line(str(value))
+    return (
+        value
+        if value is None or isinstance(value, (bool, int))
+        else one_line(str(value), kept="\n")
+    )
 
 
 def append_line(path: Path, line: str) -> bool:
@@ -200,8 +204,9 @@ def append_line(path: Path, line: str) -> bool:
 
 
 def not_through_links(path: str, flags: int) -> int:
-    """The `opener` of `open` for what a run writes into: a link is an OSError (not on Windows)."""
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    """The `opener` of `open` for files of a run: a link is an OSError, and a pipe is not waited for
+    (not on Windows)."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
 def _ends_within_a_line(path: Path) -> bool:

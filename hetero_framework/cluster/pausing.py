@@ -23,6 +23,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.cache import cache_directory
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import UserError
+from hetero_framework.file_trust import read_own
 
 
 class PauseState(Enum):
@@ -97,7 +98,7 @@ class PauseFile:
     def worker(self) -> PausableWorker | None:
         """The state that the supervisor wrote last; None where the file is absent or damaged."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return PausableWorker(**json.loads(self._state.read_bytes()))
+            return PausableWorker(**json.loads(read_own(self._state)))
         return None
 
     def is_held(self) -> bool:

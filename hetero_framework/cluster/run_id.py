@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hetero_framework.core.files import write_file
-from hetero_framework.file_trust import untrusted_reason
+from hetero_framework.file_trust import read_own
 
 RUN_FILE = ".run"
 
@@ -22,9 +22,7 @@ def run_id_of(output_dir: Path) -> str:
     file = output_dir / RUN_FILE
     here = f"{platform.node()}:{output_dir.resolve()}"  # a copy of the directory is another run
     with suppress(OSError, ValueError):
-        run_id, place = "", ""
-        if untrusted_reason(file) is None:
-            run_id, place = file.read_text(encoding="utf-8").split("\n", 1)
+        run_id, place = read_own(file).decode().split("\n", 1)
         if place == here and re.fullmatch("[0-9a-f]{16}", run_id):
             return run_id
     run_id = secrets.token_hex(8)

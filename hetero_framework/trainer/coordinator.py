@@ -214,6 +214,7 @@ def train(
                         lambda: stop.requested is not None,
                         [*callbacks, *control.imported_callbacks()],
                         stop.ask,
+                        directories.at_end,
                     )
                     observers.watch(extra_observers(watched, objects))
                     plans = Plans(prepared, facts)

@@ -177,13 +177,14 @@ class Observer:
 class Watched:
     """The run that an observer is made for, which begins as `placed`. `should_stop`: whether it is
     not to wait any more; `callbacks`: those that `train` was given; `stop` requests a stop by the
-    one that it names."""
+    one that it names; `at_end` has something done after the run's last event."""
 
     placed: Placement
     store: CheckpointStore
     should_stop: Callable[[], bool]
     callbacks: Sequence[Any] = ()
     stop: Callable[[str], None] = lambda by: None
+    at_end: Callable[[Callable[[], object]], None] = lambda do: None
 
 
 def extra_observers(run: Watched, objects: Collection[str]) -> Iterator[Observer]:

@@ -17,10 +17,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from filelock import FileLock, Timeout
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -128,6 +129,10 @@ class RunDirectories:
     def is_unfinished(self) -> bool:
         """Whether a run of this `output_dir` has begun and not finished."""
         return (self._output / UNFINISHED_FILE).exists()
+
+    def at_end(self, do: Callable[[], object]) -> None:
+        """Do something after the run's last event, while its directories are still locked."""
+        self._locks.callback(do)
 
     def mark_unfinished(self) -> None:
         """From now on the same command continues this run."""
@@ -289,9 +294,10 @@ def _locked(setting: str, directory: Path) -> Iterator[None]:
             f"{setting}: cannot lock {directory}: {error.strerror}", hint=_HINTS[setting]
         ) from error
     try:
-        text = json.dumps({"process": os.getpid(), "host": platform.node()})
+        started = psutil.Process().create_time()  # its number is another's one day
+        about = {"process": os.getpid(), "started": started, "host": platform.node()}
         with contextlib.suppress(OSError):  # the lock holds without it
-            write_file(holder, text.encode())
+            write_file(holder, json.dumps(about).encode())
         yield
     finally:
         with contextlib.suppress(OSError):

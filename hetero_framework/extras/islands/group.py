@@ -193,6 +193,7 @@ class Group:
         the others, GroupFinished where they are done, PeerAwayError where too few came, and what
         `check` raises."""
         self._waiting_since = began = time.monotonic()
+        _log.info("", extra=event("waiting for islands"))
         seen: View | None = None
         try:
             while True:

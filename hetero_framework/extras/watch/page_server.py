@@ -4,6 +4,9 @@ The token is in the address's fragment, which browsers send to nobody; the page 
 header, as other sites cannot. A name that was pointed at the loopback does not get in (Host), nor
 another site (Origin). A connection serves one request; the oldest one without the token gives way
 to others, and a viewer that does not read is given up. The run waits for none of them.
+
+The news of all runs come in one stream, since browsers open no more than six connections: lines of
+a run's number and JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from hetero_framework.log import EVENTS_FILE
+from hetero_framework.log import EVENTS_FILE, not_through_links
 
 ACTIONS = ("pause", "resume", "checkpoint", "stop")
 LOOPBACK = "127.0.0.1"
@@ -31,6 +34,7 @@ _MOST = 16  # viewers, and as many other connections
 _FILES = {"/": ("html", "html"), "/page.js": ("js", "javascript"), "/page.css": ("css", "css")}
 _RECORDS = ("metrics.jsonl", EVENTS_FILE, "samples.jsonl")
 _TICK_S, _MOST_BYTES, _SPREAD = 0.25, 1 << 18, 1000  # between news; read at the end; lines before
+_AGAIN_S = 2.0
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
     " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
@@ -43,7 +47,8 @@ _HEADERS = {
 
 class WatchedRun(Protocol):
     """A run that a page shows. `news` are lines of JSON, or nothing, a few times a second, and the
-    last ones after `closing`; `act` does one of ACTIONS, or returns the reason why it cannot."""
+    last ones after `closing`; where they end before, they are asked for again. `act` does one of
+    ACTIONS, or returns the reason why it cannot."""
 
     name: str
 
@@ -115,7 +120,6 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         runs = self.server.runs
-        number = re.fullmatch(r"/news/(\d{1,3})", self.path)
         if (refusal := self._refusal()) is not None:
             self._say(refusal)
         elif self.path in _FILES:
@@ -124,18 +128,41 @@ class _Request(BaseHTTPRequestHandler):
             self._say(HTTPStatus.OK, body, f"text/{kind}; charset=utf-8")
         elif self.path == "/runs":
             self._say(HTTPStatus.OK, json.dumps([run.name for run in runs]).encode())
-        elif number is None or int(number[1]) >= len(runs):
+        elif self.path != "/news":
             self._say(HTTPStatus.NOT_FOUND)
         elif not self.server.admits(self.connection):
             self._say(HTTPStatus.SERVICE_UNAVAILABLE, b"too many pages are open")
         else:
             self.send_response(HTTPStatus.OK)
             self.end_headers()
-            told_at = time.monotonic()
-            for lines in runs[int(number[1])].news(self.server.closing):
-                if lines or time.monotonic() - told_at > _SILENCE_S / 2:
-                    self.wfile.write(lines or b"\n")  # an empty line, to one that may be gone
-                    told_at = time.monotonic()
+            turn = threading.Lock()
+            about = [(turn, number, run) for number, run in enumerate(runs)]
+            tellers = [threading.Thread(target=self._tell, args=a, daemon=True) for a in about]
+            for teller in tellers:
+                teller.start()
+            for teller in tellers:
+                teller.join()
+
+    def _tell(self, turn: threading.Lock, number: int, run: WatchedRun) -> None:
+        """Send the news of a run, and when they end before the page does, all of them again."""
+        closing, head, anew = self.server.closing, b"%d " % number, b""
+        told_at = time.monotonic()
+        try:
+            while True:
+                for lines in run.news(closing):
+                    if lines := lines.rstrip(b"\n"):
+                        lines = head + (anew + lines).replace(b"\n", b"\n" + head)
+                        anew = b""
+                    if lines or time.monotonic() - told_at > _SILENCE_S / 2:
+                        with turn:
+                            self.wfile.write(lines + b"\n")  # or an empty line: it may be gone
+                        told_at = time.monotonic()
+                if closing.wait(_AGAIN_S):
+                    return
+                anew = b'{"anew": true}\n'
+        except OSError:  # the viewer is gone, and the threads of the other runs are to notice it
+            with suppress(OSError):
+                self.connection.shutdown(2)
 
     def do_POST(self) -> None:
         runs, place = self.server.runs, re.fullmatch(r"/do/(\d{1,3})/([a-z]+)", self.path)
@@ -198,7 +225,7 @@ def _written(folder: Path, places: dict[str, tuple[int, int]]) -> Iterator[bytes
     it was read. After one was replaced, as by a run that goes back to a step, all of them."""
     for name in _RECORDS:
         try:
-            with (folder / name).open("rb") as file:
+            with open(folder / name, "rb", opener=not_through_links) as file:
                 entry = os.fstat(file.fileno())
                 inode, place = places.get(name, (entry.st_ino, 0))
                 if inode != entry.st_ino or entry.st_size < place:

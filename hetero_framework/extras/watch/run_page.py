@@ -26,7 +26,7 @@ class RunPage(Observer):
         config = run.placed.prepared.config
         self._run, self._folder = run, config.output_dir
         self.name: str = config.setting("island.name") or self._folder.name
-        self._shown: dict[str, Any] = {"steers": True, "state": "running"}
+        self._shown: dict[str, Any] = {"steers": True, "state": "running", "noted": 0}
         self._serving, self._changed, self._step = ExitStack(), threading.Condition(), 0
         self._pauses = self._waits = self._saves = self._is_saving = self._stops = False
         self._spans: dict[int, list[Any]] = {}
@@ -35,6 +35,8 @@ class RunPage(Observer):
         self._step = state.step
         self._shown |= {"total": run.total_steps, "unit": run.unit}
         self.replanned(run.placed)
+        self._run.at_end(self._serving.close)  # so that the last event is shown
+        self._serving.enter_context(suppress(OSError))
         server, file = self._serving.enter_context(PageServer([self])), self._folder / "page.json"
         self._serving.callback(file.unlink, missing_ok=True)
         with suppress(OSError):  # a full disk; the command says that there is no page
@@ -66,7 +68,9 @@ class RunPage(Observer):
     def between(self, state: TrainState, due: Due) -> None:
         with self._changed:
             if self._is_saving:
-                self._shown["note"] = "no checkpoint was written; the log says why"
+                self._note(
+                    "No checkpoint is written here: the log says why, or another island saves."
+                )
             self._is_saving, self._saves, self._waits = self._saves, False, self._pauses
             due.save |= self._is_saving
             self._show()
@@ -76,7 +80,8 @@ class RunPage(Observer):
 
     def saved(self, state: TrainState, due: Due) -> None:
         self._is_saving = False
-        self._shown["note"] = f"The checkpoint of step {state.step} is written."
+        self._show()
+        self._note(f"The checkpoint of step {state.step} is written.")
 
     def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
         self._step = state.step
@@ -98,9 +103,13 @@ class RunPage(Observer):
 
     def close(self, failed: bool) -> None:
         ends = "failed" if failed else "finished"
-        self._shown["state"] = "stopped" if failed and self._run.should_stop() else ends
-        with suppress(OSError):
-            self._serving.close()
+        with self._changed:
+            self._stops = True
+            self._shown["state"] = "stopped" if failed and self._run.should_stop() else ends
+
+    def _note(self, text: str) -> None:
+        """Tell a note once; the same text may come again."""
+        self._shown |= {"note": text, "noted": self._shown["noted"] + 1}
 
     def _show(self) -> None:
         held = ("paused" if self._waits else "pausing") if self._pauses else "running"

@@ -39,15 +39,20 @@ class Client:
         return status, body.decode()
 
     def news(self, run: int = 0) -> Iterator[dict[str, Any]]:
-        """As they come; until the page ends them."""
+        """Of one run, as they come; until the page ends them."""
+        return (news for number, news in self.told() if number == run)
+
+    def told(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The runs' numbers and their news."""
         with contextlib.closing(http.client.HTTPConnection(self.host, timeout=WAIT_S)) as server:
             headers = {"Authorization": f"Bearer {self.token}"}
-            server.request("GET", f"/news/{run}", headers=headers)
+            server.request("GET", "/news", headers=headers)
             answer = server.getresponse()
             assert answer.status == 200
             while line := answer.readline():
-                if line.strip():
-                    yield json.loads(line)
+                number, _, news = line.partition(b" ")
+                if news:
+                    yield int(number), json.loads(news)
 
     def until(self, fits: Callable[[dict[str, Any]], bool], run: int = 0) -> dict[str, Any]:
         """The first news that fit."""

@@ -185,17 +185,80 @@ def test_each_button_does_what_it_says(browser, pressing, pool, llama, texts, tm
     assert browser.value("document.title") == "run – hetero"
 
 
-def test_several_islands_share_a_page(browser: Browser, tmp_path: Path) -> None:
-    told = [Told(), Told()]
-    told[0].name, told[1].name = "attic", "garage"
+def test_many_islands_share_a_page_and_each_is_steered(browser: Browser) -> None:
+    told = [Told() for _ in range(8)]
+    for number, run in enumerate(told):
+        run.name, run.lines = f"island {number}", [b'{"state": "running", "steers": true}\n']
     with PageServer(told) as server:
         browser.open(server.address)
-        browser.await_text("running", "article:nth-of-type(2) .pill")
-        told[1].lines = []
-        assert browser.value("[...document.querySelectorAll('h1')].map(h => h.innerText)") == [
-            "attic",
-            "garage",
-        ]
+        for number, run in reversed([*enumerate(told)]):
+            browser.await_text("running", f"article:nth-of-type({number + 1}) .pill")
+            browser.click(f"article:nth-of-type({number + 1}) [data-do=checkpoint]")
+            wait_until(lambda run=run: run.done == ["checkpoint"])
+        heads = browser.value("[...document.querySelectorAll('h1')].map(h => h.innerText)")
+        assert heads == [run.name for run in told]
+        browser.errors.clear()
+
+
+LOST = {"what": "worker lost", "worker": HOSTILE}
+STATES: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "a worker is away": ([LOST], "waiting"),
+    "it hangs": ([{**LOST, "what": "worker hangs"}], "waiting"),
+    "it is back": ([LOST, {**LOST, "what": "worker back"}], "running"),
+    "another is back": ([LOST, {**LOST, "what": "worker back", "worker": 7}], "waiting"),
+    "it is done without": ([LOST, {"what": "plan changed"}], "running"),
+    "it began again": ([LOST, {"what": "run resumed"}], "running"),
+    "an island is lost": ([{"what": "island lost", "island": "attic"}], "waiting"),
+    "islands are awaited": ([{"what": "waiting for islands"}], "waiting"),
+    "islands are there": ([{"what": "waiting for islands"}, {"what": "islands"}], "running"),
+}
+
+
+@pytest.mark.parametrize("happened", STATES)
+def test_a_run_that_waits_is_not_said_to_run(browser, run, happened: str) -> None:
+    (run / "events.jsonl").unlink()
+    events, state = STATES[happened]
+    lines(run / "events.jsonl", *({"time": "2026-01-02", "step": 4, **one} for one in events))
+    with PageServer([RunBeside(str(run))]) as server:
+        browser.open(server.address)
+        browser.await_text(state, ".pill")
+        assert ("Waiting for" in browser.text(".note")) is (state == "waiting")
+        lines(run / "metrics.jsonl", {"step": 98, "loss": 1.0}, {"step": 99, "loss": 1.0})
+        browser.await_text("99", ".figures")
+        browser.await_text("running", ".pill")
+
+
+def test_lines_and_long_words_of_a_reason_are_shown_as_they_are(browser, run) -> None:
+    reason = "it ended:\n    C:\\new\\n a/b/c " + "long" * 60
+    lines(run / "events.jsonl", {**LOST, "time": "2026-01-02", "reason": reason, "step": 4})
+    with PageServer([RunBeside(str(run))]) as server:
+        browser.look(390)
+        browser.open(server.address)
+        browser.await_text("away", ".machine .away")
+        row = "document.querySelector('.machine:last-of-type > div:last-of-type')"
+        assert browser.value(f"{row}.innerText") == f"why\n{reason}"
+        assert browser.value(f"{row}.firstChild.getClientRects().length") == 1
+        assert browser.value(f"{row}.firstChild.getBoundingClientRect().height") < 30  # one line
+        assert browser.value("document.documentElement.scrollWidth <= innerWidth")
+        browser.errors.clear()
+
+
+def test_a_note_ends_and_comes_a_second_time(browser) -> None:
+    told = Told()
+    told.lines = [b'{"state": "running", "steers": true, "note": "old", "noted": 3}\n']
+    fast = "const real = setTimeout; window.setTimeout = (does, ms) => real(does, ms / 20)"
+    script = browser.ask("Page.addScriptToEvaluateOnNewDocument", source=fast)
+    with PageServer([told]) as server:
+        browser.open(server.address)
+        browser.await_text("running", ".pill")
+        assert browser.text(".note") == ""
+        for number in (4, 5):
+            told.line = b'{"note": "done", "noted": %d}\n' % number
+            browser.await_text("done", ".note")
+            wait_until(lambda: browser.text(".note") == "")
+        browser.click("[data-do=pause]")
+        wait_until(lambda: told.done == ["pause"])
+        browser.ask("Page.removeScriptToEvaluateOnNewDocument", **script)
         browser.errors.clear()
 
 

@@ -96,7 +96,7 @@ def test_it_listens_on_the_loopback_alone(client: Client) -> None:
     ],
 )
 def test_a_strange_request_does_nothing(client: Client, told: Told, headers, status) -> None:
-    for method, path in (("POST", "/do/0/stop"), ("GET", "/news/0"), ("GET", "/runs")):
+    for method, path in (("POST", "/do/0/stop"), ("GET", "/news"), ("GET", "/runs")):
         found, sent, body = client.ask(path, method, **headers)
         assert (found, body) == (status, b"")
         assert "frame-ancestors 'none'" in sent["Content-Security-Policy"]
@@ -110,14 +110,14 @@ def test_the_token_in_the_address_is_none(client: Client) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/do/1/stop", "/do/0/exec", "/do/0/stop/", "/do/-1/stop", "/news/0", "/../page.json", "/x"],
+    ["/do/1/stop", "/do/0/exec", "/do/0/stop/", "/do/-1/stop", "/news", "/../page.json", "/x"],
 )
 def test_only_known_actions_are_done(client: Client, told: Told, path: str) -> None:
     assert client.ask(path, "POST")[0] == 404
     assert told.done == []
 
 
-@pytest.mark.parametrize("path", ["/news/1", "/news/", "/news/x", "/page.py", "/%2e%2e/page.json"])
+@pytest.mark.parametrize("path", ["/news/0", "/news/", "/news/x", "/page.py", "/%2e%2e/page.json"])
 def test_only_known_places_are_read(client: Client, path: str) -> None:
     assert client.ask(path)[0] == 404
 
@@ -158,13 +158,43 @@ def test_viewers_get_the_last_news(told: Told) -> None:
     assert list(news) == [{"state": "finished"}]
 
 
+def test_one_connection_has_the_news_of_all_runs() -> None:
+    """A browser opens no more than six."""
+    runs = [Told() for _ in range(9)]
+    for number, run in enumerate(runs):
+        run.lines = [b'{"total": %d}\n{"state": "running"}\n' % number]
+    with PageServer(runs) as server:
+        client = Client(server.address)
+        tabs = [client.told(), client.told()]
+        for tab in tabs:
+            found = [next(tab) for _ in range(18)]
+            for number in range(9):
+                own = [news for run, news in found if run == number]
+                assert own == [{"total": number}, {"state": "running"}]
+        assert client.act("pause", 8) == (200, "")
+        assert [run.done for run in runs] == [[]] * 8 + [["pause"]]
+        assert [run.views for run in runs] == [2] * 9
+    ends = [list(tab) for tab in tabs]
+    assert all(sorted(end) == [(n, {"state": "finished"}) for n in range(9)] for end in ends)
+
+
+def test_news_that_end_are_told_again_and_stop_no_others(monkeypatch) -> None:
+    monkeypatch.setattr(page_server, "_AGAIN_S", 0.01)
+    runs = [Told(), Told()]
+    runs[0].news = lambda closing: iter([b'{"state": "x"}\n', b""])  # type: ignore[method-assign]
+    with PageServer(runs) as server:
+        news = Client(server.address).news(0)
+        assert [next(news) for _ in range(3)] == [{"state": "x"}, {"anew": True}, {"state": "x"}]
+        assert runs[1].views == 1
+
+
 def test_one_that_does_not_read_is_given_up(client: Client, told: Told, monkeypatch) -> None:
     monkeypatch.setattr(page_server._Request, "timeout", 0.2)
-    told.line = b" " * 65536 + b"\n"
+    told.line = b"x" * 65536 + b"\n"
     name, _, port = client.host.partition(":")
     with closing(socket.create_connection((name, int(port)))) as connection:
         token = f"Authorization: Bearer {client.token}\r\n"
-        connection.sendall(f"GET /news/0 HTTP/1.1\r\nHost: {client.host}\r\n{token}\r\n".encode())
+        connection.sendall(f"GET /news HTTP/1.1\r\nHost: {client.host}\r\n{token}\r\n".encode())
         wait_until(lambda: told.views == 1)
         wait_until(lambda: told.views == 0)
 
@@ -174,7 +204,7 @@ def test_the_number_of_viewers_is_limited(client: Client, told: Told, monkeypatc
     viewers = [client.news() for _ in range(2)]
     for viewer in viewers:
         next(viewer)
-    assert client.ask("/news/0")[::2] == (503, b"too many pages are open")
+    assert client.ask("/news")[::2] == (503, b"too many pages are open")
     viewers[0].close()
     told.line = b"\n"  # so that it is noticed
     wait_until(lambda: told.views == 1)

@@ -63,6 +63,8 @@ def test_pause_checkpoint_and_resume_change_no_bit(config, plain, tmp_path) -> N
         assert page.act("checkpoint") == (200, "")
         page.until(lambda news: news.get("note") == "The checkpoint of step 3 is written.")
         page.state("paused")
+        assert page.act("checkpoint") == (200, "")
+        page.until(lambda news: news.get("noted") == 2)
         assert checkpoints(output) == ["step_3"]
         assert last_step(output) == 3
         assert page.act("resume") == (200, "")
@@ -93,9 +95,15 @@ def test_stop_saves_and_the_run_goes_on_with_the_same_bits(
             page.state("paused")
         assert page.act("stop") == (200, "")
         assert page.act("resume") == (409, "the run stops already")
+        run.goes_on.set()
+        told.extend(page.news())
 
+    told: list[dict[str, Any]] = []
     with pytest.raises(StoppedEarly, match="stopped by the page after step 3"):
         steered(config("steered"), steer)
+    assert {"state": "stopped"} in told
+    assert told[-1]["line"]["what"] == "run stopped"
+    assert not (tmp_path / "steered" / "page.json").exists()
     assert checkpoints(tmp_path / "steered") == ["step_3"]
     train(Config.from_dict(config("steered", page=False)))
     assert read_metrics(tmp_path / "steered") == read_metrics(plain)

@@ -9,10 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hetero_framework.cli import main
@@ -21,10 +23,13 @@ from hetero_framework.extras.watch.commands.watch import RunBeside
 from hetero_framework.extras.watch.page_server import PageServer
 from tests.extras.watch.pages import Client
 from tests.extras.watch.test_page_server import Told
+from tests.planting import STRANGER, plant
 from tests.samples import free_ports, plan_of
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_here")
+posix = pytest.mark.skipif(os.name == "nt", reason="Windows has neither modes nor such a signal")
+NO_PAGE = "the run has no page of its own (training.page)"
 
 
 @pytest.fixture
@@ -52,17 +57,6 @@ def test_the_address_of_a_runs_page_is_printed(run, page, capsys) -> None:
     assert capsys.readouterr().out == f"the run's page: {page[1]}\n"
 
 
-@pytest.mark.parametrize("planted", ["another's", "a link"])
-def test_a_planted_address_is_not_believed(run, page, planted, tmp_path) -> None:
-    file = run / "page.json"
-    if planted == "a link":
-        file.rename(tmp_path / "elsewhere.json")
-        file.symlink_to(tmp_path / "elsewhere.json")
-    else:
-        file.chmod(0o666)
-    assert RunBeside(str(run)).address is None
-
-
 @pytest.mark.parametrize("holder", ["ended", "younger", "elsewhere", "absent", "damaged"])
 def test_the_page_of_a_run_that_is_gone_is_none(run, page, holder) -> None:
     file = run / ".lock.json"
@@ -80,7 +74,7 @@ def test_the_page_of_a_run_that_is_gone_is_none(run, page, holder) -> None:
         file.write_text("[")
     beside = RunBeside(str(run))
     assert beside.address is None
-    assert beside.act("stop") == "the run has no page of its own (training.page)"
+    assert beside.act("stop") == NO_PAGE
 
 
 def test_one_page_over_files_and_pages(run, page, tmp_path) -> None:
@@ -100,7 +94,7 @@ def test_one_page_over_files_and_pages(run, page, tmp_path) -> None:
             assert client.act("resume", number) == (409, "it is too late")
         assert told.done == ["pause", "resume"] * 2
         client.state("ended", 1)
-        assert client.act("pause", 1) == (409, "the run has no page of its own (training.page)")
+        assert client.act("pause", 1) == (409, NO_PAGE)
         told.line = b"\n"  # so that it is noticed that nobody looks
         wait_until(lambda: told.views == 0)
 
@@ -120,29 +114,174 @@ def test_its_page_is_followed_as_soon_as_it_has_one(run) -> None:
         news = client.news()
         assert next(news) == {"steers": False}
         (run / "page.json").write_text(json.dumps({"address": own.address}))
-        list(news)  # ends, and the browser asks again
-        assert next(client.news()) == {"state": "running"}
+        while next(news) != {"anew": True}:
+            pass
+        assert next(news) == {"state": "running"}
+        told.line = b'{"state": "paused"}\n'
+        while next(news) != {"state": "paused"}:
+            pass
 
 
 def test_a_page_that_does_not_answer(run) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    (run / "page.json").write_text(json.dumps({"address": f"http://127.0.0.1:{port}/#x"}))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        (run / "page.json").write_text(json.dumps({"address": f"http://127.0.0.1:{port}/#x"}))
+        threading.Thread(target=lambda: server.accept()[0].close()).start()
+        assert (RunBeside(str(run)).act("stop") or "").startswith("the run does not answer: ")
+
+
+@pytest.fixture
+def child(run: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process, which the lock names; SIGTERM ends it."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        lock_of(run, process=process.pid)
+        yield process
+        process.kill()
+
+
+def lock_of(run: Path, **fields: Any) -> None:
+    holder = {"process": os.getpid(), "host": platform.node(), **fields}
+    (run / ".lock.json").write_text(json.dumps(holder))
+
+
+@posix
+def test_stop_is_a_signal_where_there_is_no_page(run, child) -> None:
     beside = RunBeside(str(run))
-    assert (beside.act("stop") or "").startswith("the run does not answer: ")
+    assert beside.act("pause") == NO_PAGE
+    assert child.poll() is None
+    assert beside.act("stop") is None
+    assert child.wait(WAIT_S) == -signal.SIGTERM
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
-def test_stop_is_a_signal_where_there_is_no_page(run) -> None:
-    code = "import signal; signal.sigwait([signal.SIGTERM])"
-    with subprocess.Popen([sys.executable, "-c", code]) as child:
-        holder = {"process": child.pid, "host": platform.node()}
-        (run / ".lock.json").write_text(json.dumps(holder))
-        beside = RunBeside(str(run))
-        assert beside.act("pause") == "the run has no page of its own (training.page)"
-        assert child.poll() is None
-        assert beside.act("stop") is None
-    assert child.returncode in (0, -signal.SIGTERM)
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def huge(path: Path) -> None:
+    with path.open("a") as file:
+        file.truncate(1 << 32)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+PLANTED: dict[str, tuple[str | Callable[[Path], object], str]] = {
+    "another's": ("owner", f"belongs to user {STRANGER}"),
+    "everybody's": ("mode", "can be changed by everybody"),
+    "a group's": ("group", "can be changed by group"),
+    "a link": ("link", "is a symbolic link"),
+    "a second name": ("name", "has 2 names"),
+    "a pipe": (pipe, "is neither a file nor a directory"),
+    "huge": (huge, "more than"),
+    "a folder": (folder, "s a directory"),
+}
+
+
+def planted_as(name: str, path: Path) -> str:
+    """Plant it; the reason that is to be said."""
+    how, reason = PLANTED[name]
+    how(path) if callable(how) else plant(path, how, path.parent / "elsewhere")
+    return reason
+
+
+@posix
+@pytest.mark.parametrize("name", [".lock.json", "page.json"])
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_others_may_have_written_is_not_acted_upon(run, child, name, planted) -> None:
+    (run / "page.json").write_text('{"address": "http://127.0.0.1:9/#x"}')
+    reason = planted_as(planted, run / name)
+    beside = RunBeside(str(run))
+    assert beside.address is None
+    assert reason in (beside.act("stop") or "")
+    assert child.poll() is None
+    with PageServer([beside]) as server:
+        assert reason in Client(server.address).until(lambda news: news.get("why"))["why"]
+
+
+@posix
+@pytest.mark.parametrize("planted", ["another's", "everybody's", "a group's"])
+def test_a_folder_that_others_may_write_into_is_not_believed(run, child, planted) -> None:
+    reason = planted_as(planted, run)
+    assert reason in (RunBeside(str(run)).act("stop") or "")
+    assert child.poll() is None
+
+
+@posix
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"process": number}
+        for number in (0, 1, -1, True, None, "{pid}", 1.5, [1], 2**31, 2**63, 10**400)
+    ]
+    + [{"host": host} for host in ("elsewhere", "", None, ["{host}"])]
+    + [{"started": at} for at in (0, 1e9, "x", True, None, 10**400)],
+)
+def test_a_lock_that_names_no_such_process_stops_none(run, child, fields, monkeypatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(psutil.Process, "send_signal", lambda self, number: sent.append(self.pid))
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(pid) if number else None)
+    lock_of(run, **{"process": child.pid, **fields})
+    text = (run / ".lock.json").read_text()
+    (run / ".lock.json").write_text(text.replace("{pid}", str(child.pid)))
+    assert RunBeside(str(run)).act("stop") == NO_PAGE
+    assert sent == []
+
+
+@posix
+@pytest.mark.parametrize("text", ["", "null", "[" * 100_000, "\x00", '{"process": NaN}', "{}"])
+def test_a_lock_that_is_damaged_stops_none(run, child, text: str) -> None:
+    (run / ".lock.json").write_text(text)
+    assert RunBeside(str(run)).act("stop") == NO_PAGE
+    assert child.poll() is None
+
+
+@posix
+def test_a_number_that_another_process_got_is_not_believed(run, child) -> None:
+    began = psutil.Process(child.pid).create_time()
+    lock_of(run, process=child.pid, started=began - 60)
+    assert RunBeside(str(run)).act("stop") == NO_PAGE
+    lock_of(run, process=child.pid, started=began)
+    os.utime(run / ".lock.json", (began - 60, began - 60))
+    assert RunBeside(str(run)).act("stop") == NO_PAGE
+    lock_of(run, process=child.pid, started=began)
+    assert RunBeside(str(run)).act("stop") is None
+    assert child.wait(WAIT_S) == -signal.SIGTERM
+
+
+@posix
+@pytest.mark.parametrize("at", [None, "a free port", "another's", "no port", "a text"])
+def test_the_page_of_an_earlier_process_is_none(run, child, page, at) -> None:
+    """The run was killed, and goes on without a page; its address may be anybody's now."""
+    address = {
+        "a free port": "http://127.0.0.1:9/#x",
+        "another's": page[1],
+        "no port": "http://127.0.0.1:99999/#x",
+        "a text": "\x1b[2J",
+    }.get(at)
+    (run / "page.json").write_text(json.dumps({"address": address}))
+    beside = RunBeside(str(run))
+    assert beside.address is None
+    with PageServer([beside]) as server:
+        client = Client(server.address)
+        assert client.until(lambda news: news.get("of") == "metrics")["line"]["step"] == 1
+        client.state("running")
+    assert beside.act("pause") == NO_PAGE
+    assert beside.act("stop") is None
+    assert child.wait(WAIT_S) == -signal.SIGTERM
+    assert page[0].done == []
+
+
+@posix
+@pytest.mark.parametrize("planted", ["a link", "a pipe", "a folder"])
+def test_files_that_are_none_are_not_shown(run, planted) -> None:
+    (run / "metrics.jsonl").rename(run / "events.jsonl")
+    (run / "metrics.jsonl").touch()
+    planted_as(planted, run / "metrics.jsonl")
+    with PageServer([RunBeside(str(run))]) as server:
+        assert Client(server.address).until(lambda news: "of" in news)["of"] == "events"
 
 
 def raw(tmp_path: Path, name: str, **sections: Any) -> str:

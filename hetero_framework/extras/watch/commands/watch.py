@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import math
 import os
 import platform
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -19,8 +21,9 @@ import psutil
 
 from hetero_framework.commands.options import DEFAULT_CONFIG, SET, value
 from hetero_framework.config import load_config, with_saved_plan
+from hetero_framework.errors import in_words
 from hetero_framework.extras.watch.page_server import LOOPBACK, PageServer, news_of
-from hetero_framework.file_trust import untrusted_reason
+from hetero_framework.file_trust import read_own
 
 EXAMPLES = """
     hetero watch runs/default
@@ -30,8 +33,10 @@ _RUNS = "configuration or output_dir of a run on this machine, or the address of
 _RUNS += f" get one page (default: {DEFAULT_CONFIG})"
 OPTIONS = (value("runs", "RUN", _RUNS, nargs="*"), SET)
 _MOST_BYTES = 1 << 22
-_ADDRESS = re.compile(r"http://(?:127\.0\.0\.1|localhost):(\d{1,5})/#([\w-]+)")
-_BROKEN = (OSError, ValueError, KeyError, TypeError, psutil.Error, http.client.HTTPException)
+_ADDRESS = re.compile(r"http://(?:127\.0\.0\.1|localhost):(\d{1,5})/#([\w-]+)", re.ASCII)
+_DAMAGED = (ValueError, LookupError, TypeError, OverflowError, RecursionError, psutil.Error)
+_BROKEN = (*_DAMAGED, OSError, http.client.HTTPException)
+_LOOK_S = 1.0
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -64,48 +69,75 @@ class RunBeside:
     @property
     def address(self) -> str | None:
         """Of the run's own page, while it has one."""
-        file = self._folder / "page.json"
-        with suppress(*_BROKEN):
-            if self._given is None and self._process() and untrusted_reason(file) is None:
-                return str(json.loads(file.read_text(encoding="utf-8"))["address"])
-        return self._given
+        with suppress(OSError):
+            return self._page_of(self._process())
+        return None
 
     def news(self, closing: threading.Event) -> Iterator[bytes]:
         """Of the page, or of the files until there is a page."""
         if address := self.address:
-            with suppress(*_BROKEN), _asked(address, "GET", "/news/0") as answer:
+            with suppress(*_BROKEN), _asked(address, "GET", "/news") as answer:
                 while not closing.is_set() and (line := answer.readline(_MOST_BYTES)):
-                    yield line
+                    number, _, news = line.partition(b" ")
+                    yield news if number == b"0" else b""
             return
-        shown = dict(self._shown)
+        shown, look_at = dict(self._shown), 0.0
         for lines in news_of(self._folder, shown, closing):
-            shown["state"] = "running" if self._process() else "ended"
             yield lines
-            if self.address:
-                return
+            if time.monotonic() < look_at:
+                continue
+            look_at = time.monotonic() + _LOOK_S
+            shown |= {"state": "unknown", "why": ""}
+            try:
+                shown["state"] = "running" if (process := self._process()) else "ended"
+                if self._page_of(process):
+                    return
+            except OSError as error:
+                shown["why"] = in_words(error)
 
     def act(self, action: str) -> str | None:
         try:
-            if address := self.address:
+            process = self._process()
+            if address := self._page_of(process):
                 with _asked(address, "POST", f"/do/0/{action}") as answer:
                     why = answer.read(_MOST_BYTES).decode("utf-8", "replace")
                     return None if answer.status == 200 else why or "the run's page refuses"
-            if action != "stop" or (process := self._process()) is None or os.name == "nt":
+            if action != "stop" or process is None or process.pid == os.getpid() or os.name == "nt":
                 return "the run has no page of its own (training.page)"
             process.send_signal(signal.SIGTERM)
         except _BROKEN as error:
-            return f"the run does not answer: {error}"
+            return f"the run does not answer: {in_words(error)}"
         return None
 
     def _process(self) -> psutil.Process | None:
-        """The process that runs it on this machine, and not one that got a dead one's number."""
+        """The process that runs it on this machine, and not one that has its number since it ended,
+        or has it elsewhere. Raises OSError, where others may have written which one it is."""
         file = self._folder / ".lock.json"
-        with suppress(*_BROKEN):
-            holder = json.loads(file.read_text(encoding="utf-8"))
-            process = psutil.Process(int(holder["process"]))
-            is_it = process.create_time() <= file.stat().st_mtime + 1
-            return process if is_it and holder["host"] == platform.node() else None
+        with suppress(FileNotFoundError, *_DAMAGED):
+            holder = json.loads(read_own(file, strictly=True))
+            number, host = holder["process"], holder["host"]
+            if type(number) is int and host == platform.node():
+                process = psutil.Process(number)
+                began = process.create_time()
+                started = holder.get("started", began if number > 1 else math.nan)
+                if abs(began - started) < 2 and began <= file.stat().st_mtime + 1:
+                    return process
         return None
+
+    def _page_of(self, process: psutil.Process | None) -> str | None:
+        """The address of the page that this process serves. Raises OSError like `_process`."""
+        with suppress(FileNotFoundError, *_DAMAGED):
+            if self._given is None and process is not None:
+                kept = json.loads(read_own(self._folder / "page.json", strictly=True))
+                found = _ADDRESS.fullmatch(kept["address"])
+                for one in process.net_connections("tcp4") if found else ():
+                    if (
+                        found
+                        and one.status == psutil.CONN_LISTEN
+                        and one.laddr.port == int(found[1])
+                    ):
+                        return found[0]
+        return self._given
 
 
 @contextmanager
