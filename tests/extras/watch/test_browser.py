@@ -237,8 +237,7 @@ def test_lines_and_long_words_of_a_reason_are_shown_as_they_are(browser, run) ->
         browser.await_text("away", ".machine .away")
         row = "document.querySelector('.machine:last-of-type > div:last-of-type')"
         assert browser.value(f"{row}.innerText") == f"why\n{reason}"
-        assert browser.value(f"{row}.firstChild.getClientRects().length") == 1
-        assert browser.value(f"{row}.firstChild.getBoundingClientRect().height") < 30  # one line
+        assert browser.value(f"{row}.firstChild.getBoundingClientRect().width") > 18  # "why"
         assert browser.value("document.documentElement.scrollWidth <= innerWidth")
         browser.errors.clear()
 
