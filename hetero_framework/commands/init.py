@@ -289,6 +289,7 @@ def told_objectives(data: str | None) -> tuple[list[str], str]:
     from hetero_framework.data.kinds import objectives_of  # imports torch
     from hetero_framework.data.sources import find_sources, listed, read_file
 
+    _data_folder(data)
     with suppress(DataError):  # `hetero check` reports it
         for source in find_sources(data, Path.cwd()):
             if source.is_file:
@@ -473,7 +474,16 @@ def _data(text: str) -> str:
     is_file = _is_path(text) or registry.has("files", Path(text.lower().removesuffix(".gz")).suffix)
     if is_file and not Path(text).expanduser().exists() and not glob.glob(text, recursive=True):
         raise UserError(f"there is no file {text}; a dataset's name on the hub is like ORG/NAME")
+    _data_folder(text)
     return text
+
+
+def _data_folder(text: str) -> None:
+    """Raise DataError for a folder here that holds no data."""
+    if Path(text).expanduser().is_dir():
+        from hetero_framework.data.sources import find_sources
+
+        find_sources(text, Path.cwd())
 
 
 def _is_path(text: str) -> bool:
@@ -561,5 +571,14 @@ def _validated(parts: dict[str, Any], text: str) -> None:
     """Check one answer with the schema, in an otherwise valid configuration."""
     raw = {"coordinator": {"ip": "coordinator.invalid"}, "shard_plan": AUTO, **parts}
     error = attempt(lambda: Config.from_dict(raw, name=f'"{text}"'))
+    [part] = parts.values()
+    device = (part[0] if isinstance(part, list) else part)["device"]
+    if device != "auto" and not isinstance(error, UserError):
+        from hetero_framework.core.devices import OUT_OF_TREE, list_devices  # imports torch
+
+        known = ["cpu", "cuda", "rocm", "mps", "xpu", *OUT_OF_TREE]
+        known += [device.kind for device in list_devices()]
+        if device.partition(":")[0] not in known:
+            raise UserError(f'"{text}": there is no kind of device {device!r}, as cpu or cuda:0 is')
     if isinstance(error, UserError):
         raise UserError(re.sub(r"(workers\[0\]|coordinator)\.", "", error.message))

@@ -5,6 +5,7 @@ No heavy import at the top: the parser is built before it is known which command
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import json
 import signal
@@ -208,7 +209,9 @@ def keep_life_line(arguments: argparse.Namespace) -> None:
         from hetero_framework.cluster.child import watch_parent
 
         main = threading.main_thread().ident or 0
-        watch_parent(on_gone=lambda: signal.pthread_kill(main, signal.SIGTERM))
+        # Windows interrupts no wait; there the signal is heard after it.
+        ends = getattr(signal, "pthread_kill", lambda _, number: _thread.interrupt_main(number))
+        watch_parent(on_gone=lambda: ends(main, signal.SIGTERM))
 
 
 def key_options(arguments: argparse.Namespace) -> Any:

@@ -13,8 +13,9 @@ example longer than `max_length` is cut off.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
@@ -53,9 +54,29 @@ ALPACA_WITHOUT_INPUT = (
 
 _FORMATS_HINT = (
     "formats are text; prompt and completion; messages; instruction, input and output; input_ids; "
-    'rename fields with data.columns {"prompt": "question"}'
 )
+_ASKED = r"(user_)?(prompt|question|query|instruction|problem|request|human)s?"
+_ANSWERED = r"(\w+_)?(answer|response|output|completion|solution|target|reply|assistant)s?"
+# The columns that may be meant by a name, for a hint.
+_CALLED = {
+    **{"instruction": _ASKED, "input": r"inputs?|(\w+_)?(context|passage|document)s?"},
+    **{"prompt": rf"{_ASKED}|inputs?", "output": _ANSWERED, "completion": _ANSWERED},
+    "messages": r"(\w+_)?(dialog(ue)?|chat|turn|conversation)s?",
+    "text": r"(\w+_)?(content|body|document|article|story|sentence|review)s?",
+    "chosen": r"(\w+_)?(chosen|accepted|preferred|better|best|good|positive|winner|win)(_\w+)?",
+    "rejected": r"(\w+_)?(rejected|dispreferred|worse|worst|bad|negative|loser|lose)(_\w+)?",
+    "label": r"(\w+_)?(label|class|category|sentiment|target|score|rating|thumbs?_up)s?",
+}
+_LAYOUTS = (("instruction", "input", "output"), ("prompt", "completion"), ("messages",), ("text",))
 
+_TOUCH = (
+    "warning: prompt and answer touch, without a space or a line break; write one of them, or of"
+    ' plain questions and answers data.columns {"instruction": ..., "output": ...}'
+)
+# Letters of scripts without spaces between words.
+_UNSPACED = re.compile(
+    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\ua4cf\uf900-\ufaff\uff00-\uffef]"
+)
 _MESSAGES = ("messages", "conversations")
 # Names of fields with a part of the text to be learned, which are used, repeat what is, or are
 # refused; of those that weigh examples; and of those that hold tokens.
@@ -113,8 +134,24 @@ def detect_format(fields: dict[str, Any], where: str, text_field: str) -> str:
                 hint=advice,
             )
     raise DataError(
-        f"{where}: the format cannot be told from the fields {shown}", hint=_FORMATS_HINT
+        f"{where}: the format cannot be told from the fields {shown}",
+        hint=_FORMATS_HINT + columns_hint(fields, *_LAYOUTS),
     )
+
+
+def columns_hint(fields: Collection[str], *layouts: Sequence[str]) -> str:
+    """The data.columns with which these fields have all names of one of the layouts."""
+    for names in layouts:
+        found: dict[str, str] = {}
+        for name in sorted(names, key=lambda name: name not in fields):
+            left = [field for field in fields if field not in found.values()]
+            called = (field for field in left if re.fullmatch(_CALLED[name], field, re.IGNORECASE))
+            if column := name if name in left else next(called, None):
+                found[name] = column
+        if len(found) == len(names):
+            renamed = {name: found[name] for name in names if found[name] != name}
+            return f"add to data.columns {json.dumps(renamed, ensure_ascii=False)}"
+    return "data.columns gives columns these names"
 
 
 class Formatter:
@@ -148,6 +185,7 @@ class Formatter:
         self.renderer: ChatRenderer | None = None
         """Once an example needed it."""
         self._speaks: bool | None = None
+        self._joints: dict[tuple[str, str], bool] = {}
         for option, without, needed in (
             ("completion_only_loss", ("text", "messages"), "prompt and completion"),
             ("assistant_only_loss", ("text", "alpaca"), "conversations"),
@@ -253,11 +291,28 @@ class Formatter:
         return self._pairs(pairs)
 
     def note_prompt(self, prompt: str, answers: Sequence[str], where: str) -> None:
-        """Remark on a text that is no prompt, or that all answers begin with."""
+        """Remark on a text that is no prompt, that all answers begin with, or that one touches."""
         text = prompt.strip()
         if all(answer.lstrip().startswith(text) for answer in answers):
             what = "the answers begin with the prompt, which is read twice"
             self.notes.add(f"warning: {what if text else 'there is no prompt'}", where)
+        elif not prompt.endswith(self._tags) and any(
+            self._touch(prompt[-1:], answer[:1]) for answer in answers
+        ):
+            self.notes.add(_TOUCH, where)
+
+    @cached_property
+    def _tags(self) -> tuple[str, ...]:
+        return tuple(self.tokenizer.get_added_vocab())
+
+    def _touch(self, last: str, first: str) -> bool:
+        """Whether a space would stand between these letters, and be read by the tokenizer."""
+        if (last, first) not in self._joints:
+            written = bool(first) and not (last.isspace() or first.isspace())
+            spaced = written and not any(_UNSPACED.match(letter) for letter in (last, first))
+            one, two = (self._tokenize([f"a{last}{gap}{first}a"]) for gap in ("", " "))
+            self._joints[last, first] = spaced and one != two
+        return self._joints[last, first]
 
     def _are_messages(self, record: Record, answer: str) -> bool:
         """Whether an answer is messages. Raises DataError where that of a run's first was not."""

@@ -170,7 +170,9 @@ def finished(site: Site) -> bytes:
 
 @pytest.mark.parametrize(
     ("phase", "number"),
-    list(zip(PHASES, 3 * [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], strict=False)),
+    list(
+        zip(PHASES, 3 * [signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", 1)], strict=False)
+    ),
 )
 def test_coordinator_is_stopped(
     phase: str, number: signal.Signals, made: Any, whole: bytes, figure: Any

@@ -57,6 +57,7 @@ _MIXING = {
     "interleave_over": "all_exhausted",
     "interleave_once": "all_exhausted_without_replacement",
 }
+_OF_LOSSES = ("training.loss_type", "training.loss_weights")
 _OF_EVALUATIONS = (
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     *("early_stopping_patience", "early_stopping_threshold"),
@@ -213,7 +214,9 @@ class Conversion:
         """Take the settings `to` which a key goes, where they are valid."""
         for path, asked in to.items():
             old = self.settings.get(path)
-            fitting, wrong = _fit(path, asked, self._context(to))
+            fitting, wrong = asked, ""
+            if path not in _OF_LOSSES:
+                fitting, wrong = _fit(path, asked, self._context(to))
             if wrong:
                 return self._say(key, value, NEVER, wrong)
             if old == "all-linear":  # a union of both
@@ -229,13 +232,13 @@ class Conversion:
 
     def _context(self, to: Mapping[str, Any]) -> dict[str, Any]:
         """Settings of training by which those that a key goes `to` are judged."""
-        smoothing = self.given.get("label_smoothing") or self.given.get("dpo_label_smoothing")
-        made, judged = {**self.settings, **to}, ("objective", "loss_type")
-        found = {n: made[f"training.{n}"] for n in judged if f"training.{n}" in made}
-        found["eval_strategy"] = "steps"  # whether there are evaluations shows at the end
+        found: dict[str, Any] = {
+            "eval_strategy": "steps"
+        }  # whether there are some shows at the end
+        found["objective"] = {**self.settings, **to}.get("training.objective", "sft")
         if found.get("objective") == "kto":
             found |= {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
-        return found | ({"label_smoothing": float(smoothing)} if smoothing else {})
+        return found
 
     def _drop(self, path: str, why: str) -> None:
         """Take a setting back; its row says why."""
@@ -308,6 +311,8 @@ class Conversion:
             ("training.rpo_alpha", rated and objective != "dpo", f"{objective} adds no such loss"),
             ("data.streaming", not counted, "max_steps is needed"),
             ("data.packing", streams, "streams are not packed"),
+            ("data.eval_packing", no_data, none),
+            ("data.eval_packing", not has("data.packing"), "training data are not packed"),
             ("data.val_set_size", has("data.eval") or streams, "data.eval is there, or a stream"),
             ("training.eval_strategy", no_data and strategy != "no", none),
             ("training.eval_on_start", idle and has("training.eval_on_start"), none),
@@ -327,10 +332,19 @@ class Conversion:
         if objective == "kto":
             path = "training.train_sampling_strategy"
             self._force(path, "sequential", "KTO takes the order of the file")
-        if has(best := "training.load_best_model_at_end"):
-            training = {p[9:]: v for p, v in self.settings.items() if p.startswith("training.")}
-            if wrong := _fit(best, True, training)[1]:
-                self._drop(best, wrong)
+        training = {p[9:]: v for p, v in self.settings.items() if p.startswith("training.")}
+        losses = {path: training.pop(path[9:]) for path in _OF_LOSSES if path in self.settings}
+        best = "training.load_best_model_at_end"
+        if has(best) and (wrong := _fit(best, True, training)[1]):
+            self._drop(best, wrong)
+            del training[best[9:]]
+        for path, value in losses.items():  # their check sees all other settings
+            training[path[9:]], wrong = _fit(path, value, training)
+            if wrong:
+                self._drop(path, wrong)
+                del training[path[9:]]
+            else:
+                self.settings[path] = training[path[9:]]
         for path, name in _NEEDED.items():
             if path not in self.settings:
                 self.settings[path] = name

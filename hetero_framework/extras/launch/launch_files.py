@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -178,7 +179,9 @@ def compose(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]
     inside = sorted(p.relative_to(file.parent) for p in hidden if p.is_relative_to(file.parent))
     settings = _settings(processes, lambda process: process.name)
     imports, outside = imported(given, "/imports"), _mounts(given)
-    template, user = _template("compose.yaml"), f"{os.getuid()}:{os.getgid()}"
+    template, user = _template("compose.yaml"), "1000:1000"
+    if sys.platform != "win32":
+        user = f"{os.getuid()}:{os.getgid()}"
     groups = sorted({str(device.stat().st_gid) for device in _DRI.glob("render*")})
     services: dict[str, Any] = {}
     for process in processes:

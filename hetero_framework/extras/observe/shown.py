@@ -100,14 +100,19 @@ def _views(
         left_out.append("the fields " + listed(unused))
     for remark in formatter.notes.counts() - before:
         left_out.append(remark.removeprefix(LEFT_OUT).removeprefix("warning: "))
+    part = kept_part(data)
+    cut = [(ids[part], trained[part]) for ids, trained in rows]
+    if formatter.keeps_whole and cut != rows:
+        left_out.append("the whole example: it is longer than data.max_length")
+    elif not formatter.teaches(cut):
+        left_out.append("the whole example: no token of it has a part in the loss")
     found = []
-    for ids, trained in rows[: len(rows) - formatter.label_rows]:
-        part, lost = kept_part(data), list(left_out)
-        kept, mask = ids[part], trained[part]
+    for (ids, _), (kept, mask) in islice(
+        zip(rows, cut, strict=True), len(rows) - formatter.label_rows
+    ):
+        lost = list(left_out)
         if len(kept) < len(ids):
             lost.append(f"{len(ids) - len(kept):,} of {len(ids):,} tokens (data.max_length)")
-        if not formatter.label_rows and not formatter.teaches([(kept, mask)]):
-            lost.append("the whole example: no token of it has a part in the loss")
         pieces = _pieces(tokenizer, kept, mask)
         found.append(Shown(record.where, len(kept), sum(mask), pieces, lost))
     return found

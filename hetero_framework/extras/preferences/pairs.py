@@ -24,7 +24,7 @@ from hetero_framework.data.conversations import (
     texts_of,
 )
 from hetero_framework.data.examples import LARGEST, Examples
-from hetero_framework.data.formats import Formatter, Tokens, common, string_field
+from hetero_framework.data.formats import Formatter, Tokens, columns_hint, common, string_field
 from hetero_framework.data.kinds import ExampleKind
 from hetero_framework.data.sources import Record, listed
 from hetero_framework.errors import DataError
@@ -200,7 +200,7 @@ def with_prompt(record: Record) -> Record:
         raise DataError(
             f"{record.where}: there is no prompt: chosen and rejected begin differently"
             + f", and the fields {listed(lost)} are not learned from" * bool(lost),
-            hint="give the question the name prompt",
+            hint=columns_hint(lost, ["prompt"]),
         )
     return pair
 
@@ -210,8 +210,10 @@ def _given(record: Record) -> Record:
     fields = {name: value for name, value in record.fields.items() if value is not None}
     for name in ("chosen", "rejected"):
         if name not in fields:
+            advice = columns_hint(fields, ("prompt", "chosen", "rejected"), ("chosen", "rejected"))
             raise DataError(
-                f"{record.where}: no {name} answer among its fields: {listed(fields)}", hint=_HINT
+                f"{record.where}: no {name} answer among its fields: {listed(fields)}",
+                hint=f"{_HINT}; {advice}",
             )
     return as_messages(Record(record.where, fields), "chosen", "rejected")
 

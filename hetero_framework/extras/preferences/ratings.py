@@ -18,7 +18,7 @@ from hetero_framework.config.objectives import rows_of
 from hetero_framework.config.strict_json import json_type
 from hetero_framework.data.conversations import as_messages
 from hetero_framework.data.examples import Examples
-from hetero_framework.data.formats import Formatter, Tokens, parts
+from hetero_framework.data.formats import Formatter, Tokens, columns_hint, parts
 from hetero_framework.data.kinds import ExampleKind
 from hetero_framework.data.sources import Record, listed
 from hetero_framework.errors import DataError
@@ -82,8 +82,10 @@ class RatingFormatter(PairFormatter):
             for name in ("prompt", "completion"):
                 if record.fields.get(name) is None:
                     shown = listed(record.fields)
+                    advice = columns_hint(record.fields, ("prompt", "completion", "label"))
                     raise DataError(
-                        f"{record.where}: no field {name} among its fields: {shown}", hint=_HINT
+                        f"{record.where}: no field {name} among its fields: {shown}",
+                        hint=f"{_HINT}; {advice}",
                     )
             fields = {name: value for name, value in record.fields.items() if name != "label"}
             [(ids, trained)] = self._behind_prompt(Record(record.where, fields), "completion")

@@ -72,6 +72,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         event = self.peek_event()
         if getattr(event, "tag", None) is not None:
             raise _error(f"tags (here {event.tag}) are not read; write the value alone", event)
+        is_key = index is None and isinstance(parent, yaml.MappingNode)
+        if is_key and isinstance(event, yaml.ScalarEvent) and event.value != "<<":
+            event.implicit = (False, True)  # a text, also where it looks like a number
         return super().compose_node(parent, index)
 
     def _object(self, node: yaml.MappingNode) -> dict[str, Any]:
@@ -91,9 +94,6 @@ class _Strict(_Loader):
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             raise _error("anchors and aliases (& and *) are not read; write the value out", event)
-        is_key = index is None and isinstance(parent, yaml.MappingNode)
-        if is_key and isinstance(event, yaml.ScalarEvent):
-            event.implicit = (False, True)  # a text, also where it looks like a number
         return super().compose_node(parent, index)
 
 
@@ -116,5 +116,7 @@ def _error(problem: str, at: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
 
 
 _Loader.add_constructor(f"{_TAG}map", _Loader._object)
+for _name in ("timestamp", "value", "merge"):  # no values of JSON
+    _Loader.add_constructor(_TAG + _name, yaml.SafeLoader.construct_scalar)
 for _name, _pattern in _PLAIN.items():
     _Strict.add_implicit_resolver(_TAG + _name, re.compile(_pattern), None)

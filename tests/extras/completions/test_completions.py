@@ -96,10 +96,21 @@ LINES = {
 }
 NUMBER = {"check --show my\t": ["check", "--show", "my"]}
 """No file is offered for a number."""
+VALUES = {
+    f"{words[:-1]}\t{words[-1]}": words.split()
+    for words in (
+        "train --set training.lr_scheduler_type=c",
+        "train --set=training.lr_scheduler_type=c",
+        "plan --device local=c",
+        "init --worker box:-",
+        "init --worker box:1:c",
+    )
+}
+"""No option is typed into a value."""
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-@pytest.mark.parametrize(("line", "words"), (LINES | NUMBER).items(), ids=lambda x: str(x))
+@pytest.mark.parametrize(("line", "words"), (LINES | NUMBER | VALUES).items(), ids=lambda x: str(x))
 def test_a_typed_line_is_completed(shell: str, line: str, words: list[str], folder: Path) -> None:
     if lacks(shell):
         pytest.skip(f"without {shell}, or with the one of 2007 that macOS has")

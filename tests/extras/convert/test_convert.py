@@ -26,6 +26,7 @@ from hetero_framework.extras.convert import convert as convert_module
 from hetero_framework.extras.convert.convert import STATUSES, Rewrite
 from hetero_framework.extras.convert.recipes import read_recipe
 from hetero_framework.extras.convert.rows import as_messages, new_row
+from hetero_framework.extras.preferences.pair_losses import PAIR_LOSSES, register_pair_loss
 from tests.extras.preferences.test_preference_runs import trl_classes
 from tests.unit.data_helpers import CHATML_MARKED, tiny_tokenizer
 
@@ -505,3 +506,20 @@ def test_command_lines_mean_what_trls_own_parser_says(
     if theirs.eval_strategy != "no":
         assert ours["eval_steps"] == theirs.eval_steps
     assert ours["bf16"] == ("--bf16 false" not in options)
+
+
+def test_a_pair_loss_is_judged_beside_all_settings(
+    convert, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever order they stand in."""
+
+    def check(training: Any) -> None:
+        if training.beta > 0.2 or training.per_device_train_batch_size != 3:
+            raise ValueError("needs a small beta and batches of 3")
+
+    monkeypatch.setitem(PAIR_LOSSES, "dpo", dict(PAIR_LOSSES["dpo"]))
+    register_pair_loss("picky", check=check)(lambda pairs: pairs.delta_P)
+    text = "trl: dpo\nloss_type: picky\nper_device_train_batch_size: 3\nbeta: {}\n"
+    for beta, loss in (("0.1", "picky"), ("0.3", None)):
+        _, config = convert("dpo.yml", text.format(beta))
+        assert config.setting("training.loss_type") == loss

@@ -385,3 +385,15 @@ def test_layers_are_those_of_the_class_that_is_trained(tmp_path: Path) -> None:
     assert written.plan.stages[-1].end == 6
     assert written.model is not None
     assert written.model.task == "token-classification"
+
+
+@pytest.mark.parametrize("device", ["localhost", "gpu", "cuda0", "0"])
+def test_a_device_of_no_kind_is_refused(device: str) -> None:
+    with pytest.raises(UserError, match=r"no kind of device|is not a device"):
+        parse_address(f"box:9999:{device}")
+
+
+def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
+    answers = Answers(model="org/m", layers=2, data=str(tmp_path))
+    with pytest.raises(UserError, match="holds no file that can be read"):
+        write_config(answers, tmp_path / "c.json")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from importlib.resources import files
 
 import datasets
@@ -21,6 +23,7 @@ from hetero_framework.data.formats import (
     detect_format,
 )
 from hetero_framework.data.sources import Record
+from hetero_framework.data.splits import renamed
 from hetero_framework.errors import DataError
 from tests.unit.data_helpers import CHATML, CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
 
@@ -443,3 +446,53 @@ def test_the_template_of_a_processor_gets_text_as_parts():
         assert tokenizer.decode(ids) == expected
         answer = [token for token, bit in zip(ids, mask, strict=True) if bit]
         assert tokenizer.decode(answer) == "A fox."
+
+
+FOLLOWED = [
+    {"question": "2 and 2?", "answer": "4"},
+    {"query": "2 and 2?", "response": "4"},
+    {"input": "2 and 2?", "output": "4"},
+    {"prompt": "2 and 2?", "response": "4"},
+    {"question": "2 and 2?", "completion": "4"},
+    {"instruction": "Add.", "response": "4"},
+    {"instruction": "Add.", "context": "2 and 2", "response": "4"},
+    {"question": "Sum?", "context": "2 and 2", "answer": "4"},
+    {"Question": "2 and 2?", "Answer": "4"},
+    {"dialog": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2"}]},
+    {"content": "two and two"},
+    {"article_body": "two and two"},
+]
+
+
+@pytest.mark.parametrize("fields", FOLLOWED, ids=lambda fields: " ".join(fields))
+def test_a_hint_on_columns_works_as_it_is_written(fields):
+    with pytest.raises(DataError) as refusal:
+        detect_format(fields, "here", "text")
+    columns = json.loads(re.search(r"data\.columns (\{.*\})", str(refusal.value))[1])
+    record = renamed(Record("here", fields), columns)
+    name = detect_format(record.fields, "here", "text")
+    formatter = Formatter(name, tiny_tokenizer(CHATML), DataConfig(train="t"))
+    [(_, trained)] = formatter([record])
+    assert any(trained[1:])
+    assert not formatter.unused
+
+
+TOUCHING = [
+    ("What is it?", "A fox.", True),
+    ("What is it? ", "A fox.", False),
+    ("What is it?", " A fox.", False),
+    ("What is it?\n", "A fox.", False),
+    ("Wörter", "Anfang", True),
+    ("何ですか？", "きつねです。", False),
+    ("นี่คืออะไร", "สุนัข", False),
+    ("What is it?</s>", "A fox.", False),
+]
+
+
+@pytest.mark.parametrize(("prompt", "completion", "touch"), TOUCHING)
+def test_answers_that_touch_their_prompts_are_counted(prompt, completion, touch):
+    formatter = Formatter("prompt_completion", tiny_tokenizer(), DataConfig(train="t"))
+    formatter([Record(f"row {k}", {"prompt": prompt, "completion": completion}) for k in (1, 2)])
+    told = [note for note in formatter.notes if "touch" in note]
+    assert bool(told) == touch
+    assert all("first row 1, 2 in all" in note for note in told)

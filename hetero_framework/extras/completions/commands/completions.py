@@ -109,9 +109,15 @@ def _bash_value(o: _Option) -> str:
 
 _BASH = textwrap.dedent(r"""
     _hetero() {
-      local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} kind= words=
-      if [[ $current == = ]]; then current=
-      elif [[ $previous == = ]]; then previous=${COMP_WORDS[COMP_CWORD-2]}; fi
+      local current=${COMP_WORDS[COMP_CWORD]} at=$COMP_CWORD kind= words=
+      # Readline takes a word apart at = and :, of which the first part is an option or a value.
+      while [[ ${COMP_WORDS[at]} == [=:]* || ${COMP_WORDS[at-1]} == [=:]* ]]; do ((at--)); done
+      local previous=${COMP_WORDS[at-1]}
+      if ((at < COMP_CWORD)); then
+        previous=${COMP_WORDS[at]}
+        if [[ $current == = ]]; then current=; fi
+        if [[ $previous != -* ]] || ((COMP_CWORD > at + 2)); then return; fi
+      fi
       if ((COMP_CWORD == 1)); then words=%s" --help --version"
       else case ${COMP_WORDS[1]} in
         %s
