@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -26,6 +27,9 @@ settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 # Nothing is remembered between tests; those of what is remembered choose a directory.
 os.environ.setdefault("HETERO_CACHE", "")
+
+# Of the pairs of settings that are tried (tests/integration/test_pairs.py); of all processes alike.
+os.environ.setdefault("HETERO_PAIRS_SEED", str(random.SystemRandom().randrange(10**6)))
 
 # A suite that was started in the background or under nohup ignores these, and so would all that it
 # starts.
@@ -62,6 +66,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(name in item.nodeid for name in _NEED_NEWER):
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"HETERO_PAIRS_SEED={os.environ['HETERO_PAIRS_SEED']}")
 
 
 def pytest_collection_finish() -> None:
