@@ -25,6 +25,7 @@ from tests.faults.test_islands import (
     NAMES,
     NUM_TEXTS,
     Deaths,
+    Held,
     assert_each_sample_once,
     cut,
     folder,
@@ -140,7 +141,7 @@ def test_the_remaining_islands_go_on_while_others_are_away(
     *dying, last = names
     raws = raws_of(folder, tmp_path, server.port, names, 150, LORA, **STREAMING)
     with Machines() as started:
-        islands = Islands(started, raws, dict.fromkeys(names, 0.02))
+        islands = Held(started, raws, dict.fromkeys(names, 0.02))
         for name in names:
             islands.start(name)
         islands.until_step(10, *names)
@@ -164,7 +165,7 @@ def test_islands_join_late_and_leave_in_order_and_return(
 ) -> None:
     raws = raws_of(folder, tmp_path, server.port, "abc", 240, LORA, **STREAMING)
     with Machines() as started:
-        islands = Islands(started, raws, dict.fromkeys("abc", 0.01))
+        islands = Held(started, raws, dict.fromkeys("abc", 0.01))
         islands.start("b")
         islands.start("c")
         islands.until_step(10, "b", "c")
@@ -188,7 +189,7 @@ def test_a_worker_lost_in_a_round_is_recovered_within_its_island(
     raws = raws_of(folder, tmp_path, server.port, "ab", 120, LORA, **STREAMING)
     half = cut(raws["a"])
     with Machines() as started:
-        islands = Islands(started, raws, {"b": 0.01})
+        islands = Held(started, raws, {"b": 0.01})
         worker = started.start(Here(), work, half)
         for name in "ab":
             islands.start(name)
@@ -213,7 +214,7 @@ def test_a_run_goes_on_with_other_islands_and_plans(
 ) -> None:
     raws = raws_of(folder, tmp_path, server.port, "abc", 96, LORA, **STREAMING)
     with Machines() as started:
-        islands = Islands(started, raws, dict.fromkeys("abc", 0.01))
+        islands = Held(started, raws, dict.fromkeys("abc", 0.01))
         leave_one_after_the_other(islands, 20, before)
         go_on_in_other_plans(started, islands, after)
     assert_each_once(islands, 96, *"abc")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.islands import Islands, configuration, lighthouse
+from benchmarks import islands as processes
+from benchmarks.islands import Islands, Tell, configuration, lighthouse
 from benchmarks.machines import Machines
 from benchmarks.replanning import Here
 from hetero_framework.cluster.worker import serve
@@ -140,6 +142,42 @@ def members(islands: Islands) -> dict[int, str]:
     return {k: "".join(line["island"]["members"]) for k, line in islands.committed().items()}
 
 
+HELD_S = 4.0
+
+
+class Held(Islands):
+    """Islands of which each step of the last third takes HELD_S until there is nothing left to wait
+    for but the end: else they could be done before another one has started again."""
+
+    def start(self, name: str, failpoint: str = "") -> None:
+        island = self.of[name]
+        pause = self._sleep_s.get(name, 0.0)
+        island.child = self._started.start(Here(), live_held, island.raw, failpoint, pause)
+
+    def until_done(self, *names: str) -> None:
+        for island in self.of.values():
+            end_of(island.raw).touch()
+        super().until_done(*names)
+
+
+def live_held(connection: Any, raw: dict[str, Any], failpoint: str, pause_s: float) -> None:
+    class Holding(Tell):
+        def step(self, metrics: Mapping[str, Any]) -> None:
+            super().step(metrics)
+            until = time.monotonic() + HELD_S
+            while metrics["step"] > raw["training"]["max_steps"] * 2 // 3:
+                if end_of(raw).exists() or time.monotonic() > until:
+                    return
+                time.sleep(0.02)
+
+    processes.Tell = Holding  # type: ignore[misc]
+    processes.live(connection, raw, failpoint, pause_s, 0.0)
+
+
+def end_of(raw: dict[str, Any]) -> Path:
+    return Path(raw["training"]["output_dir"] + ".end")
+
+
 Deaths = list[tuple[str, str]]
 
 
@@ -225,7 +263,7 @@ def test_the_remaining_islands_go_on_while_others_are_away(
     *dying, last = names
     run = Run(folder, tmp_path, server.port, names, 30)
     with Machines() as started:
-        islands = Islands(started, run.raws, dict.fromkeys(names, 0.02))
+        islands = Held(started, run.raws, dict.fromkeys(names, 0.02))
         for name in names:
             islands.start(name)
         islands.until_step(3, *names)
@@ -248,7 +286,7 @@ def test_islands_join_late_leave_in_order_and_return(
 ) -> None:
     run = Run(folder, tmp_path, server.port, "abc", 45)
     with Machines() as started:
-        islands = Islands(started, run.raws, dict.fromkeys("abc", 0.02))
+        islands = Held(started, run.raws, dict.fromkeys("abc", 0.02))
         islands.start("b")
         islands.start("c")
         islands.until_step(3, "b", "c")
@@ -273,7 +311,7 @@ def test_a_frozen_island_holds_the_others_up_for_a_while_only(
     for raw in run.raws.values():
         raw["training"]["liveness_timeout_s"] = 3.0
     with Machines() as started:
-        islands = Islands(started, run.raws, dict.fromkeys("abc", 0.025))
+        islands = Held(started, run.raws, dict.fromkeys("abc", 0.025))
         for name in "abc":
             islands.start(name)
         islands.until_step(3, *"abc")
@@ -291,7 +329,7 @@ def test_an_island_that_returns_after_the_end_trains_nothing(
     """Though one island is enough to train."""
     run = Run(folder, tmp_path, server.port, "ab", 12)
     with Machines() as started:
-        islands = Islands(started, run.raws, {"a": 0.01, "b": 0.01})
+        islands = Held(started, run.raws, {"a": 0.01, "b": 0.01})
         islands.start("a")
         islands.start("b")
         islands.until_step(4, "a", "b")
@@ -389,7 +427,7 @@ def test_a_run_goes_on_with_other_islands_and_plans(
     run's checkpoint, which `min_islands` is for."""
     run = Run(folder, tmp_path, server.port, "abc", 24)
     with Machines() as started:
-        islands = Islands(started, run.raws, dict.fromkeys("abc", 0.01))
+        islands = Held(started, run.raws, dict.fromkeys("abc", 0.01))
         leave_one_after_the_other(islands, 6, before)
         go_on_in_other_plans(started, islands, after)
     run.check(islands, alone(24), *after)
@@ -432,7 +470,7 @@ def test_a_lighthouse_that_is_started_again_costs_no_step(
         at = ("127.0.0.1", before.port)
         proxy = first.enter_context(FaultProxy(at, follows_frames=False))
         run = Run(folder, tmp_path, proxy.port, "ab", 40)
-        islands = Islands(started, run.raws, dict.fromkeys("ab", 0.02))
+        islands = Held(started, run.raws, dict.fromkeys("ab", 0.02))
         for name in "ab":
             islands.start(name)
         islands.until_step(3, *"ab")
@@ -452,7 +490,7 @@ def test_a_lost_worker_is_recovered_within_its_island(
     run = Run(folder, tmp_path, server.port, "ab", 40)
     half = cut(run.raws["a"])
     with Machines() as started:
-        islands = Islands(started, run.raws, {"b": 0.01})
+        islands = Held(started, run.raws, {"b": 0.01})
         worker = started.start(Here(), work, half)
         for name in "ab":
             islands.start(name)
