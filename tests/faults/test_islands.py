@@ -149,12 +149,20 @@ class Held(Islands):
     """Islands of which each step of the last third takes HELD_S until there is nothing left to wait
     for but the end: else they could be done before another one has started again."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._told: dict[str, int] = {}  # steps before the present process
+
     def start(self, name: str, failpoint: str = "") -> None:
         island = self.of[name]
+        self._told[name] = len(island.steps)
         pause = self._sleep_s.get(name, 0.0)
         island.child = self._started.start(Here(), live_held, island.raw, failpoint, pause)
 
     def until_done(self, *names: str) -> None:
+        begun = [name for name in names if not self.of[name].is_done]
+        while any(len(self.of[name].steps) == self._told[name] for name in begun):
+            self._hear_something(*names)
         for island in self.of.values():
             end_of(island.raw).touch()
         super().until_done(*names)

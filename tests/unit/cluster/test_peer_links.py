@@ -220,7 +220,7 @@ def test_several_are_dialled_at_once_and_each_has_its_answer(
 ) -> None:
     one, other, third = machine(1), machine(2), machine(3, "another run")
     [port] = free_ports(1)
-    results = one.dial(other.entry(2), third.entry(3), other.entry(4, port), timeout_s=0.5)
+    results = one.dial(other.entry(2), third.entry(3), other.entry(4, port), timeout_s=3.0)
     assert [entry.id for entry in results] == [2, 3, 4]
     assert results[0].problem is None
     assert "another run" in results[1].problem
