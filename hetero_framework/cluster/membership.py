@@ -133,12 +133,8 @@ class Absence:
     """When a worker went away, and the reason that it gave, if it did."""
 
     reason: str | None = None
+    is_paused: bool = False  # by the owner of its machine, who will resume it
     since: float = field(default_factory=lambda: time.monotonic())
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the owner of its machine paused it, and will resume it."""
-        return (self.reason or "").startswith("paused")
 
     @property
     def duration(self) -> str:
@@ -193,9 +189,9 @@ class Membership:
 
     # Callable from any thread, since absent workers are dialled in threads of their own.
 
-    def leaves(self, worker: WorkerId, reason: str) -> None:
+    def leaves(self, worker: WorkerId, reason: str, *, is_paused: bool = False) -> None:
         """Note that a worker has announced its end."""
-        self._absences[worker] = Absence(reason)
+        self._absences[worker] = Absence(reason, is_paused)
 
     def absence(self, worker: WorkerId) -> Absence:
         """The absence of a worker; it begins now, unless it is known already."""

@@ -25,14 +25,13 @@ from hetero_framework import log, units
 from hetero_framework.cluster import oom_killer, pausing
 from hetero_framework.cluster.child import PROGRAM, Spawner, describe_end, end_processes
 from hetero_framework.cluster.restart_policy import MAX_DEATHS, RestartPolicy, is_crash
-from hetero_framework.cluster.stop_signals import signals_passed_to, stopped_by
+from hetero_framework.cluster.stop_signals import PAUSED, signals_passed_to, stopped_by
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly, in_words
 from hetero_framework.log import event, one_line
 
-PAUSED = "paused by its owner"
 _IN_ORDER = (0, StoppedEarly.exit_code)
 _TAIL_LINES = 12
 _log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from hetero_framework.cluster.child import serving
 from hetero_framework.cluster.model_allowlist import LEFT_OUT, MEASURE, check_permitted
 from hetero_framework.cluster.outbound_worker import OutboundWorker
 from hetero_framework.cluster.peer_links import PeerLinks, accepted_frame_bytes, most_bytes
-from hetero_framework.cluster.stop_signals import StopSignals
+from hetero_framework.cluster.stop_signals import PAUSED, StopSignals
 from hetero_framework.config import Config, WorkerConfig, host_and_port
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
@@ -311,7 +311,7 @@ class Worker:
             if self._told is None:
                 self._told = str(ended)
                 with suppress(HeteroError, LinkGone):
-                    self._send(Message(m.Leaving(self._told)))
+                    self._send(Message(_leaving(self._told)))
         finally:
             bring_no_more()
             self._acceptor.close()
@@ -428,7 +428,7 @@ class Worker:
     def _on_told_to_end(self, reason: str) -> None:
         _log.info("%s; the coordinator may save its state first", reason)
         self._told = reason
-        self._send(Message(m.Leaving(reason)))
+        self._send(Message(_leaving(reason)))
 
     def _on_message(self, connection: Connection, message: Message, arrival: Any) -> None:
         body = message.body
@@ -921,6 +921,10 @@ class Worker:
         text = "; ".join(line.strip() for line in error.message.splitlines())
         with suppress(HeteroError, LinkGone):
             self._send(Message(m.Error(type(error).__name__, text, error.hint)))
+
+
+def _leaving(reason: str) -> m.Leaving:
+    return m.Leaving(reason, True if reason == PAUSED else None)
 
 
 def end_process(reason: str) -> None:

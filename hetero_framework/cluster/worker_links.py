@@ -586,7 +586,7 @@ class WorkerLinks:
                 raise StepOutOfMemory.of(self._current, text, body.hint, event.worker)
             return None
         if isinstance(body, m.Leaving):
-            self.members.leaves(event.worker, body.reason)
+            self.members.leaves(event.worker, body.reason, is_paused=bool(body.paused))
             raise WorkerLeaving(event.worker, body.reason)
         if isinstance(body, m.Ready):
             self.ready[event.worker] = body  # read later, since others may leave or load meanwhile

@@ -24,7 +24,7 @@ import msgpack
 
 from hetero_framework.errors import ProtocolError
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 PREFIX = struct.Struct(">QI")
 PREFIX_BYTES = PREFIX.size

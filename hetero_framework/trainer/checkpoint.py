@@ -80,16 +80,21 @@ class CheckpointStore:
         self.lasting = lasting
         self.best_steps: list[int] = []
         """Steps that were the best when they were evaluated, also those without a checkpoint."""
+        self.saved: set[int] = set()
+        """Steps that this run has saved; a rotation, or a person, may have deleted some."""
         self._held: int | None = None
         self._waiting: set[int] = set()  # to be deleted when it is not held any more
 
     @property
     def best_step(self) -> int | None:
-        """The best one that exists, which no rotation deletes."""
-        with suppress(CheckpointError):
-            complete = self.complete_steps() if self.best_steps else []
-            return next((step for step in reversed(self.best_steps) if step in complete), None)
-        return None
+        """The best one that was saved, which no rotation deletes. A person may have."""
+        return next((step for step in reversed(self.best_steps) if step in self.saved), None)
+
+    def has(self, step: int | None) -> bool:
+        """Whether the checkpoint of a step has a manifest."""
+        with suppress(OSError):  # what cannot be looked at is not complete
+            return any((self.root / f"step_{step}{end}" / MANIFEST).is_file() for end in ("", ".old"))
+        return False
 
     def hold(self, step: int | None) -> None:
         """Delete checkpoint `step` no earlier than the next call, since it is being read."""
@@ -314,6 +319,7 @@ class CheckpointWriter:
             # The moment of truth: one rename. A checkpoint of the same step steps aside first.
             old = final.with_name(f"{final.name}.old")
             replace_directory(self._directory, final, old, lasting=self._store.lasting)
+        self._store.saved.add(self._step)
         self._store.rotate(self._step)
         return final
 

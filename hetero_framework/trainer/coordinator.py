@@ -875,7 +875,7 @@ class Coordinator:
         self._tell(Observer.finished, self._state, shown)
         losses = tuple(loss for _, loss in self._losses)
         store = self._directories.store
-        best = None if store.best_step is None else store.root / f"step_{store.best_step}"
+        best = store.root / f"step_{store.best_step}" if store.has(store.best_step) else None
         output = self._config.output_dir
         return RunSummary(self._state.step, losses, files, self._metrics, best, output)
 

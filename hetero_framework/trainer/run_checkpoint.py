@@ -151,13 +151,13 @@ class RunCheckpoints:
         return self._last is not None and self._last[0] == state.step
 
     def best(self) -> CheckpointReader | None:
-        """The best checkpoint that can be read; None where there is none."""
-        while (step := self._store.best_step) is not None:
-            try:
-                return self._store.resolve(step)
-            except CheckpointError as error:
-                _log.warning("%s", error.message)
-                self._store.best_steps.remove(step)
+        """The best checkpoint; None where there is none that can be read. As with the Trainer, no
+        earlier one takes its place."""
+        try:
+            step = self._store.best_step
+            return None if step is None else self._store.resolve(step)
+        except CheckpointError as error:
+            _log.warning("%s", error.message)
         return None
 
     def take(self, reader: CheckpointReader) -> None:

@@ -65,7 +65,7 @@ from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
 _STATES, _STOPPED, _TOLD = "stateful_callbacks", "stopped", "evaluated"  # lines of their own
-_EPOCH = "epoch_end"
+_EPOCH, _BEST = "epoch_end", "best_saved"
 _RUN, _MLFLOW_RUN = "remote_run", "mlflow_run"
 _OWN = {"loss", "token_loss", "perplexity", "samples", "batches", "tokens", "seconds"}
 """An evaluation's metrics that the user does not compute."""
@@ -292,7 +292,10 @@ class Callbacks(Observer):
 
     def saved(self, state: TrainState, due: Due) -> None:
         self._store_flos()
+        before = self.state.best_model_checkpoint
         self._name_best()
+        if self.state.best_model_checkpoint != before:
+            self._history.write({"step": state.step, _BEST: self._store.best_step})
         own = ReportSettings.of(self._prepared.config.training)
         if own.push_to_hub and own.hub_strategy != "end":
             self._decide("on_push_begin", due)
@@ -324,7 +327,7 @@ class Callbacks(Observer):
 
     def exported(self, state: TrainState) -> None:
         self._name_best()
-        if self._store.save_total_limit == 1 and (best := self._store.best_step) is not None:
+        if self._store.save_total_limit == 1 and self._store.has(best := self._store.best_step):
             for step in self._store.complete_steps():
                 if step != best:
                     self._store.delete(step)
@@ -353,7 +356,7 @@ class Callbacks(Observer):
         return True
 
     def _name_best(self) -> None:
-        """Name the checkpoint of the best step that has one."""
+        """Name the checkpoint of the best step that was saved."""
         step, root = self._store.best_step, self._store.root
         self.state.best_model_checkpoint = None if step is None else str(root / f"step_{step}")
 
@@ -446,7 +449,7 @@ class Callbacks(Observer):
         self._untold = evaluations.get(state.step) if state.step not in told else None
         if self._untold is not None:
             lines = self._history.resume(state.step, partial(_precedes_evaluation, state.step))
-        own = {_STATES, _STOPPED, _EPOCH, _TOLD, _RUN, _MLFLOW_RUN}
+        own = {_STATES, _STOPPED, _EPOCH, _BEST, _TOLD, _RUN, _MLFLOW_RUN}
         self._run = next((line[_RUN] for line in lines if _RUN in line), None)
         begun = (line[_MLFLOW_RUN] for line in lines if _MLFLOW_RUN in line)
         self._mlflow_run = next(begun, None)
@@ -455,6 +458,11 @@ class Callbacks(Observer):
         self._store.best_steps.clear()
         for step in sorted(told & evaluations.keys()):
             self._judge(evaluations[step], step)
+        self._store.saved = {line[_BEST] for line in lines if _BEST in line}
+        self._store.saved.update(filter(self._store.has, self._store.best_steps))
+        if (best := self._store.best_step) is not None and not self._store.has(best):
+            _log.warning("the best checkpoint, of step %d, is gone; no other replaces it", best)
+            self._store.best_steps.clear()
         self._name_best()
         self._stopped_at = next((line["step"] for line in lines if _STOPPED in line), None)
         self._is_epoch_told = any(_EPOCH in line and line["step"] == state.step for line in lines)

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 def attach_adapter(shard: Shard, plan: AdapterPlan | None, seed: int) -> None:
-    """Decide what `shard` trains, in place: an adapter's parameters, or (None) every weight. Raises
-    ConfigError for full training of a quantised model, and for float16 weights to train."""
+    """Decide what `shard` trains, in place: an adapter's parameters, or (None) every weight
+    that its class does not freeze. Raises ConfigError for full training of a quantised model, and
+    for float16 weights to train."""
     if plan is not None:
         from hetero_framework.models.adapters.lora import attach_plan
 
@@ -40,8 +41,9 @@ def attach_adapter(shard: Shard, plan: AdapterPlan | None, seed: int) -> None:
             hint='set "adapter" (QLoRA), or "model.quantization": null with a full-precision model',
         )
     else:
-        for parameter in shard.model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
+        for name, parameter in shard.model.named_parameters():
+            trains = parameter.is_floating_point() and name not in shard.constants
+            parameter.requires_grad_(trains)
     for name, parameter in shard.model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
             # Adam's epsilon is zero in it: weights without a gradient would become NaN at once.

@@ -54,7 +54,10 @@ class Skeleton:
         if len(blocks) != structure.num_layers:
             text = f"{type(model).__name__} has {len(blocks)} blocks"
             raise ArchitectureError(f"{text}, its tiny copy {structure.num_layers}")
-        self.parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self.parameters = [*named]
+        self.constants = {name for name, p in named.items() if not p.requires_grad}
+        """Parameters that the class freezes, such as tables of sines; many stages may hold one."""
         self.names = {*self.parameters, *model.state_dict()}
         self.modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
         self.towers = towers(config)

@@ -439,6 +439,11 @@ class Shard:
         return self._whole.parameter_index(name)
 
     @property
+    def constants(self) -> set[str]:
+        """Parameters that the model's class freezes."""
+        return self._whole.constants
+
+    @property
     def tied_elsewhere(self) -> set[str]:
         """The weights of this shard that others have targets of."""
         sources = {s for t, s in self._whole.ties.items() if t not in self.ties}

@@ -78,8 +78,8 @@ def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
         left_out.update(shard.ties)
     state = {key: tensor for key, tensor in model.state_dict().items() if key not in left_out}
     if not shard.range.is_first:
-        # Buffers outside the layers (constants) are in every shard; one of them speaks for all.
-        parameters = {name for name, _ in model.named_parameters()}
+        # Constants outside the layers are in every shard; one of them speaks for all.
+        parameters = {name for name, _ in model.named_parameters()} - shard.constants
         state = {key: t for key, t in state.items() if key in parameters or _LAYER.match(key)}
     layers: dict[str, Tensors] = {}
     for key, tensor in state.items():

@@ -460,7 +460,7 @@ class Shapes:
     ) -> dict[str, tuple[int, int]]:
         """{trained parameter: (numbers, bytes of one)}."""
         if plan is None:
-            floats = [(n, p) for n, p in whole.named_parameters() if p.is_floating_point()]
+            floats = [(n, p) for n, p in whole.named_parameters() if p.requires_grad]
             return {name: (p.numel(), self.number_bytes) for name, p in floats}
         adapter_bytes = plan.number_bytes(self.number_bytes, quantized=quantized)
         return {

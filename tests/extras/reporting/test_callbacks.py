@@ -458,18 +458,47 @@ def timeless(line: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in line.items() if k.endswith(own)}
 
 
-@pytest.mark.parametrize("damage", [shutil.rmtree, lambda path: next(path.glob("s*")).unlink()])
-def test_a_best_checkpoint_that_is_gone_gives_way_to_the_one_before(
-    damage: Any, alone: Alone, tmp_path: Path
+def to_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("in the way")
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(
+    ("damage", "limit"),
+    [
+        (shutil.rmtree, None),
+        (shutil.rmtree, 1),
+        (lambda path: next(path.glob("s*")).unlink(), 2),
+        (lambda path: next(path.glob("s*")).write_bytes(b"x"), None),
+        (to_file, 2),
+    ],
+    ids=["deleted", "one kept", "half", "damaged", "a file"],
+)
+def test_a_best_checkpoint_that_is_gone_leaves_the_last_state(
+    damage: Any, limit: int | None, resumed: bool, alone: Alone, tmp_path: Path
 ) -> None:
     training = {**LAST, "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    training |= {"max_steps": 6, "greater_is_better": True, "save_total_limit": limit}
+    training |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}  # so that step 1 is best
     config = told_about(alone, tmp_path, training)
-    best = Acting("on_epoch_end", lambda: damage(config.checkpoints / "step_4"))
-    train(config, callbacks=[best])
+    gone = config.checkpoints / "step_1"
+    if resumed:
+        with pytest.raises(CallbackError):
+            train(config, callbacks=[Acting("on_evaluate", lambda: 1 / 0)])
+        damage(gone)
+    acting = Acting("on_evaluate", (lambda: None) if resumed else lambda: damage(gone))
+    summary = train(config, callbacks=[acting])
     result = load_file(config.result_dir / "model.safetensors")
-    state = load_file(next((config.checkpoints / "step_3").glob("*.safetensors")))
+    last = load_file(next((config.checkpoints / "step_6").glob("*.safetensors")))
     for name, tensor in result.items():
-        assert torch.equal(tensor, state[f"weights/{name}"])
+        assert torch.equal(tensor, last[f"weights/{name}"])
+    assert "the last state is the result" in (config.output_dir / "events.jsonl").read_text()
+    state = json.loads((config.output_dir / STATE).read_text())
+    assert state["best_global_step"] == 1
+    named = state["best_model_checkpoint"]
+    assert named == str(gone) or (resumed and named is None)
+    assert summary.best_checkpoint is None or summary.best_checkpoint == gone
 
 
 def number(path: str | Path | None) -> int:

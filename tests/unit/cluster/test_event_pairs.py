@@ -231,7 +231,7 @@ def begun(worlds: list[World], states: dict[Any, WorkerState], event: str, after
     cluster.members = cluster.recovery.members = world.members
     for worker, state in states.items():
         if state is WorkerState.LEAVING:
-            cluster.members.leaves(worker, "paused by its owner")
+            cluster.members.leaves(worker, "paused by its owner", is_paused=True)
     return Run(cluster, world, made)
 
 

@@ -249,7 +249,7 @@ def test_a_paused_worker_is_waited_for_and_the_time_is_shown(
     monkeypatch.setattr(worker_links.time, "monotonic", lambda: now)
     wire = SimpleNamespace(peer=1)
     made._wires[1] = wire  # type: ignore[assignment]
-    made._inbox.put(HostEvent(1, wire, Message(Leaving("paused by its owner"))))
+    made._inbox.put(HostEvent(1, wire, Message(Leaving("back on Monday", True))))
     with pytest.raises(WorkerLeaving):
         made.receive(0)
 

@@ -1,0 +1,124 @@
+"""Trains tiny models through two real workers, as a run does, and compares with one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hetero_framework.cluster.child import PROGRAM, Spawner, end_processes
+from hetero_framework.config import Config
+from hetero_framework.config.objectives import Task
+from hetero_framework.core import timeouts
+from hetero_framework.core.dial import Listener
+from hetero_framework.errors import HeteroError
+from hetero_framework.extras.verify.verifying import Verified
+from hetero_framework.models.cut.tiny import stock_class, tiny_config
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
+from hetero_framework.models.rng import seed_cpu
+from hetero_framework.trainer.coordinator import train
+
+EQUAL = "equal"
+_WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(61))]
+_TEXTS = [[_WORDS[3 + (5 * row + k * k) % 61] for k in range(6 + row % 5)] for row in range(8)]
+_ROWS: dict[Task, tuple[str, list[dict[str, Any]]]] = {
+    "causal-lm": ("sft", [{"text": " ".join(words)} for words in _TEXTS]),
+    "sequence-classification": (
+        "classification",
+        [{"text": " ".join(words), "label": k % 2} for k, words in enumerate(_TEXTS)],
+    ),
+    "token-classification": (
+        "token-classification",
+        [{"tokens": words, "labels": [len(word) % 2 for word in words]} for words in _TEXTS],
+    ),
+}
+
+
+@contextmanager
+def real_workers() -> Iterator[Callable[[Verified], str]]:
+    """Within the block two workers serve one run after the other. What is handed out trains the
+    architecture of a passed comparison over its stages and returns `EQUAL` where losses and result
+    are those of one process to the bit, else the difference; empty for what has no text."""
+    with TemporaryDirectory() as directory:
+        folder, listeners = Path(directory), [Listener("127.0.0.1", 0) for _ in range(3)]
+        here = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu", "num_threads": 1}
+        machines = [{**here, "port": listener.port} for listener in listeners]
+        for listener in listeners:
+            listener.close()
+        workers = [{**machines[k], "id": k, "models": ["*"]} for k in (1, 2)]
+        about = {"coordinator": machines[0], "workers": workers}
+        plan = [{"id": owner, "start": owner, "end": owner + 1} for owner in (0, 1, 2)]
+        plan[0]["id"] = "local"
+        known = {**about, "shard_plan": plan, "training": {"output_dir": str(folder)}}
+        spawner = Spawner(Config.from_dict(known), [*PROGRAM, "--keep"], debug=False)
+        with (folder / "workers.log").open("wb") as log:
+            processes = [spawner.spawn(worker["id"], log) for worker in workers]
+            try:
+                yield lambda result: _tried(result, about, folder) if result.task in _ROWS else ""
+            finally:
+                end_processes(processes, timeouts.EXIT_S)
+
+
+def _tried(result: Verified, about: dict[str, Any], folder: Path) -> str:
+    model = folder / "model"
+    try:
+        with quiet_library():
+            config = tiny_config(result.model_type, result.task)
+            seed_cpu(0)
+            stock_class(config)._from_config(config).save_pretrained(model)
+            _save_tokenizer(model)
+        runs = [_run(result, about, folder, cut) for cut in (False, True)]
+    except HeteroError as error:
+        return error.message
+    except LIBRARY_ERRORS as error:
+        return briefly(error)
+    finally:
+        for name in ("model", "False", "True"):
+            rmtree(folder / name, ignore_errors=True)
+    (losses, files), (cut_losses, cut_files) = runs
+    if losses != cut_losses:
+        return f"losses {cut_losses} instead of {losses}"
+    wrong = [name for name in files | cut_files if files.get(name) != cut_files.get(name)]
+    return f"other weights in {wrong[0]}" if wrong else EQUAL
+
+
+def _run(
+    result: Verified, about: dict[str, Any], folder: Path, cut: bool
+) -> tuple[tuple[float, ...], dict[str, bytes]]:
+    """The losses and the written weights of one run, in one process or over the workers."""
+    bounds = [(stage.start, stage.end) for stage in result.stages]
+    if not cut:
+        bounds, about = [(0, bounds[-1][1])], {**about, "workers": []}
+    objective, rows = _ROWS[result.task]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        **about,
+        "model": {"name_or_path": str(folder / "model")},
+        "data": {"train": str(folder / "rows.jsonl")},
+        "shard_plan": [
+            {"id": k or "local", "start": start, "end": end} for k, (start, end) in enumerate(bounds)
+        ],
+        "training": {
+            **{"objective": objective, "output_dir": str(folder / str(cut)), "max_steps": 2},
+            **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+            **{"learning_rate": 1e-3, "weight_decay": 0.1, "save_strategy": "no"},
+            **{"report_to": "none", "visualize": False, "log_level": "ERROR"},
+        },
+    }
+    losses = train(Config.from_dict(settings)).losses
+    written = (folder / str(cut) / "model").glob("*.safetensors")
+    return losses, {path.name: path.read_bytes() for path in written}
+
+
+def _save_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({w: k for k, w in enumerate(_WORDS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict(zip(("pad_token", "bos_token", "eos_token"), _WORDS, strict=False))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
