@@ -11,7 +11,7 @@ def main() -> int:
     """Run one command and return its exit code."""
     # All is written by then. Collecting what torch and transformers hold would take seconds.
     atexit.register(gc.freeze)
-    with hearing(sys.argv[1:]):
+    with hearing(sys.argv[1:], ends=True):
         from hetero_framework import cli
 
         return cli.main()

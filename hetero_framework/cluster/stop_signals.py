@@ -21,10 +21,11 @@ PAUSED = "paused by its owner"
 
 
 @contextmanager
-def signals_passed_to(note: Callable[[str], None]) -> Iterator[None]:
+def signals_passed_to(note: Callable[[str], None], *, ends: bool = False) -> Iterator[None]:
     """Within the block, call `note` with the name of each signal of `SIGNALS` that comes, without
-    the ignored ones (`nohup` ignores SIGHUP on purpose). Outside of the main thread, signals keep
-    their meaning."""
+    the ignored ones (`nohup` ignores SIGHUP on purpose). Where the process `ends` with the block,
+    its exit code is known, and a signal after it has no effect. Outside of the main thread, signals
+    keep their meaning."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for name, shown in SIGNALS.items():
@@ -35,7 +36,7 @@ def signals_passed_to(note: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if ends else handler)
 
 
 def stopped_by(shown: str) -> str:
@@ -45,9 +46,10 @@ def stopped_by(shown: str) -> str:
 
 class StopSignals:
     """Passes requests to end on to the worker. A request that comes both as a signal and as a line
-    counts once; a second signal means at once."""
+    counts once; a second signal means at once. `ends`: see `signals_passed_to`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends: bool = False) -> None:
+        self._ends = ends
         self._reason: str | None = None
         self._by_parent = False
         self._signals = 0
@@ -85,7 +87,7 @@ class StopSignals:
             obey(self._signals > 1)
 
         try:
-            with signals_passed_to(note):
+            with signals_passed_to(note, ends=self._ends):
                 if self._by_parent:  # the line came while libraries were imported
                     self._by_parent = False
                     obey(False)

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -214,13 +215,16 @@ def serve(
         events = log.Events(logs / log.EVENTS_FILE, f"worker {worker_id}")
         events.open()
         handlers.append(events)
-    with (
-        log.log_to(config.training.log_level, *handlers),
-        failpoints.armed(f"worker-{worker_id}"),
-        (orders or StopSignals()).obeyed_by(worker.told_to_end),
-        control.sending_by(worker.to_coordinator),
-    ):
-        worker.serve(should_stop)
+    try:
+        with (
+            log.log_to(config.training.log_level, *handlers),
+            failpoints.armed(f"worker-{worker_id}"),
+            (orders or StopSignals()).obeyed_by(worker.told_to_end),
+            control.sending_by(worker.to_coordinator),
+        ):
+            worker.serve(should_stop)
+    except _Terminated as ended:  # before it served
+        raise _stopped(str(ended)) from None
 
 
 class Worker:
@@ -247,6 +251,7 @@ class Worker:
         self._leave_by = math.inf
         self._told: str | None = None  # why it has to end
         self._ending: str | None = None  # the same, once it must not go on
+        self._winds_down = False  # it ends anyway: nothing may interrupt what is left to do
         self._gone_since: float | None = None
         self._keep = keep
         self._build = build
@@ -280,32 +285,10 @@ class Worker:
             _log.info("worker %s listens on %s (%s)", entry.id, where, what)
         bringing = in_background(bring, "coordinators")
         try:
-            while not self._done and not should_stop():
-                if bringing.done():  # no coordinator would come any more
-                    bringing.result()
-                if self._ending is not None:  # was raised where Python drops exceptions
-                    raise _Terminated(self._ending)
-                try:
-                    self._turn()
-                    continue
-                except StepOutOfMemory as error:
-                    # Not in the handler, as below.
-                    self._later(self._on_step_out_of_memory, self._run, error.copied())
-                    continue
-                except Exception as error:
-                    # The coordinator hears of any error before this process may end.
-                    text = f"{type(error).__name__}: {error}"
-                    known = errors.as_hetero_error(error) or HeteroError(text)
-                    # A process whose device is broken would fail every later run as well.
-                    if not self._keep or not self._device.works():
-                        self._report(known)
-                        raise
-                    failed = type(known)(known.message, hint=known.hint)
-                    del known
-                # After the handler: an error in it would keep the traceback, which holds stages.
-                self._report(failed)
-                _log.error("the run failed here: %s", failed.message)
-                self._leave()
+            try:
+                self._serve_runs(bringing, should_stop)
+            finally:
+                self._winds_down = True
         except _Terminated as ended:
             # Otherwise the coordinator would wait for a link that breaks.
             if self._told is None:
@@ -320,7 +303,35 @@ class Worker:
             self._forget_run()
             bringing.result(timeouts.EXIT_S)
         if self._told is not None:
-            raise StoppedEarly(self._told, hint="started again, it serves the run as before")
+            raise _stopped(self._told)
+
+    def _serve_runs(self, bringing: Future[None], should_stop: Callable[[], bool]) -> None:
+        while not self._done and not should_stop():
+            if bringing.done():  # no coordinator would come any more
+                bringing.result()
+            if self._ending is not None:  # was raised where Python drops exceptions
+                raise _Terminated(self._ending)
+            try:
+                self._turn()
+                continue
+            except StepOutOfMemory as error:
+                # Not in the handler, as below.
+                self._later(self._on_step_out_of_memory, self._run, error.copied())
+                continue
+            except Exception as error:
+                # The coordinator hears of any error before this process may end.
+                text = f"{type(error).__name__}: {error}"
+                known = errors.as_hetero_error(error) or HeteroError(text)
+                # A process whose device is broken would fail every later run as well.
+                if not self._keep or not self._device.works():
+                    self._report(known)
+                    raise
+                failed = type(known)(known.message, hint=known.hint)
+                del known
+            # After the handler: an error in it would keep the traceback, which holds stages.
+            self._report(failed)
+            _log.error("the run failed here: %s", failed.message)
+            self._leave()
 
     def _listener(self, port: int) -> Listener:
         try:
@@ -340,8 +351,10 @@ class Worker:
         """End in order, or at once; also at once with nothing to hand over. Called in the main
         thread between any two of its instructions. In a finalizer or a callback of a weak reference
         Python drops the exception; then the loop ends."""
+        if self._winds_down:
+            return
         if at_once or self._run is None or not self._run.started:
-            self._ending = reason
+            self._winds_down, self._ending = True, reason
             raise _Terminated(reason)
         if self._leave_by == math.inf:
             self._leave_by = time.monotonic() + timeouts.HAND_OVER_S
@@ -921,6 +934,10 @@ class Worker:
         text = "; ".join(line.strip() for line in error.message.splitlines())
         with suppress(HeteroError, LinkGone):
             self._send(Message(m.Error(type(error).__name__, text, error.hint)))
+
+
+def _stopped(reason: str) -> StoppedEarly:
+    return StoppedEarly(reason, hint="started again, it serves the run as before")
 
 
 def _leaving(reason: str) -> m.Leaving:

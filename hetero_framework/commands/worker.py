@@ -82,7 +82,7 @@ def serve(
     from hetero_framework.engine.loading import load_stages
 
     # After the imports: on Windows they would wait for a thread that reads standard input.
-    orders = StopSignals()
+    orders = StopSignals(ends=True)
     watch_parent(on_order=orders.from_parent)
     logs = config.output_dir / "logs"
     serve(

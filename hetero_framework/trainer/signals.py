@@ -29,14 +29,15 @@ STOPPED = 75
 
 
 @contextlib.contextmanager
-def hearing(words: Sequence[str]) -> Iterator[StopRequest | None]:
+def hearing(words: Sequence[str], *, ends: bool = False) -> Iterator[StopRequest | None]:
     """Around a command of these words that takes part in a run, before its modules are imported: a
     signal ends the block in order, with one line on stderr. In a supervised worker and in other
-    commands, signals keep the system's meaning, and the block is given None."""
+    commands, signals keep the system's meaning, and the block is given None. Where the process `ends` with the
+    block, a signal after it has no effect."""
     if words[:1] not in (["train"], ["worker"]) or "--supervised" in words:
         yield None
         return
-    stop = StopRequest()
+    stop = StopRequest(ends=ends)
     try:
         with stop:
             yield stop
@@ -49,7 +50,8 @@ class StopRequest:
     """Context manager that turns the signals into KeyboardInterrupt or, while `waiting`, into the
     name of the signal in `requested`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends: bool = False) -> None:
+        self._ends = ends
         self.requested: str | None = None
         self._since = 0.0
         self._waiting = False
@@ -70,7 +72,7 @@ class StopRequest:
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._ends else handler)
         self._previous.clear()
 
     @contextlib.contextmanager

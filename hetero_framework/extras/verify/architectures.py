@@ -15,7 +15,7 @@ from hetero_framework import registry
 from hetero_framework.config.objectives import Task, needs_of
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.extras.verify.verifying import Verified, verify_model
+from hetero_framework.extras.verify.verifying import EQUAL, Verified, verify_model
 from hetero_framework.models.cut.tiny import architecture_names
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly
 from hetero_framework.models.verify.equivalence import STEPS, Verdict
@@ -24,11 +24,14 @@ _OF_TEXT: tuple[Task, ...] = ("causal-lm", "sequence-classification", "token-cla
 
 
 def verify_all(
-    progress: Callable[[Verified], None] | None = None, model_types: Iterable[str] | None = None
+    progress: Callable[[Verified], None] | None = None,
+    model_types: Iterable[str] | None = None,
+    tried: Callable[[Verified], str] = lambda result: "",
 ) -> list[Verified]:
     """Compare every causal-LM architecture of the installed transformers, its multimodal classes
     by name, and its classifiers; one without a working tiny configuration counts as refused.
-    `model_types` limits the architectures. `progress` is called after each."""
+    `model_types` limits the architectures. `progress` is called after each. `tried` says of those
+    that pass what training through real workers does (processes.py)."""
     results, wanted = [], None if model_types is None else list(model_types)
     tasks = (*_OF_TEXT, "image-classification")
     classes = [(name, task) for task in tasks for name in architecture_names(task)]
@@ -38,6 +41,8 @@ def verify_all(
         try:
             # A composite type is tried as the text model in it; the row keeps the name asked for.
             result = replace(verify_model(model_type=name, task=task), model_type=name)
+            if result.passed:
+                result = replace(result, processes=tried(result))
         except ArchitectureError as error:
             result = Verified(name, "refused", error.message, task=task)
         except LIBRARY_ERRORS as error:
@@ -74,6 +79,8 @@ def write_architectures(results: Sequence[Verified], path: Path) -> None:
     ]
     rounded = [r for r in results if r.passed and r.half]
     crossing = {r.model_type: r.crossing for r in results if r.passed and r.crossing}
+    run = [r for r in results if r.processes]
+    differing = {_subject(r): r.processes for r in run if r.processes != EQUAL}
     refused = [f"| {_subject(r)} | {r.reason.replace('|', '/')} |" for r in results if not r.passed]
     text = _TABLE.format(
         made=f"Made by `hetero verify --all` on {date.today().isoformat()} with transformers"
@@ -94,6 +101,10 @@ def write_architectures(results: Sequence[Verified], path: Path) -> None:
         exact=passed - sum(r.task == "causal-lm" for r in rounded),
         rounded=_rows(_ROUNDED, {_subject(r): r.half for r in rounded}),
         crossing=_rows(_CROSSING, {f"`{name}`": text for name, text in crossing.items()}),
+        run=f"{len(run) - len(differing)} of {len(run)} that were tried"
+        if run
+        else "None was tried",
+        differing=_rows(_DIFFERING, differing),
         alone=_names(alone),
         masked=_names(masked),
         refused="\n".join(refused),
@@ -151,6 +162,9 @@ _CLOSE = """\
 _ROUNDED = """\
 | architecture | what a step in three shards does |
 |---|---|"""
+_DIFFERING = """\
+| architecture | in three processes |
+|---|---|"""
 _CROSSING = """\
 | architecture | what crosses, with the widths of a tiny copy |
 |---|---|"""
@@ -194,6 +208,13 @@ With `training.bf16`, loss and gradients of a step were compared in the same way
 that pass are equal to the bit; the others:
 
 {rounded}
+
+## In three processes
+
+With `--processes`, each that passes and has text is also trained by a run through two real workers, in full and with \
+weight decay, and by one in one process. {run} have the same losses and the same files. The others:
+
+{differing}
 
 ## More than the hidden state
 

@@ -19,13 +19,12 @@ from hetero_framework.config.objectives import Task
 from hetero_framework.core import timeouts
 from hetero_framework.core.dial import Listener
 from hetero_framework.errors import HeteroError
-from hetero_framework.extras.verify.verifying import Verified
+from hetero_framework.extras.verify.verifying import EQUAL, Verified
 from hetero_framework.models.cut.tiny import stock_class, tiny_config
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.models.rng import seed_cpu
 from hetero_framework.trainer.coordinator import train
 
-EQUAL = "equal"
 _WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(61))]
 _TEXTS = [[_WORDS[3 + (5 * row + k * k) % 61] for k in range(6 + row % 5)] for row in range(8)]
 _ROWS: dict[Task, tuple[str, list[dict[str, Any]]]] = {
@@ -103,7 +102,8 @@ def _run(
         "model": {"name_or_path": str(folder / "model")},
         "data": {"train": str(folder / "rows.jsonl")},
         "shard_plan": [
-            {"id": k or "local", "start": start, "end": end} for k, (start, end) in enumerate(bounds)
+            {"id": k or "local", "start": start, "end": end}
+            for k, (start, end) in enumerate(bounds)
         ],
         "training": {
             **{"objective": objective, "output_dir": str(folder / str(cut)), "max_steps": 2},

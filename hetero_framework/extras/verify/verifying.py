@@ -32,16 +32,19 @@ if TYPE_CHECKING:
 
 # float32 weight, gradient and AdamW's two states.
 _TRAINING_BYTES = 16
+EQUAL = "equal"
 
 
 @dataclass(frozen=True)
 class Verified(Comparison):
     """A comparison, `crossing`, which crosses beside the hidden state, if anything does, and
-    `towers`, which text does not use."""
+    `towers`, which text does not use. `processes` is EQUAL where training through real workers gave
+    what one process did, else the difference; empty where that was not tried."""
 
     packing: Packing | None = None
     crossing: str = ""
     towers: tuple[str, ...] = ()
+    processes: str = ""
 
 
 def ranges_from_cuts(cuts: Sequence[int], layers: int) -> tuple[ShardRange, ...]:

@@ -88,3 +88,72 @@ def test_handlers_are_as_before_after_the_block() -> None:
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
     assert timeouts.HAND_OVER_S < timeouts.RELEASE_S < 25
+
+
+# Strikes at a moment of the end of a worker, which serves nothing.
+ENDING = """
+import os, signal, sys
+from hetero_framework.cluster import worker
+from hetero_framework.cluster.stop_signals import StopSignals
+from hetero_framework.config import Config
+from hetero_framework.core.dial import Listener
+from hetero_framework.engine.loading import load_stages
+from hetero_framework.errors import StoppedEarly
+listener = Listener("127.0.0.1", 0)
+port = listener.port
+listener.close()
+place, name, times = sys.argv[1], sys.argv[2], int(sys.argv[3])
+cls, method = {"close": (Listener, "close"), "forget": (worker.Worker, "_forget_run"),
+    "listen": (worker.Worker, "_listener"), "turn": (worker.Worker, "_turn")}.get(place, (None, ""))
+orders = StopSignals(ends=True)
+def strike():
+    for _ in range(times):
+        orders.from_parent(name) if name == "line" else os.kill(os.getpid(), getattr(signal, name))
+if cls is not None:
+    before = getattr(cls, method)
+    def struck(self, *args):
+        setattr(cls, method, before)
+        strike()
+        return before(self, *args)
+    setattr(cls, method, struck)
+if place == "early":
+    orders.from_parent("stopped")
+entry = {"id": 1, "ip": "127.0.0.1", "port": port, "device": "cpu"}
+plan = [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}]
+machine = {"ip": "127.0.0.1", "port": 1}
+config = Config.from_dict({"coordinator": machine, "workers": [entry], "shard_plan": plan})
+turns = iter([False] + [True] * 99)
+try:
+    worker.serve(config, 1, build=load_stages, orders=orders, should_stop=lambda: next(turns))
+except StoppedEarly as error:
+    sys.exit(error.exit_code)
+finally:
+    if place == "after":
+        strike()
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "times", "code"),
+    [
+        ("close", "SIGTERM", 1, 0),
+        ("close", "line", 1, 0),
+        ("forget", "SIGINT", 2, 0),
+        ("after", "SIGHUP", 2, 0),
+        ("turn", "SIGTERM", 2, 75),
+        ("listen", "SIGHUP", 1, 75),
+        ("early", "SIGTERM", 0, 75),
+    ],
+)
+def test_a_worker_that_is_struck_as_it_ends_ends_in_order(
+    place: str, name: str, times: int, code: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, place, name, str(times)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=100,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == code

@@ -46,6 +46,7 @@ OPTIONS = (
         "with --model-type: of the class that this objective trains (default: sft)",
     ),
     flag("--all", "verify all language models, multimodal classes and classifiers"),
+    flag("--processes", "with --all: train what passes through two real workers, too"),
     value("--cuts", "2,5", "cut before these layers", type=_cuts),
     *writes("with --all: file for the table (default: docs/architectures.md)"),
 )
@@ -63,8 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"a model for {arguments.objective} is verified with the --config that names it"
         )
-    if arguments.output and not arguments.all:
-        raise UserError("--output goes with --all")
+    for name in ("output", "processes"):
+        if getattr(arguments, name) and not arguments.all:
+            raise UserError(f"--{name} goes with --all")
     config = None
     if not (arguments.all or arguments.model_type):
         from hetero_framework.commands.preflight import preflight
@@ -80,7 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
 
         output = Path(arguments.output or "docs/architectures.md")
         check_outputs(arguments, output)
-        write_architectures(verify_all(_print_result), output)
+        with contextlib.ExitStack() as stack:
+            tried: Any = {}
+            if arguments.processes:
+                from hetero_framework.extras.verify.processes import real_workers
+
+                tried = {"tried": stack.enter_context(real_workers())}
+            write_architectures(verify_all(_print_result, **tried), output)
         print(f"wrote {output}")
         return 0
     result = verify_model(
@@ -102,6 +110,7 @@ def _print_result(result: Any) -> None:
     subject = f"{result.model_type} ({result.subject}{task}): {result.verdict}"
     half = f"in bfloat16 autocast {result.half}" if result.half and result.passed else ""
     beside = f"crosses: {result.crossing}" if result.crossing else ""
+    processes = f"in three processes: {result.processes}" if result.processes else ""
     unused = f"left out: {', '.join(result.towers)}" if result.towers else ""
-    parts = filter(None, (subject, cuts, numbers, result.reason, half, beside, unused))
+    parts = filter(None, (subject, cuts, numbers, result.reason, half, beside, processes, unused))
     print(printable("; ".join(parts)), flush=True)
