@@ -93,7 +93,8 @@ class CheckpointStore:
     def has(self, step: int | None) -> bool:
         """Whether the checkpoint of a step has a manifest."""
         with suppress(OSError):  # what cannot be looked at is not complete
-            return any((self.root / f"step_{step}{end}" / MANIFEST).is_file() for end in ("", ".old"))
+            names = (f"step_{step}", f"step_{step}.old")
+            return any((self.root / name / MANIFEST).is_file() for name in names)
         return False
 
     def hold(self, step: int | None) -> None:

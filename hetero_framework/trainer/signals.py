@@ -32,8 +32,8 @@ STOPPED = 75
 def hearing(words: Sequence[str], *, ends: bool = False) -> Iterator[StopRequest | None]:
     """Around a command of these words that takes part in a run, before its modules are imported: a
     signal ends the block in order, with one line on stderr. In a supervised worker and in other
-    commands, signals keep the system's meaning, and the block is given None. Where the process `ends` with the
-    block, a signal after it has no effect."""
+    commands, signals keep the system's meaning, and the block is given None. Where the process
+    `ends` with the block, a signal after it has no effect."""
     if words[:1] not in (["train"], ["worker"]) or "--supervised" in words:
         yield None
         return
