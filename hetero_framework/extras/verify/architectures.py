@@ -212,8 +212,8 @@ that pass are equal to the bit; the others:
 ## In three processes
 
 With `--processes`, each that passes and has text is also trained by a run through two real \
-workers, in full and with weight decay, and by one in one process. {run} have the same losses and the same \
-files. The others:
+workers, in full and with weight decay, and by one in one process. {run} have the same losses \
+and the same files. The others:
 
 {differing}
 
