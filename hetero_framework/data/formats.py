@@ -525,7 +525,8 @@ def _refuse_two(chats: list[Conversation], *names: str) -> None:
 
 
 def _refuse_label(record: Record) -> None:
-    if record.fields.get("label") in (True, False):  # 0 and 1, too
+    label = str(record.fields.get("label")).strip().lower()  # of a table of text, too
+    if label in ("true", "false", "1", "0", "1.0", "0.0"):
         raise DataError(
             f"{record.where}: prompt, completion and label are the fields of KTO's preference data;"
             " supervised fine-tuning would learn the bad completions, too",

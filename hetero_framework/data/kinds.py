@@ -18,7 +18,7 @@ from hetero_framework.config.objectives import needs_of
 from hetero_framework.data.batches import MicroBatch, collate
 from hetero_framework.data.examples import Rows
 from hetero_framework.data.formats import Formatter, detect_format
-from hetero_framework.data.sources import Record
+from hetero_framework.data.sources import TEXTS, Numeric, Record
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
@@ -52,8 +52,9 @@ class ExampleKind:
     """`formats` are the values of data.format beside "auto", `formatter` reads records, `kept`
     makes examples of tokenised rows, and `collate` a micro-batch of those with some numbers, padded
     with a token to a multiple. `records` makes those of this kind of the records of a file.
-    A record has one field of each group of `needs`. `labels` are read where there are some;
-    `formatter` and `kept` are also told of them. `remarks` are lines on all training examples."""
+    A record has one field of each group of `needs`, and `numeric` numbers. `labels` are read where
+    there are some; `formatter` and `kept` are also told of them. `remarks` are lines on all
+    training examples."""
 
     noun: str
     formats: tuple[str, ...]
@@ -63,6 +64,7 @@ class ExampleKind:
     records: Callable[[Iterator[Record]], Iterator[Record]] = iter
     needs: tuple[tuple[str, ...], ...] = ()
     labels: LabelReader | None = None
+    numeric: Numeric = TEXTS
     remarks: Callable[[Any, TrainingConfig], Iterator[str]] = lambda examples, training: iter(())
 
 

@@ -18,14 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from hetero_framework import registry
 from hetero_framework.errors import DataError
 from hetero_framework.repository import PICKLED_SUFFIXES, mistaken_for
-
-if TYPE_CHECKING:
-    pass
 
 MAX_LINE_BYTES = 16 * 2**20
 _XZ_BYTES = 256 * 2**20
@@ -39,6 +36,7 @@ _MAGIC = (
     (b"BZh", "bzip2"),
     (b"\xfd7zXZ", "xz"),
     (b"\x28\xb5\x2f\xfd", "zstandard"),
+    *((bytes([first]) + b"\x2a\x4d\x18", "zstandard") for first in range(0x50, 0x60)),  # skipped
     (b"\xff\xfe", "UTF-16 text"),
     (b"\xfe\xff", "UTF-16 text"),
     *((b"\x80" + bytes([version]), "pickle") for version in range(2, 6)),
@@ -56,6 +54,19 @@ class Record:
 
     where: str
     fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Numeric:
+    """Columns of which the first that a table has holds numbers or true and false; with `or_names`
+    it may hold names instead."""
+
+    columns: tuple[str, ...] = ()
+    or_names: bool = False
+
+
+TEXTS = Numeric()
+"""Of tables whose cells all stay texts."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +101,13 @@ def find_sources(spec: str | tuple[str, ...] | list[str], base_dir: Path) -> lis
     return [source for entry in entries for source in _find(entry, base_dir)]
 
 
-def read_file(source: Source) -> Iterator[Record]:
-    """Stream the examples of a file. Raises DataError, with file and line, for anything that is not
-    an example, and where there is none."""
+def read_file(source: Source, numeric: Numeric = TEXTS) -> Iterator[Record]:
+    """Stream the examples of a file; `numeric` is of a table whose cells are texts. Raises
+    DataError, with file and line, for anything that is not an example, and where there is none."""
     assert source.path is not None
+    told = (numeric,) * bool(registry.facts("files", source.kind).get("untyped"))
     record = None
-    for record in registry.find("files", source.kind)(source.path):
+    for record in registry.find("files", source.kind)(source.path, *told):
         yield record
     if record is None:
         raise DataError(f"{source.name} holds no example")
@@ -331,12 +343,15 @@ _OPENED: dict[str | None, Callable[[Path], Any]] = {
 }
 
 
-def lines(path: Path, *, of_text: bool = False) -> Iterator[tuple[int, str]]:
-    """Number (from 1) and text of each line, without its end. A line `of_text` also ends at a
-    carriage return alone."""
+def lines(path: Path, *, newline: str | None = "\n", hint: str = "") -> Iterator[tuple[int, str]]:
+    """Number (from 1) and text of each line, without its end. With a `newline` of None a line also
+    ends at a carriage return alone; with "", too, and lines keep their ends. `hint` is for one that
+    is too long."""
     with reading(path) as file:
         # What is not UTF-8 passes through, to be named with its line.
-        text = io.TextIOWrapper(file, "utf-8", "surrogateescape") if of_text else None
+        text = None
+        if newline is None or not newline:
+            text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline)
         number = 0
         while line := _line(file if text is None else text):
             number += 1
@@ -344,9 +359,10 @@ def lines(path: Path, *, of_text: bool = False) -> Iterator[tuple[int, str]]:
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(
                     f"{where}: the line is longer than {MAX_LINE_BYTES >> 20} MiB",
-                    hint=ONE_A_LINE,
+                    hint=hint or "break it into several lines",
                 )
-            yield number, decode(line.removeprefix(BOM) if number == 1 else line, where)
+            found = _decode(line.removeprefix(BOM) if number == 1 else line, where)
+            yield number, found if newline == "" else found.rstrip("\r\n")
 
 
 def _line(file: BinaryIO | io.TextIOWrapper) -> bytes:
@@ -366,9 +382,9 @@ def reading(path: Path) -> Iterator[BinaryIO]:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def decode(line: bytes, where: str) -> str:
+def _decode(line: bytes, where: str) -> str:
     try:
-        return line.decode("utf-8").rstrip("\r\n")
+        return line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: byte {error.start + 1} is not valid UTF-8", hint="save the file as UTF-8"
@@ -385,7 +401,12 @@ def listed(names: Iterable[Any], most: int = 12) -> str:
     """The first of these names, and how many more there are; "none" without any."""
     found = list(names)
     more = f" and {len(found) - most:,} more" * (len(found) > most)
-    return ", ".join(shorten(str(name)) for name in found[:most]) + more or "none"
+    return ", ".join(map(_named, map(str, found[:most]))) + more or "none"
+
+
+def _named(name: str) -> str:
+    """The name, between quotes where spaces stand around it."""
+    return shorten(name) if name == name.strip() else repr(name[:60])
 
 
 def check_unicode(text: str, where: str) -> str:

@@ -17,6 +17,8 @@ from typing import Any
 
 from hetero_framework.data.files.parquet import class_names, plain_rows, with_class_names
 from hetero_framework.data.sources import (
+    TEXTS,
+    Numeric,
     Record,
     Source,
     listed,
@@ -52,6 +54,15 @@ class SplitReader:
     dataset_config: str | None = None
     columns: Mapping[str, str] | None = None
     """New names of columns, each with its old one."""
+    numeric: Numeric = TEXTS
+
+    @property
+    def _numeric(self) -> Numeric:
+        """With the names that columns have in the files."""
+        old = self.columns or {}
+        return replace(
+            self.numeric, columns=tuple(old.get(name, name) for name in self.numeric.columns)
+        )
 
     def read(self, sources: Sequence[Source], say: Callable[[str], None]) -> Iterator[Record]:
         """Stream the examples; `say` is told of files that are not read. Raises DataError, with
@@ -82,7 +93,8 @@ class SplitReader:
             if are_files:
                 files = list(group)
                 names = ", ".join(source.name for source in files[:3])
-                yield from self._select(names, dict.fromkeys(self.whole, _files(files)), _ONE_SPLIT)
+                whole = _files(files, self._numeric)
+                yield from self._select(names, dict.fromkeys(self.whole, whole), _ONE_SPLIT)
                 continue
             for source in group:
                 if source.path is None:
@@ -115,7 +127,7 @@ class SplitReader:
     ) -> Mapping[str, Split]:
         if kind == "saved":
             return _saved_splits(path, self.whole)
-        return _folder_splits(name, path, self.dataset_config, say)
+        return _folder_splits(name, path, self.dataset_config, say, self._numeric)
 
     def _select(self, name: str, splits: Mapping[str, Split], hint: str) -> Iterator[Record]:
         """The rows of the split, one slice after another."""
@@ -178,11 +190,15 @@ def renamed(record: Record, columns: Mapping[str, str]) -> Record:
     return replace(record, fields={**fields, **found})
 
 
-def _files(sources: Sequence[Source], names: Mapping[str, tuple[str, ...]] | None = None) -> Split:
+def _files(
+    sources: Sequence[Source],
+    numeric: Numeric = TEXTS,
+    names: Mapping[str, tuple[str, ...]] | None = None,
+) -> Split:
     """`names` are those of classes, by column."""
 
     def read() -> Iterator[Record]:
-        records = chain.from_iterable(map(read_file, sources))
+        records = chain.from_iterable(read_file(source, numeric) for source in sources)
         if not names:
             return records
         return (replace(each, fields=with_class_names(each.fields, names)) for each in records)
@@ -205,7 +221,7 @@ def _rows(dataset: Any, name: str) -> Split:
 
 
 def _folder_splits(
-    name: str, path: Path, config: str | None, say: Callable[[str], None]
+    name: str, path: Path, config: str | None, say: Callable[[str], None], numeric: Numeric
 ) -> dict[str, Split]:
     """The splits that `load_dataset` finds in a folder of files."""
     import datasets
@@ -228,7 +244,7 @@ def _folder_splits(
         say(f"warning: {name} also holds {shown}, in no split, which is not read")
     names = class_names(builder.info.features)  # as its README has them
     return {
-        split: _files([open_source(str(file), file) for file in files], names)
+        split: _files([open_source(str(file), file) for file in files], numeric, names)
         for split, files in splits.items()
     }
 

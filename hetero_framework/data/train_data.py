@@ -343,7 +343,8 @@ class Reader:
         return islice(reader.read(sources, lambda note: None), self.most)
 
     def _splits(self, split: str, whole: tuple[str, ...]) -> SplitReader:
-        return SplitReader(split, whole, self.data.dataset_config, self.data.columns)
+        data = self.data
+        return SplitReader(split, whole, data.dataset_config, data.columns, self.kind.numeric)
 
     @property
     def kind(self) -> ExampleKind:

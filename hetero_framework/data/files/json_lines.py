@@ -16,19 +16,23 @@ _JSON_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def records(path: Path) -> Iterator[Record]:
-    for number, line in lines(path):
+    for number, line in lines(path, hint=ONE_A_LINE):
         if line.strip():
             where = f"{path}:{number}"
             start = skip(line, 0)
             if line.startswith("[", start):
                 raise _not_an_object(where, "a list", line, ONE_A_LINE)
-            value, end = parse(line, start, LineCounter(path, line, number).at, ONE_A_LINE)
+            value, end = parse(line, start, _at(where), ONE_A_LINE)
             if (rest := skip(line, end)) < len(line):
                 raise DataError(
                     f"{where}: not JSON after column {end}: {shorten(line[rest:])}",
                     hint=ONE_A_LINE,
                 )
             yield record(where, value, line)
+
+
+def _at(where: str) -> Callable[[int], str]:
+    return lambda position: where
 
 
 class _RepeatedKeyError(ValueError):
@@ -46,9 +50,10 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def parse(
-    text: str, index: int, where: Callable[[int], str], hint: str | None = None
+    text: str, index: int, where: Callable[[int], str], hint: str | None = None, before: int = 0
 ) -> tuple[Any, int]:
-    """The value that begins at `index`, and where it ends."""
+    """The value that begins at `index`, and where it ends. `before` is how many characters of its
+    first line stand before the text."""
     try:
         return _DECODER.raw_decode(text, index)
     except _RepeatedKeyError as error:
@@ -58,10 +63,9 @@ def parse(
             f'{where(index)}: {path}: the key "{key}" is given twice in one object; keep one'
         ) from error
     except json.JSONDecodeError as error:
-        what = error.msg.removesuffix(" at")
+        what, column = error.msg.removesuffix(" at"), error.colno + before * (error.lineno == 1)
         raise DataError(
-            f"{where(error.pos)}: not JSON ({what} at column {error.colno}): "
-            f"{shorten(text[index:])}",
+            f"{where(error.pos)}: not JSON ({what} at column {column}): {shorten(text[index:])}",
             hint=hint,
         ) from error
     except (RecursionError, ValueError) as error:
@@ -73,7 +77,7 @@ def parse(
 
 def json_value(text: str, where: str) -> Any:
     """The JSON value that `text` is. Raises DataError as for a line of a file."""
-    value, end = parse(text, skip(text, 0), lambda _: where)
+    value, end = parse(text, skip(text, 0), _at(where))
     if skip(text, end) < len(text):
         raise DataError(f"{where}: not JSON after column {end}: {shorten(text[end:])}")
     return value
@@ -92,16 +96,3 @@ def _not_an_object(where: str, kind: str, shown: str, hint: str) -> DataError:
 
 def skip(text: str, index: int) -> int:
     return _JSON_SPACE.match(text, index).end()  # type: ignore[union-attr]
-
-
-class LineCounter:
-    """Line numbers of growing positions, without counting from the start each time."""
-
-    def __init__(self, path: Path, text: str, number: int = 1) -> None:
-        self.path, self.text = path, text
-        self.position, self.number = 0, number
-
-    def at(self, position: int) -> str:
-        self.number += self.text.count("\n", self.position, position)
-        self.position = position
-        return f"{self.path}:{self.number}"

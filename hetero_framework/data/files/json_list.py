@@ -1,70 +1,161 @@
-"""JSON: a list of objects in one of several forms."""
+"""JSON: a list of objects in one of several forms, of which a part at a time is in memory."""
 
 from __future__ import annotations
 
+import io
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from hetero_framework.data.files.json_lines import LineCounter, parse, record, skip
-from hetero_framework.data.sources import BOM, Record, decode, reading, shorten
+from hetero_framework.data.files.json_lines import parse, record, skip
+from hetero_framework.data.sources import MAX_LINE_BYTES, Record, reading, shorten
 from hetero_framework.errors import DataError
 
-_DATA_LIST = re.compile(r'\{\s*"data"\s*:\s*\[')
+_NOT_UTF_8 = re.compile("[\udc80-\udcff]")
+_CHUNK = 2**16
+_CUT = 16  # characters at the end of a text that may begin a value
+_HINT = 'write [{"text": "..."}, ...], {"data": [...]}, or one object per line (.jsonl)'
 
 
 def records(path: Path) -> Iterator[Record]:
     """A list of objects, {"data": [...]}, one object, or JSON Lines under the name .json."""
     with reading(path) as file:
-        text = decode(file.read().removeprefix(BOM), str(path))
-    start = skip(text, 0)
-    wrapped = _DATA_LIST.match(text, start)
-    if wrapped is not None:
-        start = wrapped.end() - 1
-    if start < len(text) and text[start] not in "[{":
-        raise DataError(
-            f"{path}: expected a list of objects, found: {shorten(text[start:])}",
-            hint='write [{"text": "..."}, ...], {"data": [...]}, or one object per line (.jsonl)',
-        )
-    return _json_items(path, text, start, wrapped is not None)
+        text = _Text(path, file)
+        if text.next() not in ("[", "{", ""):
+            found = shorten(text.rest)
+            raise DataError(f"{path}: expected a list of objects, found: {found}", hint=_HINT)
+        if text.next() == "[":
+            yield from _items(text)
+        while text.next() == "{" and not text.had_list:
+            yield from _object(text)
+        if text.next():
+            what = "more follows the list" if text.had_list else "more follows the objects"
+            raise DataError(f"{text.where}: not JSON, {what}: {shorten(text.rest)}")
 
 
-def _json_items(path: Path, text: str, start: int, wrapped: bool) -> Iterator[Record]:
-    """The objects of the list at `start`, which may be `wrapped` in an object, or those that follow
-    one another, one at a time."""
-    line = LineCounter(path, text)
-    in_list = text.startswith("[", start)
-    index = skip(text, start + in_list)
-    while index < len(text) and not (in_list and text.startswith("]", index)):
-        value, end = parse(text, index, line.at)
-        if not in_list and isinstance(value, dict) and isinstance(value.get("data"), list):
-            for number, item in enumerate(value["data"], 1):
-                yield record(f"{path}: item {number}", item, str(item))
-        else:
-            yield record(line.at(index), value, text[index:end])
-        index = skip(text, end)
-        if not in_list or text.startswith("]", index):
+class _Text:
+    """The text from a place on, which goes through the file."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        # What is not UTF-8 passes through, to be named with its line.
+        self._file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
+        self._path, self._text, self._index, self._line = path, "", 0, 1
+        self._before = 0  # characters of the first line before the text
+        self.taken = 0
+        self.had_list = False
+
+    @property
+    def where(self) -> str:
+        return self._at(self._index)
+
+    @property
+    def rest(self) -> str:
+        return self._text[self._index : self._index + 1000]
+
+    def next(self) -> str:
+        """The next character that is no space, which is not taken; none at the end."""
+        while True:
+            self._go(skip(self._text, self._index))
+            if self._index < len(self._text) or not self._more():
+                return self._text[self._index : self._index + 1]
+
+    def take(self, wanted: str) -> None:
+        """Go behind one of these characters."""
+        if self.next() not in tuple(wanted):
+            expected = " or ".join(map(repr, wanted))
+            text = f"{self.where}: not JSON, expected {expected} at: {shorten(self.rest)}"
+            raise DataError(text)
+        self._go(self._index + 1)
+
+    def value(self) -> Any:
+        """The value here, which is taken."""
+        self.next()
+        while True:
+            try:
+                value, end = parse(self._text, self._index, self._at, None, self._before)
+            except DataError as error:
+                why = error.__cause__
+                is_cut = isinstance(why, json.JSONDecodeError) and (
+                    why.msg.startswith("Unterminated") or why.pos > len(self._text) - _CUT
+                )
+                if not (is_cut and self._more()):
+                    raise
+            else:
+                if end + 2 < len(self._text) or not self._more():  # "1." or "1e-" may go on
+                    self._go(end)
+                    return value
+
+    def check(self, length: int, where: str) -> None:
+        """Raise DataError for an example longer than a line of JSON Lines may be."""
+        if length > MAX_LINE_BYTES:
+            text = f"{where}: the object is longer than {MAX_LINE_BYTES >> 20} MiB"
+            raise DataError(text, hint=_HINT)
+
+    def _at(self, place: int) -> str:
+        return f"{self._path}:{self._line + self._text.count(chr(10), self._index, place)}"
+
+    def _go(self, to: int) -> None:
+        self._line += self._text.count("\n", self._index, to)
+        self.taken += to - self._index
+        self._index = to
+
+    def _more(self) -> bool:
+        """Read more of the file; False at its end."""
+        held = self._text[self._index :]
+        self.check(len(held), self.where)
+        if not (found := self._file.read(max(_CHUNK, len(held)))):
+            return False
+        if (wrong := _NOT_UTF_8.search(found)) is not None:
+            line = self._line + held.count("\n") + found.count("\n", 0, wrong.start())
+            text = f"{self._path}:{line}: there is a byte that is not valid UTF-8"
+            raise DataError(text, hint="save the file as UTF-8")
+        newline = self._text.rfind("\n", 0, self._index)
+        self._before = self._index - newline - 1 + self._before * (newline < 0)
+        self._text, self._index = held + found, 0
+        return True
+
+
+def _items(text: _Text) -> Iterator[Record]:
+    text.take("[")
+    text.had_list = True
+    while text.next() != "]":
+        where, shown = text.where, text.rest
+        yield record(where, text.value(), shown)
+        if text.next() == "]":
+            break
+        text.take(",]")
+        if text.next() == "]":
+            raise DataError(f"{text.where}: not JSON, a comma before the closing bracket")
+        if not text.next():
+            raise DataError(f"{text.where}: not JSON, the list does not end")
+    text.take("]")
+
+
+def _object(text: _Text) -> Iterator[Record]:
+    """The object here, or the items of its list "data"."""
+    where, begun = text.where, text.taken
+    fields: dict[str, Any] = {}
+    text.take("{")
+    while text.next() != "}":
+        if fields:
+            text.take(",}")
+        text.next()
+        place = text.where
+        if not isinstance(key := text.value(), str):
+            raise DataError(f"{place}: not JSON, a key must be a text: {shorten(str(key))}")
+        if key in fields:
+            what = f'{key}: the key "{key}" is given twice in one object; keep one'
+            raise DataError(f"{place}: {what}")
+        text.take(":")
+        fields[key] = None
+        if key == "data" and text.next() == "[":
+            yield from _items(text)
+            begun = text.taken
             continue
-        if not text.startswith(",", index):
-            raise DataError(
-                f"{line.at(index)}: not JSON, expected ',' or ']' at: {shorten(text[index:])}"
-            )
-        index = skip(text, index + 1)
-        if text.startswith("]", index):
-            raise DataError(f"{line.at(index)}: not JSON, a comma before the closing bracket")
-    if in_list and index >= len(text):
-        raise DataError(f"{line.at(len(text))}: not JSON, the list does not end")
-    if in_list:
-        _check_end(text, skip(text, index + 1), wrapped, line)
-
-
-def _check_end(text: str, index: int, wrapped: bool, line: LineCounter) -> None:
-    """DataError where more examples may follow a list: text behind it is not read."""
-    rest, where = text[index:], line.at(index)
-    if wrapped and rest.startswith((",", "}")):  # the other keys of {"data": [...], ...}
-        others, end = parse("{" + rest.removeprefix(","), 0, lambda _: where)
-        if "data" in others:
-            raise DataError(f'{where}: the key "data" is given twice; keep one')
-        rest = ("{" + rest.removeprefix(","))[end:]
-    if rest.strip():
-        raise DataError(f"{where}: not JSON, more follows the list: {shorten(rest)}")
+        fields[key] = text.value()
+        text.check(text.taken - begun, where)
+    text.take("}")
+    if not text.had_list:
+        yield Record(where, fields)

@@ -9,5 +9,5 @@ from hetero_framework.data.sources import Record, lines
 
 
 def records(path: Path) -> Iterator[Record]:
-    for number, line in lines(path, of_text=True):
+    for number, line in lines(path, newline=None):
         yield Record(f"{path}:{number}", {"text": line})

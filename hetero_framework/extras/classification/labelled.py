@@ -20,7 +20,7 @@ from hetero_framework.data.conversations import CONVERSATION_FIELDS
 from hetero_framework.data.examples import IGNORE_INDEX, Examples
 from hetero_framework.data.formats import Formatter, Tokens, string_field
 from hetero_framework.data.kinds import ExampleKind
-from hetero_framework.data.sources import Record, check_unicode
+from hetero_framework.data.sources import Numeric, Record, check_unicode
 from hetero_framework.errors import DataError
 from hetero_framework.extras.classification.labels import (
     OF_TEXTS,
@@ -30,6 +30,7 @@ from hetero_framework.extras.classification.labels import (
     label_of,
 )
 from hetero_framework.extras.preferences.pairs import (
+    MARGIN,
     AnswerRows,
     ComparisonFormatter,
     answer_rows,
@@ -232,11 +233,13 @@ def _labelled(
 COMPARED = ExampleKind(
     *("pairs", ("preference",), ComparisonFormatter, answer_rows, collate_answers),
     needs=(("chosen",), ("rejected",)),
+    numeric=Numeric((MARGIN,)),
 )
 LABELLED = ExampleKind(
     *("labelled texts", ("text", "messages"), TextFormatter, _labelled, collate_texts),
     needs=(("text", "messages"), OF_TEXTS),
     labels=LabelFields(of_tokens=False),
+    numeric=Numeric(OF_TEXTS, or_names=True),
 )
 TAGGED = ExampleKind(
     *("texts of labelled words", (), WordFormatter),

@@ -64,8 +64,9 @@ def _of_source(
     if any(source.is_parted for source in sources):
         rows: Any = load_data(config, tokenizer).examples
         return [_row(rows, k, tokenizer) for k in range(min(count, len(rows)))]
-    reader = SplitReader(data.train_split, ("train",), data.dataset_config, data.columns)
     kind = config.training.data_kind
+    about = data.dataset_config, data.columns, kind_of(kind).numeric
+    reader = SplitReader(data.train_split, ("train",), *about)
     records = kind_of(kind).records(reader.read(sources, lambda note: None))
     chosen = list(islice(records, count))
     formatter = formatter_for(kind, chosen[0], tokenizer, data, labels)

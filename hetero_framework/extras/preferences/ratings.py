@@ -20,7 +20,7 @@ from hetero_framework.data.conversations import as_messages
 from hetero_framework.data.examples import Examples
 from hetero_framework.data.formats import Formatter, Tokens, columns_hint, parts
 from hetero_framework.data.kinds import ExampleKind
-from hetero_framework.data.sources import Record, listed
+from hetero_framework.data.sources import Numeric, Record, listed
 from hetero_framework.errors import DataError
 from hetero_framework.extras.preferences.pairs import (
     PAIR,
@@ -159,6 +159,7 @@ def _rated(kind: str, kept: Any) -> ExampleKind:
     return ExampleKind(
         *("rated answers", ("preference",), formatter, kept, collate_answers, unpaired),
         needs=(("prompt", "chosen"), ("completion", "chosen"), ("label", "rejected")),
+        numeric=Numeric(("label",)),
         remarks=_balance,
     )
 

@@ -3,72 +3,145 @@
 from __future__ import annotations
 
 import csv
-import io
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count, islice, takewhile
 from pathlib import Path
+from typing import Any
 
-from hetero_framework.data.sources import MAX_LINE_BYTES, Record, listed, reading, shorten
+from hetero_framework.data.sources import MAX_LINE_BYTES, Numeric, Record, lines, listed, shorten
 from hetero_framework.errors import DataError
 
 _SEPARATORS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
+# What pandas, and with it `datasets`, reads as a number.
+_FORMS = {
+    "whole": re.compile(r"\s*[+-]?\d{1,300}\s*", re.ASCII),
+    "decimal": re.compile(
+        r"\s*[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?)\s*", re.ASCII | re.IGNORECASE
+    ),
+}
+_TRUTHS = {"true": True, "false": False}
 
 
-def _records(path: Path, separator: str) -> Iterator[Record]:
+def _records(path: Path, numeric: Numeric, separator: str) -> Iterator[Record]:
     """The rows as objects of texts; an empty cell is an empty text. Raises DataError, with the
     line, for rows of another length than the header's."""
-    csv.field_size_limit(MAX_LINE_BYTES)
-    with reading(path) as file:
-        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-        rows = csv.reader(text, delimiter=separator, strict=True)
-        try:
-            header = next(rows, [])
-            _check_header(path, header, separator)
-            for row in rows:
-                if not row:
-                    continue  # a blank line
-                where = f"{path}:{rows.line_num}"
-                if len(row) != len(header):
-                    raise DataError(
-                        f"{where}: a row of {len(row)} cells under a header of {len(header)}"
-                        f" ({listed(header)})",
-                        hint=f'a cell with a {_SEPARATORS[separator]}, a line break or a " in it'
-                        ' stands between ", and a " in it is written twice',
-                    )
-                yield Record(where, dict(zip(header, row, strict=True)))
-        except csv.Error as error:
+    header: list[str] = []
+    column = None
+    for line, row in _rows(path, separator):
+        where = f"{path}:{line}"
+        if not header:
+            header = _header(where, row, separator)
+            column = next((name for name in numeric.columns if name in header), None)
+            if column is not None:
+                at = header.index(column)
+                value_of = _type(path, separator, column, at, numeric.or_names)
+            continue
+        if len(row) != len(header):
             raise DataError(
-                f"{path}:{rows.line_num}: {error}",
-                hint='the cell begins with a " that is not closed, or is longer than'
-                f" {MAX_LINE_BYTES >> 20} MiB",
-            ) from error
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path}: behind line {rows.line_num} there are bytes that are not valid UTF-8",
-                hint="save the file as UTF-8",
-            ) from error
+                f"{where}: a row of {len(row)} cells under a header of {len(header)}"
+                f" ({listed(header)})",
+                hint=f'a cell with a {_SEPARATORS[separator]}, a line break or a " in it'
+                ' stands between ", and a " in it is written twice',
+            )
+        fields: dict[str, Any] = dict(zip(header, row, strict=True))
+        if column is not None:
+            fields[column] = value_of(fields[column])
+        yield Record(where, fields)
 
 
 commas = partial(_records, separator=",")
 tabs = partial(_records, separator="\t")
 
 
-def _check_header(path: Path, header: list[str], separator: str) -> None:
-    """Raise DataError for a first line that is no header."""
+def _rows(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """The cells of each row that has some, and its first line. Raises DataError for a row that is
+    not closed or longer than a line may be."""
+    begun = taken = 0
+    hint = 'a cell of it begins with a " that is not closed, or the file is no table'
+
+    def fed() -> Iterator[str]:
+        nonlocal begun, taken
+        for number, line in lines(path, newline="", hint=hint):
+            begun, taken = begun or number, taken + len(line)
+            if taken > MAX_LINE_BYTES:
+                size = MAX_LINE_BYTES >> 20
+                raise DataError(f"{path}:{begun}: the row is longer than {size} MiB", hint=hint)
+            yield line
+
+    csv.field_size_limit(MAX_LINE_BYTES)
+    try:
+        for row in csv.reader(fed(), delimiter=separator, strict=True):
+            if row:
+                yield begun, row
+            begun = taken = 0
+    except csv.Error as error:
+        raise DataError(f"{path}:{begun}: {error}", hint=hint) from error
+
+
+def _header(where: str, row: list[str], separator: str) -> list[str]:
+    """The names of columns; one without a name at the start is the index of pandas, which reads it
+    under this name. Raises DataError for a line that is no header."""
     used = _SEPARATORS[separator]
     for other, name in _SEPARATORS.items():
-        if len(header) == 1 and other != separator and other in header[0]:
+        if len(row) == 1 and other != separator and other in row[0]:
             raise DataError(
-                f"{path}:1: the header is one cell, {shorten(header[0])!r}: the cells seem to be"
+                f"{where}: the header is one cell, {shorten(row[0])!r}: the cells seem to be"
                 f" separated by a {name}, not by a {used}",
                 hint=f"save the table with a {used} between cells"
                 + (", or call the file .tsv" if name == "tab" else ""),
             )
-    if not header or not all(name.strip() for name in header):
+    names = [name.strip() for name in row]
+    if any(names):
+        for number in range(len(list(takewhile(lambda name: not name, names)))):
+            free = (f"Unnamed: {number}" + f".{k}" * (k > 0) for k in count())
+            names[number] = next(name for name in free if name not in names)
+    if "" in names:
         raise DataError(
-            f"{path}:1: the first line has to name the columns, and one has no name",
+            f"{where}: the first line has to name the columns, and column"
+            f" {names.index('') + 1} has no name",
             hint="add a header: text, or prompt and completion, between separators",
         )
-    if len(set(header)) < len(header):
-        twice = next(name for name in header if header.count(name) > 1)
-        raise DataError(f"{path}:1: two columns are called {shorten(twice)!r}", hint="rename one")
+    name, times = Counter(names).most_common(1)[0]
+    if times > 1:
+        raise DataError(f"{where}: two columns are called {shorten(name)!r}", hint="rename one")
+    return names
+
+
+def _type(
+    path: Path, separator: str, name: str, at: int, or_names: bool
+) -> Callable[[str], bool | float | str | None]:
+    """What makes values of the cells of a column. Raises DataError for the first cell that is of
+    another kind than the others."""
+    first: dict[str, tuple[str, str]] = {}
+    for line, row in islice(_rows(path, separator), 1, None):
+        if at < len(row):
+            first.setdefault(_kind(row[at]), (f"{path}:{line}", row[at]))
+    kinds = first.keys()
+    odd = [first[kind] for kind in ("name", "empty") if kind in kinds]
+    if kinds == {"empty"}:
+        return lambda cell: None
+    if or_names and "name" in kinds and not kinds & {"whole", "decimal"}:
+        return str
+    if odd or ("truth" in kinds and len(kinds) > 1):
+        *_, (where, cell) = odd[:1] or first.values()
+        others = [f"{found!r} ({there})" for there, found in first.values() if found != cell]
+        text = f"{where}: {name} is {cell[:60]!r}, and not a number or true or false"
+        if others:
+            text = f"{where}: {name} is {cell[:60]!r}, unlike {others[0]}"
+        raise DataError(
+            text,
+            hint="cells of a table are texts, and a column is read as numbers where all of its"
+            " cells are, or as true and false; a .jsonl file tells texts from numbers",
+        )
+    if "truth" in kinds:
+        return lambda cell: _TRUTHS[cell.lower()]
+    return float if "decimal" in kinds else int
+
+
+def _kind(cell: str) -> str:
+    if not cell or cell.lower() in _TRUTHS:
+        return "truth" if cell else "empty"
+    return next((kind for kind, form in _FORMS.items() if form.fullmatch(cell)), "name")

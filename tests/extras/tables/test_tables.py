@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_framework.data.sources import find_sources, read_file
+from hetero_framework.data.kinds import kind_of
+from hetero_framework.data.sources import Numeric, find_sources, read_file
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.errors import DataError
 
@@ -53,6 +56,10 @@ def test_rows_are_those_of_pandas_without_types(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + content.encode())
     theirs = pandas.read_csv(tmp_path / "a.csv", dtype=str, keep_default_na=False)
     assert read("a.csv", tmp_path) == theirs.to_dict("records")
+
+
+def zstandard(content: bytes) -> bytes:
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
 
 
 def _feather(table: pyarrow.Table, path: Path) -> None:
@@ -96,14 +103,20 @@ def test_a_folder_of_the_cache_of_datasets_is_read(tmp_path: Path) -> None:
         ("a.csv", b"a;b\n1;2\n", r"a\.csv:1: .*separated by a semicolon, not by a comma"),
         ("a.csv", b"a\tb\n1\t2\n", r"a\.csv:1: .*tab.*\n.*call the file \.tsv"),
         ("a.csv", b"a,b\n1,2\n3\n", r"a\.csv:3: a row of 1 cells under a header of 2 \(a, b\)"),
-        ("a.csv", b'a,b\n"1,2\n3,4\n', r"a\.csv:3: unexpected end of data"),
+        ("a.csv", b'a,b\n"1,2\n3,4\n', r"a\.csv:2: unexpected end of data"),
+        ("a.csv", b'a,b\n"1\n2",2\n3\n', r"a\.csv:4: a row of 1 cells"),
         ("a.csv", b'a,b\n"1"x,2\n', r"a\.csv:2: ',' expected after '\"'"),
         ("a.csv", b"a,a\n1,2\n", r"a\.csv:1: two columns are called 'a'"),
-        ("a.csv", b"a,\n1,2\n", r"a\.csv:1: the first line has to name the columns"),
-        ("a.csv", b"a,b\n1,\xff\n", r"a\.csv: .* not valid UTF-8"),
+        ("a.csv", b" a,a \n1,2\n", r"a\.csv:1: two columns are called 'a'"),
+        ("a.csv", b"a,\n1,2\n", r"a\.csv:1: the first line .* column 2 has no name"),
+        ("a.csv", b",\n1,2\n", r"a\.csv:1: the first line .* column 1 has no name"),
+        ("a.csv", b"a,b\n1,2\n\n1,\xff\n", r"a\.csv:4: byte 3 is not valid UTF-8"),
+        ("a.csv", b'a\n"x\n\xe9"\n', r"a\.csv:3: byte 1 is not valid UTF-8"),
         ("a.csv", b"a,b\n", r"a\.csv holds no example"),
         ("a.csv", b"", r"a\.csv holds no example"),
-        ("a.csv", b"a\n" + b"x" * (16 * 2**20 + 1), r"a\.csv:2: field larger than field limit"),
+        ("a.csv", b"a\n" + b"x" * (16 * 2**20 + 1), r"a\.csv:2: the line is longer than 16 MiB"),
+        ("a.csv", b"a\n1\n" + b'"x\n",' * 2**22, r"a\.csv:3: the row is longer than 16 MiB"),
+        ("a.csv", b'a\n"' + b"x\n" * 2**24, r"a\.csv:2: the row is longer than 16 MiB"),
         ("a.feather", b"FEA1" + b"\0" * 99, r"a\.feather: damaged Arrow file after row 0"),
         ("a.arrow.gz", gzip.compress(b"ARROW1", mtime=0), r"a\.arrow\.gz is a compressed table"),
     ],
@@ -124,3 +137,99 @@ def test_an_arrow_stream_cut_short_is_named_with_the_last_row(tmp_path: Path) ->
     (tmp_path / "a.arrow").write_bytes(content[: len(content) * 2 // 3])
     with pytest.raises(DataError, match=r"a\.arrow: damaged Arrow file after row 1000"):
         list(read_file(find_sources("a.arrow", tmp_path)[0]))
+
+
+HEADERS = [",text", ",,text", ",Unnamed: 0,text", ",Unnamed: 0.1,Unnamed: 0,text", '\ufeff"text",x']
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_the_index_of_pandas_has_the_name_that_pandas_reads(header: str, tmp_path: Path) -> None:
+    cells = ",".join(map(str, range(header.count(",") + 1)))
+    (tmp_path / "a.csv").write_text(f"\n{header}\n{cells}\n", encoding="utf-8")
+    theirs = pandas.read_csv(tmp_path / "a.csv", dtype=str)
+    assert read("a.csv", tmp_path) == theirs.to_dict("records")
+
+
+COLUMNS = [
+    *(["1", "2"], [" 1", "2 "], ["1e3", "1"], ["+1", "-1"], ["007", "1"], ["inf", "-Infinity"]),
+    *(["True", "tRUE", "false"], ["1", "1.5"], ["1_000", "x"], ["0x10", "x"], ["1.", ".5"]),
+    *(["18446744073709551615"], ["1e400", "1"], ["yes", "no"], ["", ""], ["1,5", "x"], ["-0"]),
+    *(["1d3", "x"], ["true", "false", "half-true"], ["10", "2", "9"], ["\u0661", "x"]),
+]
+
+
+def _typed(columns: tuple[str, ...], or_names: bool, folder: Path) -> list:
+    numeric = Numeric(columns, or_names)
+    [source] = find_sources("a.csv", folder)
+    return [record.fields[columns[-1]] for record in read_file(source, numeric)]
+
+
+@pytest.mark.parametrize("cells", COLUMNS, ids=repr)
+def test_a_column_of_numbers_has_the_type_that_datasets_reads(
+    cells: list[str], tmp_path: Path
+) -> None:
+    lines = "".join(f'"x","{cell}"\n' for cell in cells)
+    (tmp_path / "a.csv").write_text(f"text,label\n{lines}", encoding="utf-8")
+    theirs = datasets.load_dataset(
+        "csv", data_files=str(tmp_path / "a.csv"), split="train", cache_dir=str(tmp_path / "c")
+    )["label"]
+    found = _typed(("other", "label"), True, tmp_path)
+    assert [(value, type(value)) for value in found] == [(each, type(each)) for each in theirs]
+
+
+MIXED = [
+    (["1", "2", "many"], True, r"a\.csv:4: label is 'many', unlike '1' \(.*a\.csv:2\)"),
+    (["good", "1"], True, r"a\.csv:2: label is 'good', unlike '1'"),
+    (["0.5", "", "1"], True, r"a\.csv:3: label is '', unlike '0\.5'"),
+    (["1", "True"], True, r"a\.csv:3: label is 'True', unlike '1'"),
+    (["true", "maybe"], False, r"a\.csv:3: label is 'maybe', unlike 'true'"),
+    (["high"], False, r"a\.csv:2: label is 'high', and not a number"),
+]
+
+
+@pytest.mark.parametrize(("cells", "or_names", "message"), MIXED)
+def test_a_column_of_several_kinds_is_refused_by_its_row(
+    cells: list[str], or_names: bool, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"x,{cell}\n" for cell in cells))
+    with pytest.raises(DataError, match=message):
+        _typed(("label",), or_names, tmp_path)
+
+
+def _write_all(rows: datasets.Dataset, folder: Path) -> list[str]:
+    """The same table as a file of each kind."""
+    rows.to_csv(str(folder / "a.csv"), index=True)
+    rows.to_csv(str(folder / "a.tsv"), sep="\t")
+    rows.to_json(str(folder / "a.jsonl"))
+    rows.to_parquet(str(folder / "a.parquet"))
+    rows.to_pandas().set_index("text", drop=False).rename_axis(None).to_parquet(
+        folder / "i.parquet"
+    )
+    (folder / "a.json").write_text(json.dumps(rows.to_list()))
+    _stream(rows.data.table, folder / "a.arrow")
+    _feather(rows.data.table, folder / "a.feather")
+    for name, pack in (("a.csv", gzip.compress), ("a.tsv", lzma.compress), ("a.jsonl", zstandard)):
+        end = {gzip.compress: "gz", lzma.compress: "xz", zstandard: "zst"}[pack]
+        (folder / f"{name}.{end}").write_bytes(pack((folder / name).read_bytes()))
+    return sorted(path.name for path in folder.iterdir() if path.is_file())
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [[10, 2, 0], [True, False, True], [0.5, 1.0, -2.0], ["10 a", "2 b", "c"]],
+    ids=repr,
+)
+def test_labels_are_the_same_in_every_kind_of_file(labels: list, tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict(
+        {"text": [f"t{k}" for k in range(len(labels))], "label": labels}
+    )
+    kind = kind_of("labelled")
+    found = {}
+    for name in _write_all(rows, tmp_path):
+        reader = SplitReader("train", columns={"label": "label"}, numeric=kind.numeric)
+        records = list(reader.read(find_sources(name, tmp_path), print))
+        classes = kind.labels.find(records, None)
+        found[name] = classes, [classes.target(r.fields["label"], r.where) for r in records]
+    expected = found["a.parquet"]
+    assert len(found) == 11
+    assert all(each == expected for each in found.values()), found

@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import re
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from trl.trainer.utils import remove_none_values
 
 from hetero_framework import registry
 from hetero_framework.data import sources
+from hetero_framework.data.files import json_list
 from hetero_framework.data.sources import Record, find_sources
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.errors import DataError
@@ -136,10 +138,13 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
             r'a\.jsonl:1: messages\[1\]\.role: the key "role" is given twice in one object',
         ),
         ("a.json", b'[{"t": 1},\n {"u": {"t": 1, "t": 1}}]', r"a\.json:2: u\.t: the key"),
-        ("a.json", b'{"data": [{"t": 1}],\n "data": [{"t": 2}]}', r'json:1: the key "data" is'),
+        ("a.json", b'{"data": [{"t": 1}],\n "data": [{"t": 2}]}', r"json:2: data: the key"),
+        ("a.json", b'{"v": 1, "data": [{"t": 1}], "v": 2}', r"json:1: v: the key"),
+        ("a.json", b'{"v": 1, 2: 3}', r"json:1: not JSON, a key must be a text: 2"),
+        ("a.json", b'[{"t": 1},\n {"t": "\xe9"}]', r"json:2: there is a byte that is not valid"),
         ("a.json", b'{"v": 1, "data": [{"t": 1}], "data": []}', r"json:1: data: the key"),
         ("a.json", b'[{"t": 1}]\n[{"t": 2}]', r"a\.json:2: not JSON, more follows the list"),
-        ("a.json", b'{"data": [{"t": 1}]}\n{"t": 2}', r"json:1: not JSON, more follows the list"),
+        ("a.json", b'{"data": [{"t": 1}]}\n{"t": 2}', r"json:2: not JSON, more follows the list"),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS .*git lfs pull"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "a Git LFS pointer"),
         (
@@ -464,3 +469,38 @@ def test_a_saved_set_without_rows_is_named(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": []}).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match="saved"):
         list(SplitReader("train").read(find_sources("saved", tmp_path), print))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64])
+def test_json_is_the_same_whatever_part_of_it_is_read_at_once(tmp_path, chunk, monkeypatch):
+    rows = [
+        {"text": 'a"\\ü\U0001f600\n', "n": -1.5e-3, "l": [[], {}, True, None]},
+        {"text": "b"},
+    ] * 3
+    texts = [
+        json.dumps(rows, indent=1),
+        json.dumps({"v": 12, "data": rows, "w": [1]}),
+        as_jsonl(rows),
+    ]
+    monkeypatch.setattr(json_list, "_CHUNK", chunk)
+    for text in texts:
+        (tmp_path / "a.json").write_bytes(text.encode())
+        assert read("a.json", tmp_path) == rows
+    (tmp_path / "a.json").write_text('[{"t": 1},\n {"t": 1}, {"t": }]')
+    with pytest.raises(DataError, match=r"a\.json:2: not JSON \(.*column 18\)"):
+        read("a.json", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "begin", ['[{"text": "', '{"v": "', '{"data": [{"t": ["', "[[", '{"v": [1,']
+)
+def test_json_without_an_end_takes_little_memory(tmp_path, begin, monkeypatch):
+    monkeypatch.setattr(json_list, "MAX_LINE_BYTES", 2**17)
+    with gzip.open(tmp_path / "a.json.gz", "wb", 1) as file:
+        file.write(b"\n" + begin.encode())
+        file.write(b"1," * 2**23)
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"a\.json\.gz:2: the object is longer than 0 MiB"):
+        read("a.json.gz", tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 5 * 2**20
+    tracemalloc.stop()
