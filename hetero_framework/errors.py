@@ -167,11 +167,13 @@ def as_hetero_error(error: BaseException) -> HeteroError | None:
             hint="give this machine fewer layers, or lower per_device_train_batch_size or"
             " data.max_length; `hetero check` shows what each stage needs",
         )
-    if isinstance(error, OSError) and error.errno in _NO_DISK:
+    if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
-        return ResourceError(
-            f"the disk is full{where}", hint="free space, or lower save_total_limit"
-        )
+        if error.errno in _NO_DISK:
+            hint = "free space, or lower save_total_limit"
+            return ResourceError(f"the disk is full{where}", hint=hint)
+        if where and not isinstance(error, ConnectionError):
+            return ResourceError(f"the system refuses a file: {in_words(error)}{where}")
     return None
 
 

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -63,8 +64,27 @@ def write_file(path: Path, content: bytes) -> None:
         unfinished.write_bytes(content)
         sync_file(unfinished)
         rename(unfinished, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write or a flush names no file
+        raise
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+class NamingOf(contextlib.AbstractContextManager[None]):
+    """Raises what the system refuses in the block as an OSError of `path`, also where a library in
+    Rust tells it in words alone."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(self._path)
+        elif error is not None and (told := re.search(r"\(os error (\d+)\)", str(error))):
+            code = int(told[1])
+            raise OSError(code, os.strerror(code), str(self._path)) from error
 
 
 def write_json(path: Path, value: Any, error: type[HeteroError] = UserError) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
+from hetero_framework.core.files import NamingOf
 from hetero_framework.errors import ResourceError, as_hetero_error, in_words
 
 
@@ -43,3 +45,15 @@ def test_reasons_are_told_in_words(tmp_path: Path) -> None:
     assert found[2] == "it is no text in UTF-8"
     assert [in_words(KeyError("step")), in_words(OSError("gone"))] == ["it lacks 'step'", "gone"]
     assert not any("Errno" in text for text in found)
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "ENAMETOOLONG"])
+@pytest.mark.parametrize("of_rust", [False, True])
+def test_a_file_that_the_system_refuses_is_named(code: str, of_rust: bool, tmp_path: Path) -> None:
+    number = getattr(errno, code)
+    raised = Exception(f"x (os error {number})") if of_rust else OSError(number, "x")
+    with pytest.raises(OSError) as caught, NamingOf(tmp_path / "tokenizer.json"):
+        raise raised
+    known = as_hetero_error(caught.value)
+    assert isinstance(known, ResourceError)
+    assert "tokenizer.json" in known.message

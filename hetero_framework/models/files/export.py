@@ -26,6 +26,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from hetero_framework import registry, repository
 from hetero_framework._version import __version__
 from hetero_framework.core.files import (
+    NamingOf,
     discard,
     put_back,
     replace_directory,
@@ -181,7 +182,8 @@ def write_adapter(
         if classifier is not None:
             classifier.save_pretrained(str(folder))
         if tokenizer is not None:
-            tokenizer.save_pretrained(str(folder))
+            with NamingOf(folder / "tokenizer.json"):
+                tokenizer.save_pretrained(str(folder))
         if plan.towers and base_model is not None:
             copy_processor(base_model, revision, folder)
         output.put_card(card)
@@ -221,7 +223,8 @@ def write_checkpoint(
             place = str(folder / repository.GENERATION)
             generation_config.to_json_file(place, keys_to_pop=["compile_config"])
         if tokenizer is not None:
-            tokenizer.save_pretrained(str(folder))
+            with NamingOf(folder / "tokenizer.json"):
+                tokenizer.save_pretrained(str(folder))
         if beside is not None:
             beside.copy_processor(folder)
         output.put_card(card)
