@@ -6,12 +6,14 @@ it stopped in. One pass over the data is an epoch, whose shards and blocks have 
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,13 +28,11 @@ BLOCK_ROWS = 10_000
 BLOCK_CHARACTERS = 64 * 2**20
 _CHECKED_ROWS = 1000
 _DRAWS = 1000  # as `datasets` draws sources
-_PUT_BACK = (
-    "a resume reads the files of a stream again: put it back as it was (copied with its time of"
-    " change: cp -p, rsync -t), or begin a new run"
-)
+_SAMPLED = 16, 4096  # pieces of a shard that its digest covers, and bytes of each
+_PUT_BACK = "a resume reads the files of a stream again: put it back as it was, or begin a new run"
 
-Facts = dict[str, list[int]]
-"""Size and time of change, in nanoseconds, of each shard."""
+Facts = dict[str, list[Any]]
+"""Size, time of change in nanoseconds, digest and source of each shard, in the order of shards."""
 Row = tuple[int, Record]
 """The number of the source, and the row."""
 Place = Callable[[], Any]
@@ -49,7 +49,7 @@ def permutation(count: int, seed: int | None, *more: int) -> np.ndarray:
     return np.random.default_rng([seed, *more]).permutation(count)
 
 
-def facts_of(file: Source) -> list[int]:
+def _stat(file: Source) -> list[int]:
     assert file.path is not None
     try:
         found = file.path.stat()
@@ -59,12 +59,38 @@ def facts_of(file: Source) -> list[int]:
     return [found.st_size, found.st_mtime_ns]
 
 
-def compare(known: Mapping[str, list[int]], now: Mapping[str, list[int]]) -> None:
+def _digest(path: Path, size: int) -> str:
+    """Of evenly spaced pieces of a file, which may be too large to be read at every start."""
+    digest = hashlib.sha256()
+    count, length = _SAMPLED
+    try:
+        with path.open("rb") as file:
+            for k in range(count):
+                file.seek(max(0, (size - length) * k // (count - 1)))
+                digest.update(file.read(length))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    return digest.hexdigest()
+
+
+def contents(facts: Facts) -> list[list[Any]]:
+    """The facts that are the same wherever the files are."""
+    return [[size, *about] for size, _, *about in facts.values()]
+
+
+def compare(known: Facts, now: Facts) -> None:
     """Raise DataError for a shard that is not as it was when the run began."""
-    for name in {**known, **now}:
-        if known.get(name) != now.get(name):
-            gone = "vanished" if name not in now else "changed" if name in known else "appeared"
-            raise DataError(f"{name} has {gone} since the run began", hint=_PUT_BACK)
+    whole = len(known) == len(now)
+    for (name, was), (there, found) in zip(known.items(), now.items(), strict=False):
+        # An older checkpoint has no digests.
+        if whole and contents({name: was}) != [contents({there: found})[0][: len(was) - 1]]:
+            raise DataError(f"{there} has changed since the run began", hint=_PUT_BACK)
+    if not whole:
+        names = [{Path(name).name: name for name in facts} for facts in (known, now)]
+        gone = [f"{names[0][name]} has vanished" for name in names[0].keys() - names[1]]
+        new = [f"{names[1][name]} has appeared" for name in names[1].keys() - names[0]]
+        what = min(gone + new, default=f"there are {len(now)} shards, and there were {len(known)}")
+        raise DataError(f"{what} since the run began", hint=_PUT_BACK)
 
 
 def _shards(
@@ -73,7 +99,8 @@ def _shards(
     """The rows of files, which come in an order of the epoch; `names` are those of classes."""
 
     def check(file: Source) -> None:
-        compare({file.name: facts[file.name]}, {file.name: facts_of(file)})
+        if _stat(file) != facts[file.name][:2]:
+            raise DataError(f"{file.name} has changed since the run began", hint=_PUT_BACK)
 
     def read(epoch: int, state: Any) -> Rows:
         begun, done = state or (0, 0)
@@ -198,11 +225,17 @@ def source_readers(config: Config, seed: int | None) -> tuple[list[Reader], Fact
             listed = list(group)
             for each in listed[:1] if is_file else listed:
                 whole = split.whole_split(each)
+                files = listed if is_file else whole.files
+                if whole.stream is not None and each.path is not None:
+                    parts = sorted(each.path.rglob("*.arrow"))
+                    files = [Source(f"{each.name}/{part.name}", ".arrow", part) for part in parts]
+                for file in files:
+                    assert file.path is not None
+                    size, changed = _stat(file)
+                    facts[file.name] = [size, changed, _digest(file.path, size), number]
                 if whole.stream is not None:
                     found.append(_table(number, each.name, whole.stream(), order))
                     continue
-                files = listed if is_file else whole.files
-                facts |= {file.name: facts_of(file) for file in files}
                 found.append(_shards(number, files, facts, whole.names, order))
         readers.append(_chain(found, most))
     return readers, facts

@@ -35,10 +35,16 @@ from hetero_framework.cluster.child import describe_end, end_processes, environm
 from hetero_framework.config import Config
 from hetero_framework.data.batches import SampleOrder
 from hetero_framework.data.examples import IGNORE_INDEX, StreamedRows
+from hetero_framework.data.sources import find_sources
 from hetero_framework.data.token_cache import tokenizer_text
 from hetero_framework.errors import DataError
 from hetero_framework.extras.streams.child import HEADER, Job
-from hetero_framework.extras.streams.reading import BLOCK_CHARACTERS, BLOCK_ROWS, compare
+from hetero_framework.extras.streams.reading import (
+    BLOCK_CHARACTERS,
+    BLOCK_ROWS,
+    compare,
+    contents,
+)
 from hetero_framework.units import plural, size
 
 if TYPE_CHECKING:
@@ -92,8 +98,8 @@ class Frame(NamedTuple):
 class StreamRows(StreamedRows):
     """The examples of a run, by number."""
 
-    def __init__(self, job: Job, count: int, longest: int, fingerprint: str) -> None:
-        self.longest, self.fingerprint = longest, fingerprint
+    def __init__(self, job: Job, count: int, longest: int) -> None:
+        self.longest, self.fingerprint = longest, ""
         self.lengths = np.broadcast_to(np.int64(longest), count)
         self.tokens = count * longest  # at most
         self._job = job
@@ -140,7 +146,7 @@ class StreamRows(StreamedRows):
             self.close()
             raise
         shards = self._job["shards"] or {}
-        whole = f"{plural(len(shards), 'file')} ({size(sum(n for n, _ in shards.values()))})"
+        whole = f"{plural(len(shards), 'file')} ({size(sum(n for n, *_ in shards.values()))})"
         what = f"a stream{f' of {whole}' if shards else ''}, tokenised while the run goes on"
         return [f"train: {what}", *lines]
 
@@ -283,14 +289,19 @@ def stream(
         state=None,
         shards=None,
     )
-    # All that decides the examples but the content of the shards.
-    known = tokenizer_text(tokenizer) or [sorted(tokenizer.get_vocab()), tokenizer.chat_template]
-    settings = data.of_stream, training.train_sampling_strategy
-    text = json.dumps(["stream 1", known, settings, BLOCK_ROWS, BLOCK_CHARACTERS])
     count = training.max_steps * training.per_device_train_batch_size
     count *= training.gradient_accumulation_steps
-    rows = StreamRows(job, count, data.max_length, hashlib.sha256(text.encode()).hexdigest())
+    rows = StreamRows(job, count, data.max_length)
     report += rows.begin()
+    # All that decides the examples; files count by their content, wherever they are.
+    known = tokenizer_text(tokenizer) or [sorted(tokenizer.get_vocab()), tokenizer.chat_template]
+    settings = {name: value for name, value in data.of_stream.items() if name != "train"}
+    sources = [source.model_dump(mode="json", exclude={"path"}) for source in data.sources]
+    paths = [find_sources(part.paths, config.base_dir) for part in data.parts]
+    hub = [[source.name for source in found if source.path is None] for found in paths]
+    about = [settings, sources, hub, training.train_sampling_strategy, BLOCK_ROWS, BLOCK_CHARACTERS]
+    text = json.dumps(["stream 2", known, about, contents(job["shards"] or {})])
+    rows.fingerprint = hashlib.sha256(text.encode()).hexdigest()
     mixture = None
     if len(data.sources) > 1:
         make = registry.needed("mixtures", "mixture", "data.train with several sources")

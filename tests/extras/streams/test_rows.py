@@ -241,7 +241,10 @@ def test_a_resume_with_another_shard_is_refused(
     settings: Settings, opened: list[TrainData], tmp_path: Path
 ) -> None:
     state = load(settings(), opened).state
-    os.utime(tmp_path / "s3.jsonl", ns=(0, 0))
+    os.utime(tmp_path / "s3.jsonl", ns=(0, 0))  # a copy elsewhere, say
+    load(settings(), opened).restore(state)
+    content = (tmp_path / "s3.jsonl").read_text()
+    (tmp_path / "s3.jsonl").write_text(content.replace("fox", "dog"))
     with pytest.raises(DataError, match=r"s3\.jsonl has changed since the run began"):
         load(settings(), opened).restore(state)
     write_jsonl(tmp_path / "s9.jsonl", [{"text": "fox"}])
@@ -258,6 +261,24 @@ def test_the_fingerprint_is_that_of_the_settings(
     one = load(settings(), opened).fingerprint
     assert load(settings(pad_to_multiple_of=8), opened).fingerprint == one
     assert load(settings(max_length=31), opened).fingerprint != one
+
+
+@pytest.mark.usefixtures("here")
+def test_files_count_by_their_content_wherever_they_are(
+    settings: Settings, opened: list[TrainData], tmp_path: Path
+) -> None:
+    whole = load(settings(), opened)
+    state = json.loads(json.dumps(whole.state))
+    (tmp_path / "moved").mkdir()
+    for shard in tmp_path.glob("s*.jsonl"):
+        shard.rename(tmp_path / "moved" / shard.name)
+    for train in ("moved/*.jsonl", str(tmp_path / "moved")):
+        moved = load(settings(train=train), opened)
+        assert moved.fingerprint == whole.fingerprint
+        moved.restore(state)
+    content = (tmp_path / "moved" / "s3.jsonl").read_text()
+    (tmp_path / "moved" / "s3.jsonl").write_text(content.replace("fox", "dog"))
+    assert load(settings(train="moved/*.jsonl"), opened).fingerprint != whole.fingerprint
 
 
 @pytest.mark.long
