@@ -15,7 +15,7 @@ from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.data.files.parquet import class_names, plain_rows, with_class_names
+from hetero_framework.data.files.parquet import class_names, table_records, with_class_names
 from hetero_framework.data.sources import (
     TEXTS,
     Numeric,
@@ -207,12 +207,12 @@ def _files(
 
 
 def _rows(dataset: Any, name: str) -> Split:
+    def tables(schema: list[Any]) -> Iterator[Any]:
+        schema.append(dataset.features.arrow_schema)
+        yield from dataset.with_format("arrow").iter(1000)  # pictures stay undecoded
+
     def read() -> Iterator[Record]:
-        tables = dataset.with_format("arrow").iter(1000)  # pictures stay undecoded
-        rows = chain.from_iterable(
-            plain_rows(table, dataset.features.arrow_schema) for table in tables
-        )
-        return (Record(f"{name} row {number}", row) for number, row in enumerate(rows, 1))
+        return table_records(name, tables, "data set")
 
     def stream() -> Any:
         return dataset.to_iterable_dataset(num_shards=min(len(dataset), _SHARDS))

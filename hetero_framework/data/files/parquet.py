@@ -7,26 +7,119 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_framework.data.sources import Record
+from hetero_framework.data.sources import MAX_LINE_BYTES, Record, shorten
 from hetero_framework.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
+
+_ROWS = 1000
+_SPLIT = "divide it into several rows"
 
 
 def records(path: Path) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
-    try:
+    def batches(schema: list[pyarrow.Schema]) -> Iterator[pyarrow.RecordBatch]:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1000):
-                for row in plain_rows(batch, file.schema_arrow):
+            columns = [file.schema.column(k) for k in range(len(file.schema))]
+            _check_sizes(path, file.metadata)
+        # A text that many rows share is in memory once.
+        shared = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+        how: Any = {"read_dictionary": shared, "pre_buffer": False, "buffer_size": 2**16}
+        with pyarrow.parquet.ParquetFile(path, **how) as file:
+            schema.append(file.schema_arrow)
+            yield from file.iter_batches(batch_size=_ROWS)
+
+    return table_records(str(path), batches, "Parquet file")
+
+
+def _check_sizes(path: Path, about: Any) -> None:
+    """Raise DataError where the rows of a group are on average longer than a row may be."""
+    for number in range(about.num_row_groups):
+        group = about.row_group(number)
+        for column in map(group.column, range(group.num_columns)):
+            most = max(column.total_uncompressed_size // 2, column.num_values)
+            if most > MAX_LINE_BYTES * max(1, group.num_rows):
+                text = f"{path}: rows of group {number + 1} are longer than"
+                raise DataError(f"{text} {MAX_LINE_BYTES >> 20} MiB", hint=_SPLIT)
+
+
+def table_records(
+    name: str, read: Callable[[list[Any]], Iterator[Any]], what: str
+) -> Iterator[Record]:
+    """The rows of parts of a table, of which `read` appends the schema first. Raises DataError for
+    a damaged one, with the last row, and for a column that is there twice or a row that is too
+    long."""
+    import pyarrow
+
+    number, schema = 0, list[Any]()
+    try:
+        for table in read(schema):
+            if not number and (twice := _twice(schema[0])) is not None:
+                text = f"{name}: two columns are called {shorten(twice)!r}"
+                raise DataError(text, hint="rename one")
+            if not number:
+                plain = row_converter(schema[0])
+            for part in _parts(table):
+                if part is None:
+                    text = f"{name} row {number + 1}: the row is longer than"
+                    raise DataError(f"{text} {MAX_LINE_BYTES >> 20} MiB", hint=_SPLIT)
+                for row in part.to_pylist():
                     number += 1
-                    yield Record(f"{path} row {number}", row)
+                    yield Record(f"{name} row {number}", plain(row))
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: damaged Parquet file after row {number} ({error})") from error
+        raise DataError(f"{name}: damaged {what} after row {number} ({error})") from error
+
+
+def _twice(fields: Any) -> str | None:
+    """A name that two fields of a table, or of an object in it, have."""
+    names = [field.name for field in fields]
+    for field in fields:
+        if names.count(field.name) > 1:
+            return str(field.name)
+        inner = [field.type.field(k) for k in range(getattr(field.type, "num_fields", 0))]
+        if (found := _twice(inner)) is not None:
+            return found
+    return None
+
+
+def _parts(table: Any) -> Iterator[Any]:
+    """Parts of which each is as long as a row may be at most; None for a row that is longer."""
+    if len(table) <= _ROWS and sum(map(_length, table.columns)) <= MAX_LINE_BYTES:
+        yield table
+    elif len(table) <= 1:
+        yield None
+    else:
+        half = len(table) // 2
+        for part in (table.slice(0, half), table.slice(half)):
+            yield from _parts(part)
+
+
+def _length(column: Any) -> int:
+    """About the bytes of a column as JSON, each text as often as it is there."""
+    import pyarrow
+    import pyarrow.compute as pc
+
+    if isinstance(column, pyarrow.ChunkedArray):
+        return sum(map(_length, column.chunks))
+    kind = column.type
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _length(column.storage)
+    if pyarrow.types.is_dictionary(kind):
+        texts = column.dictionary
+        if pyarrow.types.is_nested(texts.type) or pyarrow.types.is_primitive(texts.type):
+            return len(column) * max(8, _length(texts) // max(1, len(texts)))
+        lengths = pc.binary_length(texts).take(column.indices)
+        return 2 * len(column) + (pc.sum(lengths).as_py() or 0)
+    if pyarrow.types.is_map(kind):
+        return 2 * len(column) + _length(column.keys) + _length(column.items)
+    if pyarrow.types.is_struct(kind):
+        return 2 * len(column) + sum(map(_length, column.flatten()))
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return 2 * len(column) + _length(column.flatten())
+    return max(2 * len(column), 0 if pyarrow.types.is_primitive(kind) else column.nbytes)
 
 
 class ClassNumber(int):
@@ -60,18 +153,11 @@ def _named(value: Any, names: tuple[str, ...]) -> Any:
     return value
 
 
-def plain_rows(
-    table: pyarrow.Table | pyarrow.RecordBatch, schema: pyarrow.Schema
-) -> Iterator[dict[str, Any]]:
-    """The rows of a part of a table as JSON would have them; `schema` is that of the file, which
-    knows the features of `datasets`. A column of objects has one type for all rows, so that each
-    object has every key: nulls that fill it up are left out, as TRL's `remove_none_values` does.
-    Columns of JSON (the `Json` feature of `datasets`) hold texts, which are parsed."""
-    return map(row_converter(schema), table.to_pylist())
-
-
 def row_converter(schema: pyarrow.Schema | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Makes of a row of `datasets` one of `plain_rows`."""
+    """Makes of a row of a table one as JSON would have it; `schema` knows the features of
+    `datasets`. A column of objects has one type for all rows, so that each object has every key:
+    nulls that fill it up are left out, as TRL's `remove_none_values` does. Columns of JSON (the
+    `Json` feature of `datasets`) hold texts, which are parsed."""
     names: dict[str, tuple[str, ...]] = {}
     if schema is not None and b"huggingface" in (schema.metadata or {}):
         from datasets import Features  # slow

@@ -7,12 +7,14 @@ import gzip
 import io
 import json
 import lzma
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import datasets
 import pyarrow
 import pyarrow.feather
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,7 +119,7 @@ def test_a_folder_of_the_cache_of_datasets_is_read(tmp_path: Path) -> None:
         ("a.csv", b"a\n" + b"x" * (16 * 2**20 + 1), r"a\.csv:2: the line is longer than 16 MiB"),
         ("a.csv", b"a\n1\n" + b'"x\n",' * 2**22, r"a\.csv:3: the row is longer than 16 MiB"),
         ("a.csv", b'a\n"' + b"x\n" * 2**24, r"a\.csv:2: the row is longer than 16 MiB"),
-        ("a.feather", b"FEA1" + b"\0" * 99, r"a\.feather: damaged Arrow file after row 0"),
+        ("a.feather", b"FEA2" + b"\0" * 99, r"a\.feather: damaged Arrow file after row 0"),
         ("a.arrow.gz", gzip.compress(b"ARROW1", mtime=0), r"a\.arrow\.gz is a compressed table"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -233,3 +235,69 @@ def test_labels_are_the_same_in_every_kind_of_file(labels: list, tmp_path: Path)
     expected = found["a.parquet"]
     assert len(found) == 11
     assert all(each == expected for each in found.values()), found
+
+
+def _zstd_arrow(table: pyarrow.Table, path: Path) -> None:
+    how = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    with (
+        pyarrow.OSFile(str(path), "wb") as file,
+        pyarrow.ipc.new_file(file, table.schema, options=how) as writer,
+    ):
+        writer.write_table(table)
+
+
+def _parquet(table: pyarrow.Table, path: Path) -> None:
+    how = {"dictionary_pagesize_limit": 2**24, "store_schema": False}
+    pyarrow.parquet.write_table(table, path, compression="zstd", **how)
+
+
+_TEXT = "a " * 2**20
+_SHARED = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000, "int32"), [_TEXT])
+_LISTED = pyarrow.ListArray.from_arrays([0, 1000], _SHARED)
+_NULLS = pyarrow.ListArray.from_arrays([0, 10**8], pyarrow.nulls(10**8))
+
+
+@pytest.mark.parametrize(
+    ("write", "name"), [(_zstd_arrow, "a.arrow"), (_parquet, "a.parquet")], ids=["arrow", "parquet"]
+)
+def test_few_bytes_that_hold_many_texts_take_little_memory(
+    write: Callable[[pyarrow.Table, Path], None], name: str, tmp_path: Path
+) -> None:
+    """2 GB of rows in a kilobyte; in one row they are refused."""
+    write(pyarrow.table({"text": _SHARED}), tmp_path / name)
+    [source] = find_sources(name, tmp_path)
+    pyarrow.default_memory_pool().release_unused()
+    tracemalloc.start()
+    assert sum(record.fields["text"] == _TEXT for record in read_file(source)) == 1000
+    assert tracemalloc.get_traced_memory()[1] < 80 * 2**20
+    tracemalloc.stop()
+    for column in (_LISTED, *([_NULLS] * (name == "a.arrow"))):
+        write(pyarrow.table({"text": ["a"], "l": column}), tmp_path / name)
+        with pytest.raises(DataError, match=rf"{name} row 1: the row is longer than 16 MiB"):
+            list(read_file(source))
+    write(pyarrow.table({"text": [_TEXT * 160]}), tmp_path / name)
+    with pytest.raises(DataError, match=r"group 1 are longer than 16 MiB|takes 320 MiB once"):
+        list(read_file(source))
+
+
+def test_a_column_that_is_there_twice_is_refused_in_every_table(tmp_path: Path) -> None:
+    one = pyarrow.array(["x"])
+    inner = pyarrow.StructArray.from_arrays([one, one], names=["a", "a"])
+    for table in (
+        pyarrow.Table.from_arrays([one, one], names=["a", "a"]),
+        pyarrow.table({"text": one, "m": pyarrow.ListArray.from_arrays([0, 1], inner)}),
+    ):
+        for write, name in (
+            (_zstd_arrow, "a.arrow"),
+            (_stream, "b.arrow"),
+            (_parquet, "a.parquet"),
+        ):
+            write(table, tmp_path / name)
+            with pytest.raises(DataError, match=r"two columns are called 'a'"):
+                list(read_file(find_sources(name, tmp_path)[0]))
+
+
+def test_an_old_feather_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.feather").write_bytes(b"FEA1" + bytes(99))
+    with pytest.raises(DataError, match=r"a\.feather is a Feather file of version 1"):
+        list(read_file(find_sources("a.feather", tmp_path)[0]))
