@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_framework.errors import ConfigError
-from hetero_framework.log import not_through_links
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,12 @@ def read_own(path: Path, *, strictly: bool = False, most_bytes: int = 1 << 20) -
         if len(content := file.read(most_bytes + 1)) > most_bytes:
             raise OSError(errno.EFBIG, f"{path} has more than {most_bytes} bytes")
         return content
+
+
+def not_through_links(path: str, flags: int) -> int:
+    """The `opener` of `open` for files of a run: a link is an OSError, and a pipe is not waited for
+    (not on Windows)."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
 def untrusted_reason(

@@ -21,6 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hetero_framework.file_trust import not_through_links
+
 EVENTS_FILE = "events.jsonl"
 MAX_LINE_BYTES = 1024
 MAX_PEER_LINES_PER_S = 10
@@ -201,12 +203,6 @@ def append_line(path: Path, line: str) -> bool:
     data = line.encode() + b"\n"
     with open(path, "ab", buffering=0, opener=not_through_links) as file:
         return file.write(data) == len(data)
-
-
-def not_through_links(path: str, flags: int) -> int:
-    """The `opener` of `open` for files of a run: a link is an OSError, and a pipe is not waited for
-    (not on Windows)."""
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
 def _ends_within_a_line(path: Path) -> bool:

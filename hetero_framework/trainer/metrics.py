@@ -30,7 +30,7 @@ from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.schedule.simulator import Edge
 from hetero_framework.engine.schedule.tuning import TunedSchedule
 from hetero_framework.errors import DataError, ResourceError, UserError
-from hetero_framework.log import not_through_links
+from hetero_framework.file_trust import not_through_links
 
 METRICS_FILE = "metrics.jsonl"
 Traffic = tuple[int, int, float, int]  # bytes in, bytes out, seconds of writing, direct bytes

@@ -22,7 +22,7 @@ _HINT = 'write [{"text": "..."}, ...], {"data": [...]}, or one object per line (
 def records(path: Path) -> Iterator[Record]:
     """A list of objects, {"data": [...]}, one object, or JSON Lines under the name .json."""
     with reading(path) as file:
-        text = _Text(path, file)
+        text = _JsonText(path, file)
         if text.next() not in ("[", "{", ""):
             found = shorten(text.rest)
             raise DataError(f"{path}: expected a list of objects, found: {found}", hint=_HINT)
@@ -35,7 +35,7 @@ def records(path: Path) -> Iterator[Record]:
             raise DataError(f"{text.where}: not JSON, {what}: {shorten(text.rest)}")
 
 
-class _Text:
+class _JsonText:
     """The text from a place on, which goes through the file."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -117,7 +117,7 @@ class _Text:
         return True
 
 
-def _items(text: _Text) -> Iterator[Record]:
+def _items(text: _JsonText) -> Iterator[Record]:
     text.take("[")
     text.had_list = True
     while text.next() != "]":
@@ -133,7 +133,7 @@ def _items(text: _Text) -> Iterator[Record]:
     text.take("]")
 
 
-def _object(text: _Text) -> Iterator[Record]:
+def _object(text: _JsonText) -> Iterator[Record]:
     """The object here, or the items of its list "data"."""
     where, begun = text.where, text.taken
     fields: dict[str, Any] = {}

@@ -54,7 +54,7 @@ from hetero_framework.extras.observe.timeline import (
     waits,
     with_bytes,
 )
-from hetero_framework.log import not_through_links
+from hetero_framework.file_trust import not_through_links
 
 TIMELINE_FILE = "timeline.json"
 MAX_EVENTS = 400_000

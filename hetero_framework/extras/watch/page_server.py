@@ -25,7 +25,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from hetero_framework.log import EVENTS_FILE, not_through_links
+from hetero_framework.file_trust import not_through_links
+from hetero_framework.log import EVENTS_FILE
 
 ACTIONS = ("pause", "resume", "checkpoint", "stop")
 LOOPBACK = "127.0.0.1"
