@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -167,14 +168,29 @@ def as_hetero_error(error: BaseException) -> HeteroError | None:
             hint="give this machine fewer layers, or lower per_device_train_batch_size or"
             " data.max_length; `hetero check` shows what each stage needs",
         )
-    if isinstance(error, OSError):
-        where = f" ({error.filename})" if error.filename else ""
-        if error.errno in _NO_DISK:
+    if (refusal := of_system(error)) is not None:
+        where = f" ({refusal.filename})" if refusal.filename else ""
+        if refusal.errno in _NO_DISK:
             hint = "free space, or lower save_total_limit"
             return ResourceError(f"the disk is full{where}", hint=hint)
-        if where and not isinstance(error, ConnectionError):
+        # One without a name is that of `tempfile`, which lists the folders where it finds no room.
+        is_of_file = where or isinstance(error, FileNotFoundError)
+        if is_of_file and not isinstance(error, ConnectionError):
             return ResourceError(f"the system refuses a file: {in_words(error)}{where}")
     return None
+
+
+def of_system(error: BaseException | None) -> OSError | None:
+    """The system's own error, also where a library in Rust tells it in words alone."""
+    if isinstance(error, OSError):
+        return error
+    told = re.search(r"([^:]*) \(os error (\d+)\)", str(error))
+    return OSError(int(told[2]), told[1].strip(), None, int(told[2])) if told else None
+
+
+def of_disk(error: BaseException, kind: type[HeteroError]) -> type[HeteroError]:
+    """The class for a file that cannot be written: ResourceError where the disk is full."""
+    return ResourceError if getattr(error, "errno", None) in _NO_DISK else kind
 
 
 def in_words(error: BaseException) -> str:
@@ -183,7 +199,7 @@ def in_words(error: BaseException) -> str:
         return "it is no text in UTF-8"
     if isinstance(error, LookupError):
         return f"it lacks {error}"
-    return getattr(error, "strerror", None) or _first_line(error)
+    return getattr(of_system(error), "strerror", None) or _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -89,6 +89,7 @@ class LocalWorkers:
             self.stop()
             raise ResourceError(
                 f"cannot start the workers of this machine: {in_words(error)}"
+                + f" ({error.filename})" * bool(error.filename)
             ) from error
 
     def revive(self, worker_id: WorkerId, stop: threading.Event) -> None:

@@ -68,6 +68,7 @@ def run_workers(
         except OSError as error:
             raise ResourceError(
                 f"cannot start the workers of this machine: {in_words(error)}"
+                + f" ({error.filename})" * bool(error.filename)
             ) from error
 
 

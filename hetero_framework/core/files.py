@@ -7,7 +7,6 @@ import ctypes
 import errno
 import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.core import timeouts
-from hetero_framework.errors import HeteroError, UserError
+from hetero_framework.errors import HeteroError, UserError, of_disk, of_system
 
 PICTURES = (".png", ".svg", ".pdf", ".mmd")
 # Windows: access denied, sharing violation, lock violation: scanners hold fresh files open.
@@ -61,12 +60,10 @@ def write_file(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
-        unfinished.write_bytes(content)
-        sync_file(unfinished)
-        rename(unfinished, path)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # a write or a flush names no file
-        raise
+        with NamingOf(path):  # a write or a flush names no file
+            unfinished.write_bytes(content)
+            sync_file(unfinished)
+            rename(unfinished, path)
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
@@ -80,19 +77,19 @@ class NamingOf(contextlib.AbstractContextManager[None]):
         self._path = path
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            error.filename = error.filename or str(self._path)
-        elif error is not None and (told := re.search(r"\(os error (\d+)\)", str(error))):
-            code = int(told[1])
-            raise OSError(code, os.strerror(code), str(self._path)) from error
+        if (refusal := of_system(error)) is not None:
+            refusal.filename = refusal.filename or str(self._path)
+            if refusal is not error:
+                raise refusal from error
 
 
 def write_json(path: Path, value: Any, error: type[HeteroError] = UserError) -> None:
-    """Write JSON that people read; `error` is raised where that is not possible."""
+    """Write JSON that people read; `error` is raised where that is not possible, ResourceError
+    where the disk is full."""
     try:
         write_file(path, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
     except OSError as why:
-        raise error(f"cannot write {path}: {why.strerror or why}") from why
+        raise of_disk(why, error)(f"cannot write {path}: {why.strerror or why}") from why
 
 
 def write_private(path: Path, content: bytes) -> None:

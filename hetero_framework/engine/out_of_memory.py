@@ -92,9 +92,11 @@ def failed(where: str, cause: Exception, device: Device, attempt: Attempt) -> He
     an imported file, or a bug."""
     if is_out_of_memory(cause):
         return explained(where, cause, device, attempt)
-    if (known := as_hetero_error(cause)) is not None:
+    line = control.users_line(cause)
+    of_user = line and isinstance(cause, OSError)  # a file of the user's own
+    if not of_user and (known := as_hetero_error(cause)) is not None:
         return type(known)(f"{where}: {known.message}", hint=known.hint)
-    kind = UserError if control.users_line(cause) else HeteroError
+    kind = UserError if line else HeteroError
     return kind(f"{where}: {control.failure(cause)}")
 
 

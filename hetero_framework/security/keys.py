@@ -36,7 +36,7 @@ from hetero_framework.core.files import (
     write_private,
 )
 from hetero_framework.core.identity import ISLANDS, STAR, ClusterKind, Identity
-from hetero_framework.errors import IdentityError, as_hetero_error
+from hetero_framework.errors import HeteroError, IdentityError, of_disk
 
 _log = logging.getLogger(__name__)
 FOLDER = "hetero_keys"
@@ -247,13 +247,12 @@ def _explained(place: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, NotImplementedError) as error:  # the latter: no locks on this disk
-        if (full := as_hetero_error(error)) is not None:
-            raise full from error
         raise _cannot("write", place, error) from error
 
 
-def _cannot(what: str, place: Path, error: Exception) -> IdentityError:
-    return IdentityError(f"cannot {what} {place}: {getattr(error, 'strerror', None) or error}")
+def _cannot(what: str, place: Path, error: Exception) -> HeteroError:
+    reason = getattr(error, "strerror", None) or error
+    return of_disk(error, IdentityError)(f"cannot {what} {place}: {reason}")
 
 
 def _prepare(folder: Path, *, named: bool) -> None:

@@ -40,7 +40,7 @@ from hetero_framework.core.files import (
     sync_directory,
     sync_file,
 )
-from hetero_framework.errors import CheckpointError, ResourceError, in_words
+from hetero_framework.errors import CheckpointError, ResourceError, in_words, of_system
 from hetero_framework.file_trust import untrusted_reason
 from hetero_framework.units import size
 
@@ -330,11 +330,7 @@ class CheckpointWriter:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            code = getattr(error, "errno", None)
-            if code is None:  # safetensors reports the operating system's error as text
-                match = re.search(r"os error (\d+)", str(error))
-                code = int(match[1]) if match else None
-            if code not in _NO_SPACE:
+            if getattr(of_system(error), "errno", None) not in _NO_SPACE:
                 raise _cannot_write(error, path) from error
             shutil.rmtree(self._directory, ignore_errors=True)  # both sizes are those without it
             try:
@@ -514,7 +510,7 @@ def _in_the_way(path: Path) -> ResourceError:
 
 
 def _cannot_write(error: Exception, path: Path) -> ResourceError:
-    reason = getattr(error, "strerror", None) or str(error)
+    reason = in_words(error)
     mend = "make the directory writable"
     if isinstance(error, (FileExistsError, NotADirectoryError)):
         reason, mend = "a file is in the way", "move it away"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
-from hetero_framework.core.files import replace_directory
+from hetero_framework.core.files import NamingOf, replace_directory
 from hetero_framework.engine.stage_api import Outcome
 from hetero_framework.errors import DataError
 
@@ -117,6 +117,7 @@ def _saved(save: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    save(str(partial))
+    with NamingOf(path):
+        save(str(partial))
     replace_directory(partial, path, path.with_name(f".{path.name}.old"))
     return path

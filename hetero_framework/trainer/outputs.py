@@ -31,7 +31,7 @@ from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
 from hetero_framework.config import RESULT_DIRS, Config
 from hetero_framework.core.files import write_file
 from hetero_framework.engine.pipeline import Pipeline
-from hetero_framework.errors import ConfigError, HeteroError, in_words
+from hetero_framework.errors import ConfigError, HeteroError, in_words, of_disk
 from hetero_framework.file_trust import other_writers, refuse_link
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
@@ -230,7 +230,7 @@ class RunDirectories:
                 # Not a rename: checkpoint_dir may be on another disk than output_dir.
                 shutil.move(path, target / place)
         except OSError as error:
-            raise ConfigError(
+            raise of_disk(error, ConfigError)(
                 f"cannot move what an earlier run left in {self._output} aside: {error.strerror}",
                 hint="choose another training.output_dir",
             ) from error
@@ -271,7 +271,7 @@ def _probe(setting: str, directory: Path) -> None:
             os.unlink(renamed)
     except OSError as error:
         is_file = isinstance(error, (FileExistsError, NotADirectoryError))
-        raise ConfigError(
+        raise of_disk(error, ConfigError)(
             f"{setting}: cannot write into {directory}: "
             + ("it is a file" if is_file else str(error.strerror)),
             hint=_HINTS[setting],
@@ -290,7 +290,7 @@ def _locked(setting: str, directory: Path) -> Iterator[None]:
             hint=f"wait for it, stop it, or choose another {setting}",
         ) from None
     except OSError as error:
-        raise ConfigError(
+        raise of_disk(error, ConfigError)(
             f"{setting}: cannot lock {directory}: {error.strerror}", hint=_HINTS[setting]
         ) from error
     try:

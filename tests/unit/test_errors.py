@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from hetero_framework.core.files import NamingOf
-from hetero_framework.errors import ResourceError, as_hetero_error, in_words
+from hetero_framework import control
+from hetero_framework.core.devices import Device
+from hetero_framework.core.files import NamingOf, write_json
+from hetero_framework.engine import out_of_memory
+from hetero_framework.errors import (
+    ConfigError,
+    HeteroError,
+    ResourceError,
+    UserError,
+    as_hetero_error,
+    in_words,
+    of_disk,
+)
 
 
 @pytest.mark.parametrize(
@@ -57,3 +69,57 @@ def test_a_file_that_the_system_refuses_is_named(code: str, of_rust: bool, tmp_p
     known = as_hetero_error(caught.value)
     assert isinstance(known, ResourceError)
     assert "tokenizer.json" in known.message
+
+
+FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+
+def test_a_full_disk_is_told_in_words_whoever_tells_it() -> None:
+    assert in_words(Exception(FULL)) == "No space left on device"
+    known = as_hetero_error(Exception(FULL))
+    assert isinstance(known, ResourceError)
+    assert of_disk(OSError(errno.ENOSPC, "x"), ConfigError) is ResourceError
+    assert of_disk(OSError(errno.EACCES, "x"), ConfigError) is ConfigError
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        # What `tempfile` raises where no folder has room.
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), 6),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/run/x"), 6),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), None),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused", "/run/x.sock"), None),
+        (OSError(errno.EADDRINUSE, "Address already in use"), None),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), None),
+        (ProcessLookupError(errno.ESRCH, "No such process"), None),
+        (ModuleNotFoundError("No module named 'x'", name="x", path="/x.py"), None),
+        (RuntimeError("Connection refused (os error 111)"), None),
+    ],
+)
+def test_what_is_no_file_of_the_system_stays_a_bug(error: Exception, code: int | None) -> None:
+    assert getattr(as_hetero_error(error), "exit_code", None) == code
+
+
+def test_a_file_that_the_users_own_code_misses_is_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "_imported", [Path(__file__)])
+    with pytest.raises(OSError) as caught:
+        (tmp_path / "weights.txt").read_text()
+    told = out_of_memory.failed("stage 0", caught.value, Device(), cast(Any, None))
+    assert type(told) is UserError
+    assert "test_errors.py, line" in told.message
+
+
+def test_json_on_a_full_disk_ends_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    for kind in (UserError, HeteroError):
+        with pytest.raises(ResourceError, match=r"cannot write .*c\.json: No space left"):
+            write_json(tmp_path / "c.json", {}, kind)
+    assert not list(tmp_path.iterdir())

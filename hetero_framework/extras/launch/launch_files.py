@@ -21,7 +21,7 @@ from hetero_framework.commands.options import key_directory
 from hetero_framework.config import Config, Machine, process_name
 from hetero_framework.core import addresses
 from hetero_framework.core.files import discard, replace_directory, write_private
-from hetero_framework.errors import UserError, in_words
+from hetero_framework.errors import UserError, in_words, of_disk
 from hetero_framework.security import certificates
 from hetero_framework.security.keys import FOLDER, REVOKED
 
@@ -303,4 +303,4 @@ def write(folder: Path, files: Mapping[str, bytes], *, force: bool) -> None:
             write_private(new / name, content)
         replace_directory(new, folder, old)
     except OSError as error:
-        raise UserError(f"cannot write {folder}: {in_words(error)}") from error
+        raise of_disk(error, UserError)(f"cannot write {folder}: {in_words(error)}") from error

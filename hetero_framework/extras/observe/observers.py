@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hetero_framework.core.spans import ALL_STEPS, Span, is_span
@@ -66,10 +67,10 @@ class RunPictures(Observer):
         self._config = run.placed.prepared.config
 
     def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
-        draw_diagram(run.placed)
+        self._draw_diagram(run.placed)
 
     def replanned(self, placed: Placement) -> None:
-        draw_diagram(placed)
+        self._draw_diagram(placed)
 
     def exported(self, state: TrainState) -> None:
         self._draw_curves()
@@ -82,28 +83,34 @@ class RunPictures(Observer):
         return {"diagram": diagram, "curves": output / CURVES_FILE}
 
     def _draw_curves(self) -> None:
-        """A picture that fails, or for which matplotlib is missing, is no reason to fail."""
         if not pictures.can_draw():
             return
         output = self._config.output_dir
-        try:
+        with _optional("the curves are"):
             curves.draw([curves.read_run(output, output.name)], output / CURVES_FILE)
-        except (HeteroError, ImportError, OSError, RuntimeError, ValueError) as error:
-            _log.warning("the curves are not drawn: %s", error)
+
+    def _draw_diagram(self, placed: Placement) -> None:
+        """Draw `architecture.<format>` in the output directory."""
+        prepared = placed.prepared
+        config, model = prepared.config, prepared.config.model
+        assert model is not None
+        details = DiagramDetails(
+            model=model.source or prepared.model_config.model_type,
+            num_layers=introspect(prepared.model_config).num_layers,
+            parameters={m.index: m.parameters for m in prepared.memory},
+            memory_bytes={m.index: m.total for m in prepared.memory},
+            devices={owner: fact.label for owner, fact in placed.facts.items()},
+            direct=placed.direct,
+        )
+        chosen = config.training.visualization_format
+        with _optional("the diagram of the machines is"):
+            draw(config, config.output_dir / f"architecture.{chosen}", chosen, details)
 
 
-def draw_diagram(placed: Placement) -> None:
-    """Draw `architecture.<format>` in the output directory."""
-    prepared = placed.prepared
-    config, model = prepared.config, prepared.config.model
-    assert model is not None
-    details = DiagramDetails(
-        model=model.source or prepared.model_config.model_type,
-        num_layers=introspect(prepared.model_config).num_layers,
-        parameters={m.index: m.parameters for m in prepared.memory},
-        memory_bytes={m.index: m.total for m in prepared.memory},
-        devices={owner: fact.label for owner, fact in placed.facts.items()},
-        direct=placed.direct,
-    )
-    chosen = config.training.visualization_format
-    draw(config, config.output_dir / f"architecture.{chosen}", chosen, details)
+@contextmanager
+def _optional(what: str) -> Iterator[None]:
+    """A picture that fails, or for which matplotlib is missing, is no reason to fail."""
+    try:
+        yield
+    except (HeteroError, ImportError, OSError, RuntimeError, ValueError) as error:
+        _log.warning("%s not drawn: %s", what, getattr(error, "message", error))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_framework.core.files import write_file
-from hetero_framework.errors import UserError
+from hetero_framework.errors import UserError, of_disk
 
 if TYPE_CHECKING:
     from hetero_framework.commands.diagnosis import MachineView
@@ -80,11 +80,11 @@ def beside(path: str | os.PathLike[str]) -> Path:
 
 
 def write_picture(path: Path, content: bytes) -> Path:
-    """Write the file and its folders. Raises UserError when it cannot be written."""
+    """Write the file and its folders. Raises UserError, or ResourceError where the disk is full."""
     try:
         write_file(path, content)
     except OSError as error:
-        raise UserError(
+        raise of_disk(error, UserError)(
             f"cannot write the picture {path}: {error.strerror}", hint="give another --output"
         ) from error
     return path

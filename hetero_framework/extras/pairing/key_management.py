@@ -27,7 +27,7 @@ from hetero_framework.core.files import refuse_output, rename, write_file
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background
-from hetero_framework.errors import IdentityError, UserError, in_words
+from hetero_framework.errors import IdentityError, UserError, in_words, of_disk
 from hetero_framework.extras.pairing.pairing import (
     GOOD_FOR_S,
     Configuration,
@@ -213,7 +213,7 @@ def _write_configuration(file: Path, text: str) -> None:
             _log.info("the %s that was here is now %s", file.name, before.name)
         write_file(file, text.encode())
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot write {file}: {in_words(error)}") from error
+        raise of_disk(error, UserError)(f"cannot write {file}: {in_words(error)}") from error
 
 
 def listing(keys: KeyDirectory) -> str:

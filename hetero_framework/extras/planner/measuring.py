@@ -31,6 +31,7 @@ from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.devices import Device
 from hetero_framework.core.fields import Fields, WorkerId
+from hetero_framework.core.files import NamingOf
 from hetero_framework.core.messages import Seconds
 from hetero_framework.data import padded_count
 from hetero_framework.engine.loading import load_stages
@@ -303,8 +304,9 @@ def _random_weights(
         for spec in specs:
             shard = load_shard(made, config.base_dir, ShardRange.of(spec), Device(), seed=0)
             weights |= export_parts(shard)
-        save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        (Path(folder) / "config.json").write_text(json.dumps(fields))
+        with NamingOf(Path(folder)):
+            save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            (Path(folder) / "config.json").write_text(json.dumps(fields))
         read = {**plain, "name_or_path": folder, "from_config": None, "quantization": quantization}
         yield config.with_changes(model=read)
 

@@ -27,6 +27,7 @@ from transformers import PretrainedConfig
 from hetero_framework import registry
 from hetero_framework.config.objectives import Task
 from hetero_framework.core.cache import recall, remember
+from hetero_framework.core.files import NamingOf
 from hetero_framework.data.batches import num_items
 from hetero_framework.errors import ArchitectureError, ConfigError
 from hetero_framework.models.adapters.trainable import attach_adapter
@@ -227,7 +228,8 @@ def build_both(
                 seed_cpu(0)
                 model = stock._from_config(config, dtype=torch.float32)
                 _perturb(model)
-            model.save_pretrained(directory)
+            with NamingOf(Path(directory)):
+                model.save_pretrained(directory)
             checkpoint = Checkpoint(directory)
         shards = [build_shard(config, checkpoint, rng, dtype=torch.float32) for rng in ranges]
         whole = whole_model(stock, config, checkpoint, torch.float32)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -9,6 +12,7 @@ import pytest
 
 from hetero_framework.extras.observe.observers import RunPictures
 from hetero_framework.trainer.checkpoint import CheckpointStore
+from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.observers import Placement, Watched
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
@@ -38,3 +42,18 @@ def test_a_run_goes_on_where_its_curves_cannot_be_drawn(
     assert logged == []
     assert drawn.leaves()["curves"] == curves
     assert curves.exists()
+
+
+@pytest.mark.parametrize("refused", [errno.ENOSPC, errno.EACCES])
+def test_a_run_goes_on_where_its_diagram_cannot_be_written(
+    refused: int, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, content: bytes) -> None:
+        raise OSError(refused, os.strerror(refused), str(path))
+
+    config = alone(training={"visualize": True, "max_steps": 1})
+    monkeypatch.setattr("hetero_framework.extras.observe.pictures.write_file", write)
+    assert train(config).steps == 1
+    said = (config.output_dir / "logs" / "coordinator.log").read_text(encoding="utf-8")
+    for what in ("the diagram of the machines is", "the curves are"):
+        assert f"{what} not drawn: cannot write the picture {config.output_dir}" in said

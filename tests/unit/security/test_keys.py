@@ -263,7 +263,7 @@ def test_disk_that_is_full_leaves_the_revoked_machine_revoked(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(ResourceError, match="the disk is full"):
+        with pytest.raises(ResourceError, match=r"cannot write .*keys: No space left"):
             certificates.rotate(keys)
     assert {file.name: file.read_bytes() for file in keys.path.iterdir()} == before
     assert [file.name for file in tmp_path.iterdir()] == ["keys"]

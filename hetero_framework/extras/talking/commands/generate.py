@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hetero_framework.commands.options import value, writes
-from hetero_framework.errors import ResourceError
 from hetero_framework.extras.talking.commands.chat import DECODING, chosen, talk_of
 from hetero_framework.units import plural
 
@@ -39,10 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     with loaded as cluster:
         samples = talk.answer(cluster, prompts, chosen(talk, arguments))
     text = "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
-    try:
-        write_file(output, text.encode())
-    except OSError as error:
-        raise ResourceError(f"cannot write {output}: {error.strerror}") from error
+    write_file(output, text.encode())
     empty = sum(not sample.text.strip() for sample in samples)
     print(
         f"wrote {output}: {plural(len(samples), 'text')}" + f", {empty} of them empty" * bool(empty)
