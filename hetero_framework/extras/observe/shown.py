@@ -48,11 +48,11 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
     if kind_of(config.training.data_kind).labels is not None:
         labels = load_data(config, tokenizer, most=count).labels
     each = max(1, count // len(data.parts))
-    names = [f"{source.label}: " for source in data.sources] or [""]
+    named = [(f"{source.label}: ", source.max_samples or each) for source in data.sources]
     return [
         replace(shown, where=name + shown.where)
-        for name, part in zip(names, data.parts, strict=True)
-        for shown in _of_source(config, part, tokenizer, each, labels)
+        for (name, most), part in zip(named or [("", each)], data.parts, strict=True)
+        for shown in _of_source(config, part, tokenizer, min(each, most), labels)
     ]
 
 

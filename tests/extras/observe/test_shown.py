@@ -26,3 +26,11 @@ def test_left_out_fields_are_shown_with_their_example(tmp_path):
     config = make_config(tmp_path, {"train": "rows.jsonl"})
     shown = shown_examples(config, tiny_tokenizer(CHATML), 3)
     assert [example.left_out for example in shown] == [["the fields id"], ["tools"], []]
+
+
+@needs("mixtures")
+def test_no_more_of_a_source_is_shown_than_a_run_takes(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": f"row {number}"} for number in range(4)])
+    sources = [{"path": "rows.jsonl", "name": f"{n}", "max_samples": n} for n in (1, 2)]
+    shown = shown_examples(make_config(tmp_path, {"train": sources}), tiny_tokenizer(), 8)
+    assert len(shown) == 3
