@@ -121,8 +121,8 @@ class Gptq(Form):
 
 
 def _group(how: Mapping[str, Any], inputs: int, groups: int) -> int:
-    """The inputs of a group, of which the last may have fewer. Raises ValueError where there are
-    not so many groups."""
+    """The inputs of a group, of which the last may have fewer. Raises ValueError where that
+    makes another number of groups."""
     if (size := how.get("group_size")) is None:
         size = _DEFAULT if -(-inputs // _DEFAULT) == groups or inputs % groups else inputs // groups
     if type(size) is not int or (size < 1 and size != -1):
