@@ -24,7 +24,8 @@ from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.errors import PeerLostError, ResourceError, StoppedEarly, UserError, in_words
-from hetero_framework.log import event, not_through_links
+from hetero_framework.file_trust import not_through_links
+from hetero_framework.log import event
 
 _log = logging.getLogger(__name__)
 _TAIL_LINES = 12
