@@ -520,8 +520,9 @@ PROGRAMS = [
 
 
 def wrong_tensors() -> int:
-    """What the first program that sees anything saw, on a new `Device`, whose streams have delays
-    of their own. That program is the first to look for the next mistake, often a similar one."""
+    """Run the programs until one finds wrong tensors, and return how many it found. Each run is on
+    a new `Device`, whose streams have delays of their own. The program that found some goes first
+    next time, since the next mistake is often similar."""
     device = devices.open_device(sys.argv[1] if len(sys.argv) > 1 else "auto")
     for program in PROGRAMS:
         if wrong := program(device):

@@ -88,7 +88,7 @@ def _rows(kind: str, count: int, seed: int) -> list[Raw]:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is trained, on which kind of rows."""
+    """One objective, and the kind of rows that it trains on."""
 
     rows: str
     training: Mapping[str, Any]
