@@ -62,7 +62,11 @@ _CALLED = {
     **{"instruction": _ASKED, "input": r"inputs?|(\w+_)?(context|passage|document)s?"},
     **{"prompt": rf"{_ASKED}|inputs?", "output": _ANSWERED, "completion": _ANSWERED},
     "messages": r"(\w+_)?(dialog(ue)?|chat|turn|conversation)s?",
-    "text": r"(\w+_)?(content|body|document|article|story|sentence|review)s?",
+    "text": r"(\w+_)?(content|body|document|article|story|sentence|review)s?|premise"
+    r"|(sentence|text|question)_?[1a]",
+    "text_pair": r"hypothesis|(sentence|text|question)_?[2b]",
+    "tokens": r"(\w+_)?(word|token)s?",
+    "labels": r"(\w+_)?(label|tag)s?",
     "chosen": r"(\w+_)?(chosen|accepted|preferred|better|best|good|positive|winner|win)(_\w+)?",
     "rejected": r"(\w+_)?(rejected|dispreferred|worse|worst|bad|negative|loser|lose)(_\w+)?",
     "label": r"(\w+_)?(label|class|category|sentiment|target|score|rating|thumbs?_up)s?",
@@ -145,7 +149,7 @@ def columns_hint(fields: Collection[str], *layouts: Sequence[str]) -> str:
         found: dict[str, str] = {}
         for name in sorted(names, key=lambda name: name not in fields):
             left = [field for field in fields if field not in found.values()]
-            called = (field for field in left if re.fullmatch(_CALLED[name], field, re.IGNORECASE))
+            called = (field for field in left if re.fullmatch(_CALLED.get(name, name), field, re.I))
             if column := name if name in left else next(called, None):
                 found[name] = column
         if len(found) == len(names):
@@ -420,7 +424,7 @@ class Formatter:
         return self.chat.ids_and_mask(chats[0])
 
     def _conversation(self, record: Record, name: str, *, system: bool = True) -> Conversation:
-        _field(record, name)
+        field_of(record, name)
         chat = self.reader.read(record, name)
         if not self.weighs and name != "prompt" and 0 in [m.get("weight") for m in chat.messages]:
             raise DataError(
@@ -500,7 +504,7 @@ def alpaca_prompt(record: Record) -> str:
 
 def string_field(record: Record, name: str) -> str:
     """The text under `name`; DataError when it is absent, not a string or not valid Unicode."""
-    value = _field(record, name)
+    value = field_of(record, name)
     if not isinstance(value, str):
         raise DataError(
             f"{record.where}: the field {name} must be a string, found {json_type(value)}",
@@ -545,7 +549,11 @@ def _refuse_preferences(record: Record) -> None:
         )
 
 
-def _field(record: Record, name: str) -> Any:
+def field_of(record: Record, name: str) -> Any:
+    """The value under `name`; DataError when there is none."""
     if name not in record.fields:
-        raise DataError(f"{record.where}: no field {name}; its fields are {listed(record.fields)}")
+        raise DataError(
+            f"{record.where}: no field {name}; its fields are {listed(record.fields)}",
+            hint=columns_hint(record.fields, (name,)),
+        )
     return record.fields[name]

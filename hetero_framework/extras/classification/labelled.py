@@ -18,7 +18,7 @@ from hetero_framework.config import DataConfig, TrainingConfig
 from hetero_framework.data.batches import MicroBatch, collate
 from hetero_framework.data.conversations import CONVERSATION_FIELDS
 from hetero_framework.data.examples import IGNORE_INDEX, Examples
-from hetero_framework.data.formats import Formatter, Tokens, string_field
+from hetero_framework.data.formats import Formatter, Tokens, field_of, string_field
 from hetero_framework.data.kinds import ExampleKind
 from hetero_framework.data.sources import Numeric, Record, check_unicode
 from hetero_framework.errors import DataError
@@ -116,7 +116,7 @@ class WordFormatter(TextFormatter):
         for record in records:
             name, labels = label_of(record, OF_TOKENS)
             self.use(record, WORDS, name, has_parts=False)
-            words: Any = record.fields.get(WORDS)
+            words: Any = field_of(record, WORDS)
             for field, value in ((WORDS, words), (name, labels)):
                 if not isinstance(value, list):
                     raise DataError(f"{record.where}: {field} must be a list", hint=_HINT)

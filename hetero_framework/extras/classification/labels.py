@@ -13,6 +13,7 @@ from hetero_framework.config import Config
 from hetero_framework.config.problems import shown
 from hetero_framework.data.examples import IGNORE_INDEX, LARGEST
 from hetero_framework.data.files.parquet import ClassNumber
+from hetero_framework.data.formats import columns_hint
 from hetero_framework.data.sources import Record, listed
 from hetero_framework.errors import DataError
 from hetero_framework.extras.classification.settings import MAX_LABELS, LabelSettings, ProblemType
@@ -21,6 +22,10 @@ from hetero_framework.models.cut.tiny import task_of
 
 OF_TEXTS, OF_TOKENS = ("label", "labels"), ("labels", "tags", "ner_tags", "label")
 """Fields that may hold them, of which the first that is there does."""
+_LAYOUTS = {
+    "label": (("text", "text_pair", "label"), ("text", "label"), ("label",)),
+    "labels": (("tokens", "labels"), ("labels",)),
+}
 _UNNAMED = re.compile(r"LABEL_\d+")
 _HINT = (
     "a label is a name, a number from 0 on, a list of names or of 0 and 1, or a measure (a decimal"
@@ -103,8 +108,10 @@ def label_of(record: Record, fields: tuple[str, ...]) -> tuple[str, Any]:
     for name in fields:
         if record.fields.get(name) is not None:
             return name, record.fields[name]
-    there = listed(record.fields)
-    raise DataError(f"{record.where}: no {fields[0]} among its fields: {there}", hint=_HINT)
+    raise DataError(
+        f"{record.where}: no {fields[0]} among its fields: {listed(record.fields)}",
+        hint=f"{_HINT}; {columns_hint(record.fields, *_LAYOUTS[fields[0]])}",
+    )
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ class Mixture:
     held_out: Examples | None
     held_out_sources: np.ndarray | None
     lines: list[str]
+    numbers: np.ndarray | None = None
+    """Those of the training examples, each among the examples of its source."""
 
     def mark(self, batch: MicroBatch, of_train: bool, rows: Sequence[Sequence[Any]]) -> None:
         """Add to a micro-batch the source of each token, uint8 like input_ids. `rows` has the
@@ -42,6 +44,13 @@ class Mixture:
             told = np.repeat(sources[[*numbers]], counts)
             mark[: len(told)] = torch.from_numpy(told)
         batch[SOURCES] = marks
+
+    @property
+    def numbers_of_sources(self) -> list[set[int]]:
+        """Of each source the numbers of its training examples."""
+        assert self.numbers is not None
+        sources = range(len(self.names))
+        return [set(self.numbers[self.train_sources == k].tolist()) for k in sources]
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -82,7 +91,9 @@ def mix(
     whole = Examples.joined(sets)
     out = whole.taken(held_out, each) if len(held_out) else None
     told = None if out is None else sources[held_out]
-    return Mixture(tuple(names), whole.taken(order, each), sources[order], out, told, lines)
+    numbers = np.concatenate([np.arange(size) for size in sizes])[order]
+    train = whole.taken(order, each)
+    return Mixture(tuple(names), train, sources[order], out, told, lines, numbers)
 
 
 def _parts(names: Sequence[str], sizes: Sequence[int], taken: np.ndarray) -> list[str]:

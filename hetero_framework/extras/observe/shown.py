@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from hetero_framework.config import Config, DataConfig
 from hetero_framework.data.formats import Formatter
-from hetero_framework.data.kinds import formatter_for, kind_of
+from hetero_framework.data.kinds import formatter_for
 from hetero_framework.data.rendered import LEFT_OUT
 from hetero_framework.data.sources import Record, find_sources, listed
-from hetero_framework.data.splits import SplitReader
-from hetero_framework.data.train_data import kept_part, load_data
+from hetero_framework.data.train_data import Reader, kept_part, load_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,60 +39,77 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
         return []
     if data.packing:
         packed: Any = load_data(config, tokenizer).examples
-        return [_packed(packed, k, tokenizer) for k in range(min(count, len(packed)))]
+        return [_packed(packed, k, tokenizer, data) for k in range(min(count, len(packed)))]
     if data.streaming:
         with closing(load_data(config, tokenizer)) as stream:
-            return [_row(stream.examples, k, tokenizer) for k in range(count)]
-    labels = None
-    if kind_of(config.training.data_kind).labels is not None:
-        labels = load_data(config, tokenizer, most=count).labels
+            return [_row(stream.examples, k, tokenizer, data) for k in range(count)]
+    reader = Reader(data, config.base_dir, tokenizer, None, [], training=config.training)
+    reader.know_labels(None)
+    numbers: Any = [None] * len(data.parts)
+    if data.val_set_size is not None or data.mixing == "interleave":
+        numbers = reader.mixed().numbers_of_sources
     each = max(1, count // len(data.parts))
-    named = [(f"{source.label}: ", source.max_samples or each) for source in data.sources]
+    names = [f"{source.label}: " for source in data.sources] or [""]
     return [
         replace(shown, where=name + shown.where)
-        for (name, most), part in zip(named or [("", each)], data.parts, strict=True)
-        for shown in _of_source(config, part, tokenizer, min(each, most), labels)
+        for name, part, taken in zip(names, reader.parts(), numbers, strict=True)
+        for shown in _of_source(config, part, min(each, part.limit or each), taken)
     ]
 
 
-def _of_source(
-    config: Config, data: DataConfig, tokenizer: PreTrainedTokenizerBase, count: int, labels: Any
-) -> list[Shown]:
-    """The first examples of one source."""
-    sources = find_sources(data.paths, config.base_dir)
-    if any(source.is_parted for source in sources):
+def _of_source(config: Config, reader: Reader, count: int, taken: Any) -> list[Shown]:
+    """The first examples of one source, of those that are `taken`, by their numbers among the ones
+    that teach something; None are all."""
+    data, tokenizer = reader.data, reader.tokenizer
+    if any(source.is_parted for source in find_sources(data.paths, config.base_dir)):
         rows: Any = load_data(config, tokenizer).examples
-        return [_row(rows, k, tokenizer) for k in range(min(count, len(rows)))]
-    kind = config.training.data_kind
-    about = data.dataset_config, data.columns, kind_of(kind).numeric
-    reader = SplitReader(data.train_split, ("train",), *about)
-    records = kind_of(kind).records(reader.read(sources, lambda note: None))
-    chosen = list(islice(records, count))
-    formatter = formatter_for(kind, chosen[0], tokenizer, data, labels)
-    return [shown for record in chosen for shown in _views(record, formatter, tokenizer, data)]
+        return [_row(rows, k, tokenizer, data) for k in range(min(count, len(rows)))]
+    records = reader.kind.records(reader.records())
+    first = next(records)
+    kind, labels = config.training.data_kind, reader.labels
+    formatter = formatter_for(kind, first, tokenizer, data, labels)
+    found: list[Shown] = []
+    shown = number = 0
+    for record in chain([first], records):
+        is_kept, views = _views(record, formatter, reader)
+        if not is_kept or taken is None or number in taken:
+            found += views
+            shown += 1
+        if shown == count:
+            break
+        number += is_kept
+    return found
 
 
-def _row(rows: Any, number: int, tokenizer: PreTrainedTokenizerBase) -> Shown:
+def _row(rows: Any, number: int, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Shown:
     ids, labels = (part.tolist() for part in rows[number])
-    trained = [label >= 0 for label in labels]
+    trained = _in_loss([label >= 0 for label in labels], data)
     return Shown(rows.where(number), len(ids), sum(trained), _pieces(tokenizer, ids, trained), [])
 
 
-def _packed(rows: Any, number: int, tokenizer: PreTrainedTokenizerBase) -> Shown:
+def _packed(rows: Any, number: int, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Shown:
     """A packed row, with a bar where one example ends and the next begins."""
     pieces: Pieces = []
-    parts = [(ids.tolist(), labels >= 0) for ids, labels in rows.pieces(number)]
+    parts = [
+        (ids.tolist(), _in_loss((labels >= 0).tolist(), data))
+        for ids, labels in rows.pieces(number)
+    ]
     for ids, trained in parts:
-        pieces += [(" | ", False)] * bool(pieces) + _pieces(tokenizer, ids, trained.tolist())
-    tokens, learned = sum(len(ids) for ids, _ in parts), sum(int(bits.sum()) for _, bits in parts)
+        pieces += [(" | ", False)] * bool(pieces) + _pieces(tokenizer, ids, trained)
+    tokens, learned = sum(len(ids) for ids, _ in parts), sum(sum(bits) for _, bits in parts)
     where = f"packed row {number + 1} of {len(rows):,}, {len(parts)} examples"
     return Shown(where, tokens, learned, pieces, [])
 
 
-def _views(
-    record: Record, formatter: Formatter, tokenizer: PreTrainedTokenizerBase, data: DataConfig
-) -> list[Shown]:
-    """Each row of an example."""
+def _in_loss(trained: list[bool], data: DataConfig) -> list[bool]:
+    """Of examples in one row the first token of each has no label."""
+    return [False, *trained[1:]] if data.one_row and trained else trained
+
+
+def _views(record: Record, formatter: Formatter, reader: Reader) -> tuple[bool, list[Shown]]:
+    """Whether a run takes an example, and each row of it: of a pair both, of a rated answer the one
+    with its own prompt."""
+    data, tokenizer = reader.data, reader.tokenizer
     left_out = []
     before = formatter.notes.counts()
     [rows] = formatter.rows([record])
@@ -103,20 +119,25 @@ def _views(
         left_out.append(remark.removeprefix(LEFT_OUT).removeprefix("warning: "))
     part = kept_part(data)
     cut = [(ids[part], trained[part]) for ids, trained in rows]
-    if formatter.keeps_whole and cut != rows:
+    is_whole = not (formatter.keeps_whole and cut != rows)
+    is_kept = is_whole and formatter.teaches(cut)
+    if not is_whole:
         left_out.append("the whole example: it is longer than data.max_length")
-    elif not formatter.teaches(cut):
+    elif not is_kept:
         left_out.append("the whole example: no token of it has a part in the loss")
     found = []
-    for (ids, _), (kept, mask) in islice(
-        zip(rows, cut, strict=True), len(rows) - formatter.label_rows
-    ):
+    for (ids, _), (kept, mask) in islice(zip(rows, cut, strict=True), len(formatter.answers) or 1):
+        if formatter.label_rows:
+            mask = cut[-1][1]
+        elif reader.labels is not None:  # the mask tells second texts
+            mask = [False] * len(kept)
+        mask = _in_loss(mask, data)
         lost = list(left_out)
         if len(kept) < len(ids):
             lost.append(f"{len(ids) - len(kept):,} of {len(ids):,} tokens (data.max_length)")
         pieces = _pieces(tokenizer, kept, mask)
         found.append(Shown(record.where, len(kept), sum(mask), pieces, lost))
-    return found
+    return is_kept, found
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], trained: list[bool]) -> Pieces:

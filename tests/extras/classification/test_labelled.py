@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,26 @@ def load(
     write_jsonl(folder / "train.jsonl", rows)
     config = make_config(folder, {"train": "train.jsonl", **data}, objective=objective)
     return load_data(config, tokenizer or tiny_tokenizer(CHATML_MARKED), stated=stated)
+
+
+FOLLOWED = [
+    ("classification", {"content": "The fox", "label": "a"}),
+    ("classification", {"text": "The fox", "sentiment": "a"}),
+    ("classification", {"review": "The fox", "rating": 2}),
+    ("classification", {"premise": "The fox", "hypothesis": "It runs", "gold_label": "a"}),
+    ("classification", {"sentence1": "The fox", "sentence2": "It runs", "target": 1}),
+    ("token-classification", {"words": ["The", "fox"], "labels": ["a", "b"]}),
+    ("token-classification", {"tokens": ["The", "fox"], "pos_tags": ["a", "b"]}),
+    ("token-classification", {"words": ["The", "fox"], "pos_tags": ["a", "b"]}),
+]
+
+
+@pytest.mark.parametrize(("objective", "fields"), FOLLOWED, ids=lambda value: " ".join(value))
+def test_a_hint_on_columns_works_as_it_is_written(tmp_path, objective, fields):
+    with pytest.raises(DataError) as refusal:
+        load(tmp_path, [fields], objective)
+    columns = json.loads(re.search(r"data\.columns (\{.*\})", str(refusal.value))[1])
+    assert len(load(tmp_path, [fields], objective, columns=columns).examples) == 1
 
 
 CLASS = "single_label_classification"
