@@ -324,9 +324,11 @@ class Reader:
     labels: Labels | None = None
 
     def know_labels(self, stated: Any) -> None:
-        """Find the labels of the training data, for kinds that have some."""
+        """Find the labels of the training data, for kinds that have some: those of all examples,
+        however few are looked at, since a file may be sorted by them."""
         if self.kind.labels is not None:
-            records = chain.from_iterable(part.records() for part in self.parts())
+            parts = replace(self, most=None).parts()
+            records = chain.from_iterable(part.records() for part in parts)
             self.labels = self.kind.labels.find(records, stated)
 
     def parts(self) -> Iterator[Reader]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from hetero_framework.config import ModelConfig
-from hetero_framework.errors import ConfigError
+from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.extras.classification.settings import LabelSettings
 from hetero_framework.models.cut.family import Head
 from hetero_framework.models.cut.tiny import task_of
@@ -37,6 +37,11 @@ class ClassifierHead(Head):
         settings: dict[str, Any] = {"pad_token_id": data.pad_token_id}
         if data.labels is not None:
             names = data.labels.names
+            if len(names) == 1 and data.labels.problem == "single_label_classification":
+                raise DataError(
+                    f"all examples have the label {names[0]}, and a classifier tells two apart",
+                    hint="add examples of another class, or name all classes in model.label_names",
+                )
             settings |= {"num_labels": len(names), "label_names": list(names)}
             settings["problem_type"] = data.labels.problem
             return settings, f"labels: {data.labels}"

@@ -46,12 +46,18 @@ FOLLOWED = [
 ]
 
 
-@pytest.mark.parametrize(("objective", "fields"), FOLLOWED, ids=lambda value: " ".join(value))
+@pytest.mark.parametrize(("objective", "fields"), FOLLOWED, ids=str)
 def test_a_hint_on_columns_works_as_it_is_written(tmp_path, objective, fields):
     with pytest.raises(DataError) as refusal:
         load(tmp_path, [fields], objective)
     columns = json.loads(re.search(r"data\.columns (\{.*\})", str(refusal.value))[1])
     assert len(load(tmp_path, [fields], objective, columns=columns).examples) == 1
+
+
+def test_the_labels_are_those_of_all_examples(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", texts(*"aaab"))
+    config = make_config(tmp_path, {"train": "train.jsonl"}, objective="classification")
+    assert load_data(config, tiny_tokenizer(), most=2).labels.names == ("a", "b")
 
 
 CLASS = "single_label_classification"

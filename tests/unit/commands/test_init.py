@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from trl import DPOConfig, KTOConfig, RewardConfig
 
+from hetero_framework.cli import main
 from hetero_framework.commands.init import (
     Address,
     Answers,
@@ -25,6 +26,8 @@ from hetero_framework.config import Config, load_config
 from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.models.cut.tiny import tiny_config
 from tests.installed import needs
+from tests.samples import save_llama
+from tests.unit.data_helpers import CHATML, tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -397,3 +400,48 @@ def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
     answers = Answers(model="org/m", layers=2, data=str(tmp_path))
     with pytest.raises(UserError, match="holds no file that can be read"):
         write_config(answers, tmp_path / "c.json")
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer, and a file of each kind of data."""
+    folder = tmp_path_factory.mktemp("init")
+    save_llama(folder / "model", vocab_size=400)
+    tiny_tokenizer(CHATML).save_pretrained(folder / "model")
+    for name, row in RECORDS.items():
+        other = {**row, "label": "bad"} if row.get("label") == "good" else row
+        lines = [json.dumps(row), json.dumps(other)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+@needs("preferences", "classification", "planner")
+@pytest.mark.parametrize(
+    ("objective", "adapter", "options"),
+    [
+        *((objective, "lora", []) for objective in [*RECORDS, "orpo", "cpo", "reward"]),
+        ("sft", "qlora", ["--worker", "localhost"]),
+        ("reward", "qlora", ["--measure"]),
+        ("kto", "none", ["--measure"]),
+        ("classification", "none", ["--worker", "localhost"]),
+    ],
+)
+def test_check_has_nothing_against_what_init_writes(
+    objective: str, adapter: str, options: list[str], tiny_folder: Path, tmp_path: Path
+) -> None:
+    file, output = objective if objective in RECORDS else "dpo", str(tmp_path / "c.json")
+    data = ["--data", str(tiny_folder / f"{file}.jsonl"), "--objective", objective]
+    model = ["--model", str(tiny_folder / "model"), "--adapter", adapter]
+    assert main(["init", "--non-interactive", "--output", output, *data, *model, *options]) == 0
+    assert main(["check", "--config", output, "--show", "1"]) == 0
+
+
+@needs("classification")
+def test_a_classifier_of_one_class_is_refused(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = saved_record(tmp_path, {"text": "a", "label": "good"})
+    model, output = str(tiny_folder / "model"), tmp_path / "c.json"
+    write_config(Answers(model=model, data=str(tmp_path / data)), output)
+    assert main(["check", "--config", str(output)]) == 2
+    assert "all examples have the label good" in capsys.readouterr().err
