@@ -3,11 +3,13 @@
 A line may have as `extra`: `event(...)`, which makes it an event of events.jsonl too (with an empty
 message, an event alone), and `said_by(...)`, which limits the lines of a peer.
 
-Nothing here ends a process: a line that cannot be written is dropped.
+Nothing here ends a process: a line that cannot be written is dropped, of a file with one line that
+says so.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -136,31 +138,75 @@ def to_stderr(level: str, text: str) -> None:
     print(with_level(level, text), file=sys.stderr, flush=True)
 
 
-def file_lines(path: Path) -> Lines:
-    """A handler that appends lines with their time to a file."""
+class LineFile:
+    """A file to which lines are appended. `news` is what the log has to say of it, once."""
 
-    def write(level: str, text: str) -> None:
-        append_line(path, f"{datetime.now():%Y-%m-%d %H:%M:%S} {level} {text}")
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.news = ""
+        self._lost = 0
+        self._torn = False  # the last line was cut off by a crash or a full disk
 
-    return Lines(write)
+    def open(self) -> None:
+        """Look at how the file ends."""
+        self._torn = _ends_within_a_line(self.path)
+
+    def append(self, line: str) -> None:
+        """Append a line; one that cannot be written is lost."""
+        try:
+            self._torn = not append_line(self.path, "\n" * self._torn + line)
+            reason = os.strerror(errno.ENOSPC) if self._torn else ""
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if not reason and self._lost:
+            self.news = f"{self.path} is written again; {self._lost} lines are lost"
+        elif reason and not self._lost:
+            self.news = (
+                f"cannot write {self.path}: {reason}. Its lines are lost until there is room"
+            )
+        self._lost = self._lost + 1 if reason else 0
 
 
-class Events(logging.Handler):
+class _ToFile(logging.Handler):
+    """A handler with a file. Its news are logged once its lock is free: other handlers' are locked
+    for them, one after another."""
+
+    file: LineFile
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        is_taken = bool(super().handle(record))
+        if news := self.file.news:
+            self.file.news = ""
+            _package.warning("%s", news)
+        return is_taken
+
+
+class FileLines(Lines, _ToFile):
+    """Appends lines with their time to a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(self._append)
+        self.file = LineFile(path)
+
+    def _append(self, level: str, text: str) -> None:
+        self.file.append(f"{datetime.now():%Y-%m-%d %H:%M:%S} {level} {text}")
+
+
+class Events(_ToFile):
     """Appends each record that is an event to `path`, as one JSON object. Events before `open` wait
     for it or `close`: a fresh run moves an earlier run's file away first."""
 
     def __init__(self, path: Path, process: str) -> None:
         super().__init__()
-        self._path = path
+        self.file = LineFile(path)
         self._process = process
         self._waiting: list[str] | None = []
-        self._torn = False  # the last line was cut off by a crash or a full disk
 
     def open(self) -> None:
         waiting, self._waiting = self._waiting or (), None
-        self._torn = _ends_within_a_line(self._path)
+        self.file.open()
         for line in waiting:
-            self._append(line)
+            self.file.append(line)
 
     def close(self) -> None:
         self.open()
@@ -175,13 +221,9 @@ class Events(logging.Handler):
         if text := record.getMessage():
             line["text"] = one_line(text, kept="\n")
         if self._waiting is None:
-            self._append(json.dumps(line))
+            self.file.append(json.dumps(line))
         else:
             self._waiting.append(json.dumps(line))
-
-    def _append(self, line: str) -> None:
-        with suppress(OSError):
-            self._torn = not append_line(self._path, "\n" * self._torn + line)
 
 
 def _plain(value: Any) -> Any:

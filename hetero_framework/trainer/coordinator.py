@@ -1050,7 +1050,7 @@ def _memory_by_owner(prepared: setup.Prepared) -> Counter[WorkerId]:
 def _log_of_run(config: Config, progress: Progress, events: log.Events) -> Iterator[None]:
     """Log the run above the display and to logs/coordinator.log; log its failure as an event."""
     screen = log.Lines(lambda level, text: progress.message(log.with_level(level, text)))
-    file = log.file_lines(config.output_dir / "logs" / "coordinator.log")
+    file = log.FileLines(config.output_dir / "logs" / "coordinator.log")
     with log.log_to(config.training.log_level, screen, file, events):
         try:
             yield

@@ -188,16 +188,24 @@ def test_event_after_a_torn_line_begins_a_new_one(tmp_path: Path) -> None:
     assert json.loads(path.read_text(encoding="utf-8").splitlines()[1])["what"] == "next"
 
 
-def test_event_that_cannot_be_written_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / log.EVENTS_FILE
+def test_lines_that_cannot_be_written_are_told_once(tmp_path: Path) -> None:
+    path, text = tmp_path / log.EVENTS_FILE, tmp_path / "run.log"
     path.mkdir()
-    events = log.Events(path, "coordinator")
-    with log.log_to("INFO", events):
+    events, said = log.Events(path, "coordinator"), list[str]()
+    screen = log.Lines(lambda level, line: said.append(line))
+    with log.log_to("INFO", events, log.FileLines(text), screen):
         events.open()
-        LOGGER.info("", extra=log.event("lost"))
+        for number in range(3):
+            LOGGER.info("line %d", number, extra=log.event("lost"))
         path.rmdir()
-        LOGGER.info("", extra=log.event("kept"))
+        LOGGER.info("line 3", extra=log.event("kept"))
     assert [line["what"] for line in read(path)] == ["kept"]
+    refused = said[0]
+    assert refused.startswith(f"cannot write {path}: ")
+    again = f"{path} is written again; 3 lines are lost"
+    assert said == [refused, "line 0", "line 1", "line 2", again, "line 3"]
+    written = text.read_text(encoding="utf-8")
+    assert written.count(refused) == written.count(again) == 1
 
 
 def test_two_processes_append_whole_lines(tmp_path: Path) -> None:
