@@ -91,10 +91,19 @@ def check_settings(fields: dict[str, Any], where: str) -> None:
 
 
 def quantization_of(fields: Mapping[str, Any]) -> Any:
-    """The `quantization_config` in a config.json, where some have it in the part for texts."""
+    """The `quantization_config` in a config.json, where some have it in the part for texts. Raises
+    ModelError for two that differ."""
     text = fields.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, dict) else None
-    return fields.get("quantization_config") or fields.get("compression_config") or inner
+    given = [fields.get("quantization_config"), fields.get("compression_config"), inner]
+    first, *others = [each for each in given if each] or [None]
+    if any(other != first for other in others):
+        raise ModelError(
+            "config.json says twice how the weights are stored, and differently (in"
+            " quantization_config, compression_config or text_config)",
+            hint="keep the one that the model was saved with",
+        )
+    return first
 
 
 def stored_format(settings: Any) -> str | None:

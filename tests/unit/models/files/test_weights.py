@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hetero_framework.errors import ModelError
-from hetero_framework.models.files.weights import Checkpoint, read_config
+from hetero_framework.models.files.weights import Checkpoint, quantization_of, read_config
 from tests.unit.adapter_helpers import save_model
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 988097824\n"
@@ -170,3 +171,27 @@ def test_weights_that_lie_elsewhere_are_refused(name: object, model: Path) -> No
     (model / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
     with pytest.raises(ModelError, match="transformers_weights"):
         Checkpoint(str(model))
+
+
+BITS = {"quant_method": "gptq", "bits": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"quantization_config": BITS, "text_config": {"quantization_config": BITS}}, BITS),
+        ({"quantization_config": None, "text_config": {"quantization_config": BITS}}, BITS),
+        ({"quantization_config": BITS, "compression_config": {}}, BITS),
+        ({"quantization_config": BITS, "compression_config": {**BITS, "bits": 8}}, None),
+        (
+            {"quantization_config": BITS, "text_config": {"quantization_config": {"bits": 8}}},
+            None,
+        ),
+    ],
+)
+def test_how_weights_are_stored_is_said_once(fields: dict[str, Any], expected: Any) -> None:
+    if expected is not None:
+        assert quantization_of(fields) == expected
+        return
+    with pytest.raises(ModelError, match="says twice how the weights are stored"):
+        quantization_of(fields)
