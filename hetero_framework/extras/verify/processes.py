@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
@@ -24,6 +25,7 @@ from hetero_framework.models.cut.tiny import stock_class, tiny_config
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.models.rng import seed_cpu
 from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.progress import Progress
 
 _WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(61))]
 _TEXTS = [[_WORDS[3 + (5 * row + k * k) % 61] for k in range(6 + row % 5)] for row in range(8)]
@@ -111,7 +113,7 @@ def _run(
             **{"report_to": "none", "visualize": False, "log_level": "ERROR"},
         },
     }
-    losses = train(Config.from_dict(settings)).losses
+    losses = train(Config.from_dict(settings), progress=Progress(StringIO())).losses
     written = (folder / str(cut) / "model").glob("*.safetensors")
     return losses, {path.name: path.read_bytes() for path in written}
 
