@@ -17,7 +17,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,23 +29,6 @@ DEMO = Path("runs", "demo")
 HETERO = (sys.executable, "-m", "hetero_framework")
 COLUMNS, LINES = 100, 60
 KILLED_AT = 6  # of the demonstration's 12 steps with LoRA
-PLAN = (
-    *("--model", "Qwen/Qwen2.5-32B", "--adapter", "qlora"),
-    *("--device", "local=RTX 4090 +64GB", "--device", "1=RTX 3090 +64GB"),
-    *("--device", "2=RX 7900 XTX +64GB"),
-)
-# Of config.json at that place of the hub, what sizes depend on.
-QWEN = {
-    "model_type": "qwen2",
-    "hidden_size": 5120,
-    "intermediate_size": 27648,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 SVG = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -75,7 +57,6 @@ SVG = """\
 def main() -> None:
     os.chdir(ROOT)
     run_with_a_death()
-    plan()
     subprocess.run([*HETERO, "diagram", *picture("architecture")], check=True)
     timeline = [*HETERO, "timeline", str(DEMO / "full"), *picture("timeline")]
     subprocess.run(timeline, check=True, stdout=subprocess.DEVNULL)
@@ -154,21 +135,6 @@ def screen(written: str) -> str:
         elif part != "\r" and not (part.startswith("\x1b") and part[-1] in "lh"):
             rows[row] += part
     return "\n".join(rows).rstrip()
-
-
-def plan() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder, PLAN[1])
-        model.mkdir(parents=True)
-        (model / "config.json").write_text(json.dumps(QWEN))
-        drawn = ["--picture", str(IMAGES / "plan.svg"), "--overwrite"]
-        command = [*HETERO, "plan", "--dry-run", *PLAN, *drawn]
-        made = subprocess.run(
-            command, cwd=folder, check=True, capture_output=True, text=True,
-            env={**os.environ, "COLUMNS": str(COLUMNS)},
-        )  # fmt: skip
-    (IMAGES / "plan-step.svg").unlink()
-    print(made.stdout)
 
 
 def save(name: str, title: str, text: str) -> None:

@@ -229,7 +229,7 @@ def _copy_lines(memory: Sequence[StageMemory]) -> Iterator[str]:
         if said:
             yield (
                 f"stage {m.index} copies {'; '.join(said)}: hidden as far as computing takes longer"
-                " (`hetero bench` measures both)"
+                " (`hetero plan --measure` measures both)"
             )
 
 

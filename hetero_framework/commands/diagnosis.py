@@ -355,8 +355,8 @@ def link(view: MachineView) -> Problems:
             yield (
                 f"the link to worker {id} is slow: {bit_rate(slowest)}, round trip"
                 f" {seconds(speed.round_trip_s)}",
-                'take a cable instead of Wi-Fi, or set wire to "bf16" or "int8"; hetero bench tells'
-                " what a step takes",
+                'take a cable instead of Wi-Fi, or set wire to "bf16" or "int8"; hetero plan'
+                " --measure tells what a step takes",
             )
 
 

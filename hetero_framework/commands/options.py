@@ -99,7 +99,6 @@ ACCESS = (
     flag("--insecure-plaintext", "disable encryption and authentication; the same on all machines"),
 )
 JSON = flag("--json", "print JSON")
-ANEW = flag("--anew", "measure everything again, also where a machine has cached results")
 WORKER_ID = option("--worker-id", metavar="ID", help="act as this worker")
 ROLE_HELP = "role of this machine (default: by its addresses and host name)"
 LIFE_LINE = flag(

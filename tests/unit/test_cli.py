@@ -395,7 +395,6 @@ def test_train_on_a_workers_machine_serves_that_worker(
         ["check", "--show", "0"],
         ["check", "--show", "many"],
         ["check", "--show", "1.5"],
-        ["bench", "--steps", "8"],
     ],
 )
 def test_wrong_option_values_are_refused(arguments: list[str]) -> None:
@@ -432,16 +431,16 @@ def test_diagram_prints_mermaid(config_file: Path, capsys: pytest.CaptureFixture
 
 
 @needs("planner")
-def test_bench_is_for_the_coordinators_machine(
+def test_measuring_is_for_the_coordinators_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = {**SEED, "coordinator": {"ip": "192.0.2.7"}}
     raw["workers"] = [{"id": 1, "ip": "192.0.2.8", "port": 29511, "hostname": socket.gethostname()}]
     file = tmp_path / "c.json"
     file.write_text(json.dumps(raw), encoding="utf-8")
-    assert cli.main(["bench", "--config", str(file)]) == 2
+    assert cli.main(["plan", "--measure", "--config", str(file)]) == 2
     shown = capsys.readouterr().err
-    assert "this machine is worker 1; hetero bench runs on the coordinator's" in shown
+    assert "this machine is worker 1; hetero plan runs on the coordinator's" in shown
 
 
 def test_doctor_reports_devices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,9 +61,10 @@ def plan_fleet(
     with _measured(config, access, anew=False) as (cluster, profile):
         result = plan(profile)
         needed = {entry["id"] for entry in result.shard_plan}
+        why = {limit.id: limit.figure for limit in result.limits}
         for worker in (w for w in cluster.workers if w not in needed):
             with suppress(HeteroError):  # one that is gone need not know
-                cluster.control(worker, model_allowlist.LEFT_OUT, result.why)
+                cluster.control(worker, model_allowlist.LEFT_OUT, why.get(worker, "not used"))
         return result
 
 

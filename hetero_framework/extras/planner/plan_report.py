@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -18,7 +18,6 @@ from hetero_framework.config.strict_json import read_object
 from hetero_framework.core.files import write_json
 from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
-from hetero_framework.extras.planner.explain import Remedy
 from hetero_framework.extras.planner.planning import ALLOWED, compared
 from hetero_framework.extras.planner.result import save_plan
 from hetero_framework.models.sizing.streaming import FILE_RATE
@@ -37,7 +36,8 @@ _RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 T = TypeVar("T")
 _HIDDEN = 0.01  # of a step: streaming that costs less
 _COMPARED = 8  # machines: each is another search
-_HEAD = ("process", "layers", "busy", "limited by", "memory", "left")
+_HEAD = ("process", "layers", "busy", "memory", "left")
+_LIMIT_HEAD = ("process", "limited by", "figure", "would help")
 _STAGE_HEAD = (
     *("stage", "process", "layers", "forward", "backward"),
     *("to the next", "activation", "gradient", "delay"),
@@ -54,15 +54,10 @@ class Wishes:
     allow: Collection[str] = field(default_factory=frozenset)
 
 
-def make_plan(profile: FleetProfile, wishes: Wishes, config: Config | None = None) -> Result:
-    """The best plan for a profile, that of `config` where given. Raises UserError for wishes that
-    contradict each other or the profile, PlanError where nothing fits."""
-    remedies: Iterable[Remedy] = ()
-    if config is not None:
-        from hetero_framework.extras.planner.remedies import remedies_of  # imports torch
-
-        remedies = remedies_of(config, profile)
-    return plan(profile, **_read(profile, wishes), remedies=remedies)
+def make_plan(profile: FleetProfile, wishes: Wishes) -> Result:
+    """The best plan for a profile. Raises UserError for wishes that contradict each other or the
+    profile, PlanError where nothing fits."""
+    return plan(profile, **_read(profile, wishes))
 
 
 def _read(profile: FleetProfile, wishes: Wishes) -> dict[str, Any]:
@@ -193,11 +188,11 @@ def text(facts: dict[str, Any]) -> str:
         held = held_text([(entry["start"], entry["end"]) for entry in entries])
         sizes = (size(device["memory_bytes"]), size(max(0, device["free_bytes"])))
         name = process_name(device["id"])
-        rows.append((name, held, share(device["busy"]), device["limit"], *sizes))
+        rows.append((name, held, share(device["busy"]), *sizes))
     about = facts.get("estimate")
     return lines(
         *(_estimate_lines(about) if about else ()),
-        *table(_HEAD, rows, left=(0, 1, 3)),
+        *table(_HEAD, rows, left=(0, 1)),
         "",
         "One micro-batch:",
         *table(_STAGE_HEAD, _stage_rows(facts), left=(0, 1, 2, 5)),
@@ -212,10 +207,19 @@ def text(facts: dict[str, Any]) -> str:
         ],
         *(("", "A step of fewer machines:") if "compared" in facts else ()),
         [*_compared_lines(facts)] if "compared" in facts else (),
-        *(("", f"Not used: {facts['why']}.") if facts["unused"] else ()),
-        *(("", "What would help, the most first:") if facts["advice"] else ()),
-        facts["advice"],
+        "",
+        "What bounds the plan, and what would help:",
+        *table(_LIMIT_HEAD, _limit_rows(facts), left=(0, 1, 2, 3)),
     )
+
+
+def _limit_rows(facts: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    names = ("by", "figure", "help")
+    limits = facts["limits"]
+    rows = [(process_name(one["id"]), *(one[name] for name in names)) for one in limits]
+    if (more := len(facts["devices"]) + len(facts["unused"]) - len(rows)) > 0:
+        rows.append((f"{more} more", "", "not used", ""))
+    return rows
 
 
 def _streamed_text(device: Mapping[str, Any], step_s: float) -> str:
@@ -391,7 +395,7 @@ def plan_run(config: Config, access: Access | None = None) -> Config:
 
 
 def _logged_plan(config: Config, fleet: FleetProfile) -> Result:
-    result = make_plan(fleet, Wishes(), config)
+    result = make_plan(fleet, Wishes())
     for line in text(described(result)).splitlines():
         _log.info("%s", line)
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,6 @@ from hetero_framework.config import process_name
 from hetero_framework.config.plan import Plan, PlanEntry, owner_problems, plan_problems
 from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.errors import PlanError, UserError
-from hetero_framework.extras.planner import explain
 from hetero_framework.extras.planner.layout import (
     Evaluated,
     Fleet,
@@ -26,15 +25,24 @@ from hetero_framework.extras.planner.layout import (
     evaluated,
 )
 from hetero_framework.extras.planner.layout_search import Search
+from hetero_framework.extras.planner.limits import device_uses, limits_of, nothing_fits
 from hetero_framework.extras.planner.profile import FleetProfile, from_files, ids_text
-from hetero_framework.extras.planner.result import Result
+from hetero_framework.extras.planner.result import Alone, Result
 from hetero_framework.units import size
 
 CHECKPOINTING = "checkpointing"
 CHUNKS = "chunks"
 ALLOWED = frozenset({CHECKPOINTING, CHUNKS})
 """The default choices of a plan: they change no number of the result."""
-CHOICES = ALLOWED | {explain.CODEC, explain.MICRO_BATCH}
+CODEC = "codec"
+MICRO_BATCH = "micro-batch"
+CHOICES = ALLOWED | {CODEC, MICRO_BATCH}
+_INT8 = 0.52  # of a 16-bit type's bytes: half, and a scale of 2 bytes for each block of 64 numbers
+_HALVED = (
+    *("layer_forward_s", "layer_backward_s", "layer_recompute_s"),
+    *("embedding_forward_s", "embedding_backward_s", "head_forward_s", "head_backward_s"),
+    *("activation_bytes_per_layer", "activation_bytes_recomputed"),
+)
 
 
 def plan(
@@ -44,15 +52,14 @@ def plan(
     excluded: Collection[WorkerId] = (),
     margins: Mapping[WorkerId, float] | None = None,
     allow: Collection[str] = ALLOWED,
-    remedies: Iterable[explain.Remedy] = (),
 ) -> Result:
     """The best plan for a fleet.
 
     `pins` are layers [start, end) that a process must hold, `excluded` workers that must hold none,
     `margins` bytes that stay free on a process. `allow` is what may be chosen besides order and
     cut: of "checkpointing", "chunks" (several stages on a process), and, which change the numbers
-    of the result a little, "codec" and "micro-batch". Where nothing fits, `remedies` are tried.
-    Raises UserError for options that contradict each other or the profile, and that PlanError.
+    of the result a little, "codec" and "micro-batch". Raises UserError for options that contradict
+    each other or the profile, PlanError where nothing fits.
     """
     began = time.perf_counter()
     pins, margins = pins or {}, margins or {}
@@ -61,15 +68,37 @@ def plan(
     rules = _rules(Fleet(profile, margins=margins), pins, excluded, allow)
     result = Search(rules).run()
     changes: dict[str, Any] = {}
-    for variant in explain.settings(profile):
-        if variant.allowed_by in allow:
-            other = _rules(Fleet(variant.profile, margins=margins), pins, excluded, allow)
-            candidate = Search(other).run()
-            if candidate and (not result or candidate.seconds < result.seconds):
-                rules, result, changes = other, candidate, variant.changes
+    for changed, needed in variants(profile, allow):
+        other = _rules(Fleet(changed, margins=margins), pins, excluded, allow)
+        candidate = Search(other).run()
+        if candidate and (not result or candidate.seconds < result.seconds):
+            rules, result, changes = other, candidate, needed
     if result is None:
-        raise explain.nothing_fits(rules, margins, remedies)
+        raise nothing_fits(rules, margins)
     return replace(_result(rules, result, changes), seconds=time.perf_counter() - began)
+
+
+def variants(
+    profile: FleetProfile, allow: Collection[str]
+) -> Iterator[tuple[FleetProfile, dict[str, Any]]]:
+    """Profiles of the fleet with other settings of the run, and these settings."""
+    tensors = {name: getattr(profile, name) for name in ("activation_bytes", "gradient_bytes")}
+    if CODEC in allow and any(tensors.values()):
+        coded = profile.model_copy(update={n: _INT8 * value for n, value in tensors.items()})
+        yield coded, {"wire": {"activations": "int8", "gradients": "int8"}}
+    if MICRO_BATCH in allow and not profile.rows % 2:
+        m = 2 * profile.micro_batches
+        halved: dict[str, Any] = {name: value / 2 for name, value in tensors.items()}
+        halved["devices"] = tuple(
+            device.model_copy(update={n: _half(getattr(device, n)) for n in _HALVED})
+            for device in profile.devices
+        )
+        changed = profile.model_copy(update={**halved, "micro_batches": m})
+        yield changed, {"micro_batches": m}
+
+
+def _half(value: Any) -> Any:
+    return tuple(v / 2 for v in value) if isinstance(value, tuple) else value / 2
 
 
 def compared(
@@ -146,7 +175,7 @@ def _rules(
 
 def _result(rules: Rules, best: Evaluated, changes: Mapping[str, Any]) -> Result:
     fleet = rules.fleet
-    uses = explain.device_uses(best)
+    uses = device_uses(best)
     used = {use.id for use in uses}
     return Result(
         shard_plan=_entries(fleet, best.layout),
@@ -155,9 +184,8 @@ def _result(rules: Rules, best: Evaluated, changes: Mapping[str, Any]) -> Result
         predicted_step_s=best.seconds,
         devices=uses,
         unused=tuple(fleet.ids[d] for d in rules.devices if fleet.ids[d] not in used),
-        why=explain.left_out(best, rules),
-        advice=explain.advice(best, rules, uses),
-        alone=explain.alone(fleet, rules.devices),
+        limits=tuple(limits_of(best, rules, uses)),
+        alone=alone(fleet, rules.devices),
         changes=changes,
         seconds=0.0,
         schedule=best.schedule,
@@ -168,6 +196,19 @@ def _result(rules: Rules, best: Evaluated, changes: Mapping[str, Any]) -> Result
             if device.host_bytes and device.offload_from == "memory"
         },
     )
+
+
+def alone(fleet: Fleet, devices: Collection[int]) -> Alone | None:
+    """The fastest device that could hold and train everything by itself."""
+    steps = []
+    for whole in (Part(d, 0, fleet.layers, again) for d in devices for again in (False, True)):
+        one = fleet.streamed((whole,))[0]
+        if fleet.memory_limits(one) is not None:
+            profile = fleet.pipeline(one)
+            one_s = profile.forward_s[0] + profile.backward_s[0]
+            steps.append((fleet.micro_batches * one_s, whole.device))
+    step_s, d = min(steps, default=(0.0, None))
+    return None if d is None else Alone(fleet.ids[d], step_s)
 
 
 def _entries(fleet: Fleet, layout: Layout) -> tuple[dict[str, Any], ...]:

@@ -46,6 +46,17 @@ class Alone:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """What bounds a process, in use or not: one of the limits of `DeviceUse`, its figure, and what
+    would help."""
+
+    id: WorkerId
+    by: str
+    figure: str
+    help: str
+
+
+@dataclass(frozen=True)
 class Result:
     """A plan with its prediction. `changes` are the allowed changes of settings that it needs
     besides; `schedule` is the simulated one, `in_flight` the most forwards that each stage stores
@@ -58,8 +69,7 @@ class Result:
     predicted_step_s: float
     devices: tuple[DeviceUse, ...]
     unused: tuple[WorkerId, ...]
-    why: str
-    advice: tuple[str, ...]
+    limits: tuple[Limit, ...]
     alone: Alone | None
     changes: Mapping[str, Any]
     seconds: float

@@ -307,7 +307,7 @@ def test_the_readme_has_the_figures_of_its_commands(
     folder = tmp_path / "Qwen" / "Qwen2.5-32B"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**fields, **sizes, **heads}))
-    pile, alone = (shlex.split(command.partition(" --picture")[0]) for command in commands)
+    pile, alone = map(shlex.split, commands)
     together, single = estimated(capsys, *pile[2:]), estimated(capsys, *alone[2:])
     rate = f"{together['estimate']['pace']['tokens_per_s']:.0f}"
     first, second, here = (

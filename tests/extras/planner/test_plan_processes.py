@@ -86,7 +86,10 @@ def test_bench_predicts_the_configured_plan_and_leaves_no_trace(
     output.mkdir()
     (output / "metrics.jsonl").write_text("an earlier run's\n")
     file.write_text(json.dumps(raw))
-    assert cli.main(["bench", "--config", str(file), "--json"]) == 0
+    assert (
+        cli.main(["plan", "--measure", *("--evaluate", str(file)), "--config", str(file), "--json"])
+        == 0
+    )
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert "both at once" in printed.err

@@ -56,7 +56,8 @@ def test_a_fast_device_gets_more_layers_and_a_slow_far_one_none() -> None:
     profile = fleet_of(device("local"), quick, slow, speed=1e8)
     found = plan(profile, allow=NO_CHUNKS)
     assert found.unused == (2,)
-    assert found.why.startswith("worker 2 takes 60.0 ms for a layer")
+    *_, last = found.limits
+    assert (last.id, last.by) == (2, "compute")
     assert layers_of(found)[1] > layers_of(found)["local"]
 
 
@@ -138,7 +139,6 @@ def test_settings_that_change_results_are_only_taken_when_allowed() -> None:
     profile = fleet_of(device("local"), device(1), speed=3e7)
     usual, codec = plan(profile), plan(profile, allow={*ALLOWED, "codec"})
     assert usual.changes == {}
-    assert any("int8" in line for line in usual.advice)
     assert codec.changes == {"wire": {"activations": "int8", "gradients": "int8"}}
     assert codec.predicted_step_s < usual.predicted_step_s
     more = plan(profile, allow={*ALLOWED, "micro-batch"})

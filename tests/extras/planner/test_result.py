@@ -25,7 +25,7 @@ def test_a_result_as_json_has_all_fields_except_the_schedule(result: Result) -> 
     found = result.to_dict()
     for name in (
         "shard_plan", "gradient_checkpointing", "max_in_flight", "predicted_step_s",
-        "devices", "unused", "why", "advice", "seconds",
+        "devices", "unused", "limits", "seconds",
     ):  # fmt: skip
         assert name in found
     assert set(found) == {one.name for one in fields(Result)} - {"schedule"} | {"lower_bound_s"}

@@ -22,7 +22,6 @@ FILES = {
     ("doctor", "--report"): ["--config", "in/hetero_config.json"],
     ("diagram", "--output"): ["--format", "mmd", "--config", "in/hetero_config.json"],
     ("plan", "--save-profile"): ["--dry-run", "--config", "in/hetero_config.json"],
-    ("plan", "--picture"): ["--profile", "in/profile.json"],
     ("timeline", "--output"): ["in"],
     ("plot", "--output"): ["in/metrics.jsonl"],
     ("generate", "--output"): ["--prompts", "in/prompts.jsonl"],

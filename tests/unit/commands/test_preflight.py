@@ -110,7 +110,7 @@ def _written(config: PretrainedConfig) -> dict[str, Any]:
 
 @needs("planner", "verify")
 @pytest.mark.parametrize(
-    "command", ["train", "check", "bench", "verify", "plan --measure", "plan --dry-run"]
+    "command", ["train", "check", "verify", "plan --measure", "plan --dry-run"]
 )
 def test_preflight_runs_without_torch(make: Make, tmp_path: Path, command: str) -> None:
     file = tmp_path / "c.json"

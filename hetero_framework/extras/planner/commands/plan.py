@@ -10,7 +10,6 @@ from typing import Any
 from hetero_framework import repository
 from hetero_framework.commands.options import (
     ACCESS,
-    ANEW,
     CONFIG,
     DEFAULT_CONFIG,
     IMPORT,
@@ -20,7 +19,6 @@ from hetero_framework.commands.options import (
     access_for,
     at_least,
     check_coordinator,
-    check_outputs,
     flag,
     load,
     option,
@@ -38,6 +36,7 @@ EXAMPLES = """
         --device "1=RTX 3090" --device "2=Apple M2 Max 64GB" --bandwidth 1Gbit/s
     hetero plan --measure --config cluster.json
     hetero plan --measure --config cluster.json --save-profile fleet.json --write
+    hetero plan --measure --config cluster.json --evaluate cluster.json
     hetero plan --profile fleet.json --pin 1=4:12 --exclude 2 --margin local=2GiB --json
     hetero plan --profile fleet.json --evaluate plan.json
     """
@@ -47,7 +46,7 @@ OPTIONS = (
     *CONFIG,
     IMPORT,
     flag("--measure", "measure the machines of the configuration and their links"),
-    ANEW,
+    flag("--anew", "measure everything again, also where a machine has cached results"),
     flag(
         "--dry-run",
         "estimate from the model's config.json and makers' figures: downloads nothing else and"
@@ -77,13 +76,6 @@ OPTIONS = (
     value("--save-profile", "FILE", "save the measured or estimated profile", type=OutputFile),
     flag("--write", "write the plan into the configuration"),
     value("--evaluate", "FILE", "predict the step of this plan instead of choosing one"),
-    value(
-        "--picture",
-        "FILE",
-        "draw the layers of each process, and beside it (FILE-step) the predicted step; png,"
-        " svg or pdf",
-        type=OutputFile,
-    ),
     overwrite(),
     repeated("--pin", "ID=START:END", "layers that this process must hold; may be repeated"),
     repeated("--exclude", "ID", "worker that must hold no layers; may be repeated"),
@@ -110,9 +102,11 @@ def run(arguments: argparse.Namespace) -> None:
     excluded = () if arguments.dry_run else arguments.exclude
     wishes = Wishes(arguments.pin, excluded, arguments.margin, arguments.allow)
     if arguments.evaluate is not None:
-        result = plan_report.judge_plan(profile, Path(arguments.evaluate), wishes)
+        own = config is not None and arguments.evaluate == arguments.config
+        raw = config.to_dict() if own else None  # with --set, and of YAML
+        result = plan_report.judge_plan(profile, Path(arguments.evaluate), wishes, raw)
     else:
-        result = plan_report.make_plan(profile, wishes, config)
+        result = plan_report.make_plan(profile, wishes)
     described = {**plan_report.described(result), **about}
     if arguments.measure:
         described["measured_links"] = plan_report.links_of(profile)
@@ -123,11 +117,6 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.evaluate is None:
         described |= plan_report.compared_machines(profile, wishes, result, config)
     report(arguments, described, plan_report.text)
-    if arguments.picture is not None:
-        from hetero_framework.extras.planner.plan_drawings import draw_plan
-
-        for file in draw_plan(result, arguments.picture, is_estimate=bool(about)):
-            _log.info("drawn: %s", file)
     if arguments.write:
         written = plan_report.write_plan(described, Path(arguments.config))
         _log.info("wrote the plan into %s", arguments.config)
@@ -143,10 +132,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("hetero plan needs one of --measure, --dry-run and --profile FILE")
     if arguments.save_profile is not None and arguments.profile is not None:
         raise UserError("--save-profile keeps what --measure or --dry-run finds")
-    if arguments.picture is not None:
-        from hetero_framework.extras.observe.pictures import beside
-
-        check_outputs(arguments, beside(arguments.picture))
     if arguments.anew and not arguments.measure:
         raise UserError("--anew goes with --measure")
     for name in ("model", "device", "bandwidth", *_JOB):
@@ -194,7 +179,7 @@ def _profile(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
 
 def _measured(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The profile of the configuration's machines, and the configuration."""
-    config = load(arguments, saved_plan=False)
+    config = load(arguments, saved_plan=arguments.evaluate is not None)
     check_coordinator(config, arguments)
     _find_model(config)
     from hetero_framework.extras.planner.fleet import measure_fleet
