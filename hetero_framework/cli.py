@@ -30,7 +30,7 @@ from hetero_framework.trainer.signals import STOPPED, StopRequest, hearing
 
 _PATHS = (
     *("config", "keys", "output", "output_dir", "adapter", "checkpoint", "place"),
-    *("profile", "save_profile", "evaluate", "picture", "file", "result", "prompts", "report"),
+    *("profile", "save_profile", "evaluate", "picture", "file", "result", "prompts"),
 )
 INTERRUPTED = 130  # what a shell reports for SIGINT
 _MAX_MESSAGE_LINES = 40

@@ -1,5 +1,5 @@
 """`hetero doctor`: the abilities of this machine (machine_report.py); with --config, everything
-that would stop a run (diagnosis.py); with --report, a file for whoever helps (bug_report.py)."""
+that would stop a run (diagnosis.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hetero_framework.commands.options import (
     load,
     report,
     value,
-    writes,
 )
 from hetero_framework.errors import UserError
 
@@ -22,7 +21,6 @@ EXAMPLES = """
     hetero doctor
     hetero doctor --config hetero_config.json
     hetero doctor --config hetero_config.json --worker-id 2 --json
-    hetero doctor --config hetero_config.json --report report.txt
     """
 OPTIONS = (
     value("--config", "FILE", "check the machines of this configuration, as seen from this one"),
@@ -30,18 +28,10 @@ OPTIONS = (
     WORKER_ID,
     *ACCESS,
     JSON,
-    *writes(
-        "a file for whoever helps: all of it, and the last lines of logs, redacted", "--report"
-    ),
 )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.report is not None:
-        from hetero_framework.commands import bug_report
-
-        bug_report.write(arguments)
-        return 0
     if arguments.config is None:
         from hetero_framework.commands.machine_report import examine, text
 

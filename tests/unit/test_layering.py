@@ -268,7 +268,6 @@ BROAD = {
     "cli.py": 1,
     "control.py": 1,  # code of the user's: the error is raised again as theirs
     "cluster/worker.py": 2,
-    "commands/bug_report.py": 1,  # a part of the report that fails is reported
     "core/threads.py": 1,
     "core/devices.py": 3,
     "core/link.py": 3,

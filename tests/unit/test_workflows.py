@@ -64,13 +64,13 @@ def test_publishing_needs_no_token() -> None:
     assert publish["environment"] == "pypi"
 
 
-def test_a_bug_is_reported_with_the_doctors_file() -> None:
+def test_a_bug_is_reported_with_what_the_doctor_says() -> None:
     forms = [
         file for file in FILES if file.parent.name == "ISSUE_TEMPLATE" and "body" in read(file)
     ]
     assert len(forms) == 2
     for form in forms:
-        assert re.search(r"hetero doctor [^`]*--report \S+", form.read_text(encoding="utf-8"))
+        assert "`hetero doctor`" in form.read_text(encoding="utf-8")
 
 
 def test_every_page_is_in_the_sites_menu() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hetero_framework import cli
 from hetero_framework.commands import machine_report
 from hetero_framework.core.devices import Device, Memory, Support
 from hetero_framework.errors import DeviceError
+from hetero_framework.security import certificates
+from hetero_framework.security.keys import KeyDirectory
 
 
 class PlugIn(Device):
@@ -44,3 +49,23 @@ def test_every_device_is_described_also_one_that_cannot_be_used(
         *("float32", "bfloat16", "float16", "float64", "4-bit (nf4)", "streams", "memory figures")
     }
     assert said[-1] == "  memory figures: no (no figures)"
+
+
+def test_no_token_and_no_key_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reports of bugs hold what the doctor prints, with a configuration and without."""
+    for name in ("HF_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, f"planted-{name}")
+    machine = {"ip": "127.0.0.1", "device": "cpu"}
+    plan = [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}]
+    config = {"coordinator": machine, "workers": [{**machine, "id": 1}], "shard_plan": plan}
+    (tmp_path / "c.json").write_text(json.dumps(config))
+    keys = KeyDirectory(tmp_path / "hetero_keys")
+    certificates.ensure_authority(keys)
+    certificates.issue_missing(keys, ["1"])
+    for words in ([], ["--config", str(tmp_path / "c.json")]):
+        cli.main(["doctor", *words])
+        said = "".join(capsys.readouterr())
+        assert "planted" not in said
+        assert "PRIVATE" not in said

@@ -19,7 +19,6 @@ from tests.installed import needs
 FILES = {
     ("init", "--output"): ["--non-interactive", "--layers", "4"],
     ("convert", "--output"): ["in/recipe.yml"],
-    ("doctor", "--report"): ["--config", "in/hetero_config.json"],
     ("diagram", "--output"): ["--format", "mmd", "--config", "in/hetero_config.json"],
     ("plan", "--save-profile"): ["--dry-run", "--config", "in/hetero_config.json"],
     ("timeline", "--output"): ["in"],

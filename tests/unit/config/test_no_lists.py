@@ -17,7 +17,6 @@ NAMES = {part for name in INNER for part in (name, name.partition(".")[2])}
 # Facts about another format or about one step of a command, which no field could have.
 LEFT = {
     "extras/planner/estimate.py": 1,  # what it takes out of a file: it has not been given the data
-    "commands/bug_report.py": 1,  # the addresses that it takes out of other texts, too
     "commands/init.py": 1,  # the LoRA that it writes
     "config/expressions.py": 1,  # the text that PEFT puts around each
     "extras/foreign_formats/gguf.py": 1,  # what the format cannot hold
