@@ -48,8 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: Sequence[str], stop: StopRequest | None) -> int:
     _prepare_screens()
     given = registry.names("commands")
+    is_asked = "_ARGCOMPLETE" in os.environ and "completions" in given  # by a shell, for words
+    if is_asked:
+        words = os.environ["COMP_LINE"].split()
     try:
         parser = build_parser(only=next((word for word in words if word in given), ""))
+        if is_asked:
+            registry.command("completions").answer(parser)
     except HeteroError as error:  # the command's extra is absent
         _say_error(str(error))
         return error.exit_code
