@@ -1,8 +1,7 @@
 """Write the README's pictures: `make demo` first, then `python docs/pictures.py` (not on Windows).
 
-All of them show real runs: two screens of a run in a terminal in which worker 1 is killed; the
-estimated plan of the README's three machines; the machines and one measured step of the demo.
-It takes some minutes and needs Graphviz.
+All of them show the demo: two screens of a run in a terminal in which worker 1 is killed, and the
+machines. It takes some minutes and needs Graphviz.
 """
 
 from __future__ import annotations
@@ -57,13 +56,8 @@ SVG = """\
 def main() -> None:
     os.chdir(ROOT)
     run_with_a_death()
-    subprocess.run([*HETERO, "diagram", *picture("architecture")], check=True)
-    timeline = [*HETERO, "timeline", str(DEMO / "full"), *picture("timeline")]
-    subprocess.run(timeline, check=True, stdout=subprocess.DEVNULL)
-
-
-def picture(name: str) -> list[str]:
-    return ["--output", str(IMAGES / f"{name}.svg"), "--overwrite"]
+    drawn = ["--output", str(IMAGES / "architecture.svg"), "--overwrite"]
+    subprocess.run([*HETERO, "diagram", *drawn], check=True)
 
 
 def run_with_a_death() -> None:

@@ -915,9 +915,9 @@ class TrainingConfig(Section):
     """Serve a page that shows the run and steers it, to browsers of this machine; `hetero watch`
     prints its address."""
     timeline_steps: Annotated[int, with_unit("steps", ge=-1), FREE] = 3
-    """Steps after the first whose compute, transfers and waits are written into
-    output_dir/timeline.json, which `hetero timeline` explains. 0: none, -1: all that are done under
-    the plan that the run begins with."""
+    """Steps after the first whose tasks and transfers are written into output_dir/timeline.json,
+    which `hetero timeline` explains. 0: none, -1: all that are done under the plan that the run
+    begins with."""
     log_level: Annotated[str, FREE] = "INFO"
     """Lines of this level and above are shown: DEBUG, INFO, WARNING or ERROR."""
     connect_timeout_s: Annotated[Seconds, FREE] = 300.0

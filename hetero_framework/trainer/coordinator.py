@@ -47,7 +47,6 @@ from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import (
     SPEED,
     metric_name,
-    predicted_stages,
     stage_lines,
 )
 from hetero_framework.trainer.observers import (
@@ -702,9 +701,7 @@ class Coordinator:
             line |= {"skipped": outcome.skip, "reason": outcome.reason}
         line |= {**measured, **self._tokens(), **self._replicas.metrics()}
         specs, moved = self._config.plan.stages, (traffic, self._cluster.traffic())
-        owners = [spec.owner for spec in specs]
-        predicted = predicted_stages(loaded.forecast, self._memory, owners)
-        line["stages"] = stage_lines(specs, stages, *moved, predicted)
+        line["stages"] = stage_lines(specs, stages, *moved, self._memory)
         self._metrics |= _numbers(line)
         self._tell(Observer.step_end, self._state, line, due)
         if due.stop_epoch:

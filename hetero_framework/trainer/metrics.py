@@ -3,12 +3,12 @@
 `metrics.jsonl` holds one JSON object per training step (step, epoch, loss, grad_norm,
 learning_rate, tokens, tokens_per_second, step_seconds, micro_batches, pipeline_s, planned_s,
 predicted_s, stages: [{index, owner, busy_s, wait_s, forward_s, backward_s, activation_s,
-gradient_s, wire_s, bytes_in, bytes_out, direct_bytes_out, peak_memory, predicted: {...}}, ...]) and
-one per evaluation (step, eval_loss, eval_perplexity, ...; of several sets their names as "sets",
-and eval_<set>_loss, ...). A stage that streams layers also has "prefetch_misses": how often one was
-used before its copy had been asked for. A step that changed no weight has "skipped" (non-finite,
-overflow or rule) and its "reason" in words. JSON has no NaN: a value that is not finite is written
-as null.
+gradient_s, wire_s, bytes_in, bytes_out, direct_bytes_out, peak_memory, predicted: {memory}}, ...])
+and one per evaluation (step, eval_loss, eval_perplexity, ...; of several sets their names as
+"sets", and eval_<set>_loss, ...). A stage that streams layers also has "prefetch_misses": how often
+one was used before its copy had been asked for. A step that changed no weight has "skipped"
+(non-finite, overflow or rule) and its "reason" in words. JSON has no NaN: a value that is not
+finite is written as null.
 
 A line that cannot be written is lost, and the run goes on: work is worth more than its record.
 """
@@ -19,7 +19,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ from hetero_framework.config import StageSpec
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.files import write_file
 from hetero_framework.engine.pipeline import StageStatistics
-from hetero_framework.engine.schedule.simulator import Edge
-from hetero_framework.engine.schedule.tuning import TunedSchedule
 from hetero_framework.errors import DataError, ResourceError, UserError
 from hetero_framework.file_trust import not_through_links
 
@@ -141,10 +139,10 @@ def stage_lines(
     statistics: Mapping[int, StageStatistics],
     before: Mapping[str | int, Traffic],
     after: Mapping[str | int, Traffic],
-    predicted: Sequence[Mapping[str, Any]],
+    memory_bytes: Mapping[WorkerId, int],
 ) -> list[dict[str, Any]]:
     """The stages' figures of one step, for its line; `before` and `after` are each worker's traffic
-    when it began and ended, `predicted` holds each stage's prediction."""
+    when it began and ended, `memory_bytes` the predicted memory of each process."""
     lines, nothing, seen = [], (0, 0, 0.0, 0), set()
     for spec in stages:
         figures = statistics[spec.index]
@@ -171,36 +169,12 @@ def stage_lines(
                 "queue_peak": figures.queue_peak,
                 "held_peak": figures.in_flight_peak,
                 "peak_memory": figures.peak_memory_bytes,
-                "predicted": dict(predicted[spec.index]),
+                "predicted": {"memory": memory_bytes.get(spec.owner, 0)},
             }
         )
         if figures.prefetch_misses is not None:
             lines[-1]["prefetch_misses"] = figures.prefetch_misses
     return lines
-
-
-def predicted_stages(
-    schedule: TunedSchedule | None, memory_bytes: Mapping[WorkerId, int], owners: Sequence[WorkerId]
-) -> list[dict[str, Any]]:
-    """The predictions of each stage for its line: its process's memory and, with known times
-    (`schedule`), those of the stage, of an activation from the boundary in front of it and of a
-    gradient from the one behind it."""
-    stages: list[dict[str, Any]] = [{"memory": memory_bytes.get(owner, 0)} for owner in owners]
-    if schedule is None:
-        return stages
-    profile = schedule.profile
-    for k, stage in enumerate(stages):
-        before = profile.edges[k - 1] if k else Edge()
-        behind = profile.edges[k] if k < len(profile.edges) else Edge()
-        stage |= {
-            "forward_s": profile.forward_s[k],
-            "backward_s": profile.backward_s[k],
-            "activation_s": before.forward_s,
-            "gradient_s": behind.backward_s,
-            "latency_s": before.latency_s,
-            "relayed": before.relay is not None,
-        }
-    return stages
 
 
 def _parsed(line: bytes, number: int, path: Path) -> dict[str, Any]:

@@ -38,9 +38,6 @@ SAME_RESULT = frozenset(
     {"direct", "max_in_flight", "offload", "cut", "interleave", "smaller", "larger"}
 )
 """Kinds of changes after which a run learns the same: to the last bit, or but for rounding."""
-UNEXPLAINED_BY = (
-    "processes that share cores or a link, other work on a machine, or uneven micro-batches"
-)
 _AS_SIMULATED = 1.02
 _CODING_S = 2.5e-9
 """Seconds per element to encode and decode on one CPU thread; a GPU needs less."""
@@ -51,7 +48,6 @@ _STREAMING_HEAD = ("stage", "from host memory", "on their way", "of it hidden", 
 _PROCESS_HEAD = (
     *("process", "computes", "waits: activations", "waits: gradients", "of it wire", "idle"),
 )
-_LINKS_HEAD = ("links of", "send", "of it hidden", "receive", "of it hidden")
 _BOUNDARY_HEAD = ("boundary", "way", "activation", "wire", "gradient", "wire", "delay")
 
 
@@ -307,14 +303,11 @@ def _codecs(plan: Diagnosis) -> list[_Idea]:
     return ideas
 
 
-def steps_text(steps: Sequence[int]) -> str:
-    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-
-
 def text(d: Diagnosis) -> str:
     """The diagnosis as text for the user."""
+    steps = f"steps {d.steps[0]} to {d.steps[-1]}" if len(d.steps) > 1 else f"step {d.steps[0]}"
     return lines(
-        f"{steps_text(d.steps)}: {plural(d.micro_batches, 'micro-batch')} through "
+        f"{steps}: {plural(d.micro_batches, 'micro-batch')} through "
         f"{plural(len(d.stages), 'stage')}",
         f"a step takes {seconds(d.step_s)}: pipeline {seconds(d.pipeline_s)}, then "
         f"{seconds(d.update_s)} for gradients and optimizer",
@@ -329,12 +322,8 @@ def text(d: Diagnosis) -> str:
 
 
 def _tables(d: Diagnosis) -> Iterator[str]:
-    """Stages, processes, links and boundaries, each after an empty line."""
-
-    def shown(there_is: float, *cells: str) -> tuple[str, ...]:
-        return cells if there_is else ("-",) * len(cells)
-
-    stages, streaming, processes, links, boundaries = [], [], [], [], []
+    """Stages, processes and boundaries, each after an empty line."""
+    stages, streaming, processes, boundaries = [], [], [], []
     owners = {k: process.name for process in d.processes for k in process.stages}
     for s in d.stages:
         times = [seconds(s.forward_s), seconds(s.backward_s)]
@@ -348,14 +337,13 @@ def _tables(d: Diagnosis) -> Iterator[str]:
     for p in d.processes:
         parts = (p.compute_s, p.activations_s, p.gradients_s, p.wire_s, p.start_s + p.done_s)
         processes.append([p.name, *(share(part / (d.pipeline_s or 1.0)) for part in parts)])
-        sent = shown(p.send_s, size(p.sent_bytes), share(p.send_hidden))
-        received = shown(p.receive_s, size(p.received_bytes), share(p.receive_hidden))
-        links.append([p.name, *sent, *received])
     for b in d.boundaries:
         if b.way != "same process":
             way = f"{b.way}, {b.codec}" if b.codec else b.way
             there = (size(b.forward_bytes), seconds(b.forward_s))
-            back = shown(b.backward_bytes, size(b.backward_bytes), seconds(b.backward_s))
+            back = ("-", "-")
+            if b.backward_bytes:
+                back = (size(b.backward_bytes), seconds(b.backward_s))
             place = f"{b.after} - {b.after + 1}"
             boundaries.append([place, way, *there, *back, seconds(b.latency_s)])
     yield from ("", *table(_STAGE_HEAD, stages, left=(0, 1, 2)))
@@ -363,7 +351,6 @@ def _tables(d: Diagnosis) -> Iterator[str]:
         yield from ("", *table(_STREAMING_HEAD, streaming, left=(0, 1)))
     yield from ("", *table(_PROCESS_HEAD, processes))
     if boundaries:
-        yield from ("", *table(_LINKS_HEAD, links))
         yield from ("", *table(_BOUNDARY_HEAD, boundaries, left=(0, 1)))
 
 
@@ -400,7 +387,8 @@ def _notes(d: Diagnosis) -> Iterator[str]:
     if slower > _UNEXPLAINED:
         yield (
             f"note: the pipeline took {slower:.2f} times what these times of stages and links "
-            f"explain: {UNEXPLAINED_BY}; trust the predictions less"
+            "explain: processes that share cores or a link, other work on a machine, or uneven "
+            "micro-batches; trust the predictions less"
         )
     if uneven:
         numbers = ", ".join(str(stage.index) for stage in uneven)

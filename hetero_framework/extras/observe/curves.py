@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.extras.observe.pictures import (
-    FAINT,
-    GRID,
-    INK,
-    PAPER,
-    heading_pt,
-    save,
-    text_pt,
-)
+from hetero_framework.extras.observe.pictures import FAINT, GRID, INK, PAPER, save, text_pt
 from hetero_framework.trainer.read_metrics import MEASURES, Points, loss_of, read_curves
 from hetero_framework.units import plural
 
@@ -98,7 +90,8 @@ def figure(runs: Sequence[Run]) -> Any:
     names = [run.name if len(run.name) <= _NAME else f"...{run.name[-_NAME:]}" for run in runs]
     labels = [f"{name}: {run.summary}" for name, run in zip(names, runs, strict=True)]
     title = names[0] if is_one else f"{len(runs)} runs"
-    width = max(_WIDTH_PT, heading_pt(title, ""), *(90 + text_pt(text, 9) for text in labels))
+    widths = [90 + text_pt(text, 9) for text in labels]
+    width = max(_WIDTH_PT, 32 + text_pt(title, 14, bold=True), *widths)
     more = [panel for panel in MEASURES if any(run.measures(panel) for run in runs)]
     height = _HEIGHT_PT * (1.4 if more else 1.0) + (0 if is_one else 16 * len(runs))
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)

@@ -18,7 +18,6 @@ from hetero_framework.core.spans import (
     FORWARD,
     FORWARD_BACKWARD,
     RECEIVE,
-    SEND,
     WEIGHTS,
 )
 from hetero_framework.engine.schedule.simulator import Edge, Profile
@@ -152,8 +151,7 @@ class ProcessTimes:
     """Where a process's share of a step went: means over the steps.
 
     compute + activations + gradients + start + done = the pipeline's seconds. `wire_s` is the
-    part of the waits in which the awaited tensor was finished already and on its way. Sending and
-    receiving run beside these; `*_hidden` is their share during which this process computed.
+    part of the waits in which the awaited tensor was finished already and on its way.
     """
 
     name: str
@@ -164,12 +162,6 @@ class ProcessTimes:
     start_s: float
     done_s: float
     wire_s: float
-    send_s: float
-    send_hidden: float
-    receive_s: float
-    receive_hidden: float
-    sent_bytes: float
-    received_bytes: float
 
 
 @dataclass(frozen=True)
@@ -346,28 +338,14 @@ def _streaming(
 def process_times(trace: Trace, steps: Sequence[MeasuredStep], process: int) -> ProcessTimes:
     each = [_times_in(step, process) for step in steps]
     mean = {name: statistics.fmean(times[name] for times in each) for name in each[0]}
-    for kind in ("send", "receive"):
-        moving_s = mean[f"{kind}_s"]
-        mean[f"{kind}_hidden"] = mean[f"{kind}_hidden"] / moving_s if moving_s else 1.0
     stages = tuple(k for k, stage in enumerate(trace.stages) if stage.process == process)
     return ProcessTimes(trace.processes[process].name, stages, **mean)
 
 
 def _times_in(step: MeasuredStep, process: int) -> dict[str, float]:
-    """The fields of a process in one step, `*_hidden` in seconds."""
-    own = [event for event in step.events if event.process == process]
+    """The fields of a process in one step."""
     pauses = [wait for wait in step.waits if wait.process == process]
-    tasks = [event for event in own if event.kind in COMPUTE]
-
-    def busy(*kinds: str) -> float:
-        return covered((e.began, e.ended) for e in own if e.kind in kinds)
-
-    def moved(kind: str) -> dict[str, float]:
-        both_s = busy(kind) + busy(*COMPUTE) - busy(kind, *COMPUTE)
-        nbytes = sum(e.nbytes for e in own if e.kind == kind)
-        past = {SEND: "sent", RECEIVE: "received"}[kind]
-        return {f"{kind}_s": busy(kind), f"{kind}_hidden": both_s, f"{past}_bytes": nbytes}
-
+    tasks = [e for e in step.events if e.process == process and e.kind in COMPUTE]
     return {
         "compute_s": sum(task.seconds for task in tasks),
         **{
@@ -376,8 +354,6 @@ def _times_in(step: MeasuredStep, process: int) -> dict[str, float]:
         },
         "done_s": step.computed - max((task.ended for task in tasks), default=step.began),
         "wire_s": sum(wait.wire_s for wait in pauses),
-        **moved(SEND),
-        **moved(RECEIVE),
     }
 
 

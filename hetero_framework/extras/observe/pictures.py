@@ -7,7 +7,7 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hetero_framework.commands.diagnosis import MachineView
 
 FORMATS = ("png", "svg", "pdf")
-PAPER, INK, FAINT, IDLE, GRID = "#fdfdfb", "#222222", "#5f6670", "#f1f0ec", "#d9d8d3"
+PAPER, INK, FAINT, GRID = "#fdfdfb", "#222222", "#5f6670", "#d9d8d3"
 
 
 def can_draw() -> bool:
@@ -73,12 +73,6 @@ def picture_format(path: Path, asked: str | None, known: Sequence[str]) -> str:
     return chosen
 
 
-def beside(path: str | os.PathLike[str]) -> Path:
-    """The file for the second picture of two."""
-    file = Path(path)
-    return file.with_name(f"{file.stem}-step{file.suffix}")
-
-
 def write_picture(path: Path, content: bytes) -> Path:
     """Write the file and its folders. Raises UserError, or ResourceError where the disk is full."""
     try:
@@ -98,49 +92,3 @@ def text_pt(text: str, size_pt: float, *, bold: bool = False) -> float:
     font = FontProperties(size=size_pt, weight="bold" if bold else "normal")
     width, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
     return float(width)
-
-
-def names_pt(rows: Iterable[tuple[str, str]]) -> float:
-    """The width of the widest name, or line below a name."""
-    return max(max(text_pt(a, 10, bold=True), text_pt(b, 8.5)) for a, b in rows)
-
-
-def heading_pt(title: str, subtitle: str) -> float:
-    """The width of a picture with room for its heading."""
-    return 32 + max(text_pt(title, 14, bold=True), text_pt(subtitle, 10.5))
-
-
-def sheet(title: str, subtitle: str, width: float, height: float) -> Any:
-    """An empty Figure of this size in points, with its heading."""
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(width / 72, height / 72), facecolor=PAPER)
-    drawn.text(16 / width, 1 - 24 / height, title, fontsize=14, weight="bold", color=INK)
-    drawn.text(16 / width, 1 - 42 / height, subtitle, fontsize=10.5, color=FAINT)
-    return drawn
-
-
-def rows_in(
-    drawn: Any, place: tuple[float, float, float, float], limit: float, rows: float, label: str
-) -> Any:
-    """Axes at a place in points (x, y, width, height) for rows of height 1, counted downwards."""
-    width, height = 72 * drawn.get_size_inches()
-    x, y, wide, high = place
-    axes = drawn.add_axes((x / width, y / height, wide / width, high / height))
-    axes.set(xlim=(0, limit), ylim=(rows, 0), yticks=[])
-    axes.set_facecolor("none")
-    axes.spines[:].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=9, labelcolor=FAINT)
-    axes.set_xlabel(label, fontsize=9.5, color=FAINT)
-    return axes
-
-
-def name_row(axes: Any, x: float, name: tuple[str, float], detail: tuple[str, float]) -> None:
-    """Write a row's name and the line below it, each at its y; x is in shares of the axes."""
-    place = axes.get_yaxis_transform()
-    for (text, y), size, weight, color in ((name, 10, "bold", INK), (detail, 8.5, "normal", FAINT)):
-        axes.text(
-            x, y, text, transform=place, ha="right", va="center", fontsize=size, weight=weight,
-            color=color,
-        )  # fmt: skip

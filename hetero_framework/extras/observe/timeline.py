@@ -116,8 +116,6 @@ class Wait:
     """
 
     process: int
-    stage: int
-    micro_batch: int
     began: float
     ended: float
     reason: str
@@ -234,4 +232,4 @@ def _wait(stages: Sequence[StageInfo], task: TraceEvent, free: float, tasks: Tas
     cause, wire = awaited(task, tasks), 0.0
     if cause is not None and stages[cause.stage].process != task.process:
         wire = max(0.0, task.began - max(free, cause.ended))
-    return Wait(task.process, task.stage, task.micro_batch, free, task.began, reason, wire)
+    return Wait(task.process, free, task.began, reason, wire)

@@ -4,14 +4,12 @@ https://ui.perfetto.dev and chrome://tracing open the file; `read_timeline` read
 `hetero timeline`. A step is appended when all processes have reported it; then the file is valid
 JSON again.
 
-Rows: one group for each process; in it a row for each stage (its tasks, and the waits before them)
-and one for each kind of tensors that visit it from host memory, one for the tensors that its links
-send and one for those that they receive.
+Rows: one group for each process. In it each stage has a row of tasks and one for each kind of
+tensors that visit it from host memory; the links have rows of tensors sent and received.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -49,9 +47,6 @@ from hetero_framework.extras.observe.timeline import (
     TraceEvent,
     WorkerId,
     aligned,
-    awaited,
-    tasks_of,
-    waits,
     with_bytes,
 )
 from hetero_framework.file_trust import not_through_links
@@ -94,7 +89,7 @@ _EVENT, _ABOUT = TypeAdapter(TraceEvent), TypeAdapter(About)
 
 
 class Timeline:
-    """Gathers the spans of a run and appends them to output_dir/timeline.json; a context manager.
+    """Gathers the spans of a run and appends them to output_dir/timeline.json.
 
     A thread does the work. Its errors come out of the next `add`, or of `close`; a file that cannot
     be written is reported once and ends no run.
@@ -118,16 +113,6 @@ class Timeline:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="timeline")
         self._jobs: deque[Future[None]] = deque()
         self._failed = self._closed = False
-
-    def __enter__(self) -> Timeline:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        try:
-            self.close()
-        except ProtocolError:
-            if kind is None:
-                raise
 
     def add(self, owner: WorkerId, spans: Sequence[Span], offset_s: float = 0.0) -> None:
         """Take over what a process recorded; `offset_s` is its clock minus the coordinator's.
@@ -236,16 +221,9 @@ class _File:
         return "".join(f",\n{json.dumps(entry)}" for entry in self._entries(moved))
 
     def _entries(self, events: Sequence[TraceEvent]) -> Iterator[dict[str, Any]]:
-        rows, arrows = self._rows, list(_arrows(events, self._rows))
-        entries = [_complete(event, *rows.of_event(event)) for event in events]
-        for wait in waits(self._about.stages, events):
-            args: dict[str, Any] = {"step": events[0].step + 1, "stage": wait.stage}
-            args |= {"micro_batch": wait.micro_batch, "on_the_wire_ms": round(wait.wire_s * 1e3, 3)}
-            name, row, dur = f"wait for {wait.reason}", rows.of_stage(wait.stage), wait.seconds
-            entries.append(_entry(name, "wait", "X", row, wait.began, dur=_micro(dur), args=args))
-        yield from rows.new_names()
+        entries = [_complete(event, *self._rows.of_event(event)) for event in events]
+        yield from self._rows.new_names()
         yield from sorted(entries, key=lambda entry: (entry["ts"], -entry["dur"]))
-        yield from arrows
 
 
 def _tail(dropped: int) -> str:
@@ -260,13 +238,6 @@ _SEND_ROW = 10_000
 _RECEIVE_ROW = 50_000
 
 
-def _entry(
-    name: str, category: str, phase: str, row: int, at: float, **more: Any
-) -> dict[str, Any]:
-    place = {"pid": row // _ROWS, "tid": row, "ts": _micro(at)}
-    return {"name": name, "cat": category, "ph": phase, **place, **more}
-
-
 def _complete(event: TraceEvent, row: int, name: str) -> dict[str, Any]:
     args: dict[str, Any] = {"step": event.step + 1, "stage": event.stage}
     if event.micro_batch >= 0:
@@ -274,23 +245,10 @@ def _complete(event: TraceEvent, row: int, name: str) -> dict[str, Any]:
     if event.kind in (SEND, RECEIVE):
         args |= {"what": event.what, "peer": event.peer, "bytes": event.nbytes}
         args |= {"dtype": event.dtype, "codec": event.codec}
-    seconds = _micro(event.ended) - _micro(event.began)
-    return _entry(name, event.kind, "X", row, event.began, dur=seconds, args=args)
-
-
-def _arrows(events: Sequence[TraceEvent], rows: _Rows) -> Iterator[dict[str, Any]]:
-    """Flow events: an arrow from each task to the one at another process that took its tensor."""
-    tasks = tasks_of(events)
-    for task in tasks.values():
-        before = awaited(task, tasks)
-        if before is None or before.process == task.process:
-            continue
-        number = next(rows.arrows)
-        # The arrow leaves just before the end: at the end the next task of the row begins.
-        leaves = max(before.began, before.ended - 1e-8)
-        sender, receiver = rows.of_stage(before.stage), rows.of_stage(task.stage)
-        yield _entry("tensor", "tensor", "s", sender, leaves, id=number)
-        yield _entry("tensor", "tensor", "f", receiver, task.began, id=number, bp="e")
+    began = _micro(event.began)
+    times = {"ts": began, "dur": _micro(event.ended) - began}
+    place = {"pid": row // _ROWS, "tid": row}
+    return {"name": name, "cat": event.kind, "ph": "X", **place, **times, "args": args}
 
 
 def _micro(seconds: float) -> float:
@@ -306,7 +264,6 @@ class _Rows:
         self._names: dict[int, str] = {}
         self._named: set[int] = set()
         self._free: dict[int, float] = {}
-        self.arrows = itertools.count(1)
         for index, stage in enumerate(self._stages):
             self._names[self.of_stage(index)] = f"stage {index}: {stage.layers}"
 

@@ -84,15 +84,6 @@ def test_shares_of_a_process_add_up_to_the_pipeline(tmp_path: Path) -> None:
     assert d.processes[1].compute_s == pytest.approx(16 * 0.06, rel=1e-3)
 
 
-def test_transfers_that_compute_hides_are_called_hidden(tmp_path: Path) -> None:
-    """One process sends while it waits for the answer, the other always has another to do."""
-    alone = found(tmp_path / "one", p=2, m=16, max_in_flight=1, wire_s=0.01)
-    assert alone.processes[0].send_hidden == pytest.approx(0.0, abs=0.02)
-    full = found(tmp_path / "two", p=2, m=16, wire_s=0.01)
-    assert full.processes[0].send_hidden > 0.8
-    assert full.processes[0].sent_bytes == 16 << 20
-
-
 def test_balanced_long_step_needs_nothing(tmp_path: Path) -> None:
     d = found(tmp_path, m=64, layers=1)
     assert d.best is None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from hetero_framework.extras.observe.observers import RunPictures
+from hetero_framework.config import Config
+from hetero_framework.errors import ProtocolError
+from hetero_framework.extras.observe.observers import RunPictures, TimelineFile
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.observers import Placement, Watched
@@ -19,13 +22,25 @@ from hetero_framework.trainer.train_state import TrainState
 from tests.alone import Alone
 
 
+def watched(config: Config) -> Watched:
+    placed = Placement(cast(Prepared, SimpleNamespace(config=config)), {})
+    return Watched(placed, CheckpointStore(config.checkpoints), lambda: False)
+
+
+def test_an_error_that_ends_a_run_is_not_replaced_by_its_timelines(alone: Alone) -> None:
+    for failed, raised in ((True, nullcontext()), (False, pytest.raises(ProtocolError))):
+        file = TimelineFile(watched(alone()))
+        file._timeline.add("local", [{"kind": "x"}])
+        with raised:
+            file.close(failed)
+
+
 def test_a_run_goes_on_where_its_curves_cannot_be_drawn(
     alone: Alone, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = alone(training={"visualize": True})
     curves, metrics = config.output_dir / "curves.png", config.output_dir / "metrics.jsonl"
-    placed = Placement(cast(Prepared, SimpleNamespace(config=config)), {})
-    drawn = RunPictures(Watched(placed, CheckpointStore(config.checkpoints), lambda: False))
+    drawn = RunPictures(watched(config))
     drawn.exported(TrainState())
     assert "the curves are not drawn: there is no metrics.jsonl" in logged.pop()
     config.output_dir.mkdir()

@@ -82,12 +82,8 @@ def test_run_writes_a_timeline(
     assert found.micro_batches == 4
     assert 0 < found.bound_s <= found.pipeline_s
     capsys.readouterr()
-    assert cli.main(["timeline", str(tmp_path / "run"), "--format", "svg"]) == 0
-    said = capsys.readouterr().out
-    assert "3 stages" in said
-    assert "predicted and measured, step" in said
-    assert "memory: predicted" in said
-    assert (tmp_path / "run" / "timeline.svg").exists()
+    assert cli.main(["timeline", str(tmp_path / "run")]) == 0
+    assert "3 stages" in capsys.readouterr().out
     assert (tmp_path / "run" / "curves.png").exists()
 
 

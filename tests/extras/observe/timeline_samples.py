@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def record(
     owners = [device or "local" for device in settings["devices"]]
     config = config_of(owners, layers, offload=offload, output_dir=str(output), **training)
     start = 0.0
-    with Timeline(config) as timeline:
+    with closing(Timeline(config)) as timeline:
         for step in steps:
             spans = step_spans(**settings, step=step, start=start)
             for process, own in spans.items():

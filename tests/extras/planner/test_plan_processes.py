@@ -124,7 +124,6 @@ def test_run_that_plans_by_itself_trains_to_the_same_bits_and_keeps_its_plan(
     first, *_ = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert first["planned_s"] == plan["predicted_step_s"]
     assert first["predicted_s"] > 0
-    assert first["stages"][0]["predicted"]["forward_s"] == plan["pipeline"]["forward_s"][0]
     assert cli.main(["diagram", "--config", str(file), "--output", "-"]) == 0
     assert "flowchart" in capsys.readouterr().out
 

@@ -21,7 +21,6 @@ FILES = {
     ("convert", "--output"): ["in/recipe.yml"],
     ("diagram", "--output"): ["--format", "mmd", "--config", "in/hetero_config.json"],
     ("plan", "--save-profile"): ["--dry-run", "--config", "in/hetero_config.json"],
-    ("timeline", "--output"): ["in"],
     ("plot", "--output"): ["in/metrics.jsonl"],
     ("generate", "--output"): ["--prompts", "in/prompts.jsonl"],
     ("verify", "--output"): ["--all"],
@@ -76,7 +75,7 @@ def test_every_option_that_names_a_place_is_known_to_be_read_or_written() -> Non
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in").mkdir()
-    for name in ("recipe.yml", "prompts.jsonl", "profile.json", "metrics.jsonl", "timeline.json"):
+    for name in ("recipe.yml", "prompts.jsonl", "profile.json", "metrics.jsonl"):
         (tmp_path / "in" / name).write_text("precious")
     assert main(["init", "--non-interactive", "--layers", "4", "--output", "first.json"]) == 0
     (tmp_path / "first.json").rename(tmp_path / "in" / "hetero_config.json")
@@ -126,11 +125,11 @@ def test_a_command_never_overwrites_what_it_reads(
 ) -> None:
     words = FILES[command, option]
     read = next(word for word in words if word.startswith("in"))
-    file = folder / ("in/timeline.json" if read == "in" else read)
+    file = folder / read
     before = file.read_bytes()
     other = folder / "another name of it"
     os.link(file, other)
-    for name in (file, other)[: 2 - (read == "in")]:  # that of a file in a folder is another file
+    for name in (file, other):
         assert main([command, *words, option, str(name), "--overwrite"]) == 2
         assert "is read by this command" in capsys.readouterr().err
     assert file.read_bytes() == before
