@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hetero_framework import control
@@ -109,8 +109,12 @@ class Callbacks(Observer):
         self._run: str | None = None
         self._mlflow_run: str | None = None
         self._states: dict[str, Any] | None = None  # as they stand in the file
-        self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: 1.0)
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        self._model = _shown_model(prepared)
+        self._handler = CallbackHandler(
+            [DefaultFlowCallback], self._model, prepared.tokenizer, optimizer, scheduler
+        )
         self._epoch: int | None = None
         self._line: Mapping[str, Any] = {}
         self._losses: list[tuple[int, float]] = []  # not logged yet, with their steps
@@ -128,15 +132,6 @@ class Callbacks(Observer):
         self._logged: list[tuple[int, float]] = []  # number and sum of the losses of each log
         self._first_step = 0
         self.state = TrainerState()
-
-    @cached_property
-    def _model(self) -> PreTrainedModel:
-        config, plan = self._prepared.model_config, self._prepared.adapter_plan
-        if plan is None:
-            return meta_model(config)
-        from hetero_framework.models.adapters.lora import meta_adapted
-
-        return meta_adapted(config, plan)
 
     def _store_flos(self) -> None:
         """Count operations as the Trainer does: 6 for each token, padding included, and parameter
@@ -221,8 +216,8 @@ class Callbacks(Observer):
         self._note(line)
         self._count(line)
         self.state.global_step, self.state.epoch = state.step, line["epoch"]
-        self._optimizer.param_groups[0]["lr"] = line["learning_rate"]
-        self._scheduler._last_lr = [line["learning_rate"]]
+        self._handler.optimizer.param_groups[0]["lr"] = line["learning_rate"]
+        self._handler.lr_scheduler._last_lr = [line["learning_rate"]]
         self._decide("on_step_end", due)
 
     def epoch_end(self, state: TrainState, due: Due) -> None:
@@ -397,22 +392,11 @@ class Callbacks(Observer):
 
     def _call(self, event: str, **details: Any) -> None:
         for callback in self._callbacks:
-            control = None
+            self._handler.callbacks = [callback]  # so that a failure has its name
             with self._attempt(callback, event):
-                control = getattr(callback, event)(
-                    self._arguments,
-                    self.state,
-                    self._control,
-                    model=self._model,
-                    processing_class=self._prepared.tokenizer,
-                    optimizer=self._optimizer,
-                    lr_scheduler=self._scheduler,
-                    train_dataloader=None,
-                    eval_dataloader=None,
-                    **details,
+                self._control = self._handler.call_event(
+                    event, self._arguments, self.state, self._control, **details
                 )
-            if isinstance(control, TrainerControl):
-                self._control = control
 
     @contextmanager
     def _attempt(self, callback: TrainerCallback, event: str) -> Iterator[None]:
@@ -518,6 +502,15 @@ def make(run: Watched) -> Callbacks | None:
     if callbacks or reporting or prepared.config.training.metric is not None:
         return Callbacks(prepared, run.store, callbacks, reporting)
     return None
+
+
+def _shown_model(prepared: Prepared) -> PreTrainedModel:
+    """The model that callbacks see, with its adapter."""
+    if prepared.adapter_plan is None:
+        return meta_model(prepared.model_config)
+    from hetero_framework.models.adapters.lora import meta_adapted
+
+    return meta_adapted(prepared.model_config, prepared.adapter_plan)
 
 
 class _Means:

@@ -1,8 +1,9 @@
 """Uploads one folder to the hub, in a process of its own that extras/reporting/hub.py starts.
 
-So a slow server, a client that hangs or crashes, and the hashing of files touch no step. The
-process imports no torch and ends with its parent. Its argument is a job as JSON; it prints one
-line, the address of the repository or the reason why there is no upload.
+So a slow server, a client that hangs or crashes, and the hashing of files touch no step. A thread
+of the client (`run_as_future`) cannot be ended: with a hub that hangs, a run that was done stayed
+for more than 100 s. The process imports no torch and ends with its parent. Its argument is a job
+as JSON; it prints one line, the address of the repository or the reason why there is no upload.
 """
 
 from __future__ import annotations
