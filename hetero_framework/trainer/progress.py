@@ -27,8 +27,7 @@ from hetero_framework.units import clock, share, size
 
 REDRAW_INTERVAL_S = 0.1
 RECENT_STEPS = 20  # speed and remaining time are means over these
-_NEEDS_COLUMNS = {"device": 58, "queue": 58, "layers": 50, "memory": 40}
-"""Columns of the table that a narrower terminal does without."""
+_FITS_MEMORY = 50  # characters of a terminal that is wide enough for all columns of the table
 
 
 @dataclass
@@ -268,37 +267,29 @@ class Progress:
         return Group(*parts)
 
     def _stage_table(self, width: int) -> Table:
-        """One line per stage. Where the terminal is narrow the device's name gives way first."""
+        """One line per stage. While a process is away its state stands in place of the figures."""
         step_s = self._last.get("step_seconds")
+        figures = ["busy", "memory"] if width >= _FITS_MEMORY else ["busy"]
+        if any(row.away for row in self._stages):
+            figures = ["state"]
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-        rows = [
-            {
-                "stage": str(index),
-                "owner": row.owner,
-                "layers": row.layers.removeprefix("layers ").removeprefix("layer "),
-                "device": row.device,
-                "state": row.away or "",
-                "busy": share(row.last.get("busy_s", 0.0) / step_s if step_s else 0.0),
-                "queue": str(row.last.get("queue_peak", 0)),
-                "memory": size(row.last["peak_memory"]) if row.last.get("peak_memory") else "",
-            }
-            for index, row in enumerate(self._stages)
-        ]
-        names = [name for name in rows[0] if width >= _NEEDS_COLUMNS.get(name, 0)]
-        if any(row.away for row in self._stages):  # idle processes, and why
-            names = [name for name in names if name not in ("busy", "queue", "memory")]
-        else:
-            names.remove("state")
-        for name in names:
+        for name in ("stage", "owner", "layers", *figures):
             table.add_column(
                 name,
-                justify="right" if name in ("stage", "busy", "queue", "memory") else "left",
-                no_wrap=name != "device",  # the only one that rich makes narrower
+                justify="left" if name in ("owner", "layers", "state") else "right",
+                no_wrap=True,
                 max_width=max(10, width // 3) if name == "owner" else None,
             )
-        for row in rows:
-            cells = (printable(row[name]) for name in names)
-            table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells))
+        for index, row in enumerate(self._stages):
+            shown = {
+                "state": row.away or "",
+                "busy": share(row.last.get("busy_s", 0.0) / step_s if step_s else 0.0),
+                "memory": size(row.last["peak_memory"]) if row.last.get("peak_memory") else "",
+            }
+            layers = row.layers.removeprefix("layers ").removeprefix("layer ")
+            cells = (str(index), row.owner, layers, *(shown[name] for name in figures))
+            texts = (Text(printable(cell), no_wrap=True, overflow="ellipsis") for cell in cells)
+            table.add_row(*texts)
         return table
 
     def _summary_lines(self) -> list[tuple[str, str]]:

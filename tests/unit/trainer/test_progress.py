@@ -21,10 +21,7 @@ ROWS = [
 
 
 def metrics_of(step: int, **changes: Any) -> dict[str, Any]:
-    stages = [
-        {"index": i, "busy_s": 0.1 * (i + 1), "queue_peak": i, "peak_memory": 3 << 30}
-        for i in range(3)
-    ]
+    stages = [{"index": i, "busy_s": 0.1 * (i + 1), "peak_memory": 3 << 30} for i in range(3)]
     stages[1] |= {"bytes_in": 1 << 20, "bytes_out": 2 << 20}
     return {
         "step": step,
@@ -184,8 +181,8 @@ def test_live_display_shows_the_last_state(terminal: io.StringIO) -> None:
     lines = screen(terminal.getvalue())
     assert lines[0].split("  ")[:4] == ["step 6/6", "loss 1.6667", "200 tokens/s", "ETA 0:00:00"]
     assert set(lines[1]) == {"━"}
-    assert lines[2].split() == ["stage", "owner", "layers", "device", "busy", "queue", "memory"]
-    assert " ".join(lines[4].split()) == "1 worker 1 8-23 AMD Radeon RX 7900 XTX 40% 1 3.00 GiB"
+    assert lines[2].split() == ["stage", "owner", "layers", "busy", "memory"]
+    assert " ".join(lines[4].split()) == "1 worker 1 8-23 40% 3.00 GiB"
     assert "adapter        runs/a/adapter" in lines
 
 
@@ -328,36 +325,18 @@ def test_messages_from_other_threads_come_whole(terminal: io.StringIO) -> None:
     assert sorted(said) == sorted(f"{name} says {i}" for name in "abc" for i in range(20))
 
 
-@pytest.mark.parametrize("columns", [60, 80])
-def test_owners_and_memory_stay_whole_while_the_device_can_give_way(
-    terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    rows = [StageRow("coordinator", 0, 8, "cpu"), StageRow("worker gpu-17", 8, 24, "cpu"), ROWS[2]]
-    progress = Progress(terminal, live=True)
-    progress.start(2, rows)
-    progress.step(metrics_of(1))
-    progress.step(metrics_of(2))
-    progress.close()
-    lines = screen(terminal.getvalue())
-    assert lines[2].split() == ["stage", "owner", "layers", "device", "busy", "queue", "memory"]
-    assert "worker gpu-17 " in lines[4]
-    assert lines[4].rstrip().endswith("3.00 GiB")
-    assert max(len(line) for line in lines) <= columns
-
-
-def test_a_long_device_name_is_cut_first(
+def test_owners_and_memory_stay_whole(
     terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "72")
+    monkeypatch.setenv("COLUMNS", "50")
     progress = Progress(terminal, live=True)
-    progress.start(1, [StageRow("worker 1", 0, 8, "AMD Radeon RX 7900 XTX, 24 GiB, gfx1100")])
-    progress.step({**metrics_of(1), "stages": metrics_of(1)["stages"][:1]})
+    progress.start(1, [StageRow("coordinator", 0, 8, "cpu"), StageRow("worker gpu-17", 8, 24)])
+    progress.step(metrics_of(1))
     progress.close()
-    line = next(line for line in screen(terminal.getvalue()) if "worker 1" in line)
-    assert "AMD Radeon" in line
-    assert "…" in line
-    assert "3.00 GiB" in line
+    lines = screen(terminal.getvalue())
+    assert lines[2].split() == ["stage", "owner", "layers", "busy", "memory"]
+    assert "worker gpu-17 " in lines[4]
+    assert lines[4].endswith("3.00 GiB")
 
 
 def test_steps_that_skip_numbers_are_logged_when_they_pass_a_logged_one() -> None:
